@@ -1,0 +1,75 @@
+"""kvgraph: compile language models ahead of time around a paged KV cache that stays outside the graph.
+
+Names are imported when they are first used, so that the deployment side never loads the
+compiler's frameworks.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "ArtifactError": "kvgraph.errors",
+    "BatchCharacteristics": "kvgraph.contract.inputs",
+    "BindingError": "kvgraph.errors",
+    "CapacityError": "kvgraph.errors",
+    "Device": "kvgraph.contract.devices",
+    "DeviceError": "kvgraph.errors",
+    "Engine": "kvgraph.runtime.engine",
+    "GraphSignature": "kvgraph.contract.signature",
+    "InsufficientPagesError": "kvgraph.errors",
+    "KVCacheInputSymbols": "kvgraph.contract.symbols",
+    "KVCacheInputs": "kvgraph.contract.inputs",
+    "KVCacheInputsSequence": "kvgraph.contract.inputs",
+    "KVCacheManager": "kvgraph.kv.manager",
+    "KVCacheMetrics": "kvgraph.kv.metrics",
+    "KVCacheParams": "kvgraph.contract.params",
+    "KVCacheQuantization": "kvgraph.contract.params",
+    "KVCacheStrategy": "kvgraph.contract.params",
+    "KVGraphError": "kvgraph.errors",
+    "KernelError": "kvgraph.errors",
+    "MissingDependencyError": "kvgraph.errors",
+    "ModelError": "kvgraph.errors",
+    "ModelInputs": "kvgraph.contract.inputs",
+    "NullKVCacheManager": "kvgraph.kv.null",
+    "PagedCacheInputSymbols": "kvgraph.contract.symbols",
+    "PagedKVCacheManager": "kvgraph.kv.paged",
+    "ParamsError": "kvgraph.errors",
+    "RaggedKVCacheInputs": "kvgraph.contract.inputs",
+    "RequestError": "kvgraph.errors",
+    "SamplingParams": "kvgraph.runtime.sampling",
+    "Target": "kvgraph.contract.devices",
+    "TensorType": "kvgraph.contract.dims",
+    "TextContext": "kvgraph.kv.requests",
+    "UnsupportedError": "kvgraph.errors",
+    "compile": "kvgraph.compiler.pipeline",
+    "load": "kvgraph.runtime.artifact",
+    "plan_memory": "kvgraph.kv.memory",
+    "virtual_devices": "kvgraph.contract.devices",
+}
+"""Public name -> the private module that defines it."""
+
+if TYPE_CHECKING:
+    from kvgraph.compiler.pipeline import compile as compile
+    from kvgraph.contract.devices import Device as Device
+    from kvgraph.contract.devices import Target as Target
+    from kvgraph.contract.devices import virtual_devices as virtual_devices
+    from kvgraph.contract.params import KVCacheParams as KVCacheParams
+    from kvgraph.runtime.artifact import load as load
+    from kvgraph.runtime.engine import Engine as Engine
+    from kvgraph.runtime.sampling import SamplingParams as SamplingParams
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'kvgraph' has no attribute {name!r}")
+    value = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

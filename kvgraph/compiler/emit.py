@@ -1,0 +1,144 @@
+"""The artifact's folder: built beside its place, moved there whole, manifest last."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.targets import Lowered
+from kvgraph.contract.devices import Target
+from kvgraph.contract.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Binding,
+    FileEntry,
+    LayerRef,
+    Manifest,
+    ModelInfo,
+    PassEntry,
+    hash_files,
+    write_manifest,
+)
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import ArtifactError
+from kvgraph.ops.header import ABI_VERSION
+
+
+def require_free(out: Path, *, force: bool) -> None:
+    """Refuse an `out` that would lose something: any folder without `force`, and with `force`
+    anything but an artifact or an empty folder."""
+    if not out.exists():
+        return
+    if not force:
+        raise ArtifactError(f"{out}: expected no such folder yet, got one (kept); use --force")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file()):
+        raise ArtifactError(
+            f"{out}: expected an artifact or an empty folder to replace, got something else (kept)"
+        )
+
+
+@contextlib.contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` on success and disappears on failure.
+
+    A killed process leaves at most a hidden folder without a manifest, so nothing that reads as
+    an artifact; the next compile to `out` removes it.
+    """
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out)
+    prefix = f".{out.name}.{os.getpid()}."
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    try:
+        yield folder
+        _replace(out, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(out: Path) -> None:
+    for path in out.parent.glob(f".{out.name}.*.*"):
+        pid = path.name.removeprefix(f".{out.name}.").partition(".")[0]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _replace(out: Path, folder: Path) -> None:
+    folder.chmod(0o755)
+    if not out.exists():
+        folder.rename(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", dir=out.parent))
+    out.rename(old / "old")
+    folder.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def emit(
+    folder: Path,
+    *,
+    model: Model,
+    params: KVCacheParams,
+    signature: GraphSignature,
+    lowered: Lowered,
+    target: Target,
+    backend: str,
+    notes: list[str],
+) -> Manifest:
+    """Copy the model's travelling files, hash everything, write the manifest."""
+    for name, source in model.files.items():
+        shutil.copyfile(source, folder / name)
+    files = hash_files(folder, [path.name for path in folder.iterdir()])
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        kvgraph_version=metadata.version("kvgraph"),
+        op_abi_version=ABI_VERSION,
+        model=ModelInfo(
+            model.architecture,
+            _model_identity(model, files["weights.safetensors"]),
+            model.vocab_size,
+            model.max_seq_len,
+            list(model.eos_token_ids),
+            model.bos_token_id,
+        ),
+        backend=backend,
+        target=str(target),
+        dtype=model.dtype,
+        layout=params.layout_dict(),
+        inputs=[Binding.of(symbol) for symbol in signature.inputs],
+        outputs=[Binding.of(symbol, output=True) for symbol in signature.outputs],
+        layers=[LayerRef("", i) for i in range(params.num_layers)],
+        ops=lowered.ops,
+        passes=[PassEntry(r.name, r.applied, r.unmatched) for r in lowered.passes],
+        notes=notes,
+        files=files,
+        nondeterministic_files=lowered.nondeterministic_files,
+        tools={name: metadata.version(name) for name in lowered.tools},
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _model_identity(model: Model, weights: FileEntry) -> str:
+    parts = [model.architecture, model.fingerprint, weights.chunks]
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -1,0 +1,1 @@
+"""Where a model comes from: each frontend gives a Model that the pipeline exports."""

@@ -1,0 +1,251 @@
+"""Any Hugging Face decoder whose attention goes through transformers' attention interface.
+
+The model is built with an attention implementation of ours, which stores into and reads from the
+paged cache, and with no mask; tokens of all rows run as one sequence whose position ids say where
+each token sits in its row. The model's own code does everything else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvgraph import ops
+from kvgraph.compiler.model import CacheNeed, Model
+from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
+
+NAME = "kvgraph"
+PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+"""Model types on the equivalence ladder; others compile if their attention allows it."""
+
+TRAVELLING_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """What every attention layer needs beside its q, k and v."""
+
+    input_row_offsets: torch.Tensor
+    kv_blocks: torch.Tensor
+    cache_lengths: torch.Tensor
+    lookup_table: torch.Tensor
+    max_lengths: torch.Tensor
+    kv_scales: torch.Tensor | None
+
+
+def token_positions(
+    tokens: torch.Tensor, input_row_offsets: torch.Tensor, cache_lengths: torch.Tensor
+) -> torch.Tensor:
+    """`[total_seq_len]`: where each new token sits in its row, without data-dependent shapes."""
+    index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    row_T = (index_T[:, None] >= input_row_offsets[None, 1:]).sum(-1)
+    return index_T - input_row_offsets[row_T] + cache_lengths[row_T]
+
+
+class Decoder(nn.Module):
+    """A causal language model of transformers over the graph's signature."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        input_row_offsets: torch.Tensor,
+        logits_indices: torch.Tensor,
+        kv_blocks: torch.Tensor,
+        cache_lengths: torch.Tensor,
+        lookup_table: torch.Tensor,
+        max_lengths: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        positions = token_positions(tokens, input_row_offsets, cache_lengths)
+        paged = PagedInputs(
+            input_row_offsets, kv_blocks, cache_lengths, lookup_table, max_lengths, kv_scales
+        )
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_indices.long(),
+            paged_kv=paged,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+
+def paged_kv_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_kv: PagedInputs,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`."""
+    q_TND, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
+    index = (paged_kv.input_row_offsets, paged_kv.cache_lengths, paged_kv.lookup_table)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    ops.store_kv(paged_kv.kv_blocks, k_TKD, v_TKD, *index, paged_kv.kv_scales, layer=layer)
+    out_TND = ops.paged_attention(
+        q_TND,
+        paged_kv.kv_blocks,
+        *index,
+        paged_kv.max_lengths,
+        paged_kv.kv_scales,
+        s_aux.float() if s_aux is not None else None,
+        layer=layer,
+        scale=scaling if scaling is not None else q_TND.shape[-1] ** -0.5,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        causal=int(getattr(module, "is_causal", True)),
+        v_head_dim=v_TKD.shape[-1] if v_TKD.shape[-1] != q_TND.shape[-1] else 0,
+    )
+    return out_TND[None], None
+
+
+def checkpoint_dtype(folder: Path) -> str:
+    """The dtype that a checkpoint's configuration names (float32 where it names none)."""
+    config = _read_config(folder)
+    text = config.get("text_config", config)
+    return str(text.get("dtype") or text.get("torch_dtype") or "float32")
+
+
+def load(folder: Path, dtype: str) -> Model:
+    """Read a checkpoint folder in `dtype`.
+
+    ModelError: a folder that is missing, truncated or lacks weights. UnsupportedError: an
+    architecture that is not a decoder of the attention interface.
+    """
+    config = _read_config(folder)
+    transformers = _transformers()
+    hf_config = _parse_config(transformers, folder, config)
+    text = hf_config.get_text_config()
+    _require_decoder(transformers, text)
+    model = _load_weights(transformers, folder, dtype)
+    generation = model.generation_config
+    eos = generation.eos_token_id
+    eos = text.eos_token_id if eos is None else eos
+    return Model(
+        module=Decoder(model),
+        architecture=text.model_type,
+        cache=_cache_need(text),
+        vocab_size=text.vocab_size,
+        max_seq_len=text.max_position_embeddings,
+        dtype=dtype,
+        fingerprint=(folder / "config.json").read_bytes(),
+        files={name: folder / name for name in TRAVELLING_FILES if (folder / name).is_file()},
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        bos_token_id=text.bos_token_id,
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: expected a model folder, got nothing there")
+    if not path.is_file():
+        raise ModelError(f"{folder}: expected config.json in a model folder, got none")
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f"{path}: expected a model_type, got none")
+    return config
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            "transformers: needed to read a Hugging Face model, not installed; "
+            "pip install 'kvgraph[compile]'"
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    transformers.AttentionInterface.register(NAME, paged_kv_attention)
+    transformers.AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    return transformers
+
+
+def _parse_config(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
+    if config["model_type"] not in transformers.models.auto.CONFIG_MAPPING:
+        raise UnsupportedError(_unsupported(config["model_type"], "transformers does not know it"))
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{folder}/config.json: {_first_line(error)}") from error
+
+
+def _require_decoder(transformers: Any, config: Any) -> None:
+    kind = config.model_type
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(_unsupported(kind, "it is not a causal decoder"))
+    if not mapping[type(config)]._supports_attention_backend:
+        raise UnsupportedError(_unsupported(kind, "its attention has no interface"))
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedError(_unsupported(kind, "its latent attention (MLA) has no kernel yet"))
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedError(_unsupported(kind, "its layers share caches"))
+
+
+def _unsupported(kind: str, why: str) -> str:
+    proven = ", ".join(PROVEN)
+    return (
+        f"architecture {kind!r}: expected a decoder that uses transformers' attention interface "
+        f"(proven: {proven}), got one that cannot be compiled: {why}"
+    )
+
+
+def _load_weights(transformers: Any, folder: Path, dtype: str) -> Any:
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation=NAME,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelError(f"{folder}: cannot read the weights: {_first_line(error)}") from error
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(problem):
+            first = sorted(map(str, info[problem]))[0]
+            raise ModelError(
+                f"{folder}: expected weights for every parameter, got {problem} such as {first}"
+            )
+    return model
+
+
+def _cache_need(config: Any) -> CacheNeed:
+    heads = config.num_attention_heads
+    return CacheNeed(
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_layers=config.num_hidden_layers,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

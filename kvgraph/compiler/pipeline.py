@@ -1,0 +1,176 @@
+"""compile(): from a model to an artifact, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvgraph.compiler import emit
+from kvgraph.contract.devices import Target, virtual_devices
+from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.params import POOL_DTYPES, KVCacheParams
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import MissingDependencyError, UnsupportedError
+from kvgraph.kv.null import NullKVCacheManager
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kvgraph.compiler.model import Model
+
+BACKENDS = ("onnx", "torch")
+MAX_PAGE_SIZE = 1 << 16
+
+Progress = Callable[[str], None]
+
+
+def compile(
+    model: str | Path | nn.Module,
+    out: str | Path,
+    *,
+    target: str = "cpu",
+    backend: str = "onnx",
+    dtype: str | None = None,
+    cache_dtype: str | None = None,
+    page_size: int = 128,
+    params: KVCacheParams | None = None,
+    vocab_size: int | None = None,
+    max_seq_len: int | None = None,
+    force: bool = False,
+    progress: Progress = lambda stage: None,
+) -> Manifest:
+    """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
+
+    `dtype` is the activation and weight type (default: the checkpoint's), `cache_dtype` the
+    pool's (default: `dtype`), `page_size` in tokens. An nn.Module needs `params`, `vocab_size` and
+    `max_seq_len`. The cache is described by a NullKVCacheManager on a virtual device: no KV memory
+    is allocated, and any pool size can be bound later. `out` appears whole or not at all.
+
+    Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
+    """
+    out = Path(out)
+    parsed = _check(target, backend, cache_dtype, page_size)
+    emit.require_free(out, force=force)
+
+    progress("reading the model")
+    loaded, notes = _load(model, backend, dtype, params, vocab_size, max_seq_len)
+
+    progress("describing the cache")
+    cache = _cache_params(loaded, params, cache_dtype or loaded.dtype, page_size, parsed)
+    manager = NullKVCacheManager(
+        cache,
+        max_batch_size=1,
+        max_seq_len=loaded.max_seq_len,
+        num_layers=cache.num_layers,
+        devices=cache.devices,
+        session=None,
+        available_cache_memory=0,
+        page_size=cache.page_size,
+    )
+    signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
+
+    with emit.staging(out) as folder:
+        progress(f"lowering to {backend}")
+        lowered = _backend(backend)(loaded, signature, folder)
+        progress("writing the artifact")
+        return emit.emit(
+            folder,
+            model=loaded,
+            params=cache,
+            signature=signature,
+            lowered=lowered,
+            target=parsed,
+            backend=backend,
+            notes=notes,
+        )
+
+
+def _check(target: str, backend: str, cache_dtype: str | None, page_size: int) -> Target:
+    parsed = Target.parse(target)
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
+    if str(parsed) != "cpu":
+        raise UnsupportedError(f"target: expected 'cpu' for backend {backend}, got {target!r}")
+    if cache_dtype is not None and cache_dtype not in POOL_DTYPES:
+        raise UnsupportedError(
+            f"cache_dtype: expected one of {list(POOL_DTYPES)}, got {cache_dtype!r}"
+        )
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise UnsupportedError(
+            f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
+        )
+    return parsed
+
+
+def _load(
+    model: Any,
+    backend: str,
+    dtype: str | None,
+    params: KVCacheParams | None,
+    vocab_size: int | None,
+    max_seq_len: int | None,
+) -> tuple[Model, list[str]]:
+    """The model in a dtype that the backend computes in, and what was converted."""
+    if dtype is not None and dtype not in POOL_DTYPES:
+        raise UnsupportedError(f"dtype: expected one of {list(POOL_DTYPES)}, got {dtype!r}")
+    _require_torch()
+    from kvgraph.compiler.frontends import huggingface, module
+
+    if not isinstance(model, str | Path):
+        loaded = module.load(
+            model, params=params, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype
+        )
+        if backend == "onnx" and loaded.dtype != "float32":
+            raise UnsupportedError(
+                f"dtype: expected float32 activations for backend onnx on cpu, got {loaded.dtype}"
+            )
+        return loaded, []
+    folder = Path(model)
+    wanted = dtype or huggingface.checkpoint_dtype(folder)
+    if backend == "onnx" and wanted != "float32":
+        note = (
+            f"activations and weights: {wanted} converted to float32, since ONNX Runtime's CPU "
+            "kernels do not compute in it (the pool's dtype is --cache-dtype)"
+        )
+        return huggingface.load(folder, "float32"), [note]
+    return huggingface.load(folder, wanted), []
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "torch: needed to compile, not installed; pip install 'kvgraph[compile]'"
+        ) from error
+
+
+def _cache_params(
+    model: Model, params: KVCacheParams | None, dtype: str, page_size: int, target: Target
+) -> KVCacheParams:
+    if params is not None:
+        if params.quantization or params.n_shards > 1:
+            what = "quantization" if params.quantization else "n_shards"
+            raise UnsupportedError(f"params.{what}: not supported by the compiler yet")
+        return params
+    need = model.cache
+    return KVCacheParams(
+        dtype=dtype,
+        n_kv_heads=need.n_kv_heads,
+        head_dim=need.head_dim,
+        v_head_dim=need.v_head_dim,
+        num_layers=need.num_layers,
+        page_size=page_size,
+        devices=tuple(virtual_devices(str(target))),
+    )
+
+
+def _backend(name: str) -> Callable[..., Any]:
+    if name == "onnx":
+        from kvgraph.compiler.targets import onnx
+
+        return onnx.lower
+    from kvgraph.compiler.targets import torch
+
+    return torch.lower

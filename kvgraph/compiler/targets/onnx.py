@@ -1,0 +1,210 @@
+"""Backend `onnx`: a functional ONNX graph over `weights.safetensors`, for ONNX Runtime.
+
+Decisions: opset 23 and IR 10, the newest that ONNX Runtime 1.23 to 1.31 all take (its own
+converter defaults to versions that they refuse). Weights are external data by offset into the one
+safetensors file. Metadata that the exporter leaves in nodes (stack traces with paths) is removed,
+so that equal models give equal bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+from onnxscript import values
+from safetensors.numpy import save_file
+from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+
+from kvgraph.compiler.export import export, symbolic_batch
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
+from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
+from kvgraph.compiler.passes.tied_projection import tied_projection
+from kvgraph.compiler.targets import Lowered
+from kvgraph.contract.signature import GraphSignature, output_name
+from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND
+from kvgraph.ops.onnx_ops import register_schemas
+
+OPSET, IR_VERSION = 23, 10
+MODEL_NAME, WEIGHTS_NAME = "model.onnx", "weights.safetensors"
+INLINE_BYTES = 1024
+"""Initializers up to this size stay in the graph: shapes, axes, small tables."""
+
+KEPT_WHOLE = ("aten::rms_norm", "aten::silu")
+"""Not decomposed: ONNX Runtime has them as single nodes."""
+
+
+def lower(model: Model, signature: GraphSignature, folder: Path) -> Lowered:
+    """Write `model.onnx` and `weights.safetensors` into `folder`."""
+    program = export(model, signature, return_buffers=True)
+    graph = program.graph
+    reports = [fuse_update_and_attend(graph), thread_pool(graph)]
+    require_fused(model, reports[0])
+    onnx_model = _translate(_decompose(program), signature)
+    reports.append(tied_projection(onnx_model))
+    _clean(onnx_model)
+    _save(onnx_model, folder)
+    counts = Counter(_op_name(node) for node in onnx_model.graph)
+    return Lowered(
+        ops=dict(sorted(counts.items())),
+        passes=reports,
+        tools=("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
+    )
+
+
+def _decompose(program: ExportedProgram) -> ExportedProgram:
+    """Core ATen, once the rewritten outputs are the program's own."""
+    results = program.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        spec.arg = TensorArgument(name=node.name)  # type: ignore[union-attr]
+    program.graph_module.recompile()
+    table = torch.export.default_decompositions()
+    for op in [op for op in table if op.name().partition(".")[0] in KEPT_WHOLE]:  # type: ignore[attr-defined]
+        table.pop(op)
+    with symbolic_batch():
+        return program.run_decompositions(table)
+
+
+def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
+    register_schemas()
+    with symbolic_batch(), _quiet():
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            optimize=True,
+            opset_version=OPSET,
+            verbose=False,
+            custom_translation_table={FUNCTIONAL: _update_and_attend},
+            input_names=[s.name for s in signature.inputs],
+            output_names=[output_name(s) for s in signature.outputs],
+        )
+    assert onnx_program is not None
+    model = onnx_program.model
+    model.ir_version = IR_VERSION
+    _name_dims(model, signature)
+    _name_weights(model, program)
+    return model
+
+
+def _update_and_attend(*inputs: Any, **attributes: Any) -> Any:
+    op = getattr(values.Opset(OPSET_DOMAIN, OPSET_VERSION), UPDATE_AND_ATTEND.name)
+    return op(*inputs, **attributes, _outputs=len(UPDATE_AND_ATTEND.outputs))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's warnings about packages that it does not need off the screen."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def _name_dims(model: ir.Model, signature: GraphSignature) -> None:
+    """Give every dim of the graph its name from the signature instead of torch's symbol."""
+    names: dict[str, str] = {}
+    for value, symbol in zip(model.graph.inputs, signature.inputs, strict=True):
+        assert value.shape is not None
+        for found, dim in zip(value.shape, symbol.shape, strict=True):
+            if isinstance(dim, str):
+                names[str(found)] = dim
+    for node in model.graph:
+        for value in node.outputs:
+            if value.shape is not None:
+                value.shape = ir.Shape(
+                    [d if isinstance(d, int) else names.get(str(d)) for d in value.shape]
+                )
+    for value, symbol in zip(model.graph.inputs, signature.inputs, strict=True):
+        value.shape = ir.Shape(symbol.shape)
+    for value, symbol in zip(model.graph.outputs, signature.outputs, strict=True):
+        value.shape = ir.Shape(symbol.shape)
+
+
+def _name_weights(model: ir.Model, program: ExportedProgram) -> None:
+    """Name an initializer that the exporter transposed ahead of time after its parameter."""
+    parameters = program.graph_signature.inputs_to_parameters
+    for node in program.graph.nodes:
+        source = node.args[0] if node.args else None
+        name = parameters.get(getattr(source, "name", ""))
+        value = model.graph.initializers.get(node.name)
+        if name and value is not None and name not in model.graph.initializers:
+            value.name = name
+
+
+def _clean(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.domain == OPSET_DOMAIN and not node.outputs[-1].uses():
+            node.resize_outputs(len(node.outputs) - 1)  # kv_scales_out of an unquantised pool
+    ir.passes.Sequential(
+        common.CommonSubexpressionEliminationPass(),
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedOpsetsPass(),
+        common.ClearMetadataAndDocStringPass(),
+    )(model)
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.producer_name, model.producer_version = "kvgraph", None
+
+
+def _save(model: ir.Model, folder: Path) -> None:
+    large = {
+        name: value
+        for name, value in sorted(model.graph.initializers.items())
+        if value.const_value is not None and value.const_value.nbytes > INLINE_BYTES
+    }
+    path = folder / WEIGHTS_NAME
+    save_file({name: _array(value) for name, value in large.items()}, path)
+    offsets = _offsets(path)
+    for name, value in large.items():
+        tensor = value.const_value
+        assert tensor is not None
+        value.const_value = ir.ExternalTensor(
+            WEIGHTS_NAME,
+            offsets[name],
+            tensor.nbytes,
+            tensor.dtype,
+            shape=tensor.shape,
+            name=name,
+            base_dir=folder,
+        )
+    ir.save(model, folder / MODEL_NAME)
+
+
+def _array(value: ir.Value) -> np.ndarray[Any, Any]:
+    assert value.const_value is not None
+    return np.ascontiguousarray(value.const_value.numpy())
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Byte offset of every tensor in a safetensors file (its header: u64 length, then JSON)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {
+        name: 8 + length + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _op_name(node: ir.Node) -> str:
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type

@@ -1,0 +1,102 @@
+"""Devices, virtual devices, and the targets that an artifact is compiled for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvgraph.errors import DeviceError, UnsupportedError
+
+CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
+CPU_ISAS = ("avx2", "avx512")
+
+
+class LogicalDevice(NamedTuple):
+    """Where a symbol lives: `HOST`, or (kind, index). Virtual or not makes no difference here."""
+
+    kind: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return "host" if self.kind == "host" else f"{self.kind}:{self.index}"
+
+
+HOST = LogicalDevice("host")
+
+
+def parse_logical(text: str) -> LogicalDevice:
+    """Inverse of `str(LogicalDevice)`."""
+    kind, _, index = text.partition(":")
+    return LogicalDevice(kind, int(index or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What code is generated for: `Target.parse("cpu")`, `"cpu:avx512"`, `"cuda:sm_90"`."""
+
+    kind: str
+    arch: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        kind, _, arch = text.partition(":")
+        known = {"cpu": CPU_ISAS, "cuda": CUDA_ARCHS}.get(kind)
+        if known is None:
+            raise UnsupportedError(f"target: expected kind cpu or cuda, got {text!r}")
+        if (arch or kind == "cuda") and arch not in known:
+            raise UnsupportedError(f"target {text!r}: expected one of {list(known)} for {kind}")
+        return cls(kind, arch or None)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.arch}" if self.arch else self.kind
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Device:
+    """`Device("cpu")`, `Device("cuda:0")`, `Device("cuda:0", arch="sm_90", virtual=True)`.
+
+    A virtual device stands for hardware that this machine need not have; `require_memory`
+    raises on it, so nothing is ever allocated there.
+    """
+
+    kind: str
+    index: int
+    arch: str | None
+    virtual: bool
+
+    def __init__(self, name: str, *, arch: str | None = None, virtual: bool = False) -> None:
+        match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", name)
+        if match is None:
+            raise UnsupportedError(f"device: expected cpu, cuda or cuda:INDEX, got {name!r}")
+        if arch is not None:
+            Target.parse(f"{match[1]}:{arch}")
+        object.__setattr__(self, "kind", match[1])
+        object.__setattr__(self, "index", int(match[2] or 0))
+        object.__setattr__(self, "arch", arch)
+        object.__setattr__(self, "virtual", virtual)
+
+    @property
+    def logical(self) -> LogicalDevice:
+        return LogicalDevice(self.kind, self.index)
+
+    def require_memory(self, what: str, nbytes: int) -> None:
+        """Raise DeviceError if this device is virtual; `what` is the thing to be allocated."""
+        if self.virtual:
+            raise DeviceError(
+                f"{what}: cannot allocate {nbytes} bytes on virtual device {self}; "
+                "a virtual device only describes hardware to compile for"
+            )
+
+    def __str__(self) -> str:
+        name = self.kind if self.kind == "cpu" and self.index == 0 else f"{self.kind}:{self.index}"
+        arch = f"({self.arch})" if self.arch else ""
+        return f"virtual {name}{arch}" if self.virtual else name + arch
+
+
+def virtual_devices(target: str, count: int = 1) -> list[Device]:
+    """`count` virtual devices of one target: `virtual_devices("cuda:sm_90", 8)`."""
+    parsed = Target.parse(target)
+    if count < 1:
+        raise UnsupportedError(f"virtual_devices: expected a count >= 1, got {count}")
+    return [Device(f"{parsed.kind}:{i}", arch=parsed.arch, virtual=True) for i in range(count)]

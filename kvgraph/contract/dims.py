@@ -1,0 +1,107 @@
+"""Names of the symbolic dims, dtypes by name, and TensorType: one typed placeholder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from kvgraph.contract.devices import LogicalDevice
+from kvgraph.errors import BindingError
+
+BATCH_SIZE = "batch_size"
+TOTAL_SEQ_LEN = "total_seq_len"
+NUM_LOGITS = "num_logits"
+NUM_PAGE_SLOTS = "num_page_slots"
+MAX_NUM_PAGES = "max_num_pages"
+NUM_STEPS = "num_steps"
+ROW_OFFSETS = "batch_size + 1"
+"""The one derived dim: `input_row_offsets` has an entry more than the batch has rows."""
+
+Dim = int | str
+"""An integer is static; a string is a symbol that a runtime value resolves."""
+
+NUMPY_DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int32": np.dtype(np.int32),
+}
+"""dtype name -> NumPy dtype (bfloat16 and float8 through ml_dtypes)."""
+
+
+def ceildiv(a: int, b: int) -> int:
+    """Smallest integer >= a / b."""
+    return -(-a // b)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return NUMPY_DTYPES[dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A typed placeholder: name, dtype, dims and logical device of one graph input or output.
+
+    `kind` is "tensor", or "buffer" for memory that ops mutate in place: one address is bound to
+    the input and to the output of that name.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    device: LogicalDevice
+    kind: Literal["tensor", "buffer"] = "tensor"
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def symbolic_dims(self) -> tuple[str, ...]:
+        """The dims given by name, in order, each once."""
+        return tuple(dict.fromkeys(d for d in self.shape if isinstance(d, str)))
+
+    def renamed(self, name: str) -> TensorType:
+        return replace(self, name=name)
+
+    def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Concrete shape under `sizes` (symbol -> extent). BindingError names a missing symbol."""
+        return tuple(d if isinstance(d, int) else self._resolve(d, sizes) for d in self.shape)
+
+    def _resolve(self, dim: str, sizes: Mapping[str, int]) -> int:
+        if dim in sizes:
+            return sizes[dim]
+        symbol, plus, offset = dim.partition(" + ")
+        if plus and symbol in sizes:
+            return sizes[symbol] + int(offset)
+        raise BindingError(
+            f"{self.name}: expected an extent for dim {dim!r}, got only {sorted(sizes)}"
+        )
+
+    def bind(self, dtype: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+        """Check a value's dtype and shape, and record its extents in `sizes`.
+
+        Dims that `sizes` holds already must agree: one extent per dim over a whole signature.
+        BindingError says which tensor and dim, and both values.
+        """
+        if dtype != self.dtype:
+            raise BindingError(f"{self.name}: expected dtype {self.dtype}, got {dtype}")
+        if len(shape) != self.rank:
+            raise BindingError(
+                f"{self.name}: expected rank {self.rank} {list(self.shape)}, got shape {list(shape)}"
+            )
+        for axis, (dim, extent) in enumerate(zip(self.shape, shape, strict=True)):
+            symbol, _, offset = dim.partition(" + ") if isinstance(dim, str) else ("", "", "")
+            expected = sizes.setdefault(symbol, extent - int(offset or 0)) if symbol else dim
+            if expected != extent - int(offset or 0):
+                raise BindingError(
+                    f"{self.name}: dim {axis} ({dim}) expected "
+                    f"{int(expected) + int(offset or 0)}, got {extent} in shape {list(shape)}"
+                )

@@ -1,0 +1,146 @@
+"""Runtime values in the order of the symbols: what a manager hands to a session each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.devices import LogicalDevice
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Memory that a session allocated, or a dummy: dtype, shape, logical device, opaque handle.
+
+    `handle` is the framework's own object (a NumPy array, a torch tensor), None for a dummy.
+    `np.asarray(buffer)` reads a host value.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: LogicalDevice
+    handle: Any = None
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        return np.asarray(self.handle, dtype=dtype)
+
+
+class Session(Protocol):
+    """The memory of a device as a manager sees it: it asks for buffers and never looks inside."""
+
+    @property
+    def identity(self) -> bytes: ...
+
+    def allocate(self, symbol: Any, sizes: Mapping[str, int]) -> Buffer: ...
+
+
+class KVCacheInputs:
+    """A leaf's values: one record per device, replica-major.
+
+    Base of the records too: a record is a leaf of one device, so its `inputs` is `[itself]`.
+    """
+
+    def __init__(self, inputs: Sequence[KVCacheInputs]) -> None:
+        self._inputs = inputs
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        return self._inputs
+
+    def flatten(self) -> list[Buffer]:
+        """All values in the order of the symbols, device after device."""
+        return [value for record in self.inputs for value in record.flatten()]
+
+    def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs:
+        """The same nesting over other `values` (as many as `flatten` gives)."""
+        remaining = iter(values)
+        rebuilt = self._rebuild(remaining)
+        if next(remaining, None) is not None:
+            raise ValueError(f"unflatten: expected {len(self.flatten())} values, got {len(values)}")
+        return rebuilt
+
+    def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputs:
+        return KVCacheInputs([record._rebuild(values) for record in self.inputs])
+
+
+class RaggedKVCacheInputs(KVCacheInputs):
+    """One device's values of a paged cache, in the fields of `PagedCacheInputSymbols`."""
+
+    __slots__ = ("cache_lengths", "kv_blocks", "kv_scales", "lookup_table", "max_lengths")
+
+    def __init__(
+        self,
+        kv_blocks: Buffer,
+        cache_lengths: Buffer,
+        lookup_table: Buffer,
+        max_lengths: Buffer,
+        kv_scales: Buffer | None = None,
+    ) -> None:
+        self.kv_blocks = kv_blocks
+        self.cache_lengths = cache_lengths
+        self.lookup_table = lookup_table
+        self.max_lengths = max_lengths
+        self.kv_scales = kv_scales
+
+    @property
+    def blocks(self) -> Buffer:
+        """Synonym of `kv_blocks`."""
+        return self.kv_blocks
+
+    @property
+    def inputs(self) -> Sequence[RaggedKVCacheInputs]:
+        return [self]
+
+    def flatten(self) -> list[Buffer]:
+        values = [self.kv_blocks, self.cache_lengths, self.lookup_table, self.max_lengths]
+        return values if self.kv_scales is None else [*values, self.kv_scales]
+
+    def _rebuild(self, values: Iterator[Buffer]) -> RaggedKVCacheInputs:
+        count = len(self.flatten())
+        return RaggedKVCacheInputs(*(next(values) for _ in range(count)))
+
+
+class KVCacheInputsSequence(KVCacheInputs):
+    """The flat nesting of several leaves' values, used by multistep execution."""
+
+    def __init__(self, kv_cache_inputs: Sequence[KVCacheInputs]) -> None:
+        super().__init__(kv_cache_inputs)
+
+    @property
+    def kv_cache_inputs(self) -> Sequence[KVCacheInputs]:
+        return self._inputs
+
+    def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputsSequence:
+        return KVCacheInputsSequence([child._rebuild(values) for child in self._inputs])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCharacteristics:
+    """Upper bounds of a batch that every replica follows, so that one captured graph serves them.
+
+    `batch_size` rows, `max_prompt_length` new tokens of a row, `max_cache_valid_length` tokens of
+    a row's context (cached + new).
+    """
+
+    batch_size: int
+    max_prompt_length: int
+    max_cache_valid_length: int
+
+
+@dataclass(slots=True)
+class ModelInputs:
+    """A graph's own inputs of one step, int32 on the host.
+
+    `tokens [total_seq_len]`; `input_row_offsets [batch_size + 1]`: row b owns tokens
+    `[offsets[b], offsets[b+1])`; `logits_indices [num_logits]`: rows of `tokens` that get logits.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    input_row_offsets: npt.NDArray[np.int32]
+    logits_indices: npt.NDArray[np.int32]

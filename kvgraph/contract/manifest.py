@@ -1,0 +1,209 @@
+"""The artifact's manifest: what a folder contains, what it binds to, and whether it is intact.
+
+`manifest.json` is written last: a folder with a manifest is complete. A reader refuses with one
+sentence that names the file or field and both values. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from kvgraph.contract.devices import parse_logical
+from kvgraph.contract.dims import TensorType
+from kvgraph.errors import ArtifactError
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+CHUNK_BYTES = 16 << 20
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file: bytes, and SHA-256 of each chunk of `CHUNK_BYTES` (the last one may be short)."""
+
+    size: int
+    chunks: list[str]
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """One graph input or output. `alias` names the input whose address an output must have."""
+
+    name: str
+    kind: str
+    dtype: str
+    dims: list[int | str]
+    device: str
+    alias: str | None = None
+
+    @classmethod
+    def of(cls, symbol: TensorType, *, output: bool = False) -> Binding:
+        alias = symbol.name if output and symbol.kind == "buffer" else None
+        shape = list(symbol.shape)
+        return cls(symbol.name, symbol.kind, symbol.dtype, shape, str(symbol.device), alias)
+
+    def symbol(self) -> TensorType:
+        kind = "buffer" if self.kind == "buffer" else "tensor"
+        return TensorType(
+            self.name, self.dtype, tuple(self.dims), parse_logical(self.device), kind
+        )
+
+
+class LayerRef(msgspec.Struct, frozen=True):
+    """Where a model layer's cache lives: leaf path ("" for a single cache), index in the leaf."""
+
+    leaf: str
+    index: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What was compiled. `identity` is a hash of weights and graph: equal models, equal pages."""
+
+    architecture: str
+    identity: str
+    vocab_size: int
+    max_seq_len: int
+    eos_token_ids: list[int]
+    bos_token_id: int | None = None
+
+
+class PassEntry(msgspec.Struct, frozen=True):
+    """A compiler pass: how often it applied, and why where it did not."""
+
+    name: str
+    applied: int
+    unmatched: list[str] = []
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    schema_version: int
+    kvgraph_version: str
+    op_abi_version: int
+    model: ModelInfo
+    backend: str
+    target: str
+    dtype: str
+    layout: dict[str, Any]
+    inputs: list[Binding]
+    outputs: list[Binding]
+    layers: list[LayerRef]
+    ops: dict[str, int]
+    passes: list[PassEntry]
+    notes: list[str]
+    files: dict[str, FileEntry]
+    nondeterministic_files: list[str]
+    tools: dict[str, str]
+
+    @property
+    def identity(self) -> bytes:
+        """Of everything that decides a page's content: model, activation dtype, page layout.
+
+        Deployment and the page's place in memory do not enter: 32 bytes of SHA-256.
+        """
+        fields = {"model": self.model.identity, "dtype": self.dtype, "layout": self.layout}
+        return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).digest()
+
+
+class _Header(msgspec.Struct):
+    schema_version: int
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` so that it appears whole or not at all."""
+    text = msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1)
+    temporary = folder / (MANIFEST_NAME + ".partial")
+    with temporary.open("wb") as file:
+        file.write(text + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(folder / MANIFEST_NAME)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and type-check the manifest; files are not opened (see `verify_files`)."""
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: expected an artifact folder, got nothing there")
+    if not path.is_file():
+        raise ArtifactError(
+            f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "
+            "its compile did not finish)"
+        )
+    text = path.read_bytes()
+    try:
+        version = msgspec.json.decode(text, type=_Header).schema_version
+        if version != SCHEMA_VERSION:
+            raise ArtifactError(
+                f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, got {version}"
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
+
+
+def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> FileEntry:
+    """Size and chunk hashes of one file, read chunk by chunk."""
+    chunks = []
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            chunks.append(hashlib.sha256(chunk).hexdigest())
+            if progress:
+                progress(len(chunk))
+    return FileEntry(path.stat().st_size, chunks)
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Entries of `names`, hashed in parallel, sorted by name."""
+    ordered = sorted(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(ordered, pool.map(lambda n: hash_file(folder / n), ordered), strict=True))
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare every file with its size and hashes, chunks in parallel.
+
+    ArtifactError names the first file (by name) that is missing, changed, or outside the folder.
+    """
+    for name, entry in sorted(manifest.files.items()):
+        path = _inside(folder, name)
+        if not path.is_file():
+            raise ArtifactError(f"{path}: expected {entry.size} bytes from the manifest, got none")
+        if path.stat().st_size != entry.size:
+            raise ArtifactError(
+                f"{path}: expected {entry.size} bytes from the manifest, got {path.stat().st_size}"
+            )
+    jobs = [
+        (folder / name, index, chunk)
+        for name, entry in sorted(manifest.files.items())
+        for index, chunk in enumerate(entry.chunks)
+    ]
+    with ThreadPoolExecutor() as pool:
+        for sentence in pool.map(_check_chunk, jobs):
+            if sentence:
+                raise ArtifactError(sentence)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    parts = PurePosixPath(name).parts
+    resolved = (folder / name).resolve()
+    if ".." in parts or name.startswith("/") or not resolved.is_relative_to(folder.resolve()):
+        raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}")
+    return folder / name
+
+
+def _check_chunk(job: tuple[Path, int, str]) -> str | None:
+    path, index, expected = job
+    with path.open("rb") as file:
+        file.seek(index * CHUNK_BYTES)
+        found = hashlib.sha256(file.read(CHUNK_BYTES)).hexdigest()
+    if found == expected:
+        return None
+    return (
+        f"{path}: chunk {index}: expected SHA-256 {expected[:16]} from the manifest, "
+        f"got {found[:16]}: the file was changed"
+    )

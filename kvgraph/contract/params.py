@@ -1,0 +1,254 @@
+"""Parameters of a KV cache: layout fields that an artifact fixes, deployment fields that it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import NUMPY_DTYPES, ceildiv, itemsize
+from kvgraph.contract.symbols import PagedCacheInputSymbols, paged_symbols
+from kvgraph.errors import ParamsError
+
+POOL_DTYPES = ("float32", "float16", "bfloat16")
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+
+
+class KVCacheStrategy(StrEnum):
+    PAGED = "paged"
+    CONTINUOUS = "continuous"
+    PADDED = "padded"
+
+
+@dataclass(frozen=True)
+class KVCacheQuantization:
+    """Stored type of a quantised pool: one scale per `granularity` elements of a head."""
+
+    dtype: Literal["int8", "float8_e4m3fn"]
+    scale_dtype: str = "float32"
+    granularity: int = 128
+
+    def __post_init__(self) -> None:
+        if self.dtype not in QUANTIZED_DTYPES:
+            raise ParamsError(
+                f"quantization.dtype: expected one of {QUANTIZED_DTYPES}, got {self.dtype}"
+            )
+        if self.granularity < 1:
+            raise ParamsError(f"quantization.granularity: expected >= 1, got {self.granularity}")
+
+
+class KVCacheParamInterface(Protocol):
+    """What a single cache (`KVCacheParams`) and a tree of them have in common."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def devices(self) -> tuple[Device, ...]: ...
+    @property
+    def data_parallel_degree(self) -> int: ...
+    @property
+    def enable_prefix_caching(self) -> bool: ...
+    @property
+    def bytes_per_page(self) -> int: ...
+
+
+LAYOUT_FIELDS = (
+    "dtype",
+    "n_kv_heads",
+    "head_dim",
+    "v_head_dim",
+    "num_layers",
+    "page_size",
+    "window_size",
+    "quantization",
+    "is_mla",
+    "layout",
+    "cache_strategy",
+    "n_shards",
+)
+"""Compared when a manager meets an artifact; all other fields may differ."""
+
+
+@dataclass(frozen=True)
+class KVCacheParams:
+    """One paged cache: the shape of its pages, and how it is deployed.
+
+    Layout fields (`LAYOUT_FIELDS`) decide what a compiled graph reads and writes. Deployment
+    fields (`devices`, `data_parallel_degree`, prefix caching, hash settings) never do, except
+    that `n_shards = len(devices) / data_parallel_degree` is part of the layout.
+
+    `dtype` is the stored type of an unquantised pool. `devices` are replica-major.
+    Raises ParamsError (a ValueError) naming the field and both values.
+    """
+
+    dtype: str
+    n_kv_heads: int
+    head_dim: int
+    num_layers: int
+    v_head_dim: int = 0
+    page_size: int = 128
+    window_size: int | None = None
+    quantization: KVCacheQuantization | None = None
+    is_mla: bool = False
+    layout: str = "nhd"
+    cache_strategy: KVCacheStrategy = KVCacheStrategy.PAGED
+    devices: tuple[Device, ...] = field(default_factory=lambda: (Device("cpu"),))
+    data_parallel_degree: int = 1
+    enable_prefix_caching: bool = False
+    allow_kv_head_replication: bool = False
+    hash_algorithm: str = "sha256"
+    hash_seed: bytes | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "cache_strategy", KVCacheStrategy(self.cache_strategy))
+        if self.v_head_dim == 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        self._check_layout()
+        self._check_deployment()
+
+    def _check_layout(self) -> None:
+        if self.dtype not in POOL_DTYPES:
+            raise ParamsError(f"dtype: expected one of {POOL_DTYPES}, got {self.dtype!r}")
+        for name in ("n_kv_heads", "head_dim", "v_head_dim", "num_layers", "page_size"):
+            if getattr(self, name) < 1:
+                raise ParamsError(f"{name}: expected >= 1, got {getattr(self, name)}")
+        if self.v_head_dim > self.head_dim:
+            raise ParamsError(
+                f"v_head_dim: expected <= head_dim {self.head_dim}, got {self.v_head_dim}"
+            )
+        if self.window_size is not None and self.window_size < 1:
+            raise ParamsError(f"window_size: expected >= 1 or None, got {self.window_size}")
+        if self.layout != "nhd":
+            raise ParamsError(f"layout: expected 'nhd', got {self.layout!r}")
+        if self.quantization and self.head_dim % self.scale_granularity:
+            raise ParamsError(
+                f"quantization.granularity: expected a divisor of head_dim {self.head_dim}, "
+                f"got {self.quantization.granularity}"
+            )
+
+    def _check_deployment(self) -> None:
+        dp, n = self.data_parallel_degree, len(self.devices)
+        if dp < 1:
+            raise ParamsError(f"data_parallel_degree: expected >= 1, got {dp}")
+        if n < dp:
+            raise ParamsError(f"devices: expected at least data_parallel_degree={dp}, got {n}")
+        if n % dp:
+            raise ParamsError(f"devices: expected a multiple of data_parallel_degree={dp}, got {n}")
+        if not self.is_mla and self.n_kv_heads % self.n_shards:
+            replicable = self.allow_kv_head_replication and self.n_shards % self.n_kv_heads == 0
+            if not replicable:
+                raise ParamsError(
+                    f"n_kv_heads: expected a multiple of the {self.n_shards} shards "
+                    f"(or allow_kv_head_replication), got {self.n_kv_heads}"
+                )
+        if self.hash_algorithm != "sha256":
+            raise ParamsError(f"hash_algorithm: expected 'sha256', got {self.hash_algorithm!r}")
+        if self.hash_seed is not None and len(self.hash_seed) != 32:
+            raise ParamsError(f"hash_seed: expected 32 bytes, got {len(self.hash_seed)}")
+
+    @property
+    def n_shards(self) -> int:
+        """Tensor-parallel degree: devices of one replica."""
+        return len(self.devices) // self.data_parallel_degree
+
+    @property
+    def n_kv_heads_per_device(self) -> int:
+        """Heads that one shard stores; 1 for MLA, at least 1 with head replication."""
+        return 1 if self.is_mla else max(1, self.n_kv_heads // self.n_shards)
+
+    @property
+    def kv_dim(self) -> int:
+        """2 (K then V) or 1 (MLA's joint latent)."""
+        return 1 if self.is_mla else 2
+
+    @property
+    def pool_dtype(self) -> str:
+        return self.quantization.dtype if self.quantization else self.dtype
+
+    @property
+    def scale_granularity(self) -> int:
+        assert self.quantization is not None
+        return min(self.quantization.granularity, self.head_dim)
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """`[kv_dim, num_layers, page_size, heads of a shard, head_dim]`: one page of one shard."""
+        return (
+            self.kv_dim,
+            self.num_layers,
+            self.page_size,
+            self.n_kv_heads_per_device,
+            self.head_dim,
+        )
+
+    @property
+    def scales_per_head(self) -> int:
+        return ceildiv(self.head_dim, self.scale_granularity) if self.quantization else 0
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all shards of a replica, scales included."""
+        elements = math.prod(self.page_shape)
+        nbytes = elements * itemsize(self.pool_dtype)
+        if self.quantization:
+            scales = elements // self.head_dim * self.scales_per_head
+            nbytes += scales * itemsize(self.quantization.scale_dtype)
+        return nbytes * self.n_shards
+
+    def get_symbolic_inputs(
+        self, devices: Sequence[Device] | None = None, num_layers: int | None = None
+    ) -> list[PagedCacheInputSymbols]:
+        """One record of input symbols per device, replica-major; allocates nothing."""
+        return paged_symbols(self, devices=devices, num_layers=num_layers)
+
+    input_symbols = get_symbolic_inputs
+
+    def layout_dict(self) -> dict[str, object]:
+        """Layout fields as JSON values: what a manifest stores and a manager is compared with."""
+        values: dict[str, object] = {name: getattr(self, name) for name in LAYOUT_FIELDS}
+        values["cache_strategy"] = str(self.cache_strategy)
+        if self.quantization:
+            values["quantization"] = {
+                "dtype": self.quantization.dtype,
+                "scale_dtype": self.quantization.scale_dtype,
+                "granularity": self.quantization.granularity,
+            }
+        return values
+
+    @classmethod
+    def from_layout(
+        cls,
+        layout: Mapping[str, object],
+        *,
+        devices: Sequence[Device],
+        data_parallel_degree: int = 1,
+        enable_prefix_caching: bool = False,
+    ) -> KVCacheParams:
+        """Inverse of `layout_dict`; raises ParamsError where the shard counts differ."""
+        fields = {k: v for k, v in layout.items() if k != "n_shards"}
+        if isinstance(fields.get("quantization"), Mapping):
+            fields["quantization"] = KVCacheQuantization(**fields["quantization"])  # type: ignore[arg-type]
+        params = cls(
+            **fields,  # type: ignore[arg-type]
+            devices=tuple(devices),
+            data_parallel_degree=data_parallel_degree,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        params.require_layout(layout, source="the layout")
+        return params
+
+    def require_layout(self, layout: Mapping[str, object], *, source: str) -> None:
+        """Raise ParamsError at the first layout field that differs from `layout`."""
+        mine = self.layout_dict()
+        for name in LAYOUT_FIELDS:
+            if mine[name] != layout.get(name):
+                raise ParamsError(
+                    f"{name}: expected {layout.get(name)!r} from {source}, got {mine[name]!r}"
+                )
+
+
+assert set(POOL_DTYPES) | set(QUANTIZED_DTYPES) <= set(NUMPY_DTYPES)

@@ -1,0 +1,75 @@
+"""A graph's whole signature: what goes in, what comes out, under which binding names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvgraph.contract.devices import LogicalDevice
+from kvgraph.contract.dims import NUM_LOGITS, ROW_OFFSETS, TOTAL_SEQ_LEN, TensorType
+from kvgraph.contract.symbols import (
+    KVCacheInputSymbols,
+    emit_onnx,
+    emit_tensorrt_profile,
+    emit_torch_export,
+)
+
+
+@dataclass(frozen=True)
+class GraphSignature:
+    """Inputs and outputs of the graph of one shard, in binding order.
+
+    Inputs: `tokens` int32 `[total_seq_len]`, `input_row_offsets` int32 `[batch_size + 1]` (row b
+    owns tokens `[offsets[b], offsets[b+1])`), `logits_indices` int32 `[num_logits]` (rows of
+    `tokens` that get logits), then the cache record. Outputs: `logits` float32
+    `[num_logits, vocab]`, then each buffer of the cache, under its input's name and address.
+    """
+
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+
+    @classmethod
+    def of(cls, cache: KVCacheInputSymbols, vocab_size: int) -> GraphSignature:
+        """Signature over one device's cache record (without replica prefixes)."""
+        symbols = tuple(cache)
+        where: LogicalDevice = symbols[0].device
+        own = (
+            TensorType("tokens", "int32", (TOTAL_SEQ_LEN,), where),
+            TensorType("input_row_offsets", "int32", (ROW_OFFSETS,), where),
+            TensorType("logits_indices", "int32", (NUM_LOGITS,), where),
+        )
+        logits = TensorType("logits", "float32", (NUM_LOGITS, vocab_size), where)
+        buffers = tuple(s for s in symbols if s.kind == "buffer")
+        return cls(own + symbols, (logits, *buffers))
+
+    @property
+    def buffers(self) -> tuple[TensorType, ...]:
+        return tuple(s for s in self.inputs if s.kind == "buffer")
+
+    def bind(self, values: Sequence[Any]) -> dict[str, int]:
+        """Check `values` (anything with dtype and shape) position by position.
+
+        Returns the extent of every dim. BindingError names the first value that does not fit.
+        """
+        sizes: dict[str, int] = {}
+        for symbol, value in zip(self.inputs, values, strict=True):
+            symbol.bind(str(value.dtype), tuple(value.shape), sizes)
+        return sizes
+
+    def to_torch_export(self) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
+        return emit_torch_export(self.inputs)
+
+    def to_onnx(self) -> tuple[list[Any], list[Any]]:
+        renamed = [s.renamed(output_name(s)) for s in self.outputs]
+        return emit_onnx(self.inputs), emit_onnx(renamed)
+
+    def to_tensorrt_profile(
+        self, min: Mapping[str, int], opt: Mapping[str, int], max: Mapping[str, int]
+    ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        return emit_tensorrt_profile(self.inputs, min, opt, max)
+
+
+def output_name(symbol: TensorType) -> str:
+    """Name of an output where names must be unique (ONNX, TensorRT): a buffer's gets `_out`."""
+    return f"{symbol.name}_out" if symbol.kind == "buffer" else symbol.name

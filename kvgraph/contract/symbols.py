@@ -1,0 +1,207 @@
+"""Input symbols of each cache kind, and the emitters that turn typed placeholders into a framework's.
+
+A record holds one device's symbols. It is flat in field order under iteration, indexing and
+`len`; nothing is allocated. Frameworks are imported inside the emitter that needs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvgraph.contract.devices import HOST, Device
+from kvgraph.contract.dims import (
+    BATCH_SIZE,
+    MAX_NUM_PAGES,
+    NUM_PAGE_SLOTS,
+    NUM_STEPS,
+    Dim,
+    TensorType,
+)
+from kvgraph.errors import BindingError, ParamsError
+
+if TYPE_CHECKING:
+    from kvgraph.contract.params import KVCacheParams
+
+MAX_EXTENTS: Mapping[str, int] = {
+    BATCH_SIZE: 4096,
+    "total_seq_len": 1 << 20,
+    "num_logits": 1 << 20,
+    NUM_STEPS: 1 << 16,
+}
+"""Upper bounds that an exported program may assume; a dim not listed is unbounded."""
+
+
+class KVCacheInputSymbols:
+    """Base of the records: the fields that are present, in declaration order."""
+
+    def symbols(self) -> tuple[TensorType, ...]:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = (getattr(self, field.name) for field in fields)
+        return tuple(value for value in values if value is not None)
+
+    def __iter__(self) -> Iterator[TensorType]:
+        return iter(self.symbols())
+
+    def __getitem__(self, index: int) -> TensorType:
+        return self.symbols()[index]
+
+    def __len__(self) -> int:
+        return len(self.symbols())
+
+    def to_torch_export(self) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
+        return emit_torch_export(self.symbols())
+
+    def to_onnx(self) -> list[Any]:
+        return emit_onnx(self.symbols())
+
+    def to_tensorrt_profile(
+        self, min: Mapping[str, int], opt: Mapping[str, int], max: Mapping[str, int]
+    ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        return emit_tensorrt_profile(self.symbols(), min, opt, max)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCacheInputSymbols(KVCacheInputSymbols):
+    """Symbols of a paged cache on one device.
+
+    - `kv_blocks` buffer `[num_page_slots, kv_dim, L, S, K, D]`: K then V of every layer;
+      page slot P (the last) is the null page
+    - `cache_lengths` int32 `[batch_size]`: tokens cached before this step
+    - `lookup_table` int32 `[batch_size, max_num_pages]`: page ids; unused entries hold P
+    - `max_lengths` int32 `[num_steps, 2]` on the host: longest new run, longest context
+    - `kv_scales` buffer `[num_page_slots, kv_dim, L, S, K, scales_per_head]`, quantised pools only
+    """
+
+    kv_blocks: TensorType
+    cache_lengths: TensorType
+    lookup_table: TensorType
+    max_lengths: TensorType
+    kv_scales: TensorType | None = None
+
+
+def paged_symbols(
+    params: KVCacheParams,
+    *,
+    devices: Sequence[Device] | None = None,
+    num_layers: int | None = None,
+    prefix: str = "",
+) -> list[PagedCacheInputSymbols]:
+    """One record per device, replica-major; shards of a replica share batch and table dims.
+
+    `prefix` is the path of a leaf in a tree of caches: it prefixes binding names and page dims.
+    """
+    devices = params.devices if devices is None else tuple(devices)
+    layers = params.num_layers if num_layers is None else num_layers
+    if len(devices) % params.data_parallel_degree:
+        raise ParamsError(
+            f"devices: expected a multiple of data_parallel_degree="
+            f"{params.data_parallel_degree}, got {len(devices)}"
+        )
+    shards = len(devices) // params.data_parallel_degree
+    return [
+        _paged_record(params, device, layers, prefix, _replica_prefix(params, i // shards))
+        for i, device in enumerate(devices)
+    ]
+
+
+def _replica_prefix(params: KVCacheParams, replica: int) -> str:
+    return f"replica_{replica}_" if params.data_parallel_degree > 1 else ""
+
+
+def _paged_record(
+    params: KVCacheParams, device: Device, layers: int, leaf: str, replica: str
+) -> PagedCacheInputSymbols:
+    path, dims = (f"{leaf}.", leaf.replace(".", "_") + "_") if leaf else ("", "")
+    kv, _, page_size, heads, head_dim = params.page_shape
+    page: tuple[Dim, ...] = (dims + NUM_PAGE_SLOTS, kv, layers, page_size, heads)
+    batch, width, where = replica + BATCH_SIZE, replica + dims + MAX_NUM_PAGES, device.logical
+    scales = None
+    if params.quantization:
+        scales = TensorType(
+            path + "kv_scales",
+            params.quantization.scale_dtype,
+            (*page, params.scales_per_head),
+            where,
+            "buffer",
+        )
+    return PagedCacheInputSymbols(
+        TensorType(path + "kv_blocks", params.pool_dtype, (*page, head_dim), where, "buffer"),
+        TensorType(path + "cache_lengths", "int32", (batch,), where),
+        TensorType(path + "lookup_table", "int32", (batch, width), where),
+        TensorType(path + "max_lengths", "int32", (NUM_STEPS, 2), HOST),
+        scales,
+    )
+
+
+def emit_torch_export(
+    symbols: Sequence[TensorType], examples: Mapping[str, int] | None = None
+) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
+    """Fake example tensors (no storage), and `dynamic_shapes` with one named Dim per symbol.
+
+    `examples` gives extents to trace with; they are all distinct by default, so that no two dims
+    are taken for one. Sharing is by dim name over all `symbols` of the call.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.export import Dim as ExportDim
+
+    bases = list(dict.fromkeys(d.partition(" + ")[0] for s in symbols for d in s.symbolic_dims))
+    sizes = {name: 3 + 2 * i for i, name in enumerate(bases)} | dict(examples or {})
+    dims = {name: ExportDim(name, min=1, max=MAX_EXTENTS.get(name)) for name in bases}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        tensors = tuple(torch.empty(s.extents(sizes), dtype=_torch_dtype(s)) for s in symbols)
+    dynamic = {
+        s.name: {
+            axis: _export_dim(dim, dims) for axis, dim in enumerate(s.shape) if isinstance(dim, str)
+        }
+        for s in symbols
+    }
+    return tensors, dynamic
+
+
+def _torch_dtype(symbol: TensorType) -> Any:
+    import torch
+
+    return getattr(torch, symbol.dtype)
+
+
+def _export_dim(dim: str, dims: Mapping[str, Any]) -> Any:
+    name, _, offset = dim.partition(" + ")
+    return dims[name] + int(offset) if offset else dims[name]
+
+
+def emit_onnx(symbols: Sequence[TensorType]) -> list[Any]:
+    """One ONNX ValueInfoProto per symbol, its symbolic dims as dim_params."""
+    import onnx
+
+    kinds = onnx.TensorProto.DataType
+    names = {"float32": "FLOAT", "float8_e4m3fn": "FLOAT8E4M3FN"}
+    return [
+        onnx.helper.make_tensor_value_info(
+            s.name, kinds.Value(names.get(s.dtype, s.dtype.upper())), list(s.shape)
+        )
+        for s in symbols
+    ]
+
+
+def emit_tensorrt_profile(
+    symbols: Sequence[TensorType],
+    min: Mapping[str, int],
+    opt: Mapping[str, int],
+    max: Mapping[str, int],
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Binding name -> (min, opt, max) shape; BindingError names a dim out of order or missing."""
+    profile = {}
+    for symbol in symbols:
+        shapes = tuple(symbol.extents(sizes) for sizes in (min, opt, max))
+        for axis, (low, mid, high) in enumerate(zip(*shapes, strict=True)):
+            if not low <= mid <= high:
+                raise BindingError(
+                    f"{symbol.name}: dim {axis} ({symbol.shape[axis]}) expected min <= opt <= max, "
+                    f"got {low}, {mid}, {high}"
+                )
+        profile[symbol.name] = (shapes[0], shapes[1], shapes[2])
+    return profile

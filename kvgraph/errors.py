@@ -1,0 +1,74 @@
+"""Every error that kvgraph raises on purpose.
+
+    KVGraphError
+    |- ParamsError (ValueError)              cache parameters that contradict each other
+    |- RequestError (ValueError)             a request used before claim, twice, or beyond its limits
+    |- BindingError (ValueError)             a runtime value that does not fit its symbol
+    |- ModelError (ValueError)               a model folder that cannot be read
+    |- ArtifactError (ValueError)            an artifact that is damaged or does not fit
+    |- UnsupportedError (ValueError)         a combination that no kernel, backend or frontend has
+    |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
+    |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
+    |- KernelError (RuntimeError)            a native kernel refused its operands
+    |- DeviceError (RuntimeError)            a device that cannot do this (a virtual one asked for memory)
+    `- MissingDependencyError (ImportError)  an optional package is not installed
+
+A message is one sentence: the thing, what was expected and from where, and what came.
+"""
+
+from __future__ import annotations
+
+
+class KVGraphError(Exception):
+    """Root of all kvgraph errors."""
+
+
+class ParamsError(KVGraphError, ValueError):
+    """Cache parameters contradict each other."""
+
+
+class RequestError(KVGraphError, ValueError):
+    """A request was used out of order (before claim, twice) or beyond its limits."""
+
+
+class BindingError(KVGraphError, ValueError):
+    """A runtime value does not fit the symbol that it is bound to."""
+
+
+class ModelError(KVGraphError, ValueError):
+    """A model folder is missing, truncated or not a model."""
+
+
+class ArtifactError(KVGraphError, ValueError):
+    """An artifact is incomplete, damaged, or does not fit this machine or manager."""
+
+
+class UnsupportedError(KVGraphError, ValueError):
+    """No kernel, backend or frontend supports what was asked for."""
+
+
+class CapacityError(KVGraphError, RuntimeError):
+    """A manager has no row left, or a row owns too few pages."""
+
+
+class InsufficientPagesError(CapacityError):
+    """The pool has too few free pages; manager and request are unchanged.
+
+    `needed`, `free`, `used` and `total` are page counts of one replica.
+    """
+
+    def __init__(self, message: str, *, needed: int, free: int, used: int, total: int) -> None:
+        super().__init__(message)
+        self.needed, self.free, self.used, self.total = needed, free, used, total
+
+
+class KernelError(KVGraphError, RuntimeError):
+    """A native kernel refused its operands."""
+
+
+class DeviceError(KVGraphError, RuntimeError):
+    """A device cannot do what was asked, such as memory on a virtual device."""
+
+
+class MissingDependencyError(KVGraphError, ImportError):
+    """An optional package is needed and not installed; the message names the install command."""

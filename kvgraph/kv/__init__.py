@@ -1,0 +1,1 @@
+"""Cache bookkeeping: integers, and the memory that a session hands over as opaque buffers."""

@@ -1,0 +1,127 @@
+"""One cache of one replica: its pool of pages, its lookup rows and its device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import NUMPY_DTYPES, TensorType, ceildiv
+from kvgraph.contract.inputs import Buffer, Session
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.symbols import PagedCacheInputSymbols
+from kvgraph.errors import DeviceError
+from kvgraph.kv.pages import PagePool
+from kvgraph.kv.rows import Row
+
+
+class Leaf:
+    """Pages `[0, num_pages)` and the null page `num_pages` of one cache of one replica.
+
+    `table[row.index]` is the lookup row of a request, written only where it changes; columns
+    beyond its pages hold the null page. The table widens as rows grow, up to `max_width`.
+    """
+
+    __slots__ = ("max_width", "null", "pool", "shards", "symbols", "table", "window")
+
+    def __init__(
+        self,
+        symbols: Sequence[PagedCacheInputSymbols],
+        shards: Sequence[ShardBuffers],
+        num_pages: int,
+        max_rows: int,
+        max_width: int,
+        window: int | None,
+    ) -> None:
+        self.symbols = symbols
+        self.shards = shards
+        self.pool = PagePool(num_pages)
+        self.null = num_pages
+        self.window = window
+        self.max_width = max_width
+        self.table: npt.NDArray[np.int32] = self._empty_table(max_rows, min(16, max_width))
+
+    def extend(self, row: Row, leaf: int, pages: list[int]) -> None:
+        """Append `pages` to the row."""
+        own = row.pages[leaf]
+        start = len(own)
+        own += pages
+        if len(own) > self.table.shape[1]:
+            self._widen(len(own))
+        if len(pages) == 1:
+            self.table[row.index, start] = pages[0]
+        else:
+            self.table[row.index, start : len(own)] = pages
+
+    def clear(self, row: Row, leaf: int) -> None:
+        """Drop all pages of the row, tail first."""
+        pages, null = row.pages[leaf], self.null
+        self.table[row.index, : len(pages)] = null
+        if row.passed[leaf]:
+            pages = [page for page in pages if page != null]
+        self.pool.drop(reversed(pages))
+
+    def _widen(self, least: int) -> None:
+        rows, width = self.table.shape
+        wider = self._empty_table(rows, min(max(least, 2 * width), self.max_width))
+        wider[:, :width] = self.table
+        self.table = wider
+
+    def _empty_table(self, rows: int, width: int) -> npt.NDArray[np.int32]:
+        return np.full((rows, width), self.null, np.int32)
+
+
+class ShardBuffers:
+    """The pools of one device: `kv_blocks`, and `kv_scales` of a quantised cache."""
+
+    __slots__ = ("kv_blocks", "kv_scales")
+
+    def __init__(self, kv_blocks: Buffer, kv_scales: Buffer | None) -> None:
+        self.kv_blocks = kv_blocks
+        self.kv_scales = kv_scales
+
+    @property
+    def all_buffers(self) -> list[Buffer]:
+        return [self.kv_blocks] if self.kv_scales is None else [self.kv_blocks, self.kv_scales]
+
+
+def allocate_shard(
+    symbols: PagedCacheInputSymbols, num_pages: int, device: Device, session: Session | None
+) -> ShardBuffers:
+    """Memory of `num_pages + 1` page slots, from the session or as lazily zeroed host memory."""
+    sizes = {str(symbols.kv_blocks.shape[0]): num_pages + 1}
+
+    def allocate(symbol: TensorType) -> Buffer:
+        if session is not None:
+            return session.allocate(symbol, sizes)
+        return _host_buffer(symbol, symbol.extents(sizes), device)
+
+    scales = symbols.kv_scales
+    return ShardBuffers(allocate(symbols.kv_blocks), None if scales is None else allocate(scales))
+
+
+def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> Buffer:
+    dtype = NUMPY_DTYPES[symbol.dtype]
+    device.require_memory(symbol.name, int(np.prod(shape, dtype=object)) * dtype.itemsize)
+    if device.kind != "cpu":
+        raise DeviceError(f"session: expected one that owns memory on {device}, got None")
+    handle: npt.NDArray[Any] = np.zeros(shape, dtype)
+    return Buffer(symbol.dtype, shape, symbol.device, handle)
+
+
+def table_width(
+    params: KVCacheParams, num_pages: int, max_seq_len: int | None, *, windowed_default: int
+) -> int:
+    """Columns that a lookup row can ever need.
+
+    The pool bounds a row, except where a window gives pages back: there `max_seq_len` does, or
+    `windowed_default` tokens.
+    """
+    if params.window_size is not None:
+        return max(num_pages, ceildiv(max_seq_len or windowed_default, params.page_size))
+    if max_seq_len is not None:
+        return max(1, min(num_pages, ceildiv(max_seq_len, params.page_size)))
+    return num_pages

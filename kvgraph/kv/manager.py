@@ -1,0 +1,136 @@
+"""What every cache manager answers to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.symbols import KVCacheInputSymbols
+from kvgraph.kv.memory import plan_memory
+from kvgraph.kv.requests import RequestID, TextContext
+
+Batches = Sequence[Sequence[TextContext]]
+"""One batch of requests per replica."""
+
+
+class KVCacheManager(ABC):
+    """Bookkeeping of a KV cache: `claim -> (alloc -> runtime_inputs -> step)* -> release`.
+
+    A manager never reads or writes K and V: sessions run graphs over the buffers that
+    `runtime_inputs` returns. Misuse raises ValueErrors (RequestError) and leaves it unchanged.
+    """
+
+    @abstractmethod
+    def claim(self, request_id: RequestID, replica_idx: int = 0) -> None:
+        """Pin a request to a replica for life.
+
+        RequestError if it is claimed already, CapacityError if no row is left.
+        """
+
+    @abstractmethod
+    def alloc(
+        self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
+    ) -> None:
+        """Own pages for `processed + active + num_steps - 1 + lookahead` tokens; never shrinks.
+
+        While the row owns no page, the prefix cache is asked first and `data` skips what it gives.
+        Atomic: InsufficientPagesError or RequestError leave request and manager unchanged.
+        """
+
+    @abstractmethod
+    def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
+        """`alloc` for a whole step, atomic as a whole."""
+
+    @abstractmethod
+    def runtime_inputs(
+        self,
+        batches: Batches,
+        *,
+        max_cache_length: int | None = None,
+        batch_characteristics: BatchCharacteristics | None = None,
+        num_steps: int = 1,
+    ) -> KVCacheInputs:
+        """Values that bind to the symbols, valid until the next call but one. Changes no page."""
+
+    @abstractmethod
+    def step(self, batches: Batches | Sequence[TextContext]) -> None:
+        """After `update`: commit what is full and processed; a flat list serves one replica."""
+
+    @abstractmethod
+    def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
+        """Give back all that the request owns."""
+
+    @abstractmethod
+    def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
+        """Whether the request is claimed on that replica."""
+
+    @abstractmethod
+    def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
+        """Page ids of the request, in the order of its tokens."""
+
+    @abstractmethod
+    def get_symbolic_inputs(
+        self, devices: Sequence[Device] | None = None, num_layers: int | None = None
+    ) -> Sequence[KVCacheInputSymbols]:
+        """One record of input symbols per device, replica-major; allocates nothing."""
+
+    def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
+        """`get_symbolic_inputs` of the manager's own devices."""
+        return self.get_symbolic_inputs()
+
+    def num_kv_inputs(self) -> int:
+        """Fields of one record."""
+        return len(self.input_symbols()[0])
+
+    @contextmanager
+    def reserve(self, replica_batches: Batches) -> Iterator[None]:
+        """Claim and alloc all requests for a scope; released on every way out of it."""
+        claimed: list[tuple[RequestID, int]] = []
+        try:
+            for replica_idx, batch in enumerate(replica_batches):
+                for ctx in batch:
+                    self.claim(ctx.request_id, replica_idx)
+                    claimed.append((ctx.request_id, replica_idx))
+            self.alloc_batch(replica_batches)
+            yield
+        finally:
+            for request_id, replica_idx in reversed(claimed):
+                self.release(request_id, replica_idx)
+
+    @classmethod
+    def estimated_memory_size(
+        cls,
+        params: KVCacheParams,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_layers: int,
+        available_cache_memory: int,
+        devices: Sequence[Device],
+        **kwargs: Any,
+    ) -> int:
+        """Bytes of all replicas' usable pages; `available_cache_memory` is one replica's."""
+        params = replace(params, num_layers=num_layers, devices=tuple(devices))
+        plan = plan_memory(params, available_cache_memory, max_batch_size, max_seq_len)
+        return plan.nbytes * params.data_parallel_degree
+
+    @classmethod
+    def infer_optimal_batch_size(
+        cls,
+        params: KVCacheParams,
+        max_seq_len: int,
+        num_layers: int,
+        available_cache_memory: int,
+        devices: Sequence[Device],
+        **kwargs: Any,
+    ) -> int:
+        """Largest batch whose maximum-length requests all fit in one replica, at least 1."""
+        params = replace(params, num_layers=num_layers, devices=tuple(devices))
+        pages = available_cache_memory // params.bytes_per_page
+        return max(1, pages // ceildiv(max_seq_len, params.page_size))

@@ -1,0 +1,219 @@
+"""The manager of compile-only mode: it describes a cache on devices that need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import BATCH_SIZE, MAX_NUM_PAGES, NUM_PAGE_SLOTS, NUM_STEPS, TensorType
+from kvgraph.contract.inputs import (
+    BatchCharacteristics,
+    Buffer,
+    KVCacheInputs,
+    RaggedKVCacheInputs,
+)
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.symbols import PagedCacheInputSymbols
+from kvgraph.errors import ParamsError, RequestError
+from kvgraph.kv.manager import Batches, KVCacheManager
+from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.requests import RequestID, TextContext
+
+
+class NullKVCacheManager(KVCacheManager):
+    """A manager that allocates nothing, ever, whose symbols equal the paged manager's.
+
+    `devices` win over those of `params`; `page_size` and `num_layers` must agree with `params`
+    (ParamsError). It tracks claims; alloc and step do nothing; all figures are constants.
+    `session` and `available_cache_memory` are kept and not used.
+    """
+
+    def __init__(
+        self,
+        params: KVCacheParams,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_layers: int,
+        devices: Sequence[Device],
+        session: Any,
+        available_cache_memory: int,
+        page_size: int = 128,
+    ) -> None:
+        for name, given, expected in (
+            ("page_size", page_size, params.page_size),
+            ("num_layers", num_layers, params.num_layers),
+        ):
+            if given != expected:
+                raise ParamsError(f"{name}: expected {expected} from params, got {given}")
+        self.params = replace(params, devices=tuple(devices))
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        self.num_layers = num_layers
+        self.devices = self.params.devices
+        self.session = session
+        self.available_cache_memory = available_cache_memory
+        self.page_size = page_size
+        self._metrics = KVCacheMetrics()
+        self._claimed: dict[RequestID, int] = {}
+
+    # -- lifecycle: claims are tracked, the rest does nothing
+
+    def claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
+        if request_id in self._claimed:
+            raise RequestError(
+                f"claim of {request_id!r}: expected a request that is not claimed, "
+                f"got one claimed on replica {self._claimed[request_id]} already"
+            )
+        self._claimed[request_id] = replica_idx or 0
+
+    def alloc(
+        self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
+    ) -> None:
+        """Does nothing."""
+
+    def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
+        """Does nothing."""
+
+    def alloc_dummy(self, request_id: RequestID, replica_idx: int = 0) -> None:
+        """Claims the request, no more."""
+        self.claim(request_id, replica_idx)
+
+    def step(self, batches: Batches | Sequence[TextContext]) -> None:
+        """Does nothing."""
+
+    def release(self, request_id: RequestID, replica_idx: int | None = None) -> None:
+        claimed_on = self._claimed.get(request_id)
+        if claimed_on is None or replica_idx not in (None, claimed_on):
+            raise RequestError(
+                f"release of {request_id!r}: expected a request claimed on replica "
+                f"{replica_idx or 0}, got one claimed on {claimed_on}"
+            )
+        del self._claimed[request_id]
+
+    def contains(self, request_id: RequestID, replica_idx: int | None = None) -> bool:
+        claimed_on = self._claimed.get(request_id)
+        return claimed_on is not None and replica_idx in (None, claimed_on)
+
+    def reset_metrics(self) -> None:
+        """Does nothing: the counters never move."""
+
+    def reset_prefix_cache(self) -> None:
+        """Does nothing."""
+
+    # -- symbols and dummies
+
+    def get_symbolic_inputs(
+        self, devices: Sequence[Device] | None = None, num_layers: int | None = None
+    ) -> list[PagedCacheInputSymbols]:
+        params = self.params if devices is None else replace(self.params, devices=tuple(devices))
+        return params.get_symbolic_inputs(num_layers=num_layers)
+
+    def runtime_inputs(
+        self,
+        batches: Batches,
+        *,
+        max_cache_length: int | None = None,
+        batch_characteristics: BatchCharacteristics | None = None,
+        num_steps: int = 1,
+    ) -> KVCacheInputs:
+        """Dummies without memory that bind to the symbols; the sizes mean nothing."""
+        rows = max((len(batch) for batch in batches), default=0)
+        return KVCacheInputs(self._dummies(rows, num_steps))
+
+    def get_runtime_inputs(
+        self, batch: Sequence[TextContext], num_steps: int = 1
+    ) -> list[RaggedKVCacheInputs]:
+        """One record of dummies per device."""
+        return self._dummies(len(batch), num_steps)
+
+    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
+        """Synonym of `get_runtime_inputs`."""
+        return self.get_runtime_inputs(batch, num_steps)
+
+    def increment_cache_lengths(
+        self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
+    ) -> Sequence[RaggedKVCacheInputs]:
+        """Its input, unchanged."""
+        return kv_cache_inputs
+
+    def _dummies(self, rows: int, num_steps: int) -> list[RaggedKVCacheInputs]:
+        sizes = {BATCH_SIZE: rows, MAX_NUM_PAGES: 1, NUM_PAGE_SLOTS: 1, NUM_STEPS: num_steps}
+        return [
+            RaggedKVCacheInputs(*(_dummy(symbol, sizes) for symbol in record))
+            for record in self.get_symbolic_inputs()
+        ]
+
+    # -- constants
+
+    def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
+        return []
+
+    def get_replica(self, context: TextContext) -> int:
+        return 0
+
+    def get_or_recommend_replica(self, context: TextContext) -> int:
+        return 0
+
+    def get_data_parallel_splits(self, batch: Sequence[TextContext]) -> list[list[int]]:
+        """One split of all indices."""
+        return [list(range(len(batch)))]
+
+    @property
+    def num_free_blocks(self) -> int:
+        return 1000
+
+    @property
+    def free_blocks_pct(self) -> float:
+        return 1.0
+
+    @property
+    def used_blocks_pct(self) -> float:
+        return 0.0
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        return 0.0
+
+    @property
+    def total_num_host_pages(self) -> int:
+        return 0
+
+    @property
+    def metrics(self) -> KVCacheMetrics:
+        return self._metrics
+
+    @classmethod
+    def estimated_memory_size(
+        cls,
+        params: KVCacheParams,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_layers: int,
+        available_cache_memory: int,
+        devices: Sequence[Device],
+        **kwargs: Any,
+    ) -> int:
+        return 0
+
+    @classmethod
+    def infer_optimal_batch_size(
+        cls,
+        params: KVCacheParams,
+        max_seq_len: int,
+        num_layers: int,
+        available_cache_memory: int,
+        devices: Sequence[Device],
+        **kwargs: Any,
+    ) -> int:
+        return 1
+
+
+def _dummy(symbol: TensorType, sizes: dict[str, int]) -> Buffer:
+    """No memory; dims carry prefixes of replica and leaf before the names in `sizes`."""
+    extents = {
+        dim: next(size for name, size in sizes.items() if dim.endswith(name))
+        for dim in symbol.symbolic_dims
+    }
+    return Buffer(symbol.dtype, symbol.extents(extents), symbol.device)

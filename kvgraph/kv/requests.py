@@ -1,0 +1,144 @@
+"""A request as the cache sees it: its tokens, and how far they are processed.
+
+|--- processed_length ---|--- active_length ---|--- later chunks ---|
+[0                                                    current_length)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.errors import RequestError
+
+RequestID = Hashable
+"""Any hashable key; an engine uses strings."""
+
+_INT32 = np.iinfo(np.int32)
+
+
+class TextContext:
+    """The tokens of one request (prompt, then what was generated) and its lengths, all in tokens.
+
+    - `current_length`: all tokens
+    - `processed_length`: tokens whose K and V are cached
+    - `active_length`: what the next step processes: all the rest, unless set lower for a chunk
+    - `cached_prefix_length`: tokens that the prefix cache gave at the last first alloc
+
+    Plain slots, because the managers read them in their innermost loops. `request_id` must not
+    change while the request is claimed. `cache_salt` and `adapter` keep prefixes of different
+    tenants and adapters apart. RequestError if `tokens` is empty, not one-dimensional or not int32.
+    """
+
+    __slots__ = (
+        "_tokens",
+        "active_length",
+        "adapter",
+        "cache_salt",
+        "cached_prefix_length",
+        "current_length",
+        "processed_length",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: RequestID,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        cache_salt: bytes = b"",
+        adapter: str = "",
+    ) -> None:
+        self._tokens = _as_int32(request_id, tokens)
+        self.request_id = request_id
+        self.cache_salt = cache_salt
+        self.adapter = adapter
+        self.current_length = self.active_length = self._tokens.size
+        self.processed_length = self.cached_prefix_length = 0
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """All tokens, `[current_length]`; a view that the next `update` may leave behind."""
+        return self._tokens[: self.current_length]
+
+    @property
+    def active_tokens(self) -> npt.NDArray[np.int32]:
+        """The tokens of the next step, `[active_length]`; a view."""
+        return self._tokens[self.processed_length : self.processed_length + self.active_length]
+
+    def update(self, *tokens: int) -> None:
+        """After a step: the active tokens are processed, the generated `tokens` appended.
+
+        RequestError if the step was a chunk that ended before the last token, and generated any.
+        """
+        start = self.current_length
+        end = start + len(tokens)
+        processed = self.processed_length + self.active_length
+        if tokens:
+            if processed != start:
+                raise RequestError(
+                    f"update of {self.request_id!r}: expected no generated tokens after a chunk "
+                    f"that ends at {processed} of {start} tokens, got {len(tokens)}"
+                )
+            if end > self._tokens.size:
+                self._grow(end)
+            self._append(start, tokens)
+        self.current_length = end
+        self.processed_length = processed
+        self.active_length = end - processed
+
+    def skip_processing(self, count: int) -> None:
+        """`count` tokens are processed without a step; nothing is appended, all the rest is active.
+
+        RequestError if `count` is negative or more than what is not processed.
+        """
+        rest = self.current_length - self.processed_length
+        if not 0 <= count <= rest:
+            raise RequestError(
+                f"skip_processing of {self.request_id!r}: expected 0 to {rest} tokens, got {count}"
+            )
+        self.processed_length += count
+        self.active_length = rest - count
+
+    def rewind(self) -> None:
+        """Nothing is processed any more: recompute from the start, after the row was released."""
+        self.processed_length = self.cached_prefix_length = 0
+        self.active_length = self.current_length
+
+    def _append(self, start: int, tokens: tuple[int, ...]) -> None:
+        try:
+            self._tokens[start : start + len(tokens)] = tokens
+        except (OverflowError, ValueError, TypeError) as error:
+            raise RequestError(
+                f"update of {self.request_id!r}: expected int32 tokens, got {tokens}"
+            ) from error
+
+    def _grow(self, least: int) -> None:
+        grown = np.empty(max(least, 2 * self._tokens.size, 64), np.int32)
+        grown[: self._tokens.size] = self._tokens
+        self._tokens = grown
+
+    def __repr__(self) -> str:
+        return (
+            f"TextContext({self.request_id!r}, processed={self.processed_length}, "
+            f"active={self.active_length}, current={self.current_length})"
+        )
+
+
+def _as_int32(
+    request_id: RequestID, tokens: Sequence[int] | npt.NDArray[np.integer]
+) -> npt.NDArray[np.int32]:
+    given = np.asarray(tokens)
+    if given.ndim != 1 or given.size == 0:
+        raise RequestError(
+            f"tokens of {request_id!r}: expected at least one token in one dimension, "
+            f"got shape {list(given.shape)}"
+        )
+    if given.dtype.kind not in "iu":
+        raise RequestError(f"tokens of {request_id!r}: expected integers, got {given.dtype}")
+    low, high = int(given.min()), int(given.max())
+    if low < _INT32.min or high > _INT32.max:
+        raise RequestError(f"tokens of {request_id!r}: expected int32 values, got {low} to {high}")
+    return given.astype(np.int32)  # always a copy: the caller's array stays the caller's

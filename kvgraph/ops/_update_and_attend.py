@@ -1,0 +1,112 @@
+"""update_and_attend: rope, store_kv and paged_attention of one layer as one op.
+
+Decision: compiled graphs carry only this op, one per layer, so that the pool has a single consumer
+at any point and a host runtime has no reason to copy it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.ops import spec
+from kvgraph.ops._paged_attention import paged_attention
+from kvgraph.ops._store_kv import store_kv
+
+Array = npt.NDArray[Any]
+
+ROPE_HALVES, ROPE_INTERLEAVED = 0, 1
+
+
+def rotate(x_THD: Array, cos_sin: Array, positions_T: Array, rope_style: int) -> Array:
+    """Rotary embedding of the first `rotary_dim` elements of every head (RoFormer, section 3.4.2).
+
+    `cos_sin [max_positions, rotary_dim]` holds the cosines of the rotary_dim/2 angles, then their
+    sines. Style 0 pairs element i with i + rotary_dim/2 (GPT-NeoX), style 1 pairs 2i with 2i+1.
+    """
+    rotary = cos_sin.shape[1]
+    cos_T1H, sin_T1H = np.split(cos_sin[positions_T][:, None, :], 2, axis=-1)
+    x = x_THD.astype(np.float32)
+    part, rest = x[..., :rotary], x[..., rotary:]
+    if rope_style == ROPE_INTERLEAVED:
+        a, b = part[..., 0::2], part[..., 1::2]
+    else:
+        a, b = part[..., : rotary // 2], part[..., rotary // 2 :]
+    pair = (a * cos_T1H - b * sin_T1H, b * cos_T1H + a * sin_T1H)
+    if rope_style == ROPE_INTERLEAVED:
+        rotated = np.stack(pair, -1).reshape(part.shape)
+    else:
+        rotated = np.concatenate(pair, -1)
+    return np.concatenate([rotated, rest], -1).astype(x_THD.dtype)
+
+
+def update_and_attend(
+    q_TND: Array,
+    kv_blocks: Array,
+    input_row_offsets: Array,
+    cache_lengths: Array,
+    lookup_table: Array,
+    max_lengths: Array,
+    k_TKD: Array | None = None,
+    v_TKD: Array | None = None,
+    cos_sin: Array | None = None,
+    kv_scales: Array | None = None,
+    sinks_N: Array | None = None,
+    *,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    causal: int = 1,
+    v_head_dim: int = 0,
+    rope_style: int = ROPE_HALVES,
+) -> Array:
+    """Reference. Without k and v nothing is stored: a layer that reads another layer's cache."""
+    if cos_sin is not None:
+        counts = np.diff(input_row_offsets)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = cache_lengths[rows] + np.arange(len(rows)) - input_row_offsets[rows]
+        q_TND = rotate(q_TND, cos_sin, positions, rope_style)
+        if k_TKD is not None:
+            k_TKD = rotate(k_TKD, cos_sin, positions, rope_style)
+    index = (input_row_offsets, cache_lengths, lookup_table)
+    if k_TKD is not None and v_TKD is not None:
+        store_kv(kv_blocks, k_TKD, v_TKD, *index, kv_scales, layer=layer)
+    return paged_attention(
+        q_TND,
+        kv_blocks,
+        *index,
+        max_lengths,
+        kv_scales,
+        sinks_N,
+        layer=layer,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        causal=causal,
+        v_head_dim=v_head_dim,
+    )
+
+
+UPDATE_AND_ATTEND = spec.OpSpec(
+    name="update_and_attend",
+    doc="Rotate q and k where cos_sin is given, store k and v, then attend: one layer's cache work.",
+    inputs=(
+        spec.Q,
+        spec.KV_BLOCKS,
+        spec.ROW_OFFSETS,
+        spec.CACHE_LENGTHS,
+        spec.LOOKUP_TABLE,
+        spec.MAX_LENGTHS,
+        spec.Operand("k", spec.K.dims, spec.ACTIVATION, optional=True),
+        spec.Operand("v", spec.V.dims, spec.ACTIVATION, optional=True),
+        spec.COS_SIN,
+        spec.KV_SCALES,
+        spec.SINKS,
+    ),
+    outputs=(spec.OUT, spec.KV_BLOCKS_OUT, spec.KV_SCALES_OUT),
+    attributes=(*spec.ATTENTION_ATTRIBUTES, spec.Attribute("rope_style", "int", ROPE_HALVES)),
+    reference=update_and_attend,
+)

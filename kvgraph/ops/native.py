@@ -1,0 +1,253 @@
+"""The native CPU kernels, called through their C ABI (`plugins/include/kvgraph/abi.h`).
+
+`call` takes addresses, so that any framework's memory goes in as it is; `run` takes NumPy arrays.
+Both release the GIL while a kernel works, and may be called from several threads at once on pages
+that do not overlap: argument buffers are one set per thread and op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvgraph
+from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.errors import KernelError
+from kvgraph.ops import SPECS
+from kvgraph.ops.header import ABI_VERSION, DTYPE_CODES
+from kvgraph.ops.spec import Operand, OpSpec
+
+NativeOperand = tuple[int, str, tuple[int, ...]] | None
+"""(address, dtype name, shape) of dense row-major memory; None: left out."""
+
+Array = npt.NDArray[Any]
+
+INSTALL = "pip install --force-reinstall kvgraph"
+MAX_RANK = max(len(o.dims) for spec in SPECS for o in spec.inputs + spec.outputs)
+MESSAGE_BYTES = 512
+
+# kvg_tensor is an address, then dtype, rank and shape; of kvg_call all fields are written once.
+ADDRESS = struct.Struct("P")
+TYPE_AND_SHAPE = struct.Struct(f"ii{MAX_RANK}q")
+TENSOR_BYTES = ADDRESS.size + TYPE_AND_SHAPE.size
+CALL = struct.Struct("IIPPIIPPPI4x")
+
+
+def call(
+    spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float] = {}
+) -> None:
+    """Run `spec` on `operands`: its inputs, then its outputs, in order.
+
+    An output that aliases an input may be None. Attributes left out have their defaults. Writes the
+    outputs and the inputs that the op mutates; KernelError carries the sentence with which the
+    kernel refuses, and then nothing was written.
+    """
+    library().call(spec, operands, attributes)
+
+
+def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
+    """`spec.reference` by the native kernel: same arguments, same effects, same result."""
+    given = [*arrays, *[None] * (len(spec.inputs) - len(arrays))]
+    operands = [
+        None if array is None else _described(spec, operand, array)
+        for operand, array in zip(spec.inputs, given, strict=True)
+    ]
+    results = [
+        np.empty(_shape(spec, out, operands, attributes), NUMPY_DTYPES[_dtype(spec, out, operands)])
+        for out in spec.results
+    ]
+    fresh = iter(results)
+    for out in spec.outputs:
+        operands.append(None if out.alias else _described(spec, out, next(fresh)))
+    call(spec, operands, attributes)
+    return results[0] if results else ()
+
+
+def library_path(name: str) -> Path:
+    """The shared library `libkvgraph_{name}`: "cpu" (this module's) or "onnxruntime" (custom ops).
+
+    An editable install has several folders in the package's path; the library is in one of them.
+    """
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    file = f"libkvgraph_{name}{suffix}"
+    for folder in kvgraph.__path__:
+        path = Path(folder, "_native", file)
+        if path.exists():
+            return path
+    raise KernelError(
+        f"{file}: expected in _native of the kvgraph package, found in none of its folders; "
+        f"build it: {INSTALL}"
+    )
+
+
+def set_num_threads(count: int) -> None:
+    """Threads that kernels may use, the caller's included; 0: one per processor (the default).
+
+    Results do not depend on it, bit for bit. Waits for a kernel that runs.
+    """
+    if count < 0:
+        raise KernelError(f"num_threads: expected at least 0, got {count}")
+    library().dll.kvg_cpu_set_num_threads(count)
+
+
+def num_threads() -> int:
+    """Threads that kernels may use."""
+    return int(library().dll.kvg_cpu_num_threads())
+
+
+@cache
+def library() -> Library:
+    """The CPU kernels; loaded on first use, once in a process."""
+    return Library(library_path("cpu"))
+
+
+class Library:
+    """One loaded kernel library. KernelError where its ABI is another than this package's."""
+
+    def __init__(self, path: Path, abi_version: int = ABI_VERSION) -> None:
+        self.dll = ctypes.CDLL(str(path))
+        self.dll.kvg_abi_version.restype = ctypes.c_uint32
+        self.dll.kvg_cpu_num_threads.restype = ctypes.c_uint32
+        self.dll.kvg_cpu_set_num_threads.argtypes = [ctypes.c_uint32]
+        self.dll.kvg_cpu_set_num_threads.restype = None
+        found = int(self.dll.kvg_abi_version())
+        if found != abi_version:
+            raise KernelError(
+                f"{path}: expected ABI version {abi_version} of this kvgraph package, "
+                f"got {found}; install both from one build: {INSTALL}"
+            )
+        self._frames = threading.local()
+
+    def call(
+        self, spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
+    ) -> None:
+        """As `call` of this module."""
+        frames: dict[str, _Frame] = self._frames.__dict__
+        frame = frames.get(spec.name)
+        if frame is None:
+            frame = frames[spec.name] = _Frame(self.dll, spec)
+        frame.call(operands, attributes)
+
+
+class _Frame:
+    """One thread's argument memory for one op.
+
+    What an operand was described as is kept, so that a call that repeats the last one's dtypes and
+    shapes writes addresses only.
+    """
+
+    def __init__(self, dll: ctypes.CDLL, spec: OpSpec) -> None:
+        self.spec = spec
+        self.operands = spec.inputs + spec.outputs
+        self.described: list[tuple[str, tuple[int, ...]] | None] = [None] * len(self.operands)
+        self.tensors = ctypes.create_string_buffer(TENSOR_BYTES * len(self.operands))
+        kinds = "".join({"int": "q", "float": "d"}[a.kind] for a in spec.attributes)
+        self.packing = struct.Struct(kinds)
+        self.values = ctypes.create_string_buffer(self.packing.size)
+        self.names = frozenset(a.name for a in spec.attributes)
+        self.defaults = [(a.name, a.default) for a in spec.attributes]
+        self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        self.frame = ctypes.create_string_buffer(
+            CALL.pack(
+                ABI_VERSION,
+                CALL.size,
+                ctypes.addressof(self.tensors),
+                ctypes.addressof(self.values),
+                len(self.operands),
+                len(spec.attributes),
+                0,
+                0,
+                0,
+                0,
+            ),
+            CALL.size,
+        )
+        self.entry = getattr(dll, f"kvg_cpu_{spec.name}")
+        self.entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self.entry.restype = ctypes.c_int32
+        self.arguments = (
+            ctypes.c_void_p(ctypes.addressof(self.frame)),
+            ctypes.c_void_p(ctypes.addressof(self.message)),
+            ctypes.c_size_t(MESSAGE_BYTES),
+        )
+
+    def call(self, operands: Sequence[NativeOperand], attributes: Mapping[str, float]) -> None:
+        if len(operands) != len(self.operands):
+            raise KernelError(
+                f"{self.spec.name}: expected {len(self.operands)} operands, got {len(operands)}"
+            )
+        described, tensors, write = self.described, self.tensors, ADDRESS.pack_into
+        for i, operand in enumerate(operands):
+            kind = operand[1:] if operand is not None else None
+            if kind != described[i]:
+                self._describe(i, kind)
+            if operand is not None:
+                write(tensors, i * TENSOR_BYTES, operand[0])
+        self._fill(attributes)
+        if self.entry(*self.arguments):
+            raise KernelError(self.message.value.decode(errors="replace"))
+
+    def _describe(self, index: int, kind: tuple[str, tuple[int, ...]] | None) -> None:
+        code, shape = 0, ()
+        if kind is not None:
+            dtype, shape = kind
+            if dtype not in DTYPE_CODES:
+                operand = self.operands[index]
+                raise KernelError(
+                    f"{self.spec.name}: {operand.name}: expected dtype "
+                    f"{' or '.join(operand.dtypes)}, got {dtype}"
+                )
+            code = DTYPE_CODES[dtype]
+        extents = [*shape[:MAX_RANK], *[0] * (MAX_RANK - len(shape))]
+        at = index * TENSOR_BYTES + ADDRESS.size
+        TYPE_AND_SHAPE.pack_into(self.tensors, at, code, len(shape), *extents)
+        self.described[index] = kind
+
+    def _fill(self, attributes: Mapping[str, float]) -> None:
+        values = [attributes.get(name, default) for name, default in self.defaults]
+        if None in values or not attributes.keys() <= self.names:
+            required = [name for name, default in self.defaults if default is None]
+            raise KernelError(
+                f"{self.spec.name}: expected attributes {', '.join(required)} and none but "
+                f"{', '.join(sorted(self.names))}, got {', '.join(sorted(attributes)) or 'none'}"
+            )
+        self.packing.pack_into(self.values, 0, *values)
+
+
+def _described(spec: OpSpec, operand: Operand, array: Array) -> NativeOperand:
+    """KernelError for memory that a kernel cannot take as it is: a copy would lose its writes."""
+    if not array.flags.c_contiguous:
+        raise KernelError(f"{spec.name}: {operand.name}: expected dense row-major memory, got strides")
+    if operand.name in spec.mutated and not array.flags.writeable:
+        raise KernelError(f"{spec.name}: {operand.name}: expected writable memory, got read-only")
+    return array.ctypes.data, str(array.dtype), array.shape
+
+
+def _dtype(spec: OpSpec, out: Operand, operands: Sequence[NativeOperand]) -> str:
+    """The dtype of the first given input of `out`'s type variable."""
+    return next(
+        given[1]
+        for operand, given in zip(spec.inputs, operands, strict=True)
+        if given and operand.type_variable == out.type_variable
+    )
+
+
+def _shape(
+    spec: OpSpec, out: Operand, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
+) -> tuple[int, ...]:
+    """Extents of a result: an attribute of the dim's name if it is not 0, else the inputs'."""
+    sizes: dict[str | int, int] = {}
+    for operand, given in zip(spec.inputs, operands, strict=True):
+        for dim, extent in zip(operand.dims, given[2] if given else (), strict=False):
+            sizes.setdefault(dim, extent)
+    sizes["v_head_dim"] = int(attributes.get("v_head_dim", 0)) or sizes["head_dim"]
+    return tuple(sizes[dim] for dim in out.dims)

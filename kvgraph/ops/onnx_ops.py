@@ -1,0 +1,142 @@
+"""The ops in ONNX: schemas with shape inference, and NumPy kernels for onnx's reference evaluator.
+
+Both are generated from the OpSpecs. ONNX form is functional: a mutated input is an output too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx.defs import OpSchema
+from onnx.reference.op_run import OpRun
+
+from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, SPECS, OpSpec
+from kvgraph.ops.spec import Operand
+
+ONNX_TYPES = {"float8_e4m3fn": "float8e4m3fn", "float32": "float"}
+
+
+def register_schemas() -> None:
+    """Make the ops known to onnx's checker and shape inference; registering twice is harmless."""
+    for spec in SPECS:
+        if not onnx.defs.has(spec.name, OPSET_DOMAIN):
+            onnx.defs.register_schema(schema(spec))
+
+
+def schema(spec: OpSpec) -> OpSchema:
+    """ONNX schema of `spec`; operands that share dtypes share a type variable."""
+    built = OpSchema(
+        spec.name,
+        OPSET_DOMAIN,
+        OPSET_VERSION,
+        doc=spec.doc,
+        inputs=[_parameter(operand) for operand in spec.inputs],
+        outputs=[_parameter(operand) for operand in spec.outputs],
+        type_constraints=[
+            (variable, _types(dtypes), f"dtype of {', '.join(names)}")
+            for variable, (dtypes, names) in _type_variables(spec).items()
+        ],
+        attributes=[_attribute(a.name, a.kind, a.default) for a in spec.attributes],
+    )
+    built.set_type_and_shape_inference_function(_inference(spec))
+    return built
+
+
+def _parameter(operand: Operand) -> OpSchema.FormalParameter:
+    kind = operand.type_variable or _types(operand.dtypes)[0]
+    option = OpSchema.FormalParameterOption
+    return OpSchema.FormalParameter(
+        operand.name,
+        kind,
+        f"[{', '.join(map(str, operand.dims))}]",
+        param_option=option.Optional if operand.optional else option.Single,
+    )
+
+
+def _types(dtypes: tuple[str, ...]) -> list[str]:
+    return [f"tensor({ONNX_TYPES.get(name, name)})" for name in dtypes]
+
+
+def _type_variables(spec: OpSpec) -> dict[str, tuple[tuple[str, ...], list[str]]]:
+    variables: dict[str, tuple[tuple[str, ...], list[str]]] = {}
+    for operand in spec.inputs + spec.outputs:
+        if operand.type_variable:
+            entry = variables.setdefault(operand.type_variable, (operand.dtypes, []))
+            entry[1].append(operand.name)
+    return variables
+
+
+def _attribute(name: str, kind: str, default: int | float | None) -> OpSchema.Attribute:
+    if default is None:
+        kinds = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT}
+        return OpSchema.Attribute(name, kinds[kind], required=True)
+    return OpSchema.Attribute(name, onnx.helper.make_attribute(name, default))
+
+
+def _inference(spec: OpSpec) -> Callable[[Any], None]:
+    """Output types and shapes from the inputs' dims by name; unknown inputs infer nothing."""
+
+    def infer(context: Any) -> None:
+        types = [context.get_input_type(i) for i in range(context.get_num_inputs())]
+        dims: dict[str, Any] = {}
+        for operand, value in zip(spec.inputs, types, strict=False):
+            if value is not None and value.tensor_type.HasField("shape"):
+                for name, dim in zip(operand.dims, value.tensor_type.shape.dim, strict=False):
+                    dims.setdefault(str(name), dim)
+        width = context.get_attribute("v_head_dim")
+        static_v = width.i if width is not None and width.i else None
+        for index in range(context.get_num_outputs()):
+            output = spec.outputs[index]
+            source = _type_source(spec, output)
+            if source >= len(types) or types[source] is None:
+                continue
+            result = onnx.TypeProto()
+            result.tensor_type.elem_type = types[source].tensor_type.elem_type
+            shape = result.tensor_type.shape
+            for name in output.dims:
+                name = "head_dim" if name == "v_head_dim" and not static_v else str(name)
+                dim = shape.dim.add()
+                if name == "v_head_dim":
+                    dim.dim_value = static_v
+                elif name in dims:
+                    dim.CopyFrom(dims[name])
+            context.set_output_type(index, result)
+
+    return infer
+
+
+def _type_source(spec: OpSpec, output: Operand) -> int:
+    """Index of the input whose dtype an output has."""
+    names = [operand.name for operand in spec.inputs]
+    if output.alias:
+        return names.index(output.alias)
+    return next(
+        i for i, operand in enumerate(spec.inputs) if operand.type_variable == output.type_variable
+    )
+
+
+def reference_ops() -> list[type[OpRun]]:
+    """OpRun classes for `onnx.reference.ReferenceEvaluator(..., new_ops=...)`.
+
+    They mutate the pool in place, as the native kernels do.
+    """
+    return [_reference_op(spec) for spec in SPECS]
+
+
+def _reference_op(spec: OpSpec) -> type[OpRun]:
+    names = [operand.name for operand in spec.inputs]
+
+    def run(self: OpRun, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
+        given = {a.name: attributes.get(a.name) for a in spec.attributes}
+        given |= {a.name: a.default for a in spec.attributes if given[a.name] is None}
+        values = dict.fromkeys(names) | dict(zip(names, inputs, strict=False))
+        results = spec.reference(*values.values(), **given)
+        new = iter(results if isinstance(results, tuple) else (results,))
+        outputs = (values[o.alias] if o.alias else next(new) for o in spec.outputs)
+        present = [np.empty(0, np.float32) if value is None else value for value in outputs]
+        return tuple(present[: len(self.onnx_node.output)])
+
+    return type(spec.name, (OpRun,), {"op_domain": OPSET_DOMAIN, "_run": run})

@@ -1,0 +1,1 @@
+"""From an artifact to tokens; never imports the compiler."""

@@ -1,0 +1,235 @@
+"""Engine: continuous batching over one artifact, from text to text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.kv.memory import plan_memory
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from kvgraph.runtime import artifact as artifacts
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from kvgraph.runtime.scheduler import FinishReason, Request, Scheduler
+from kvgraph.runtime.sessions.base import Session
+
+DEFAULT_CACHE_BYTES = 1 << 30
+"""Pool size where none is given; memory is only touched as pages are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token, and with the last one why its request ended."""
+
+    request_id: str
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request: what was generated behind the prompt."""
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+class Engine:
+    """Runs ragged batches over an artifact: prefill, chunks and decode rows in one graph.
+
+        engine = Engine("tiny.kvg")
+        for piece in engine.stream("The import statement"):
+            print(piece, end="", flush=True)
+
+    `artifact` is a folder or a loaded Artifact. The pool has `num_pages` pages (default: what fits
+    `cache_memory` bytes, or fewer where `max_batch_size` requests of maximum length need fewer).
+    `max_batch_tokens` bounds the new tokens of a step. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        artifact: str | Path | Artifact,
+        *,
+        session: str | Session | None = None,
+        num_pages: int | None = None,
+        cache_memory: int = DEFAULT_CACHE_BYTES,
+        max_batch_size: int = 64,
+        max_batch_tokens: int = 2048,
+        enable_prefix_caching: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        if not isinstance(artifact, Artifact):
+            artifact = artifacts.load(artifact)
+        if max_batch_tokens < 1:
+            raise RequestError(f"max_batch_tokens: expected >= 1, got {max_batch_tokens}")
+        self.artifact = artifact
+        self.model = artifact.manifest.model
+        if not isinstance(session, Session):
+            session = artifact.session(session, num_threads=num_threads)
+        self.session = session
+        params = artifact.params(enable_prefix_caching=enable_prefix_caching)
+        if num_pages is None:
+            plan = plan_memory(params, cache_memory, max_batch_size, self.model.max_seq_len)
+            num_pages = plan.num_pages
+        self.kv = PagedKVCacheManager(params, session, num_pages, max_batch_size=max_batch_size)
+        self.scheduler = Scheduler(self.kv, params.page_size, max_batch_size, max_batch_tokens)
+        self._tokenizer = _load_tokenizer(artifact.folder)
+        self._decoders: dict[str, Any] = {}
+        self._ids = itertools.count()
+
+    # -- the loop everything else is a footnote to
+
+    def step(self) -> list[Token]:
+        """Run one batch; the tokens that it generated, in row order. Empty when idle."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        kv_inputs = self.kv.runtime_inputs(batch.requests)
+        logits = self.session.run(batch.inputs, kv_inputs)
+        tokens = sample(logits[: len(batch.sampled)], [row.source for row in batch.sampled])
+        batch.update(tokens)  # requests grow first
+        self.kv.step(batch.requests)  # then full pages join the prefix cache
+        generated = [
+            self._token(row, token) for row, token in zip(batch.sampled, tokens, strict=True)
+        ]
+        self.scheduler.retire()
+        return generated
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt (text or token ids) and return its request id; runs nothing.
+
+        RequestError: an empty prompt, one that leaves no room below the model's `max_seq_len`, or
+        one that the whole pool cannot hold with its output.
+        """
+        sampling = sampling or SamplingParams()
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if request_id in self._decoders:
+            raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
+        self._check(request_id, tokens)
+        stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= set(self.model.eos_token_ids)
+        length = min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len)
+        self.scheduler.submit(
+            Request(
+                TextContext(request_id, tokens), TokenSource(sampling), frozenset(stops), length
+            )
+        )
+        self._decoders[request_id] = _decode_stream(self._tokenizer)
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request and free its pages; an unknown id is a RequestError."""
+        if not self.scheduler.cancel(request_id):
+            raise RequestError(f"cancel of {request_id!r}: expected a submitted request, got none")
+        del self._decoders[request_id]
+
+    def stream(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Generate for one prompt; pieces of text as they come. Leaving early cancels it."""
+        request_id = self.submit(prompt, sampling)
+        try:
+            while request_id in self._decoders:
+                for token in self.step():
+                    if token.request_id == request_id and token.text:
+                        yield token.text
+        finally:
+            if request_id in self._decoders:
+                self.cancel(request_id)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Generate for all prompts together; completions in the prompts' order."""
+        each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else sampling
+        ids: list[str] = []
+        try:
+            for prompt, params in zip(prompts, each, strict=True):
+                ids.append(self.submit(prompt, params))
+        except Exception:
+            for request_id in ids:
+                self.cancel(request_id)
+            raise
+        tokens: dict[str, list[Token]] = {request_id: [] for request_id in ids}
+        while any(request_id in self._decoders for request_id in ids):
+            for token in self.step():
+                tokens.get(token.request_id, []).append(token)
+        return [_completion(request_id, tokens[request_id]) for request_id in ids]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        if self._tokenizer is None:
+            raise ArtifactError(
+                f"{self.artifact.folder}: expected tokenizer.json for a text prompt, got none; "
+                "pass token ids"
+            )
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def _check(self, request_id: str, tokens: list[int]) -> None:
+        if not tokens:
+            raise RequestError(f"request {request_id!r}: expected a prompt, got an empty one")
+        limit = self.model.max_seq_len - 1
+        if len(tokens) > limit:
+            raise RequestError(
+                f"request {request_id!r}: expected a prompt of at most {limit} tokens (the "
+                f"model's max_seq_len is {limit + 1}), got {len(tokens)}"
+            )
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.model.vocab_size:
+            raise RequestError(
+                f"request {request_id!r}: expected token ids in [0, {self.model.vocab_size}), "
+                f"got {low if low < 0 else high}"
+            )
+
+    def _token(self, row: Request, token: int) -> Token:
+        decoder = self._decoders[row.request_id]
+        text = ""
+        if decoder is not None and token not in row.stop_tokens:
+            text = decoder.step(self._tokenizer, token) or ""
+        if row.finish_reason:
+            del self._decoders[row.request_id]
+        return Token(row.request_id, token, text, row.finish_reason)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def _decode_stream(tokenizer: Any) -> Any:
+    """Incremental detokeniser: gives text only once its bytes are complete."""
+    if tokenizer is None:
+        return None
+    from tokenizers.decoders import DecodeStream
+
+    return DecodeStream(skip_special_tokens=True)
+
+
+def _completion(request_id: str, tokens: list[Token]) -> Completion:
+    reason = tokens[-1].finish_reason
+    assert reason is not None
+    text = "".join(token.text for token in tokens)
+    return Completion(request_id, [token.token_id for token in tokens], text, reason)

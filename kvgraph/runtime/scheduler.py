@@ -1,0 +1,202 @@
+"""Which tokens run in the next step: admission by pages, chunks by budget, preemption when dry.
+
+    submit -> waiting (first come, first served) -> running (oldest first) -> retired
+                  ^------------- preempted: newest first, recomputed ----'
+
+Running requests go before waiting ones, and only the head of the queue may be admitted, so no
+request starves. A step that preempts admits nobody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.inputs import ModelInputs
+from kvgraph.errors import InsufficientPagesError, RequestError
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from kvgraph.runtime.sampling import TokenSource
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt on its way: its cache context, its sampling state, and when it ends."""
+
+    context: TextContext
+    source: TokenSource
+    stop_tokens: frozenset[int]
+    max_length: int
+    """Tokens of prompt and output together at which it ends."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def request_id(self) -> str:
+        return str(self.context.request_id)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: its rows, its graph inputs, and the rows whose last token gets logits."""
+
+    rows: list[Request]
+    inputs: ModelInputs
+    sampled: list[Request]
+
+    @property
+    def requests(self) -> list[list[TextContext]]:
+        """Contexts per replica, as the cache manager takes them."""
+        return [[row.context for row in self.rows]]
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """All active tokens are processed; `tokens` (one per sampled row) are appended."""
+        generated = dict(zip(map(id, self.sampled), tokens, strict=True))
+        for row in self.rows:
+            token = generated.get(id(row))
+            if token is None:
+                row.context.update()
+                continue
+            row.context.update(token)
+            if token in row.stop_tokens:
+                row.finish_reason = "stop"
+            elif row.context.current_length >= row.max_length:
+                row.finish_reason = "length"
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
+
+    `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
+    """
+
+    kv: PagedKVCacheManager
+    page_size: int
+    max_batch_size: int
+    max_batch_tokens: int
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    preemptions: int = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that can complete: RequestError if the whole pool is too small for it."""
+        needed = ceildiv(request.max_length, self.page_size)
+        total = self.kv.total_num_blocks()
+        if needed > total:
+            raise RequestError(
+                f"request {request.request_id!r}: expected at most {total} pages from the pool, "
+                f"got {request.max_length} tokens (prompt and output) that need {needed}"
+            )
+        self.waiting.append(request)
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None when nothing is left to do."""
+        if not self.running and not self.waiting:
+            return None
+        budget = self.max_batch_tokens
+        rows, preempted = self._continue_running(budget)
+        budget -= sum(row.context.active_length for row in rows)
+        if not preempted:
+            rows += self._admit(budget)
+        assert rows, "the oldest request always fits: submit() refused it otherwise"
+        return _batch(rows)
+
+    def retire(self) -> list[Request]:
+        """Release finished requests and return them."""
+        done = [row for row in self.running if row.finish_reason]
+        for row in done:
+            self.kv.release(row.context.request_id)
+        if done:
+            self.running = [row for row in self.running if not row.finish_reason]
+        return done
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request wherever it is; False if it is not here."""
+        for row in self.running:
+            if row.request_id == request_id:
+                self.kv.release(row.context.request_id)
+                self.running.remove(row)
+                return True
+        for row in self.waiting:
+            if row.request_id == request_id:
+                self.waiting.remove(row)
+                return True
+        return False
+
+    def _continue_running(self, budget: int) -> tuple[list[Request], bool]:
+        """Rows that run on, each with its pages; the newest are preempted while pages are short."""
+        preempted = False
+        while True:
+            rows = _within_budget(self.running, budget)
+            try:
+                self.kv.alloc_batch([[row.context for row in rows]])
+                return rows, preempted
+            except InsufficientPagesError:
+                self._preempt(self.running[-1])
+                preempted = True
+
+    def _preempt(self, victim: Request) -> None:
+        """Release it and put it at the head of the queue; its tokens are recomputed, not lost."""
+        self.kv.release(victim.context.request_id)
+        victim.context.rewind()
+        self.running.remove(victim)
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+
+    def _admit(self, budget: int) -> list[Request]:
+        admitted: list[Request] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_batch_size:
+            request = self.waiting[0]
+            context = request.context
+            # Room for the whole prompt, not only its first chunk: else prompts evict each other.
+            if ceildiv(context.current_length, self.page_size) > self.kv.num_free_blocks():
+                break
+            self.kv.claim(context.request_id)
+            context.active_length = min(context.active_length, budget)
+            try:
+                self.kv.alloc(context)
+            except InsufficientPagesError:
+                self.kv.release(context.request_id)
+                context.rewind()
+                break
+            context.active_length = min(
+                context.current_length - context.processed_length, budget
+            )
+            budget -= context.active_length
+            self.waiting.popleft()
+            self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+
+def _within_budget(running: Iterable[Request], budget: int) -> list[Request]:
+    """Oldest first, each with its active length cut to what is left of the budget."""
+    rows = []
+    for row in running:
+        if budget <= 0:
+            break
+        context = row.context
+        context.active_length = min(context.current_length - context.processed_length, budget)
+        budget -= context.active_length
+        rows.append(row)
+    return rows
+
+
+def _batch(rows: list[Request]) -> Batch:
+    contexts = [row.context for row in rows]
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([c.active_length for c in contexts], out=offsets[1:])
+    last = [
+        i for i, c in enumerate(contexts) if c.processed_length + c.active_length == c.current_length
+    ]
+    # A step of nothing but chunks still needs one row of logits: dims are at least 1.
+    indices = (offsets[1:][last] - 1) if last else np.zeros(1, np.int32)
+    tokens = np.concatenate([c.active_tokens for c in contexts])
+    return Batch(rows, ModelInputs(tokens, offsets, indices.astype(np.int32)), [rows[i] for i in last])

@@ -1,0 +1,76 @@
+"""What every session does: own memory, check the binding, run one step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import NUMPY_DTYPES, TensorType
+from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
+from kvgraph.errors import BindingError
+from kvgraph.runtime.artifact import Artifact
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector load."""
+
+
+class Session(ABC):
+    """A loaded artifact. Not thread-safe: one step at a time."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self.artifact = artifact
+        self.signature = artifact.signature
+
+    @property
+    def identity(self) -> bytes:
+        """Of everything that decides a page's content; the root of the prefix cache."""
+        return self.artifact.manifest.identity
+
+    def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
+        """Lazily zeroed memory for `symbol` under `sizes` (dim -> extent).
+
+        BindingError where the symbol is not one of the artifact's: its layout parameters differ.
+        """
+        expected = {s.name: s for s in self.signature.inputs}.get(symbol.name)
+        if expected != symbol:
+            raise BindingError(
+                f"{symbol.name}: expected {_describe(expected)} from the artifact, "
+                f"got {_describe(symbol)}"
+            )
+        shape = symbol.extents(sizes)
+        return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
+
+    def run(self, inputs: ModelInputs, kv: KVCacheInputs) -> npt.NDArray[np.float32]:
+        """One step of this shard's graph: logits `[num_logits, vocab]`; the pools are mutated.
+
+        `kv` holds one device's record. BindingError names the first value that does not fit.
+        """
+        values = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices, *kv.flatten()]
+        if len(values) != len(self.signature.inputs):
+            raise BindingError(
+                f"inputs: expected {len(self.signature.inputs)} values "
+                f"({', '.join(s.name for s in self.signature.inputs)}), got {len(values)}"
+            )
+        self.signature.bind(values)
+        return self._run([getattr(value, "handle", value) for value in values])
+
+    @abstractmethod
+    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+        """Run over dense host arrays in the signature's order."""
+
+
+def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+    """Zeroed, aligned host memory whose pages the system gives on first touch."""
+    kind = NUMPY_DTYPES[dtype]
+    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(kind).reshape(shape)
+
+
+def _describe(symbol: TensorType | None) -> str:
+    return f"{symbol.dtype} {list(symbol.shape)} on {symbol.device}" if symbol else "no such input"

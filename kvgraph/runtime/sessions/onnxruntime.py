@@ -1,0 +1,79 @@
+"""ONNX Runtime session: our custom-op library, pools bound in place.
+
+Decisions: sequential execution only (the parallel executor does not order two users of an
+in-place buffer); every pool's memory is bound to its input and to its output, so nothing copies
+it. The custom-op library is compiled against no version of ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.signature import output_name
+from kvgraph.errors import KernelError, MissingDependencyError
+from kvgraph.ops import native
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.base import Session
+
+# onnx.TensorProto.DataType, which the deployment side does not install.
+ELEMENT_TYPES = {
+    "float32": 1,
+    "int8": 3,
+    "int32": 6,
+    "float16": 10,
+    "bfloat16": 16,
+    "float8_e4m3fn": 17,
+}
+
+
+class OnnxRuntimeSession(Session):
+    """Runs `model.onnx` on ONNX Runtime's CPU provider."""
+
+    def __init__(self, artifact: Artifact, num_threads: int | None = None) -> None:
+        super().__init__(artifact)
+        ort = _import()
+        options = ort.SessionOptions()
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        options.intra_op_num_threads = num_threads or 0
+        options.log_severity_level = 3
+        options.register_custom_ops_library(str(native.library_path("onnxruntime")))
+        self._session = ort.InferenceSession(
+            str(artifact.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
+        )
+        self._binding = self._session.io_binding()
+        self._vocab = artifact.manifest.model.vocab_size
+
+    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+        binding = self._binding
+        addresses: dict[str, tuple[Any, ...]] = {}
+        for symbol, array in zip(self.signature.inputs, arrays, strict=True):
+            kind = ELEMENT_TYPES[symbol.dtype]
+            addresses[symbol.name] = ("cpu", 0, kind, array.shape, array.ctypes.data)
+            binding.bind_input(symbol.name, *addresses[symbol.name])
+        logits = np.empty((len(arrays[2]), self._vocab), np.float32)
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        for buffer in self.signature.buffers:
+            binding.bind_output(output_name(buffer), *addresses[buffer.name])
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes
+            raise KernelError(f"onnxruntime: {_last_sentence(error)}") from error
+        return logits
+
+
+def _import() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            "onnxruntime: needed to run this artifact, not installed; pip install 'kvgraph[onnx]'"
+        ) from error
+    return onnxruntime
+
+
+def _last_sentence(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__

@@ -1,0 +1,36 @@
+"""Reference session: the ONNX graph node by node in NumPy. Slow, and the oracle of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.errors import MissingDependencyError
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.base import Session
+
+
+class ReferenceSession(Session):
+    """Runs `model.onnx` with onnx's reference evaluator and the ops' NumPy references."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        super().__init__(artifact)
+        try:
+            from onnx.reference import ReferenceEvaluator
+
+            from kvgraph.ops.onnx_ops import reference_ops
+        except ImportError as error:
+            raise MissingDependencyError(
+                "onnx: needed by the reference session, not installed; "
+                "pip install 'kvgraph[compile]'"
+            ) from error
+        model = str(artifact.folder / "model.onnx")
+        self._evaluator = ReferenceEvaluator(model, new_ops=reference_ops())
+
+    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+        names = (symbol.name for symbol in self.signature.inputs)
+        feeds = dict(zip(names, arrays, strict=True))
+        logits: npt.NDArray[np.float32] = self._evaluator.run(["logits"], feeds)[0]
+        return logits

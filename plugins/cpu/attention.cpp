@@ -1,0 +1,475 @@
+// Legend: M query rows of one kv head (tile of new tokens x its query heads, token-major), D
+// head_dim, E v_head_dim, J keys of a tile. Scores are in units of log2(e): weights are powers of 2.
+#include "cpu/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "cpu/dtype.h"
+#include "cpu/parallel.h"
+#include "cpu/vector.h"
+
+namespace kvg {
+namespace {
+
+constexpr int64_t kKeys = 32;            // of a tile: K and V of it stay in the first-level cache
+constexpr int64_t kQueryRows = 64;       // M that a tile of new tokens aims at
+constexpr int64_t kPartKeys = 1024;      // a long context is split among tasks from here on
+constexpr int64_t kMaxParts = 16;
+constexpr int64_t kStateFloats = 32768;  // of one task: Q and output rows that stay in cache
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.442695041f;
+
+// ---- scores and weighted sums of a tile -------------------------------------------------------
+
+// s[m][j] = q[m] . k[j] for Rows x Keys of them: one pass over D with all sums in registers.
+template <int Rows, int Keys>
+void dot_block(const float* q_MD, const float* const* k_J, float* s_MJ, int64_t width) {
+  Vector sums[Rows][Keys] = {};
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) {
+    Vector k[Keys];
+    for (int j = 0; j < Keys; ++j) k[j] = load(k_J[j] + d);
+    for (int m = 0; m < Rows; ++m) {
+      const Vector q = load(q_MD + m * width + d);
+      for (int j = 0; j < Keys; ++j) sums[m][j] += q * k[j];
+    }
+  }
+  for (int m = 0; m < Rows; ++m)
+    for (int j = 0; j < Keys; ++j) {
+      float total = sum(sums[m][j]);
+      for (int64_t i = d; i < width; ++i) total += q_MD[m * width + i] * k_J[j][i];
+      s_MJ[m * kKeys + j] = total;
+    }
+}
+
+template <int Rows>
+void dot_rows(const float* q_MD, const float* const* k_J, float* s_MJ, int64_t width,
+              int64_t keys) {
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2) dot_block<Rows, 2>(q_MD, k_J + j, s_MJ + j, width);
+  if (j < keys) dot_block<Rows, 1>(q_MD, k_J + j, s_MJ + j, width);
+}
+
+void dot_tile(const float* q_MD, const float* const* k_J, float* s_MJ, int64_t rows, int64_t width,
+              int64_t keys) {
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4)
+    dot_rows<4>(q_MD + m * width, k_J, s_MJ + m * kKeys, width, keys);
+  for (; m < rows; ++m) dot_rows<1>(q_MD + m * width, k_J, s_MJ + m * kKeys, width, keys);
+}
+
+// out[m] += sum over j of p[m][j] v[j], Rows x Keys at a time.
+template <int Rows, int Keys>
+void add_block(const float* p_MJ, const float* const* v_J, float* out_ME, int64_t width) {
+  float p[Rows][Keys];
+  for (int m = 0; m < Rows; ++m)
+    for (int j = 0; j < Keys; ++j) p[m][j] = p_MJ[m * kKeys + j];
+  int64_t e = 0;
+  for (; e + kLanes <= width; e += kLanes) {
+    Vector v[Keys];
+    for (int j = 0; j < Keys; ++j) v[j] = load(v_J[j] + e);
+    for (int m = 0; m < Rows; ++m) {
+      Vector out = load(out_ME + m * width + e);
+      for (int j = 0; j < Keys; ++j) out += p[m][j] * v[j];
+      save(out_ME + m * width + e, out);
+    }
+  }
+  for (; e < width; ++e)
+    for (int m = 0; m < Rows; ++m)
+      for (int j = 0; j < Keys; ++j) out_ME[m * width + e] += p[m][j] * v_J[j][e];
+}
+
+template <int Rows>
+void add_rows(const float* p_MJ, const float* const* v_J, float* out_ME, int64_t width,
+              int64_t keys) {
+  int64_t j = 0;
+  for (; j + 4 <= keys; j += 4) add_block<Rows, 4>(p_MJ + j, v_J + j, out_ME, width);
+  for (; j < keys; ++j) add_block<Rows, 1>(p_MJ + j, v_J + j, out_ME, width);
+}
+
+void add_tile(const float* p_MJ, const float* const* v_J, float* out_ME, int64_t rows,
+              int64_t width, int64_t keys) {
+  int64_t m = 0;
+  for (; m + 2 <= rows; m += 2)
+    add_rows<2>(p_MJ + m * kKeys, v_J, out_ME + m * width, width, keys);
+  if (m < rows) add_rows<1>(p_MJ + m * kKeys, v_J, out_ME + m * width, width, keys);
+}
+
+// ---- softmax ----------------------------------------------------------------------------------
+
+// Running softmax of one query row: the largest score so far, and the sum of weights relative to it.
+struct Softmax {
+  float top = -kInfinity, sum = 0;
+
+  // What weights relative to the old top are worth when `other` may be the new one.
+  float raise(float other) {
+    const float before = top;
+    top = other > top ? other : top;
+    const float kept = top == -kInfinity ? 1.0f : exp2_of_negative(before - top);
+    sum *= kept;
+    return kept;
+  }
+};
+
+void scale_row(float* x, float factor, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
+// softcap * tanh(s / softcap), where s comes divided by softcap.
+void cap_row(float* s, float softcap, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) s[i] = softcap * tanh_of(s[i]);
+}
+
+// Turns the scores of keys [begin, end) of a tile into weights and all others into 0, whatever
+// they hold, and scales the row's output so far to the new top.
+void weigh_row(float* s_J, int64_t begin, int64_t end, int64_t keys, Softmax& state, float* out_E,
+               int64_t width) {
+  float top = -kInfinity;
+#pragma omp simd reduction(max : top)
+  for (int64_t j = begin; j < end; ++j) top = s_J[j] > top ? s_J[j] : top;
+  const float kept = state.raise(top);
+  if (kept != 1.0f) scale_row(out_E, kept, width);
+  const float base = state.top == -kInfinity ? 0.0f : state.top;
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = begin; j < end; ++j) {
+    s_J[j] = exp2_of_negative(s_J[j] - base);
+    sum += s_J[j];
+  }
+  state.sum += sum;
+  std::fill(s_J, s_J + begin, 0.0f);
+  std::fill(s_J + end, s_J + keys, 0.0f);
+}
+
+// ---- tasks ------------------------------------------------------------------------------------
+
+// New tokens [begin, end) of a row, and part `part` of the keys that they see. Parts of one tile
+// follow each other in `partials`, from `partial` on.
+struct Tile {
+  int64_t row, begin, end, part, parts, partial;
+};
+
+// Positions of the row that a query at `position` sees: [first, last).
+struct Keys {
+  int64_t first, last;
+};
+
+Keys keys_of(const Attention& job, int64_t row, int64_t position) {
+  const int64_t first = job.window ? std::max<int64_t>(0, position - job.window + 1) : 0;
+  return {first, job.causal ? position + 1 : job.rows.length(row)};
+}
+
+// What a split context's tasks leave for the merge: per query row, softmax state and output.
+struct Partial {
+  std::vector<float> floats;
+  int64_t stride;  // of one (tile part, query head): top, sum, E outputs
+
+  float* at(int64_t index) { return floats.data() + index * stride; }
+};
+
+struct Plan {
+  std::vector<Tile> tiles;
+  std::vector<size_t> split;  // first tiles of the split ones
+  int64_t heads_per_task, head_tasks;
+  Partial partial;
+};
+
+// Cuts rows into tiles. Where a cut lies depends on its row only, so that a row's result is the
+// same, bit for bit, in every batch and on every number of threads.
+Plan plan(const Attention& job) {
+  Plan p;
+  const int64_t group = job.heads / job.pool.kv_heads;
+  const int64_t tokens = std::max<int64_t>(1, kQueryRows / group);
+  int64_t partials = 0, longest = 0;
+  for (int64_t row = 0; row < job.rows.count; ++row) {
+    const int64_t fresh = job.rows.fresh(row);
+    for (int64_t begin = 0; begin < fresh; begin += tokens) {
+      const int64_t end = std::min(fresh, begin + tokens);
+      const int64_t cached = job.rows.cached[row];
+      const int64_t seen = keys_of(job, row, cached + end - 1).last -
+                           keys_of(job, row, cached + begin).first;
+      const int64_t parts =
+          fresh > tokens ? 1 : std::clamp<int64_t>(seen / kPartKeys, 1, kMaxParts);
+      if (parts > 1) p.split.push_back(p.tiles.size());
+      for (int64_t part = 0; part < parts; ++part)
+        p.tiles.push_back({row, begin, end, part, parts, partials + part * (end - begin) * job.heads});
+      if (parts > 1) partials += parts * (end - begin) * job.heads;
+      longest = std::max(longest, end - begin);
+    }
+  }
+  p.partial.stride = 2 + job.v_head_dim;
+  p.partial.floats.resize(static_cast<size_t>(partials * p.partial.stride));
+  // A task takes several kv heads of its tokens, which lie side by side, unless threads would idle.
+  const int64_t state = longest * group * (job.pool.head_dim + job.v_head_dim);
+  const int64_t fit = std::max<int64_t>(1, kStateFloats / std::max<int64_t>(1, state));
+  const int64_t tiles = std::max<int64_t>(1, static_cast<int64_t>(p.tiles.size()));
+  const int64_t wanted = 4 * static_cast<int64_t>(parallelism(job.call));
+  const int64_t cuts = std::clamp<int64_t>((wanted + tiles - 1) / tiles, 1, job.pool.kv_heads);
+  p.heads_per_task = std::min(fit, (job.pool.kv_heads + cuts - 1) / cuts);
+  p.head_tasks = (job.pool.kv_heads + p.heads_per_task - 1) / p.heads_per_task;
+  return p;
+}
+
+// One task: a tile of queries of some kv heads, over the keys of its part.
+class Worker {
+ public:
+  Worker(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
+         int64_t last_head)
+      : job_(job),
+        partial_(partial),
+        tile_(tile),
+        first_head_(first_head),
+        last_head_(last_head),
+        group_(job.heads / job.pool.kv_heads),
+        rows_((tile.end - tile.begin) * group_),
+        D_(job.pool.head_dim),
+        E_(job.v_head_dim) {}
+
+  void run() {
+    const int64_t state = (last_head_ - first_head_) * rows_;
+    const int64_t needed = state * (D_ + E_) + rows_ * kKeys + kKeys * std::max(D_, E_);
+    static thread_local std::vector<float> floats;
+    static thread_local std::vector<Softmax> softmax;
+    if (floats.size() < static_cast<size_t>(needed)) floats.resize(static_cast<size_t>(needed));
+    softmax.assign(static_cast<size_t>(state), Softmax{});
+    q_ = floats.data();
+    out_ = q_ + state * D_;
+    scores_ = out_ + state * E_;
+    converted_ = scores_ + rows_ * kKeys;
+    softmax_ = softmax.data();
+    std::fill(out_, out_ + state * E_, 0.0f);
+    load_queries();
+    const Keys keys = part_keys();
+    for (int64_t first = keys.first; first < keys.last; first += kKeys)
+      key_tile(first, std::min(keys.last, first + kKeys));
+    for (int64_t head = first_head_; head < last_head_; ++head)
+      tile_.parts > 1 ? save_partial(head) : finish(head);
+  }
+
+ private:
+  int64_t position(int64_t token) const { return job_.rows.cached[tile_.row] + token; }
+
+  // Elements before query head `head` of new token `token` of the row, in rows `width` wide.
+  int64_t element(int64_t token, int64_t head, int64_t width) const {
+    return ((job_.rows.begin(tile_.row) + token) * job_.heads + head) * width;
+  }
+
+  int64_t state_of(int64_t head) const { return (head - first_head_) * rows_; }
+
+  // The keys that any query of the tile sees, and of them this part.
+  Keys part_keys() const {
+    const int64_t first = keys_of(job_, tile_.row, position(tile_.begin)).first;
+    const int64_t last = keys_of(job_, tile_.row, position(tile_.end - 1)).last;
+    const int64_t part = (last - first + tile_.parts - 1) / tile_.parts;
+    const int64_t begin = first + tile_.part * part;
+    return {begin, std::min(last, begin + part)};
+  }
+
+  // Q as float32, rotated, and scaled so that a dot product is what the softmax takes.
+  void load_queries() {
+    const Dtype& type = dtype(job_.dtype);
+    const float scale = job_.softcap ? job_.scale / job_.softcap : job_.scale * kLog2e;
+    std::vector<char> rounded(job_.rope ? static_cast<size_t>(D_) * type.size : 0);
+    for (int64_t head = first_head_; head < last_head_; ++head)
+      for (int64_t row = 0; row < rows_; ++row) {
+        const int64_t token = tile_.begin + row / group_;
+        const int64_t from = element(token, head * group_ + row % group_, D_);
+        float* q = q_ + (state_of(head) + row) * D_;
+        const size_t width = static_cast<size_t>(D_);
+        type.to_float(job_.q + from * static_cast<int64_t>(type.size), q, width);
+        if (job_.rope) {  // rotated queries are rounded to their dtype, as rotated keys are
+          job_.rope.apply(q, position(token));
+          type.from_float(q, rounded.data(), width);
+          type.to_float(rounded.data(), q, width);
+        }
+        scale_row(q, scale, D_);
+      }
+  }
+
+  // Keys [first, last) of the row, at most kKeys of them, for every head of the task.
+  void key_tile(int64_t first, int64_t last) {
+    const int64_t keys = last - first;
+    int64_t slots[2][kKeys];
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t page = job_.rows.page(tile_.row, first + j);
+      const int64_t offset = (first + j) % job_.rows.page_size;
+      for (int kind : {0, 1}) slots[kind][j] = job_.pool.at(page, offset, kind);
+    }
+    const float* rows[kKeys];
+    for (int64_t head = first_head_; head < last_head_; ++head) {
+      read(slots[0], head, keys, D_, rows);
+      dot_tile(q_ + state_of(head) * D_, rows, scores_, rows_, D_, keys);
+      weigh(head, first, keys);
+      read(slots[1], head, keys, E_, rows);
+      add_tile(scores_, rows, out_ + state_of(head) * E_, rows_, E_, keys);
+    }
+  }
+
+  // Points `rows` at `width` floats of each key: in the pool itself where it holds float32.
+  void read(const int64_t* slots, int64_t head, int64_t keys, int64_t width, const float** rows) {
+    const Pool& pool = job_.pool;
+    const Dtype& type = dtype(pool.dtype);
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t slot = slots[j] + head * D_;
+      const char* from = pool.data + slot * static_cast<int64_t>(type.size);
+      if (pool.dtype == KVG_FLOAT32) {
+        rows[j] = reinterpret_cast<const float*>(from);
+        continue;
+      }
+      float* to = converted_ + j * width;
+      type.to_float(from, to, static_cast<size_t>(width));
+      if (pool.scales) dequantize(to, slot, width);
+      rows[j] = to;
+    }
+  }
+
+  void dequantize(float* x, int64_t slot, int64_t width) const {
+    const int64_t group = D_ / job_.pool.scales_per_head;
+    const float* scales = job_.pool.scales + slot / group;
+    for (int64_t begin = 0; begin < width; begin += group)
+      scale_row(x + begin, *scales++, group);
+  }
+
+  void weigh(int64_t head, int64_t first, int64_t keys) {
+    for (int64_t row = 0; row < rows_; ++row) {
+      float* s = scores_ + row * kKeys;
+      if (job_.softcap) cap_row(s, job_.softcap * kLog2e, keys);
+      const Keys seen = keys_of(job_, tile_.row, position(tile_.begin + row / group_));
+      const int64_t begin = std::clamp<int64_t>(seen.first - first, 0, keys);
+      const int64_t end = std::clamp<int64_t>(seen.last - first, begin, keys);
+      const int64_t state = state_of(head) + row;
+      weigh_row(s, begin, end, keys, softmax_[state], out_ + state * E_, E_);
+    }
+  }
+
+  void finish(int64_t head) {
+    const Dtype& type = dtype(job_.dtype);
+    for (int64_t row = 0; row < rows_; ++row) {
+      const int64_t query_head = head * group_ + row % group_;
+      const int64_t state = state_of(head) + row;
+      float* out = out_ + state * E_;
+      normalize(job_, query_head, softmax_[state], out);
+      const int64_t to = element(tile_.begin + row / group_, query_head, E_);
+      type.from_float(out, job_.out + to * static_cast<int64_t>(type.size),
+                      static_cast<size_t>(E_));
+    }
+  }
+
+  void save_partial(int64_t head) {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const int64_t state = state_of(head) + row;
+      float* to = partial_.at(tile_.partial + head * rows_ + row);
+      to[0] = softmax_[state].top, to[1] = softmax_[state].sum;
+      std::memcpy(to + 2, out_ + state * E_, static_cast<size_t>(E_) * sizeof(float));
+    }
+  }
+
+ public:
+  // Divides by the sum of weights, to which a sink adds a logit that carries no value.
+  static void normalize(const Attention& job, int64_t query_head, Softmax state, float* out_E) {
+    float kept = 1.0f;
+    if (job.sinks && job.sinks[query_head] != -kInfinity) {
+      const float sink = job.sinks[query_head] * kLog2e;
+      kept = state.raise(sink);
+      state.sum += exp2_of_negative(sink - state.top);
+    }
+    scale_row(out_E, kept / state.sum, job.v_head_dim);
+  }
+
+ private:
+  const Attention& job_;
+  Partial& partial_;
+  const Tile& tile_;
+  const int64_t first_head_, last_head_, group_, rows_, D_, E_;
+  float *q_, *out_, *scores_, *converted_;  // [heads, M, D], [heads, M, E], [M, J], [J, max(D, E)]
+  Softmax* softmax_;                        // [heads, M]
+};
+
+// Joins the parts of a split tile, for one kv head.
+void merge(const Attention& job, Partial& partial, const Tile& tile, int64_t head) {
+  const Dtype& type = dtype(job.dtype);
+  const int64_t group = job.heads / job.pool.kv_heads, rows = (tile.end - tile.begin) * group;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t index = tile.partial + head * rows + row;
+    float* out = partial.at(index) + 2;
+    Softmax state;
+    state.top = partial.at(index)[0], state.sum = partial.at(index)[1];
+    for (int64_t part = 1; part < tile.parts; ++part) {
+      const float* other = partial.at(index + part * rows * job.pool.kv_heads);
+      if (other[0] == -kInfinity && other[1] == 0) continue;  // saw no key
+      const float kept = state.raise(other[0]);
+      const float weight = exp2_of_negative(other[0] - state.top);
+      state.sum += weight * other[1];
+#pragma omp simd
+      for (int64_t e = 0; e < job.v_head_dim; ++e)
+        out[e] = out[e] * kept + other[2 + e] * weight;
+    }
+    const int64_t query_head = head * group + row % group;
+    Worker::normalize(job, query_head, state, out);
+    const int64_t token = job.rows.begin(tile.row) + tile.begin + row / group;
+    const int64_t to = (token * job.heads + query_head) * job.v_head_dim;
+    type.from_float(out, job.out + to * static_cast<int64_t>(type.size),
+                    static_cast<size_t>(job.v_head_dim));
+  }
+}
+
+}  // namespace
+
+void attend(const Attention& job) {
+  if (job.heads == 0 || job.v_head_dim == 0) return;
+  Plan p = plan(job);
+  const size_t head_tasks = static_cast<size_t>(p.head_tasks);
+  parallel_for(job.call, p.tiles.size() * head_tasks, [&](size_t task) {
+    const int64_t first = static_cast<int64_t>(task % head_tasks) * p.heads_per_task;
+    const int64_t last = std::min(job.pool.kv_heads, first + p.heads_per_task);
+    Worker(job, p.partial, p.tiles[task / head_tasks], first, last).run();
+  });
+  const size_t heads = static_cast<size_t>(job.pool.kv_heads);
+  parallel_for(job.call, p.split.size() * heads, [&](size_t task) {
+    merge(job, p.partial, p.tiles[p.split[task / heads]], static_cast<int64_t>(task % heads));
+  });
+}
+
+AttentionAttributes check_attributes(const Operands& in, int layer) {
+  // Both attention ops have these six in this order, from `layer` on.
+  static_assert(KVG_PAGED_ATTENTION_ATTR_V_HEAD_DIM - KVG_PAGED_ATTENTION_ATTR_LAYER == 5 &&
+                KVG_UPDATE_AND_ATTEND_ATTR_V_HEAD_DIM - KVG_UPDATE_AND_ATTEND_ATTR_LAYER == 5);
+  using ll = long long;
+  const int at = layer - KVG_PAGED_ATTENTION_ATTR_LAYER;
+  const char* op = in.op.name;
+  const int64_t window = in.integer(at + KVG_PAGED_ATTENTION_ATTR_WINDOW);
+  const double softcap = in.real(at + KVG_PAGED_ATTENTION_ATTR_SOFTCAP);
+  const int64_t causal = in.integer(at + KVG_PAGED_ATTENTION_ATTR_CAUSAL);
+  const int64_t given = in.integer(at + KVG_PAGED_ATTENTION_ATTR_V_HEAD_DIM);
+  const int64_t head_dim = in.dims[KVG_DIM_HEAD_DIM];
+  if (window < 0) refuse("%s: window: expected at least 0, got %lld", op, ll{window});
+  if (!(softcap >= 0)) refuse("%s: softcap: expected at least 0, got %g", op, softcap);
+  if (causal != 0 && causal != 1)
+    refuse("%s: causal: expected 0 or 1, got %lld", op, ll{causal});
+  if (given < 0 || given > head_dim)
+    refuse("%s: v_head_dim: expected at most head_dim %lld, got %lld", op, ll{head_dim},
+           ll{given});
+  const int64_t v_head_dim = given ? given : head_dim;
+  if (in.dims[KVG_DIM_V_HEAD_DIM] != v_head_dim)
+    refuse("%s: dim v_head_dim: expected %lld of attribute v_head_dim, got %lld", op,
+           ll{v_head_dim}, ll{in.dims[KVG_DIM_V_HEAD_DIM]});
+  return {in.integer(layer), window, v_head_dim,
+          static_cast<float>(in.real(at + KVG_PAGED_ATTENTION_ATTR_SCALE)),
+          static_cast<float>(softcap), causal == 1};
+}
+
+void check_heads(const Operands& in) {
+  using ll = long long;
+  const int64_t heads = in.dims[KVG_DIM_NUM_HEADS], kv_heads = in.dims[KVG_DIM_NUM_KV_HEADS];
+  if (kv_heads == 0 ? heads != 0 : heads % kv_heads != 0)
+    refuse("%s: q: dim num_heads: expected a multiple of the %lld kv heads of kv_blocks, got %lld",
+           in.op.name, ll{kv_heads}, ll{heads});
+}
+
+}  // namespace kvg

@@ -1,0 +1,93 @@
+// Everything that a kernel relies on, checked before it writes anything.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "kvgraph/abi.h"
+
+namespace kvg {
+
+// The sentence with which an op refuses its operands.
+struct Refusal : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] __attribute__((format(printf, 1, 2))) void refuse(const char* format, ...);
+
+// A call whose operands fit the op's table: each dim has one extent, each type variable one dtype,
+// each given output of an aliased input has its address.
+struct Operands {
+  const kvg_op& op;
+  const kvg_call& call;
+  int64_t dims[KVG_NUM_DIM_SYMBOLS];
+
+  bool has(int index) const { return call.operands[index].dtype != 0; }
+  int32_t dtype(int index) const { return call.operands[index].dtype; }
+  template <class T>
+  T* data(int index) const {
+    return has(index) ? static_cast<T*>(call.operands[index].data) : nullptr;
+  }
+  int64_t integer(int attribute) const { return call.attributes[attribute].i; }
+  double real(int attribute) const { return call.attributes[attribute].f; }
+};
+
+Operands check(const kvg_op& op, const kvg_call* call);
+
+// Where the rows of a ragged batch lie. Row b: new tokens [offsets[b], offsets[b + 1]) of T, at
+// positions [cached[b], cached[b] + new tokens) of the row; position p in page pages[b][p / S].
+struct Rows {
+  const int32_t *offsets, *cached, *table;
+  int64_t count, width, page_size;
+
+  int64_t begin(int64_t row) const { return offsets[row]; }
+  int64_t fresh(int64_t row) const { return int64_t{offsets[row + 1]} - offsets[row]; }
+  int64_t length(int64_t row) const { return cached[row] + fresh(row); }  // after this step
+  int64_t page(int64_t row, int64_t position) const {
+    return table[row * width + position / page_size];
+  }
+};
+
+// The rows of `in`, whose offsets, lengths and table are the operands `first_index`, +1 and +2.
+// Checks their contents, and the page ids that a row with new tokens touches: those of positions
+// [cached - reach, end), clipped to the row; reach < 0: all of them.
+Rows check_rows(const Operands& in, int first_index, int64_t reach);
+
+// One layer of the pool, K then V. Strides are in elements.
+struct Pool {
+  char* data;
+  float* scales;  // nullptr: stored as it is
+  int32_t dtype;
+  int64_t kv_heads, head_dim, scales_per_head;
+  int64_t token_stride, kind_stride, page_stride, layer_offset;
+
+  // Elements before head 0 of a token; kind 0 K, 1 V. Pools pass 2^31 elements.
+  int64_t at(int64_t page, int64_t offset, int kind) const {
+    return page * page_stride + kind * kind_stride + layer_offset + offset * token_stride;
+  }
+};
+
+// Checks the layer, the kinds and the scales. `v_head_dim` is the width of V's rows.
+Pool check_pool(const Operands& in, int kv_blocks, int kv_scales, int64_t layer,
+                int64_t v_head_dim);
+
+// Runs an entry point's body: 0, or 1 with the refusal's sentence in `message`.
+template <class Body>
+int32_t entry(char* message, size_t message_size, Body&& body);
+
+void say(const char* sentence, char* message, size_t message_size);
+
+template <class Body>
+int32_t entry(char* message, size_t message_size, Body&& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    say(error.what(), message, message_size);
+    return 1;
+  }
+}
+
+}  // namespace kvg

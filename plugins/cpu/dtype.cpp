@@ -1,0 +1,136 @@
+#include "cpu/dtype.h"
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace kvg {
+namespace {
+
+uint32_t bits_of(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+float float_of(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+constexpr uint32_t kFloatInf = 0x7f800000u, kFloatNaN = 0x7fc00000u;
+
+float power_of_two(int exponent) { return float_of(static_cast<uint32_t>(exponent + 127) << 23); }
+
+// A float of Mantissa stored mantissa bits and exponent bias Bias, in Word. HasInf: the largest
+// exponent holds infinities and NaN (float16); otherwise only the largest magnitude is NaN, and
+// there is no infinity (float8_e4m3fn). Branch-free, so that loops over it vectorise.
+template <class Word, int Mantissa, int Bias, bool HasInf>
+struct Small {
+  static constexpr int kShift = 23 - Mantissa;
+  static constexpr uint32_t kSign = 1u << (8 * sizeof(Word) - 1);
+  static constexpr uint32_t kMagnitude = kSign - 1;
+  // First magnitude that no finite number has.
+  static constexpr uint32_t kSpecial =
+      HasInf ? kMagnitude - ((1u << Mantissa) - 1) : kMagnitude;
+
+  static float decode(Word stored) {
+    const uint32_t magnitude = stored & kMagnitude;
+    const uint32_t normal = (magnitude << kShift) + (static_cast<uint32_t>(127 - Bias) << 23);
+    const float tiny = static_cast<float>(static_cast<int32_t>(magnitude)) *
+                       power_of_two(1 - Bias - Mantissa);
+    uint32_t u = magnitude < (1u << Mantissa) ? bits_of(tiny) : normal;
+    u = magnitude >= kSpecial ? (HasInf ? kFloatInf | (magnitude << kShift) : kFloatNaN) : u;
+    return float_of(u | (static_cast<uint32_t>(stored & kSign) << (32 - 8 * sizeof(Word))));
+  }
+
+  static Word encode(float x) {
+    const uint32_t u = bits_of(x), magnitude = u & 0x7fffffffu;
+    // Adding a number whose last bit weighs as much as ours rounds in the floating-point unit.
+    const float round = power_of_two(1 - Bias - Mantissa + 23);
+    const uint32_t tiny = bits_of(float_of(magnitude) + round) - bits_of(round);
+    const uint32_t rebiased = magnitude - (static_cast<uint32_t>(127 - Bias) << 23);
+    const uint32_t odd = (rebiased >> kShift) & 1u;
+    const uint32_t normal = (rebiased + (1u << (kShift - 1)) - 1 + odd) >> kShift;
+    uint32_t out = magnitude < bits_of(power_of_two(1 - Bias)) ? tiny : normal;
+    out = out > kSpecial || magnitude >= kFloatInf ? kSpecial : out;
+    out = HasInf && magnitude > kFloatInf ? kSpecial | (1u << (Mantissa - 1)) : out;
+    return static_cast<Word>(out | ((u >> 31) * kSign));
+  }
+};
+
+struct Float32 {
+  using Word = float;
+  static float decode(float x) { return x; }
+  static float encode(float x) { return x; }
+};
+
+struct Float16 : Small<uint16_t, 10, 15, true> {
+  using Word = uint16_t;
+};
+
+struct Float8 : Small<uint8_t, 3, 7, false> {
+  using Word = uint8_t;
+};
+
+struct BFloat16 {
+  using Word = uint16_t;
+  static float decode(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
+  static uint16_t encode(float x) {
+    const uint32_t u = bits_of(x);
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const uint32_t nan = (u >> 16) | 0x40u;
+    return static_cast<uint16_t>((u & 0x7fffffffu) > kFloatInf ? nan : rounded);
+  }
+};
+
+struct Int8 {
+  using Word = int8_t;
+  static float decode(int8_t x) { return static_cast<float>(static_cast<int32_t>(x)); }
+  static int8_t encode(float x) {  // a NaN stores 0: its scale is NaN and says so
+    const float bounded = x > -128.0f ? (x < 127.0f ? x : 127.0f) : (x == x ? -128.0f : 0.0f);
+    return static_cast<int8_t>(static_cast<int32_t>(std::nearbyintf(bounded)));
+  }
+};
+
+template <class D>
+void to_float(const void* from, float* to, size_t count) {
+  const auto* in = static_cast<const typename D::Word*>(from);
+#pragma omp simd
+  for (size_t i = 0; i < count; ++i) to[i] = D::decode(in[i]);
+}
+
+template <class D>
+void from_float(const float* from, void* to, size_t count) {
+  auto* out = static_cast<typename D::Word*>(to);
+#pragma omp simd
+  for (size_t i = 0; i < count; ++i) out[i] = D::encode(from[i]);
+}
+
+template <class D>
+constexpr Dtype row() {
+  return {sizeof(typename D::Word), to_float<D>, from_float<D>};
+}
+
+}  // namespace
+
+const Dtype& dtype(int32_t code) {
+  static constexpr Dtype kFloat32 = row<Float32>(), kFloat16 = row<Float16>(),
+                         kBFloat16 = row<BFloat16>(), kInt8 = row<Int8>(), kFloat8 = row<Float8>(),
+                         kInt32 = {4, nullptr, nullptr};
+  switch (code) {
+    case KVG_FLOAT32: return kFloat32;
+    case KVG_FLOAT16: return kFloat16;
+    case KVG_BFLOAT16: return kBFloat16;
+    case KVG_INT8: return kInt8;
+    case KVG_FLOAT8_E4M3FN: return kFloat8;
+    default: return kInt32;
+  }
+}
+
+float quantized_max(int32_t code) {
+  return code == KVG_INT8 ? 127.0f : code == KVG_FLOAT8_E4M3FN ? 448.0f : 0.0f;
+}
+
+}  // namespace kvg

@@ -1,0 +1,37 @@
+#include "cpu/rope.h"
+
+namespace kvg {
+
+void Rope::apply(float* x, int64_t position) const {
+  const int64_t half = rotary / 2;
+  const float* cosines = cos_sin + position * rotary;
+  const float* sines = cosines + half;
+  const int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+  for (int64_t i = 0; i < half; ++i) {
+    float& a = x[i * step];
+    float& b = x[i * step + partner];
+    const float rotated = a * cosines[i] - b * sines[i];
+    b = b * cosines[i] + a * sines[i];
+    a = rotated;
+  }
+}
+
+Rope check_rope(const Operands& in, int cos_sin, int64_t style, const Rows& rows) {
+  using ll = long long;
+  const char* op = in.op.name;
+  if (style != 0 && style != 1)
+    refuse("%s: rope_style: expected 0 (halves) or 1 (interleaved), got %lld", op, ll{style});
+  if (!in.has(cos_sin)) return {nullptr, 0, false};
+  const int64_t rotary = in.dims[KVG_DIM_ROTARY_DIM], width = in.dims[KVG_DIM_HEAD_DIM];
+  if (rotary % 2 || rotary > width)
+    refuse("%s: cos_sin: dim rotary_dim: expected an even number of at most head_dim %lld, got "
+           "%lld", op, ll{width}, ll{rotary});
+  const int64_t positions = in.dims[KVG_DIM_MAX_POSITIONS];
+  for (int64_t b = 0; b < rows.count; ++b)
+    if (rows.fresh(b) > 0 && rows.length(b) > positions)
+      refuse("%s: cos_sin: dim max_positions: expected at least the %lld tokens of row %lld, got "
+             "%lld", op, ll{rows.length(b)}, ll{b}, ll{positions});
+  return {in.data<const float>(cos_sin), rotary, style == 1};
+}
+
+}  // namespace kvg

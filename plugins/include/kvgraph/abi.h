@@ -1,0 +1,75 @@
+// The C ABI of kvgraph's kernels: one entry point per op, plain structs, raw pointers.
+//
+// A caller fills a kvg_call with the op's operands (inputs, then outputs) and attributes in the
+// order of the tables in contract.h, and calls kvg_cpu_<op>. A kernel checks everything that it
+// relies on (versions, dtypes, shapes, address of aliased buffers, page ids) before it writes
+// anything; on refusal it returns non-zero and writes one sentence into `message`.
+//
+// Entry points may be called from several threads at once, on disjoint pages.
+#ifndef KVGRAPH_ABI_H_
+#define KVGRAPH_ABI_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kvgraph/contract.h"
+
+#if defined(_WIN32)
+#define KVG_EXPORT __declspec(dllexport)
+#else
+#define KVG_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Dense, row-major. dtype == 0 means that the operand is left out (an optional one, or an output
+// that aliases an input: data, rank and shape are then ignored). data may be NULL where an extent
+// is 0.
+typedef struct kvg_tensor {
+  void* data;
+  int32_t dtype;  // kvg_dtype; 0: left out
+  int32_t rank;
+  int64_t shape[KVG_MAX_RANK];
+} kvg_tensor;
+
+typedef union kvg_value {
+  int64_t i;
+  double f;
+} kvg_value;
+
+// Runs fn(task, index) for every index in [0, count), in any order, on any threads, and returns
+// when all are done. A host gives its own thread pool here, so that kernels start no threads.
+typedef void (*kvg_task)(void* task, size_t index);
+typedef void (*kvg_parallel_for)(void* host, kvg_task fn, void* task, size_t count);
+
+typedef struct kvg_call {
+  uint32_t abi_version;  // KVG_ABI_VERSION
+  uint32_t struct_size;  // sizeof(kvg_call): fields are only ever appended
+  const kvg_tensor* operands;
+  const kvg_value* attributes;
+  uint32_t num_operands;
+  uint32_t num_attributes;
+  kvg_parallel_for parallel_for;  // NULL: the kernel library's own pool
+  void* host;                     // first argument of parallel_for
+  void* stream;                   // device kernels only
+  uint32_t num_threads;           // parallelism that parallel_for offers; 0: unknown
+} kvg_call;
+
+KVG_EXPORT uint32_t kvg_abi_version(void);
+KVG_EXPORT int32_t kvg_cpu_store_kv(const kvg_call* call, char* message, size_t message_size);
+KVG_EXPORT int32_t kvg_cpu_paged_attention(const kvg_call* call, char* message, size_t message_size);
+KVG_EXPORT int32_t kvg_cpu_update_and_attend(const kvg_call* call, char* message,
+                                             size_t message_size);
+// Threads of the library's own pool, the caller's included, used where a call gives no
+// parallel_for. Default: the processors that this process may run on. 0 restores the default.
+// Results do not depend on it, bit for bit.
+KVG_EXPORT void kvg_cpu_set_num_threads(uint32_t count);
+KVG_EXPORT uint32_t kvg_cpu_num_threads(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // KVGRAPH_ABI_H_

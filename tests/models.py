@@ -1,0 +1,41 @@
+"""Tiny random models of every architecture on the equivalence ladder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 24},
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
+}
+
+
+def make_model(architecture: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Save a random checkpoint of `architecture` into `folder`; no tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = COMMON | OVERRIDES[architecture] | overrides
+    config = AutoConfig.for_model(architecture, **settings)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
