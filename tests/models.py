@@ -17,7 +17,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    "initializer_range": 0.3,
+    "initializer_range": 0.15,
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -18,6 +18,8 @@ NUM_LOGITS = "num_logits"
 NUM_PAGE_SLOTS = "num_page_slots"
 MAX_NUM_PAGES = "max_num_pages"
 NUM_STEPS = "num_steps"
+NUM_SLOTS = "num_slots"
+MAX_SEQ_LEN = "max_seq_len"
 ROW_OFFSETS = "batch_size + 1"
 """The one derived dim: `input_row_offsets` has an entry more than the batch has rows."""
 

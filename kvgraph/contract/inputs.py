@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
+from kvgraph.errors import BindingError
 
 
 @dataclass(slots=True)
@@ -58,12 +59,11 @@ class KVCacheInputs:
         return [value for record in self.inputs for value in record.flatten()]
 
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs:
-        """The same nesting over other `values` (as many as `flatten` gives)."""
-        remaining = iter(values)
-        rebuilt = self._rebuild(remaining)
-        if next(remaining, None) is not None:
-            raise ValueError(f"unflatten: expected {len(self.flatten())} values, got {len(values)}")
-        return rebuilt
+        """The same nesting over other `values` (BindingError unless as many as `flatten` gives)."""
+        count = len(self.flatten())
+        if len(values) != count:
+            raise BindingError(f"unflatten: expected {count} values, got {len(values)}")
+        return self._rebuild(iter(values))
 
     def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputs:
         return KVCacheInputs([record._rebuild(values) for record in self.inputs])
@@ -104,6 +104,81 @@ class RaggedKVCacheInputs(KVCacheInputs):
     def _rebuild(self, values: Iterator[Buffer]) -> RaggedKVCacheInputs:
         count = len(self.flatten())
         return RaggedKVCacheInputs(*(next(values) for _ in range(count)))
+
+
+class PaddedKVCacheInputs(KVCacheInputs):
+    """One device's values of a rectangular cache, in the fields of `PaddedKVCacheInputSymbols`."""
+
+    __slots__ = ("k_cache", "null_op", "start_pos", "v_cache")
+
+    def __init__(
+        self, k_cache: Buffer, v_cache: Buffer, start_pos: Buffer, null_op: Buffer
+    ) -> None:
+        self.k_cache = k_cache
+        self.v_cache = v_cache
+        self.start_pos = start_pos
+        self.null_op = null_op
+
+    @property
+    def inputs(self) -> Sequence[PaddedKVCacheInputs]:
+        return [self]
+
+    def flatten(self) -> list[Buffer]:
+        return [self.k_cache, self.v_cache, self.start_pos, self.null_op]
+
+    def _rebuild(self, values: Iterator[Buffer]) -> PaddedKVCacheInputs:
+        return PaddedKVCacheInputs(next(values), next(values), next(values), next(values))
+
+
+class MultiKVCacheInputs(KVCacheInputs):
+    """A tree's values: `children[name]` is a leaf's `KVCacheInputs` or another tree.
+
+    `inputs[i]` is the tree of device i alone, whose children are single records; `flatten` goes
+    device after device, and through the children in order, as the symbols do.
+    """
+
+    def __init__(self, children: Mapping[str, KVCacheInputs]) -> None:
+        self.children = dict(children)
+
+    @property
+    def inputs(self) -> Sequence[MultiKVCacheInputs]:
+        per_child = [child.inputs for child in self.children.values()]
+        return [
+            MultiKVCacheInputs(dict(zip(self.children, records, strict=True)))
+            for records in zip(*per_child, strict=True)
+        ]
+
+    def flatten(self) -> list[Buffer]:
+        return [
+            value
+            for record in self.inputs
+            for child in record.children.values()
+            for value in child.flatten()
+        ]
+
+    def _rebuild(self, values: Iterator[Buffer]) -> MultiKVCacheInputs:
+        devices = [
+            {name: child._rebuild(values) for name, child in record.children.items()}
+            for record in self.inputs
+        ]
+        return MultiKVCacheInputs(
+            {
+                name: _joined(child, [device[name] for device in devices])
+                for name, child in self.children.items()
+            }
+        )
+
+
+def _joined(like: KVCacheInputs, records: Sequence[Any]) -> KVCacheInputs:
+    """The records of all devices, nested as in `like`."""
+    if isinstance(like, MultiKVCacheInputs):
+        return MultiKVCacheInputs(
+            {
+                name: _joined(child, [record.children[name] for record in records])
+                for name, child in like.children.items()
+            }
+        )
+    return KVCacheInputs(records) if type(like) is KVCacheInputs else records[0]
 
 
 class KVCacheInputsSequence(KVCacheInputs):

@@ -49,9 +49,7 @@ class Binding(msgspec.Struct, frozen=True):
 
     def symbol(self) -> TensorType:
         kind = "buffer" if self.kind == "buffer" else "tensor"
-        return TensorType(
-            self.name, self.dtype, tuple(self.dims), parse_logical(self.device), kind
-        )
+        return TensorType(self.name, self.dtype, tuple(self.dims), parse_logical(self.device), kind)
 
 
 class LayerRef(msgspec.Struct, frozen=True):

@@ -14,7 +14,9 @@ from kvgraph.contract.devices import HOST, Device
 from kvgraph.contract.dims import (
     BATCH_SIZE,
     MAX_NUM_PAGES,
+    MAX_SEQ_LEN,
     NUM_PAGE_SLOTS,
+    NUM_SLOTS,
     NUM_STEPS,
     Dim,
     TensorType,
@@ -81,6 +83,57 @@ class PagedCacheInputSymbols(KVCacheInputSymbols):
     kv_scales: TensorType | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ContinuousBatchingKVCacheInputSymbols(KVCacheInputSymbols):
+    """Symbols of a cache with one slot of `max_seq_len` tokens per sequence, on one device.
+
+    - `kv_blocks` buffer `[num_slots, kv_dim, L, max_seq_len, K, D]`; the last slot is the null slot
+    - `cache_lengths` int32 `[batch_size]`, `max_lengths` int32 `[num_steps, 2]` on the host
+    - `lookup_table` int32 `[batch_size]`: the slot of each row
+    """
+
+    kv_blocks: TensorType
+    cache_lengths: TensorType
+    lookup_table: TensorType
+    max_lengths: TensorType
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedKVCacheInputSymbols(KVCacheInputSymbols):
+    """Symbols of a rectangular cache on one device, for export targets without paging.
+
+    - `k_cache`, `v_cache` buffers `[L, batch_size, max_seq_len, K, D]`
+    - `start_pos` int32 `[1]` on the host: tokens cached before this step, in every row
+    - `null_op` int32 `[1]` on the host: no meaning
+    """
+
+    k_cache: TensorType
+    v_cache: TensorType
+    start_pos: TensorType
+    null_op: TensorType
+
+
+class MultiKVCacheInputSymbols(KVCacheInputSymbols):
+    """Symbols of a tree of caches on one device: the children's, one after the other."""
+
+    def __init__(self, children: Mapping[str, KVCacheInputSymbols]) -> None:
+        self.children = dict(children)
+
+    def symbols(self) -> tuple[TensorType, ...]:
+        return tuple(symbol for child in self.children.values() for symbol in child)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MultiKVCacheInputSymbols):
+            return NotImplemented
+        return list(self.children.items()) == list(other.children.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.children.items()))
+
+    def __repr__(self) -> str:
+        return f"MultiKVCacheInputSymbols({self.children!r})"
+
+
 def paged_symbols(
     params: KVCacheParams,
     *,
@@ -133,6 +186,43 @@ def _paged_record(
         TensorType(path + "max_lengths", "int32", (NUM_STEPS, 2), HOST),
         scales,
     )
+
+
+def continuous_symbols(params: KVCacheParams) -> list[ContinuousBatchingKVCacheInputSymbols]:
+    """One record per device: the paged record whose page is the slot of a whole sequence."""
+    return [
+        ContinuousBatchingKVCacheInputSymbols(
+            dataclasses.replace(paged.kv_blocks, shape=_slot_shape(paged.kv_blocks.shape)),
+            paged.cache_lengths,
+            dataclasses.replace(paged.lookup_table, shape=paged.lookup_table.shape[:1]),
+            paged.max_lengths,
+        )
+        for paged in paged_symbols(params)
+    ]
+
+
+def _slot_shape(page: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    _, kv, layers, _, heads, head_dim = page
+    return (NUM_SLOTS, kv, layers, MAX_SEQ_LEN, heads, head_dim)
+
+
+def padded_symbols(params: KVCacheParams) -> list[PaddedKVCacheInputSymbols]:
+    """One record per device; replicas have batch dims of their own."""
+    shards = len(params.devices) // params.data_parallel_degree
+    _, layers, _, heads, head_dim = params.page_shape
+    records = []
+    for i, device in enumerate(params.devices):
+        batch = _replica_prefix(params, i // shards) + BATCH_SIZE
+        shape: tuple[Dim, ...] = (layers, batch, MAX_SEQ_LEN, heads, head_dim)
+        records.append(
+            PaddedKVCacheInputSymbols(
+                TensorType("k_cache", params.pool_dtype, shape, device.logical, "buffer"),
+                TensorType("v_cache", params.pool_dtype, shape, device.logical, "buffer"),
+                TensorType("start_pos", "int32", (1,), HOST),
+                TensorType("null_op", "int32", (1,), HOST),
+            )
+        )
+    return records
 
 
 def emit_torch_export(

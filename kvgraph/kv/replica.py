@@ -61,7 +61,7 @@ class Replica:
         self.leaves = leaves
         self.settings = settings
         self.metrics = KVCacheMetrics()
-        self._free_rows = list(reversed(range(settings.max_batch_size)))
+        self.free_rows = list(reversed(range(settings.max_batch_size)))
         self._last = Resolved([], [])
         self._staging = [Staging(leaves, settings.max_batch_size, upload) for _ in range(2)]
         self._windows = [(i, leaf.window) for i, leaf in enumerate(leaves) if leaf.window]
@@ -72,20 +72,26 @@ class Replica:
 
     def open_row(self, request_id: RequestID) -> Row:
         """A row without pages; CapacityError if all are taken."""
-        if not self._free_rows:
+        if not self.free_rows:
             raise CapacityError(
                 f"claim of {request_id!r}: expected a free row among the max_batch_size="
                 f"{self.settings.max_batch_size} of replica {self.index}, got none"
             )
-        row = Row(request_id, self, self._free_rows.pop(), len(self.leaves))
+        row = Row(request_id, self, self.free_rows.pop(), len(self.leaves))
         row.wake = 0 if self._steps_matter else UNBOUNDED
+        return row
+
+    def open_dummy(self, request_id: RequestID) -> Row:
+        """A row that points at the null page in every leaf."""
+        row = self.open_row(request_id)
+        row.become_dummy([leaf.null for leaf in self.leaves])
         return row
 
     def close_row(self, row: Row) -> None:
         """Free all pages of the row, tail first, and the row itself."""
         for i, leaf in enumerate(self.leaves):
             leaf.clear(row, i)
-        self._free_rows.append(row.index)
+        self.free_rows.append(row.index)
         self._last = Resolved([], [])
 
     def resolve(
@@ -272,7 +278,6 @@ class Replica:
         """First pages of a row: what the cache gave, with null pages before a window."""
         ctx, row, hit = growth.ctx, growth.row, growth.hit
         row.root, row.digests, row.committed = growth.root, growth.digests, hit
-        row.prefill_end = ctx.current_length
         ctx.cached_prefix_length = row.counted = hit * self.settings.page_size
         if not hit:
             return
@@ -296,6 +301,7 @@ class Replica:
             for staging in self._staging:
                 staging.dirty.add(row)
         row.capacity = growth.num_pages * self.settings.page_size
+        row.prefill_end = row.prefill_end or ctx.current_length
         end = min(ctx.processed_length + ctx.active_length, row.prefill_end)
         if end > row.counted:
             self.metrics.input_tokens += end - row.counted
@@ -444,7 +450,17 @@ class Replica:
         for staging in self._staging:
             staging.dirty.add(row)
 
-    # -- metrics
+    # -- cache and metrics
+
+    def reset_prefix_cache(self) -> None:
+        """Un-commit what no live request holds."""
+        for leaf in self.leaves:
+            leaf.pool.forget_free()
+
+    def verify_staging(self) -> None:
+        """AssertionError if a row that is not marked dirty differs from its lookup row."""
+        for staging in self._staging:
+            staging.verify()
 
     def read_metrics(self) -> KVCacheMetrics:
         evictions = sum(leaf.pool.evictions for leaf in self.leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,9 +61,11 @@ class Row:
         self.committed = 0
         self.prefill_end = self.counted = 0
 
-    def become_dummy(self) -> None:
-        """Every call on it does nothing from now on; its lookup row is the null page."""
+    def become_dummy(self, null_pages: Sequence[int]) -> None:
+        """Every call on it does nothing from now on; its lookup row is all null pages."""
         self.is_dummy = True
+        self.pages = [[null] for null in null_pages]
+        self.passed = [1] * len(null_pages)
         self.capacity = self.limit = self.wake = UNBOUNDED
 
     @property

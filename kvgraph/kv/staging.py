@@ -128,6 +128,18 @@ class Staging:
                     view[at, :known] = leaf.table[row.index, :known]
         self.dirty.clear()
 
+    def verify(self) -> None:
+        """AssertionError if a row of the last batch is neither marked dirty nor up to date."""
+        resolved, width = self._resolved, self._shape[1]
+        for row in () if resolved is None else resolved.rows:
+            at = row.position
+            current = at < len(resolved.rows) and resolved.rows[at] is row
+            if row not in self.dirty and current:
+                for leaf, view in zip(self._leaves, self._views, strict=True):
+                    expected = leaf.table[row.index, :width].tolist()
+                    assert view[at, : len(expected)].tolist() == expected, row.request_id
+                    assert (view[at, len(expected) :] == leaf.null).all(), row.request_id
+
     def _upload_records(self, upload: Upload) -> None:
         for leaf, view, records in zip(self._leaves, self._views, self.records, strict=True):
             for symbols, record in zip(leaf.symbols, records, strict=True):

@@ -84,6 +84,7 @@ class Engine:
         self._tokenizer = _load_tokenizer(artifact.folder)
         self._decoders: dict[str, Any] = {}
         self._ids = itertools.count()
+        self.generated_tokens = 0
 
     # -- the loop everything else is a footnote to
 
@@ -97,6 +98,7 @@ class Engine:
         tokens = sample(logits[: len(batch.sampled)], [row.source for row in batch.sampled])
         batch.update(tokens)  # requests grow first
         self.kv.step(batch.requests)  # then full pages join the prefix cache
+        self.generated_tokens += len(tokens)
         generated = [
             self._token(row, token) for row, token in zip(batch.sampled, tokens, strict=True)
         ]
@@ -116,7 +118,9 @@ class Engine:
         one that the whole pool cannot hold with its output.
         """
         sampling = sampling or SamplingParams()
-        tokens = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        # An empty text is empty even where the tokenizer puts a token of its own in front.
+        text = isinstance(prompt, str) and prompt != ""
+        tokens = self.tokenize(str(prompt)) if text else [int(token) for token in prompt]
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         if request_id in self._decoders:
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")

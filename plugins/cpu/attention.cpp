@@ -246,8 +246,10 @@ class Worker {
     std::fill(out_, out_ + state * E_, 0.0f);
     load_queries();
     const Keys keys = part_keys();
-    for (int64_t first = keys.first; first < keys.last; first += kKeys)
-      key_tile(first, std::min(keys.last, first + kKeys));
+    for (KeyTile tile = key_tile(keys.first, keys.last), next; tile.keys > 0; tile = next) {
+      next = key_tile(tile.first + tile.keys, keys.last);
+      attend_tile(tile, next);
+    }
     for (int64_t head = first_head_; head < last_head_; ++head)
       tile_.parts > 1 ? save_partial(head) : finish(head);
   }
@@ -292,31 +294,55 @@ class Worker {
       }
   }
 
-  // Keys [first, last) of the row, at most kKeys of them, for every head of the task.
-  void key_tile(int64_t first, int64_t last) {
-    const int64_t keys = last - first;
+  // Up to kKeys keys of the row, and where in the pool their first heads lie: [K or V][key].
+  struct KeyTile {
+    int64_t first = 0, keys = 0;
     int64_t slots[2][kKeys];
-    for (int64_t j = 0; j < keys; ++j) {
+  };
+
+  KeyTile key_tile(int64_t first, int64_t end) const {
+    KeyTile tile;
+    tile.first = first;
+    tile.keys = std::clamp<int64_t>(end - first, 0, kKeys);
+    for (int64_t j = 0; j < tile.keys; ++j) {
       const int64_t page = job_.rows.page(tile_.row, first + j);
       const int64_t offset = (first + j) % job_.rows.page_size;
-      for (int kind : {0, 1}) slots[kind][j] = job_.pool.at(page, offset, kind);
+      for (int kind : {0, 1}) tile.slots[kind][j] = job_.pool.at(page, offset, kind);
     }
+    return tile;
+  }
+
+  // Every head of the task over one tile; each read asks memory for what the next one reads.
+  void attend_tile(const KeyTile& tile, const KeyTile& next) {
     const float* rows[kKeys];
     for (int64_t head = first_head_; head < last_head_; ++head) {
-      read(slots[0], head, keys, D_, rows);
-      dot_tile(q_ + state_of(head) * D_, rows, scores_, rows_, D_, keys);
-      weigh(head, first, keys);
-      read(slots[1], head, keys, E_, rows);
-      add_tile(scores_, rows, out_ + state_of(head) * E_, rows_, E_, keys);
+      read(tile, 0, head, D_, rows);
+      prefetch(tile, 1, head, E_);
+      dot_tile(q_ + state_of(head) * D_, rows, scores_, rows_, D_, tile.keys);
+      weigh(head, tile.first, tile.keys);
+      read(tile, 1, head, E_, rows);
+      const bool last = head + 1 == last_head_;
+      prefetch(last ? next : tile, 0, last ? first_head_ : head + 1, D_);
+      add_tile(scores_, rows, out_ + state_of(head) * E_, rows_, E_, tile.keys);
+    }
+  }
+
+  // Rows of keys are short and far apart, which hardware prefetchers do not see through.
+  void prefetch(const KeyTile& tile, int kind, int64_t head, int64_t width) const {
+    constexpr int64_t kLine = 64;
+    const int64_t size = static_cast<int64_t>(dtype(job_.pool.dtype).size);
+    for (int64_t j = 0; j < tile.keys; ++j) {
+      const char* from = job_.pool.data + (tile.slots[kind][j] + head * D_) * size;
+      for (int64_t byte = 0; byte < width * size; byte += kLine) __builtin_prefetch(from + byte);
     }
   }
 
   // Points `rows` at `width` floats of each key: in the pool itself where it holds float32.
-  void read(const int64_t* slots, int64_t head, int64_t keys, int64_t width, const float** rows) {
+  void read(const KeyTile& tile, int kind, int64_t head, int64_t width, const float** rows) {
     const Pool& pool = job_.pool;
     const Dtype& type = dtype(pool.dtype);
-    for (int64_t j = 0; j < keys; ++j) {
-      const int64_t slot = slots[j] + head * D_;
+    for (int64_t j = 0; j < tile.keys; ++j) {
+      const int64_t slot = tile.slots[kind][j] + head * D_;
       const char* from = pool.data + slot * static_cast<int64_t>(type.size);
       if (pool.dtype == KVG_FLOAT32) {
         rows[j] = reinterpret_cast<const float*>(from);

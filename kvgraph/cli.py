@@ -1,0 +1,292 @@
+"""The command line: text and JSON on stdout, everything else on stderr, exit code 2 on bad input."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvgraph.errors import KVGraphError
+
+if TYPE_CHECKING:
+    from kvgraph.contract.manifest import Manifest
+
+app = typer.Typer(
+    help="Compile language models ahead of time around a paged KV cache, and run them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+class Backend(StrEnum):
+    onnx = "onnx"
+    torch = "torch"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+def main() -> None:
+    """Entry point: one sentence and exit code 2 for what a user can mend."""
+    try:
+        app()
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (KVGraphError, OSError) as error:
+        stderr.print(f"kvgraph: {error}", soft_wrap=True, markup=False)
+        sys.exit(2)
+
+
+@app.command()
+def compile(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Artifact folder to make.")],
+    target: Annotated[str, typer.Option(help="What to compile for.")] = "cpu",
+    backend: Annotated[Backend, typer.Option(help="What runs the graph.")] = Backend.onnx,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
+    ] = None,
+    cache_dtype: Annotated[
+        Dtype | None, typer.Option(help="The pool [default: the activations' dtype].")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
+    force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile a model folder into an artifact."""
+    from kvgraph.compiler.pipeline import compile as compile_model
+
+    stages = _Stages()
+    with stages.status:
+        manifest = compile_model(
+            model,
+            output,
+            target=target,
+            backend=backend.value,
+            dtype=dtype.value if dtype else None,
+            cache_dtype=cache_dtype.value if cache_dtype else None,
+            page_size=page_size,
+            force=force,
+            progress=stages.next,
+        )
+        stages.done()
+    for note in manifest.notes:
+        stderr.print(f"note: {note}", soft_wrap=True)
+    _warn_unmatched(manifest)
+    size = sum(entry.size for entry in manifest.files.values())
+    stderr.print(
+        f"compiled {manifest.model.architecture} for {manifest.target} ({manifest.backend}): "
+        f"{output}, {_bytes(size)}",
+        soft_wrap=True,
+    )
+    if json:
+        _print_json(_summary(output, manifest))
+
+
+@app.command()
+def generate(
+    artifact: Folder,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
+    session: Annotated[
+        str | None, typer.Option(help="onnxruntime, torch or reference [default: the backend's].")
+    ] = None,
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all cores].")] = None,
+    json: Json = False,
+) -> None:
+    """Continue a prompt; the text streams to stdout."""
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.sampling import SamplingParams
+
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    with stderr.status("loading the artifact"):
+        engine = Engine(
+            artifact, session=session, num_pages=num_pages, max_batch_size=1, num_threads=threads
+        )
+    start = time.perf_counter()
+    if json:
+        completion = engine.generate([prompt], sampling)[0]
+        _print_json(msgspec.to_builtins(completion))
+        return
+    for piece in engine.stream(prompt, sampling):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    seconds = time.perf_counter() - start
+    count = engine.generated_tokens
+    stderr.print(f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s)")
+
+
+@app.command()
+def inspect(artifact: Folder, json: Json = False) -> None:
+    """Show what an artifact binds to, computes and contains (its files are not hashed)."""
+    from kvgraph.contract.manifest import read_manifest
+
+    manifest = read_manifest(artifact)
+    if json:
+        _print_json(msgspec.to_builtins(manifest))
+        return
+    _print_facts(manifest)
+    _print_bindings(manifest)
+    _print_ops(manifest)
+    _print_files(manifest)
+
+
+@app.command()
+def verify(artifact: Folder, json: Json = False) -> None:
+    """Hash every file of an artifact and compare it with the manifest."""
+    from kvgraph.runtime.artifact import load
+
+    with stderr.status("hashing"):
+        manifest = load(artifact).manifest
+    size = sum(entry.size for entry in manifest.files.values())
+    if json:
+        _print_json(_summary(artifact, manifest))
+        return
+    stdout.print(
+        f"{artifact}: intact: {len(manifest.files)} files, {_bytes(size)}", soft_wrap=True
+    )
+
+
+class _Stages:
+    """The compile's stages on stderr: a spinner for the running one, seconds for each done."""
+
+    def __init__(self) -> None:
+        self.status = stderr.status("")
+        self._stage = ""
+        self._start = 0.0
+
+    def next(self, stage: str) -> None:
+        self.done()
+        self._stage, self._start = stage, time.perf_counter()
+        self.status.update(stage)
+
+    def done(self) -> None:
+        if self._stage:
+            stderr.print(f"{time.perf_counter() - self._start:6.1f} s  {self._stage}")
+        self._stage = ""
+
+
+def _warn_unmatched(manifest: Manifest) -> None:
+    for entry in manifest.passes:
+        for sentence in entry.unmatched:
+            stderr.print(f"note: pass {entry.name}: {sentence}", soft_wrap=True)
+
+
+def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "artifact": str(folder),
+        "architecture": manifest.model.architecture,
+        "backend": manifest.backend,
+        "target": manifest.target,
+        "identity": manifest.identity.hex(),
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "files": sorted(manifest.files),
+        "notes": manifest.notes,
+    }
+
+
+def _print_facts(manifest: Manifest) -> None:
+    model, layout = manifest.model, manifest.layout
+    table = Table(show_header=False, box=None, pad_edge=False)
+    rows = {
+        "model": f"{model.architecture}, vocabulary {model.vocab_size}, "
+        f"at most {model.max_seq_len} tokens",
+        "backend": f"{manifest.backend} on {manifest.target}, {manifest.dtype} activations",
+        "cache": f"{layout['dtype']} {layout['cache_strategy']}: {layout['num_layers']} layers x "
+        f"{layout['n_kv_heads']} kv heads x {layout['head_dim']}, "
+        f"{layout['page_size']} tokens a page",
+        "identity": manifest.identity.hex(),
+        "made by": f"kvgraph {manifest.kvgraph_version} ("
+        + ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
+        + ")",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for note in manifest.notes:
+        table.add_row("note", note)
+    stdout.print(table)
+
+
+def _print_bindings(manifest: Manifest) -> None:
+    table = _table("Bindings (a buffer's output has its input's address)")
+    for column in ("", "name", "dtype", "dims", "device", "kind"):
+        table.add_column(column, no_wrap=column != "dims", overflow="fold")
+    for way, bindings in (("in", manifest.inputs), ("out", manifest.outputs)):
+        for b in bindings:
+            dims = " x ".join(map(str, b.dims))
+            table.add_row(way, b.name, b.dtype, dims, b.device, b.kind)
+    stdout.print(table)
+
+
+def _print_ops(manifest: Manifest) -> None:
+    table = _table("Ops of the graph")
+    table.add_column("op")
+    table.add_column("count", justify="right")
+    for name, count in manifest.ops.items():
+        table.add_row(name, str(count))
+    stdout.print(table)
+    for entry in manifest.passes:
+        why = "".join(f"; {sentence}" for sentence in entry.unmatched)
+        stdout.print(f"pass {entry.name}: {entry.applied} rewrites{why}", soft_wrap=True)
+
+
+def _print_files(manifest: Manifest) -> None:
+    table = _table("Files")
+    for column in ("file", "bytes", "SHA-256 of chunk 0", "same bytes again"):
+        table.add_column(column, justify="right" if column == "bytes" else "left", no_wrap=True)
+    for name, entry in manifest.files.items():
+        same = "no" if name in manifest.nondeterministic_files else "yes"
+        digest = entry.chunks[0][:16] if entry.chunks else ""
+        table.add_row(name, f"{entry.size:,}", digest, same)
+    stdout.print(table)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.1f} GiB"

@@ -1,0 +1,64 @@
+"""The whole bookkeeping verified: what `enable_runtime_checks` runs after every call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.pages import PagePool
+from kvgraph.kv.replica import Replica
+from kvgraph.kv.rows import Row
+
+
+def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
+    """AssertionError at the first invariant that does not hold."""
+    by_replica: dict[int, list[Row]] = {replica.index: [] for replica in replicas}
+    for row in rows:
+        by_replica[row.replica.index].append(row)
+    for replica in replicas:
+        own = by_replica[replica.index]
+        _verify_rows(replica, own)
+        for i, leaf in enumerate(replica.leaves):
+            _verify_pool(leaf.pool, Counter(p for r in own for p in r.pages[i] if p != leaf.null))
+            for row in own:
+                _verify_pages(leaf, row, i, replica.settings.prefix_caching)
+        replica.verify_staging()
+
+
+def _verify_rows(replica: Replica, rows: Sequence[Row]) -> None:
+    """Every row index is free or taken, once; all leaves hold as many pages of a row."""
+    indices = [row.index for row in rows] + replica.free_rows
+    assert sorted(indices) == list(range(replica.settings.max_batch_size)), sorted(indices)
+    for row in rows:
+        assert len({len(pages) for pages in row.pages}) == 1, row.pages
+        if not row.is_dummy:
+            assert row.capacity == row.num_pages * replica.settings.page_size, row.capacity
+            assert row.committed <= row.num_pages, (row.committed, row.num_pages)
+
+
+def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
+    """Pages are conserved; the index and the pages' digests are inverses."""
+    assert pool.refs == [held[page] for page in range(pool.num_pages)], (pool.refs, held)
+    free = list(pool.free_pages())
+    assert len(free) == len(set(free)) == pool.num_free, (free, pool.num_free)
+    assert set(free) == {p for p in range(pool.num_pages) if not pool.refs[p]}, free
+    committed = {digest: p for p, digest in enumerate(pool.digests) if digest is not None}
+    assert committed == pool.index, (committed, pool.index)
+
+
+def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool) -> None:
+    """The lookup row holds the pages; null before the window, committed or own after it."""
+    pages, passed = row.pages[i], row.passed[i]
+    table = leaf.table[row.index].tolist()
+    assert table == pages + [leaf.null] * (len(table) - len(pages)), (table, pages)
+    assert [p == leaf.null for p in pages] == [at < passed for at in range(len(pages))], pages
+    if row.is_dummy or not prefix_caching:
+        return
+    for at in range(passed, len(pages)):
+        digest = leaf.pool.digests[pages[at]]
+        if at < row.committed:
+            assert digest == row.digests[at], (row.request_id, at)
+        else:
+            assert digest is None, (row.request_id, at)
+            assert leaf.pool.refs[pages[at]] == 1, (row.request_id, at)

@@ -1,0 +1,86 @@
+"""TextContext: lengths, chunks, and bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvgraph.errors import RequestError
+from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.requests import TextContext
+
+
+def lengths(ctx: TextContext) -> tuple[int, int, int]:
+    return ctx.processed_length, ctx.active_length, ctx.current_length
+
+
+def test_prefill_then_decode() -> None:
+    ctx = TextContext("a", [5, 6, 7])
+    assert lengths(ctx) == (0, 3, 3)
+    ctx.update(8)
+    assert lengths(ctx) == (3, 1, 4)
+    assert ctx.active_tokens.tolist() == [8]
+    ctx.update(9, 10)
+    assert lengths(ctx) == (4, 2, 6)
+    assert ctx.tokens.tolist() == [5, 6, 7, 8, 9, 10]
+    assert ctx.tokens.dtype == np.int32
+
+
+def test_chunks() -> None:
+    ctx = TextContext("a", range(10))
+    ctx.active_length = 4
+    with pytest.raises(RequestError, match="ends at 4 of 10 tokens, got 1"):
+        ctx.update(1)
+    ctx.update()
+    assert lengths(ctx) == (4, 6, 10)
+    ctx.update(1)
+    assert lengths(ctx) == (10, 1, 11)
+
+
+def test_skip_and_rewind() -> None:
+    ctx = TextContext("a", range(10))
+    ctx.active_length = 2
+    ctx.skip_processing(4)
+    assert lengths(ctx) == (4, 6, 10)
+    for count in (-1, 7):
+        with pytest.raises(RequestError, match=f"expected 0 to 6 tokens, got {count}"):
+            ctx.skip_processing(count)
+    ctx.rewind()
+    assert lengths(ctx) == (0, 10, 10)
+
+
+def test_tokens_grow_and_are_a_copy() -> None:
+    given = np.arange(3, dtype=np.int32)
+    ctx = TextContext("a", given)
+    given[:] = 0
+    for token in range(500):
+        ctx.update(token)
+    assert ctx.tokens.tolist() == [0, 1, 2, *range(500)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        ([], r"at least one token.*shape \[0\]"),
+        ([[1, 2]], r"one dimension.*shape \[1, 2\]"),
+        ([1.5], "integers, got float64"),
+        ([2**31], "int32 values, got 2147483648"),
+    ],
+)
+def test_bad_tokens(tokens: list[int], text: str) -> None:
+    with pytest.raises(RequestError, match=f"tokens of 'a': expected .*{text}|{text}"):
+        TextContext("a", tokens)
+
+
+def test_bad_generated_token_changes_nothing() -> None:
+    ctx = TextContext("a", [1])
+    with pytest.raises(RequestError, match="int32 tokens, got"):
+        ctx.update(2**31)
+    assert lengths(ctx) == (0, 1, 1)
+
+
+def test_metrics_add() -> None:
+    total = KVCacheMetrics(input_tokens=3, evictions=1) + KVCacheMetrics(cache_tokens=1)
+    assert total == KVCacheMetrics(input_tokens=3, cache_tokens=1, evictions=1)
+    assert (total.prompt_tokens, total.cache_hit_rate) == (4, 0.25)
+    assert KVCacheMetrics().cache_hit_rate == 0

@@ -1,0 +1,69 @@
+"""Every CPU backend of the paged-cache ops against the NumPy reference, over one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import conformance
+import numpy as np
+import pytest
+from conformance import Case, Operands
+
+from kvgraph.contract.dims import NUMPY_DTYPES
+
+Array = np.ndarray[Any, Any]
+Backend = Callable[[Operands], "Array | None"]
+
+
+def native(operands: Operands) -> Array | None:
+    from kvgraph.ops.native import run
+
+    out = run(operands.spec, *operands.arrays, **operands.attributes)
+    return None if isinstance(out, tuple) else out
+
+
+def onnxruntime(operands: Operands) -> Array | None:
+    pytest.importorskip("onnx", reason="builds the one-node model")
+    from onnx_node import run
+
+    return run(operands)
+
+
+def torch(operands: Operands) -> Array | None:
+    torch = pytest.importorskip("torch", reason="the torch form of the ops")
+    from kvgraph.ops import torch_ops
+
+    tensors = [None if a is None else as_tensor(torch, a) for a in operands.arrays]
+    out = getattr(torch_ops, operands.spec.name)(*tensors, **operands.attributes)
+    if out is None:
+        return None
+    raw = {2: torch.int16, 4: torch.int32}[out.element_size()]
+    dtype = NUMPY_DTYPES[str(out.dtype).removeprefix("torch.")]
+    return out.view(raw).numpy().view(dtype)
+
+
+def as_tensor(torch: Any, array: Array) -> Any:
+    """Shares memory; through integers, as torch takes no ml_dtypes."""
+    name = str(array.dtype)
+    if name not in {"bfloat16", "float8_e4m3fn"}:
+        return torch.from_numpy(array)
+    raw = array.view({1: np.uint8, 2: np.int16}[array.itemsize])
+    return torch.from_numpy(raw).view(getattr(torch, name))
+
+
+@pytest.mark.parametrize("backend", [native, onnxruntime, torch], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("case", conformance.cases(), ids=lambda c: c.id)
+def test_equals_the_reference(case: Case, backend: Backend) -> None:
+    operands = conformance.build(case)
+    out = backend(operands)
+    conformance.check(case, out, operands)
+
+
+def test_the_matrix_covers_every_pair_of_its_main_axes() -> None:
+    cases = conformance.cases()
+    assert 130 <= len(cases) <= 200
+    assert {c.page_size for c in cases} >= {1, 3, 16, 128}
+    for pool in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn"):
+        for dtype in conformance.TOLERANCE:
+            assert any(c.dtype == dtype and c.pool_dtype == pool for c in cases)

@@ -1,0 +1,167 @@
+"""Equivalence ladder: cacheless eager = exported program = reference = ONNX Runtime = torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import OVERRIDES
+
+import kvgraph
+from kvgraph.compiler.export import export
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.contract.inputs import ModelInputs
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+
+TOLERANCE = 1e-4
+NEW_TOKENS = 64
+LENGTHS = (1, 15, 16, 17, 40, 64, 129, 200)
+MODELS = [*OVERRIDES, "tiny-llama"]
+IN_MAKE_TEST = ("gemma2", "tiny-llama")
+"""Models whose AOTInductor compile is part of `make test`; the others are `slow`."""
+
+
+
+def _cases(kinds: tuple[str, ...]) -> list[Any]:
+    return [
+        pytest.param(
+            model,
+            kind,
+            id=f"{model}-{kind}",
+            marks=[pytest.mark.slow] if kind == "torch" and model not in IN_MAKE_TEST else [],
+        )
+        for model in MODELS
+        for kind in kinds
+    ]
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(3, vocab_size, n).tolist() for n in LENGTHS]
+
+
+class Eager:
+    """transformers on each prompt alone, with its own eager attention."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.model.generation_config.eos_token_id = None
+        self.vocab_size = int(self.model.config.vocab_size)
+        self._continuations: list[tuple[list[int], list[float]]] = []
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
+        return self.model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+
+    @torch.no_grad()
+    def continuations(self) -> list[tuple[list[int], list[float]]]:
+        """Per prompt: greedy tokens, and the gap between the two best logits at each."""
+        if not self._continuations:
+            self._continuations = [self._continue(p) for p in prompts(self.vocab_size)]
+        return self._continuations
+
+    def _continue(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        output = self.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        gaps = [
+            float(top[0, 0] - top[0, 1]) for top in (x.topk(2).values for x in output.logits)
+        ]
+        return output.sequences[0, len(prompt) :].tolist(), gaps
+
+
+@pytest.fixture(scope="module")
+def eager(model_folder: Callable[[str], Path]) -> Callable[[str], Eager]:
+    return functools.cache(lambda name: Eager(model_folder(name)))
+
+
+def ragged_step(session: Any, params: Any, rows: list[list[int]]) -> np.ndarray[Any, Any]:
+    """Logits of every token of `rows`, run as one ragged batch through a fresh paged cache."""
+    manager = PagedKVCacheManager(params, session, 64, max_batch_size=len(rows))
+    contexts = [TextContext(f"r{i}", row) for i, row in enumerate(rows)]
+    with manager.reserve([contexts]):
+        kv = manager.runtime_inputs([contexts])
+        tokens = np.concatenate([c.active_tokens for c in contexts])
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+        inputs = ModelInputs(tokens, offsets, np.arange(len(tokens), dtype=np.int32))
+        return session.run(inputs, kv)
+
+
+class ExportedSession:
+    """The exported program, run eagerly by torch with the registered ops."""
+
+    def __init__(self, folder: Path, params: Any) -> None:
+        model = huggingface.load(folder, "float32")
+        signature = GraphSignature.of(params.get_symbolic_inputs()[0], model.vocab_size)
+        self._module = export(model, signature, return_buffers=False).module()
+        self.identity = b""
+
+    def allocate(self, symbol: Any, sizes: Any) -> Any:
+        from kvgraph.contract.inputs import Buffer
+
+        shape = symbol.extents(sizes)
+        return Buffer(symbol.dtype, shape, symbol.device, np.full(shape, np.nan, np.float32))
+
+    @torch.no_grad()
+    def run(self, inputs: ModelInputs, kv: Any) -> np.ndarray[Any, Any]:
+        own = (inputs.tokens, inputs.input_row_offsets, inputs.logits_indices)
+        arrays = [*own, *(np.asarray(buffer) for buffer in kv.flatten())]
+        return self._module(*map(torch.from_numpy, arrays))[0].numpy()
+
+
+@pytest.mark.parametrize(("model", "rung"), _cases(("exported", "reference", "onnx", "torch")))
+def test_logits_equal_cacheless_eager(
+    model: str,
+    rung: str,
+    eager: Callable[[str], Eager],
+    compiled: Callable[..., Path],
+    model_folder: Callable[[str], Path],
+) -> None:
+    rows = prompts(eager(model).vocab_size)
+    artifact = kvgraph.load(compiled(model, "torch" if rung == "torch" else "onnx"))
+    params = artifact.params()
+    if rung == "exported":
+        session: Any = ExportedSession(model_folder(model), params)
+    else:
+        session = artifact.session("reference" if rung == "reference" else None)
+    got = ragged_step(session, params, rows)
+    expected = np.concatenate([eager(model).logits(row) for row in rows])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("model", "backend"), _cases(("onnx", "torch")))
+def test_greedy_tokens_equal_transformers_generate(
+    model: str, backend: str, eager: Callable[[str], Eager], compiled: Callable[..., Path]
+) -> None:
+    """8 prompts, admitted at different steps into one running batch, in chunks of 96 tokens."""
+    engine = kvgraph.Engine(compiled(model, backend), num_pages=160, max_batch_tokens=96)
+    sampling = kvgraph.SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    tokens: dict[str, list[int]] = {}
+    for prompt in prompts(eager(model).vocab_size):
+        tokens[engine.submit(prompt, sampling)] = []
+        for token in engine.step():
+            tokens[token.request_id].append(token.token_id)
+    while generated := engine.step():
+        for token in generated:
+            tokens[token.request_id].append(token.token_id)
+    for (expected, gaps), got in zip(eager(model).continuations(), tokens.values(), strict=True):
+        tie = next((i for i, gap in enumerate(gaps) if gap < TOLERANCE), NEW_TOKENS)
+        assert len(got) == NEW_TOKENS
+        assert got[:tie] == expected[:tie]
