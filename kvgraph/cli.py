@@ -177,9 +177,7 @@ def verify(artifact: Folder, json: Json = False) -> None:
     if json:
         _print_json(_summary(artifact, manifest))
         return
-    stdout.print(
-        f"{artifact}: intact: {len(manifest.files)} files, {_bytes(size)}", soft_wrap=True
-    )
+    stdout.print(f"{artifact}: intact: {len(manifest.files)} files, {_bytes(size)}", soft_wrap=True)
 
 
 class _Stages:

@@ -33,6 +33,9 @@ LAYERS, SPARE_PAGES = 3, 2
 # Relative to the largest output. Kernels and reference compute in float32, in different orders.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
+# A little more than the relative distance of neighbours.
+STEP = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3, "float8_e4m3fn": 0.13}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -135,7 +138,7 @@ def _pairs(choice: dict[str, Any]) -> set[Any]:
 def _case(choice: dict[str, Any]) -> Case:
     op, D = choice["op"], choice["head_dim"]
     quantized = choice["pool_dtype"] in QUANTIZED
-    granularity = {80: 16, 96: 32}.get(D, D // 2) if quantized else 0
+    granularity = {80: 8, 96: 16}.get(D, D // 2) if quantized else 0
     attends, fused = op != "store_kv", op == "update_and_attend"
     heads, kv_heads = choice["heads"]
     return Case(
@@ -172,11 +175,23 @@ def _singles() -> Iterator[Case]:
     yield Case("update_and_attend", page_size=128, window=3000, **long)
     yield Case("update_and_attend", page_size=3, softcap=20.0, **long)
     yield Case("update_and_attend", page_size=16, causal=0, v_head_dim=32, **long)
-    yield Case("update_and_attend", heads=32, kv_heads=8, head_dim=128, page_size=128,
-               rows=((200, 1), (0, 70), (130, 9)), rope_style=0, rotary_dim=128, label="llama-8b")
-    yield Case("update_and_attend", heads=71, kv_heads=1, rows=((20, 2), (0, 9)), label="multiquery")
-    yield Case("update_and_attend", head_dim=20, v_head_dim=7, rows=((20, 2), (0, 9)),
-               label="odd-widths")
+    yield Case(
+        "update_and_attend",
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=128,
+        rows=((200, 1), (0, 70), (130, 9)),
+        rope_style=0,
+        rotary_dim=128,
+        label="llama-8b",
+    )
+    yield Case(
+        "update_and_attend", heads=71, kv_heads=1, rows=((20, 2), (0, 9)), label="multiquery"
+    )
+    yield Case(
+        "update_and_attend", head_dim=20, v_head_dim=7, rows=((20, 2), (0, 9)), label="odd-widths"
+    )
 
 
 @dataclass
@@ -289,7 +304,7 @@ def _pool(
         live = pages != slots - 1
         for kind, width in enumerate((case.head_dim, v_dim)):
             x = rng.standard_normal((length, case.kv_heads, width)).astype(np.float32)[live]
-            if scales is not None:
+            if scales is not None and x.size:
                 groups = width // case.granularity
                 x, scale = quantize(x, case.pool_dtype, groups)
                 scales[pages[live], kind, case.layer, at[live], :, :groups] = scale
@@ -343,9 +358,8 @@ def _check_stored(case: Case, name: str, got: Array | None, want: Array | None) 
         assert not differ.size, f"{name}: {differ.size} elements differ from the reference's"
         return
     a, b = (x.reshape(-1)[differ].astype(np.float32) for x in (got, want))
-    step = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2, "int8": 1.01,
-            "float8_e4m3fn": 0.13}[str(got.dtype)]  # fmt: skip
-    close = np.abs(a - b) <= step * (1 + np.abs(b))
+    step = max(STEP.get(str(got.dtype), 0.0), STEP[case.dtype])
+    close = np.abs(a - b) <= step * (1 + np.abs(b)) + (got.dtype == np.int8)
     assert close.all(), f"{name}: {(~close).sum()} elements differ from the reference's"
 
 

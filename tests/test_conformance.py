@@ -67,3 +67,35 @@ def test_the_matrix_covers_every_pair_of_its_main_axes() -> None:
     for pool in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn"):
         for dtype in conformance.TOLERANCE:
             assert any(c.dtype == dtype and c.pool_dtype == pool for c in cases)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_beyond_2_to_the_31_elements(dtype: str) -> None:
+    """A sparse pool: untouched pages are never backed by memory."""
+    S, K, D = 128, 8, 128
+    page = 2 * S * K * D
+    slots = 2**31 // page + 40
+    pool = np.zeros((slots, 2, 1, S, K, D), NUMPY_DTYPES[dtype])
+    table = np.array([[slots - 2, 3], [slots - 7, slots - 3]], np.int32)
+    assert int(table[1, 0]) * page > 2**31
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal((200, heads, D)).astype(NUMPY_DTYPES[dtype]) for heads in (K, K, K)
+    )
+    index = [np.array(a, np.int32) for a in ([0, 140, 200], [0, 77], table, [[140, 140]])]
+    small = np.zeros((4, *pool.shape[1:]), pool.dtype)
+    near = [*index[:2], np.array([[2, 3], [0, 1]], np.int32), index[3]]
+    spec = conformance.UPDATE_AND_ATTEND
+    want = spec.reference(q, small, *near, k, v, layer=0, scale=0.1)
+    operands = Operands(
+        spec,
+        dict(zip([i.name for i in spec.inputs], [q, pool, *index, k, v], strict=False))
+        | dict.fromkeys(("cos_sin", "kv_scales", "sinks")),
+        {"layer": 0, "scale": 0.1},
+    )
+    got = native(operands)
+    assert got is not None
+    tolerance = conformance.TOLERANCE[dtype] * 4
+    np.testing.assert_allclose(got.astype("f4"), want.astype("f4"), atol=tolerance)
+    for far, close in zip(table.flat, (2, 3, 0, 1), strict=True):
+        assert pool[far].tobytes() == small[close].tobytes()

@@ -28,7 +28,6 @@ IN_MAKE_TEST = ("gemma2", "tiny-llama")
 """Models whose AOTInductor compile is part of `make test`; the others are `slow`."""
 
 
-
 def _cases(kinds: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(
@@ -81,9 +80,7 @@ class Eager:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        gaps = [
-            float(top[0, 0] - top[0, 1]) for top in (x.topk(2).values for x in output.logits)
-        ]
+        gaps = [float(top[0, 0] - top[0, 1]) for top in (x.topk(2).values for x in output.logits)]
         return output.sequences[0, len(prompt) :].tolist(), gaps
 
 
@@ -161,7 +158,10 @@ def test_greedy_tokens_equal_transformers_generate(
     while generated := engine.step():
         for token in generated:
             tokens[token.request_id].append(token.token_id)
+    compared = 0
     for (expected, gaps), got in zip(eager(model).continuations(), tokens.values(), strict=True):
         tie = next((i for i, gap in enumerate(gaps) if gap < TOLERANCE), NEW_TOKENS)
         assert len(got) == NEW_TOKENS
         assert got[:tie] == expected[:tie]
+        compared += tie
+    assert compared >= 0.9 * NEW_TOKENS * len(LENGTHS), "too many near-ties to prove anything"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -158,27 +158,34 @@ class MultiKVCacheInputs(KVCacheInputs):
 
     def _rebuild(self, values: Iterator[Buffer]) -> MultiKVCacheInputs:
         devices = [
-            {name: child._rebuild(values) for name, child in record.children.items()}
+            MultiKVCacheInputs({n: c._rebuild(values) for n, c in record.children.items()})
             for record in self.inputs
         ]
-        return MultiKVCacheInputs(
-            {
-                name: _joined(child, [device[name] for device in devices])
-                for name, child in self.children.items()
-            }
-        )
+        return self._like(devices)
+
+    def _like(self, devices: Sequence[MultiKVCacheInputs]) -> MultiKVCacheInputs:
+        """The devices' records joined into this tree's nesting."""
+        children: dict[str, KVCacheInputs] = {}
+        for name, child in self.children.items():
+            records = [device.children[name] for device in devices]
+            if isinstance(child, MultiKVCacheInputs):
+                children[name] = child._like(cast(Sequence[MultiKVCacheInputs], records))
+            else:
+                children[name] = (
+                    KVCacheInputs(records) if type(child) is KVCacheInputs else records[0]
+                )
+        return MultiKVCacheInputs(children)
 
 
-def _joined(like: KVCacheInputs, records: Sequence[Any]) -> KVCacheInputs:
-    """The records of all devices, nested as in `like`."""
-    if isinstance(like, MultiKVCacheInputs):
-        return MultiKVCacheInputs(
-            {
-                name: _joined(child, [record.children[name] for record in records])
-                for name, child in like.children.items()
-            }
-        )
-    return KVCacheInputs(records) if type(like) is KVCacheInputs else records[0]
+def join_devices(records: Sequence[KVCacheInputs]) -> KVCacheInputs:
+    """One record per device -> `KVCacheInputs` of a leaf, or the tree of them."""
+    first = records[0]
+    if not isinstance(first, MultiKVCacheInputs):
+        return KVCacheInputs(records)
+    trees = cast(Sequence[MultiKVCacheInputs], records)
+    return MultiKVCacheInputs(
+        {name: join_devices([tree.children[name] for tree in trees]) for name in first.children}
+    )
 
 
 class KVCacheInputsSequence(KVCacheInputs):

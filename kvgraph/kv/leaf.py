@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,15 @@ from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import NUMPY_DTYPES, TensorType, ceildiv
 from kvgraph.contract.inputs import Buffer, Session
 from kvgraph.contract.params import KVCacheParams
-from kvgraph.contract.symbols import PagedCacheInputSymbols
+from kvgraph.contract.symbols import (
+    ContinuousBatchingKVCacheInputSymbols,
+    PagedCacheInputSymbols,
+)
 from kvgraph.errors import DeviceError
 from kvgraph.kv.pages import PagePool
 from kvgraph.kv.rows import Row
+
+RaggedSymbols = PagedCacheInputSymbols | ContinuousBatchingKVCacheInputSymbols
 
 
 class Leaf:
@@ -29,7 +34,7 @@ class Leaf:
 
     def __init__(
         self,
-        symbols: Sequence[PagedCacheInputSymbols],
+        symbols: Sequence[RaggedSymbols],
         shards: Sequence[ShardBuffers],
         num_pages: int,
         max_rows: int,
@@ -89,18 +94,23 @@ class ShardBuffers:
 
 
 def allocate_shard(
-    symbols: PagedCacheInputSymbols, num_pages: int, device: Device, session: Session | None
+    symbols: RaggedSymbols, sizes: Mapping[str, int], device: Device, session: Session | None
 ) -> ShardBuffers:
-    """Memory of `num_pages + 1` page slots, from the session or as lazily zeroed host memory."""
-    sizes = {str(symbols.kv_blocks.shape[0]): num_pages + 1}
+    """The pools of one device, with `sizes` for their symbolic dims."""
+    scales = symbols.kv_scales if isinstance(symbols, PagedCacheInputSymbols) else None
+    return ShardBuffers(
+        allocate_buffer(symbols.kv_blocks, sizes, device, session),
+        None if scales is None else allocate_buffer(scales, sizes, device, session),
+    )
 
-    def allocate(symbol: TensorType) -> Buffer:
-        if session is not None:
-            return session.allocate(symbol, sizes)
-        return _host_buffer(symbol, symbol.extents(sizes), device)
 
-    scales = symbols.kv_scales
-    return ShardBuffers(allocate(symbols.kv_blocks), None if scales is None else allocate(scales))
+def allocate_buffer(
+    symbol: TensorType, sizes: Mapping[str, int], device: Device, session: Session | None
+) -> Buffer:
+    """Memory from the session, or lazily zeroed host memory without one."""
+    if session is not None:
+        return session.allocate(symbol, sizes)
+    return _host_buffer(symbol, symbol.extents(sizes), device)
 
 
 def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> Buffer:

@@ -11,7 +11,7 @@ from typing import Any
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs
-from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.kv.memory import plan_memory
 from kvgraph.kv.requests import RequestID, TextContext
@@ -107,7 +107,7 @@ class KVCacheManager(ABC):
     @classmethod
     def estimated_memory_size(
         cls,
-        params: KVCacheParams,
+        params: KVCacheParamInterface,
         max_batch_size: int,
         max_seq_len: int,
         num_layers: int,
@@ -116,14 +116,14 @@ class KVCacheManager(ABC):
         **kwargs: Any,
     ) -> int:
         """Bytes of all replicas' usable pages; `available_cache_memory` is one replica's."""
-        params = replace(params, num_layers=num_layers, devices=tuple(devices))
+        params = _deployed(params, num_layers, devices)
         plan = plan_memory(params, available_cache_memory, max_batch_size, max_seq_len)
         return plan.nbytes * params.data_parallel_degree
 
     @classmethod
     def infer_optimal_batch_size(
         cls,
-        params: KVCacheParams,
+        params: KVCacheParamInterface,
         max_seq_len: int,
         num_layers: int,
         available_cache_memory: int,
@@ -131,6 +131,15 @@ class KVCacheManager(ABC):
         **kwargs: Any,
     ) -> int:
         """Largest batch whose maximum-length requests all fit in one replica, at least 1."""
-        params = replace(params, num_layers=num_layers, devices=tuple(devices))
+        params = _deployed(params, num_layers, devices)
         pages = available_cache_memory // params.bytes_per_page
         return max(1, pages // ceildiv(max_seq_len, params.page_size))
+
+
+def _deployed(
+    params: KVCacheParamInterface, num_layers: int, devices: Sequence[Device]
+) -> KVCacheParamInterface:
+    """The params with these layers and devices; a tree's leaves have their own."""
+    if isinstance(params, KVCacheParams):
+        return replace(params, num_layers=num_layers, devices=tuple(devices))
+    return params

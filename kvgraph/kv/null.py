@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import BATCH_SIZE, MAX_NUM_PAGES, NUM_PAGE_SLOTS, NUM_STEPS, TensorType
+from kvgraph.contract.dims import (
+    BATCH_SIZE,
+    MAX_NUM_PAGES,
+    MAX_SEQ_LEN,
+    NUM_PAGE_SLOTS,
+    NUM_SLOTS,
+    NUM_STEPS,
+    TensorType,
+)
 from kvgraph.contract.inputs import (
     BatchCharacteristics,
     Buffer,
     KVCacheInputs,
+    MultiKVCacheInputs,
+    PaddedKVCacheInputs,
     RaggedKVCacheInputs,
+    join_devices,
 )
-from kvgraph.contract.params import KVCacheParams
-from kvgraph.contract.symbols import PagedCacheInputSymbols
+from kvgraph.contract.params import KVCacheParamInterface
+from kvgraph.contract.symbols import (
+    KVCacheInputSymbols,
+    MultiKVCacheInputSymbols,
+    PaddedKVCacheInputSymbols,
+)
 from kvgraph.errors import ParamsError, RequestError
 from kvgraph.kv.manager import Batches, KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
@@ -26,13 +40,14 @@ class NullKVCacheManager(KVCacheManager):
     """A manager that allocates nothing, ever, whose symbols equal the paged manager's.
 
     `devices` win over those of `params`; `page_size` and `num_layers` must agree with `params`
-    (ParamsError). It tracks claims; alloc and step do nothing; all figures are constants.
+    (ParamsError; a tree has the layers of all its leaves). Claims are tracked; alloc and step do
+    nothing; all figures are constants.
     `session` and `available_cache_memory` are kept and not used.
     """
 
     def __init__(
         self,
-        params: KVCacheParams,
+        params: KVCacheParamInterface,
         max_batch_size: int,
         max_seq_len: int,
         num_layers: int,
@@ -41,22 +56,24 @@ class NullKVCacheManager(KVCacheManager):
         available_cache_memory: int,
         page_size: int = 128,
     ) -> None:
+        layers = sum(leaf.num_layers for leaf in params.leaves.values())
         for name, given, expected in (
             ("page_size", page_size, params.page_size),
-            ("num_layers", num_layers, params.num_layers),
+            ("num_layers", num_layers, layers),
         ):
             if given != expected:
                 raise ParamsError(f"{name}: expected {expected} from params, got {given}")
-        self.params = replace(params, devices=tuple(devices))
+        self.params = params
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
         self.num_layers = num_layers
-        self.devices = self.params.devices
+        self.devices = tuple(devices)
         self.session = session
         self.available_cache_memory = available_cache_memory
         self.page_size = page_size
         self._metrics = KVCacheMetrics()
         self._claimed: dict[RequestID, int] = {}
+        self.get_symbolic_inputs()  # ParamsError where the devices do not fit the heads
 
     # -- lifecycle: claims are tracked, the rest does nothing
 
@@ -106,9 +123,8 @@ class NullKVCacheManager(KVCacheManager):
 
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> list[PagedCacheInputSymbols]:
-        params = self.params if devices is None else replace(self.params, devices=tuple(devices))
-        return params.get_symbolic_inputs(num_layers=num_layers)
+    ) -> list[Any]:
+        return self.params.get_symbolic_inputs(devices or self.devices, num_layers)
 
     def runtime_inputs(
         self,
@@ -120,7 +136,7 @@ class NullKVCacheManager(KVCacheManager):
     ) -> KVCacheInputs:
         """Dummies without memory that bind to the symbols; the sizes mean nothing."""
         rows = max((len(batch) for batch in batches), default=0)
-        return KVCacheInputs(self._dummies(rows, num_steps))
+        return join_devices(self._dummies(rows, num_steps))
 
     def get_runtime_inputs(
         self, batch: Sequence[TextContext], num_steps: int = 1
@@ -138,12 +154,16 @@ class NullKVCacheManager(KVCacheManager):
         """Its input, unchanged."""
         return kv_cache_inputs
 
-    def _dummies(self, rows: int, num_steps: int) -> list[RaggedKVCacheInputs]:
-        sizes = {BATCH_SIZE: rows, MAX_NUM_PAGES: 1, NUM_PAGE_SLOTS: 1, NUM_STEPS: num_steps}
-        return [
-            RaggedKVCacheInputs(*(_dummy(symbol, sizes) for symbol in record))
-            for record in self.get_symbolic_inputs()
-        ]
+    def _dummies(self, rows: int, num_steps: int) -> list[Any]:
+        sizes = {
+            BATCH_SIZE: rows,
+            MAX_NUM_PAGES: 1,
+            NUM_PAGE_SLOTS: 1,
+            NUM_SLOTS: 1,
+            NUM_STEPS: num_steps,
+            MAX_SEQ_LEN: self.max_seq_len,
+        }
+        return [_dummy_record(symbols, sizes) for symbols in self.get_symbolic_inputs()]
 
     # -- constants
 
@@ -187,7 +207,7 @@ class NullKVCacheManager(KVCacheManager):
     @classmethod
     def estimated_memory_size(
         cls,
-        params: KVCacheParams,
+        params: KVCacheParamInterface,
         max_batch_size: int,
         max_seq_len: int,
         num_layers: int,
@@ -200,7 +220,7 @@ class NullKVCacheManager(KVCacheManager):
     @classmethod
     def infer_optimal_batch_size(
         cls,
-        params: KVCacheParams,
+        params: KVCacheParamInterface,
         max_seq_len: int,
         num_layers: int,
         available_cache_memory: int,
@@ -210,7 +230,18 @@ class NullKVCacheManager(KVCacheManager):
         return 1
 
 
-def _dummy(symbol: TensorType, sizes: dict[str, int]) -> Buffer:
+def _dummy_record(symbols: KVCacheInputSymbols, sizes: Mapping[str, int]) -> KVCacheInputs:
+    if isinstance(symbols, MultiKVCacheInputSymbols):
+        return MultiKVCacheInputs(
+            {name: _dummy_record(child, sizes) for name, child in symbols.children.items()}
+        )
+    values = [_dummy(symbol, sizes) for symbol in symbols]
+    if isinstance(symbols, PaddedKVCacheInputSymbols):
+        return PaddedKVCacheInputs(*values)
+    return RaggedKVCacheInputs(*values)
+
+
+def _dummy(symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
     """No memory; dims carry prefixes of replica and leaf before the names in `sizes`."""
     extents = {
         dim: next(size for name, size in sizes.items() if dim.endswith(name))

@@ -8,17 +8,26 @@ Bookkeeping is one pass over the batch per call; pages are touched only where th
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, Session
-from kvgraph.contract.params import KVCacheParams
-from kvgraph.contract.symbols import PagedCacheInputSymbols
+from kvgraph.contract.inputs import (
+    BatchCharacteristics,
+    Buffer,
+    KVCacheInputs,
+    MultiKVCacheInputs,
+    Session,
+)
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.errors import ParamsError, RequestError, UnsupportedError
+from kvgraph.kv.checks import verify
 from kvgraph.kv.leaf import Leaf, allocate_shard, table_width
 from kvgraph.kv.manager import Batches, KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.multistep import advance
+from kvgraph.kv.pages import PagePool
 from kvgraph.kv.replica import Replica, Settings, require_steps
 from kvgraph.kv.requests import RequestID, TextContext
 from kvgraph.kv.rows import UNBOUNDED, Resolved, Row
@@ -27,22 +36,33 @@ WINDOWED_SEQ_LEN = 131072
 """Longest context of a cache with a window when `max_seq_len` is not given, in tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaBuffers:
+    """The raw pools of one replica: of every leaf, shard after shard."""
+
+    all_buffers: list[Buffer]
+
+
 class PagedKVCacheManager(KVCacheManager):
     """Paged KV cache of one or more data-parallel replicas, each of one or more shards.
 
+    - `params`: one cache, or a tree of caches (`MultiKVCacheParams`) behind each request
     - `session` owns memory: `session.allocate(symbol, sizes)`; None: lazily zeroed host memory
-    - `total_num_pages`: usable pages of each replica; the null page is extra
+    - `total_num_pages`: usable pages of each replica (of each leaf, or by leaf path); the null
+      page is extra
     - `max_batch_size`: requests that one replica can hold claimed at once
     - `identity`: of the model, part of every page's identity; default: the session's
     - `max_seq_len`: longest context in tokens; default: what the pool holds
     - `enable_runtime_checks`: verify all bookkeeping after every call (slow)
+
+    Page counts of a tree are sums over its leaves.
     """
 
     def __init__(
         self,
-        params: KVCacheParams,
+        params: KVCacheParamInterface,
         session: Session | None,
-        total_num_pages: int,
+        total_num_pages: int | Mapping[str, int],
         total_num_host_pages: int = 0,
         enable_runtime_checks: bool = False,
         *,
@@ -50,32 +70,39 @@ class PagedKVCacheManager(KVCacheManager):
         identity: bytes = b"",
         max_seq_len: int | None = None,
     ) -> None:
-        _require_sizes(total_num_pages, total_num_host_pages, max_batch_size, max_seq_len)
+        pages = _pages_by_leaf(params, total_num_pages)
+        _require_sizes(pages, total_num_host_pages, max_batch_size, max_seq_len)
         self.params = params
         self.session = session
         self.max_batch_size = max_batch_size
         self.enable_runtime_checks = enable_runtime_checks
-        self.total_num_pages = total_num_pages
+        self.total_num_pages = sum(pages.values())
         self.identity = identity or (session.identity if session is not None else b"")
+        self._paths = list(pages)
         self._claimed: dict[RequestID, Row] = {}
         self._turn = 0
-        self._max_width = table_width(
-            params, total_num_pages, max_seq_len, windowed_default=WINDOWED_SEQ_LEN
-        )
-        self._settings = self._make_settings(max_seq_len)
-        self._replicas = [self._make_replica(i) for i in range(params.data_parallel_degree)]
+        widths = _widths(params, pages, max_seq_len)
+        settings = self._make_settings(widths, max_seq_len)
+        self._replicas = [
+            self._make_replica(i, settings, pages, widths)
+            for i in range(params.data_parallel_degree)
+        ]
 
     # -- lifecycle
 
     def claim(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        replica = self._replica(replica_idx, "claim")
-        row = self._claimed.get(request_id)
-        if row is not None:
-            raise RequestError(
-                f"claim of {request_id!r}: expected a request that is not claimed, "
-                f"got one claimed on replica {row.replica.index} already"
-            )
+        replica = self._replica_to_claim(request_id, replica_idx)
         self._claimed[request_id] = replica.open_row(request_id)
+        self._verify()
+
+    def alloc_dummy(self, request_id: RequestID, replica_idx: int = 0) -> None:
+        """Claim a row that points at the null page, to pad a batch.
+
+        It takes no page, alloc and step do nothing on it, and nothing of it is ever committed.
+        """
+        replica = self._replica_to_claim(request_id, replica_idx)
+        self._claimed[request_id] = replica.open_dummy(request_id)
+        self._verify()
 
     def alloc(
         self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
@@ -85,6 +112,7 @@ class PagedKVCacheManager(KVCacheManager):
         row = replica.row_of(data.request_id, self._claimed, "alloc")
         if data.processed_length + data.active_length + extra > row.limit:
             replica.apply(replica.plan([(data, row)], extra))
+        self._verify()
 
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
         extra = require_steps(num_steps, lookahead)
@@ -95,6 +123,7 @@ class PagedKVCacheManager(KVCacheManager):
         for replica, plan in plans:
             if plan is not None:
                 replica.apply(plan)
+        self._verify()
 
     def runtime_inputs(
         self,
@@ -113,21 +142,80 @@ class PagedKVCacheManager(KVCacheManager):
             )
             for replica, resolved in self._resolve(batches, "runtime_inputs")
         ]
-        self._turn = 1 - self._turn
-        filled = [
-            replica.fill(self._turn, resolved, extents) for replica, resolved, extents in measured
+        self._turn = turn = 1 - self._turn
+        filled = [replica.fill(turn, resolved, extents) for replica, resolved, extents in measured]
+        leaves = [
+            KVCacheInputs([record for records in filled for record in records[i]])
+            for i in range(len(self._paths))
         ]
-        return KVCacheInputs([record for staging in filled for record in staging.records[0]])
+        self._verify()
+        return (
+            leaves[0]
+            if self._paths == [""]
+            else _nested(dict(zip(self._paths, leaves, strict=True)))
+        )
+
+    def runtime_inputs_for_leaf(
+        self,
+        batches: Batches,
+        *,
+        max_cache_length: int | None = None,
+        batch_characteristics: BatchCharacteristics | None = None,
+    ) -> KVCacheInputs:
+        """`runtime_inputs` of a single cache; AssertionError for a tree."""
+        assert self._paths == [""], f"expected a single cache, got a tree of {self._paths}"
+        return self.runtime_inputs(
+            batches,
+            max_cache_length=max_cache_length,
+            batch_characteristics=batch_characteristics,
+        )
 
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
         for replica, resolved in self._resolve(batches, "step"):
             replica.step(resolved)
+        self._verify()
 
     def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
         replica = self._replica(replica_idx, "release")
         row = replica.row_of(request_id, self._claimed, "release")
         del self._claimed[request_id]
         replica.close_row(row)
+        self._verify()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every committed page that no live request holds."""
+        for replica in self._replicas:
+            replica.reset_prefix_cache()
+        self._verify()
+
+    # -- multistep
+
+    def get_runtime_inputs(
+        self, batch: Sequence[TextContext], num_steps: int = 1
+    ) -> Sequence[KVCacheInputs]:
+        """One replica's values for `num_steps` steps without a manager call: a record per device.
+
+        `alloc(ctx, num_steps=...)` comes first, `increment_cache_lengths` between the steps.
+        """
+        return cast(
+            Sequence[KVCacheInputs], self.runtime_inputs([batch], num_steps=num_steps).inputs
+        )
+
+    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
+        """Synonym of `get_runtime_inputs`."""
+        return self.get_runtime_inputs(batch, num_steps)
+
+    def increment_cache_lengths(
+        self, kv_cache_inputs: KVCacheInputs | Sequence[KVCacheInputs], prev_model_inputs: Any
+    ) -> Any:
+        """Values for the next of several steps, in the nesting of `kv_cache_inputs`.
+
+        On the device `cache_lengths += row_offsets[1:] - row_offsets[:-1]`, without a sync; then
+        `max_lengths = max_lengths[1:]`. `prev_model_inputs`: what the step before ran on (its
+        `input_row_offsets` is read), a sequence of them for several replicas. The manager's state
+        is untouched; records of the step before are not valid any more.
+        """
+        return advance(kv_cache_inputs, prev_model_inputs, len(self._replicas), self.session)
 
     # -- queries: they change nothing
 
@@ -135,17 +223,24 @@ class PagedKVCacheManager(KVCacheManager):
         row = self._claimed.get(request_id)
         return row is not None and row.replica.index == replica_idx
 
-    def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
+    def get_req_blocks(
+        self, request_id: RequestID, replica_idx: int = 0, leaf: str | None = None
+    ) -> list[int]:
+        """Page ids in the order of tokens, the null page where a window has passed.
+
+        `leaf` is the path in a tree; by default its first leaf.
+        """
         replica = self._replica(replica_idx, "get_req_blocks")
-        return list(replica.row_of(request_id, self._claimed, "get_req_blocks").pages[0])
+        row = replica.row_of(request_id, self._claimed, "get_req_blocks")
+        return list(row.pages[0 if leaf is None else self._leaf_index(leaf)])
 
     def num_free_blocks(self, replica_idx: int = 0) -> int:
         """Pages that no request holds; cached ones among them."""
-        return self._leaf(replica_idx).pool.num_free
+        return sum(pool.num_free for pool in self._pools(replica_idx, "num_free_blocks"))
 
     def total_num_blocks(self, replica_idx: int = 0) -> int:
         """Usable pages."""
-        return self._leaf(replica_idx).pool.num_pages
+        return sum(pool.num_pages for pool in self._pools(replica_idx, "total_num_blocks"))
 
     def get_num_pages(self, replica_idx: int = 0) -> int:
         """Usable pages."""
@@ -153,11 +248,48 @@ class PagedKVCacheManager(KVCacheManager):
 
     def get_num_used_pages(self, replica_idx: int = 0) -> int:
         """Pages that requests hold."""
-        return self._leaf(replica_idx).pool.num_used
+        return sum(pool.num_used for pool in self._pools(replica_idx, "get_num_used_pages"))
+
+    def get_num_host_pages(self, replica_idx: int = 0) -> int:
+        """Pages of the host tier: 0, there is none."""
+        self._replica(replica_idx, "get_num_host_pages")
+        return 0
+
+    get_num_used_host_pages = get_num_disk_pages = get_num_used_disk_pages = get_num_host_pages
+
+    def get_pct_used_blocks_after_allocation(self, ctx: TextContext, replica_idx: int = 0) -> float:
+        """Percent of pages held after `alloc(ctx)`, above 100 if it would fail.
+
+        Prefix hits are counted as `alloc` would take them. Of a tree: its fullest leaf.
+        """
+        replica = self._replica(replica_idx, "get_pct_used_blocks_after_allocation")
+        row = self._claimed.get(ctx.request_id)
+        if row is not None and row.replica is not replica:
+            replica.row_of(ctx.request_id, self._claimed, "get_pct_used_blocks_after_allocation")
+        costs = replica.forecast(ctx, row)
+        pools = self._pools(replica_idx, "")
+        return max(
+            100.0 * (pool.num_used + cost) / pool.num_pages
+            for pool, cost in zip(pools, costs, strict=True)
+        )
+
+    def page_identities(self, ctx: TextContext) -> list[bytes]:
+        """Digests of the full pages of `ctx` that do not hold its last token; 32 bytes each.
+
+        The same in every process that serves the same model, layout, adapter, seed and salt.
+        """
+        return self._replicas[0].identities(ctx)[1]
+
+    def get_device_buffer(self, replica_idx: int = 0) -> ReplicaBuffers:
+        """The replica's raw pools, for transfers: `.all_buffers`."""
+        leaves = self._replica(replica_idx, "get_device_buffer").leaves
+        return ReplicaBuffers(
+            [buffer for leaf in leaves for shard in leaf.shards for buffer in shard.all_buffers]
+        )
 
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> list[PagedCacheInputSymbols]:
+    ) -> list[Any]:
         return self.params.get_symbolic_inputs(devices, num_layers)
 
     def get_metrics_aggregated(self) -> KVCacheMetrics:
@@ -168,13 +300,14 @@ class PagedKVCacheManager(KVCacheManager):
         for replica in self._replicas:
             replica.reset_metrics()
 
-    # -- construction and checks of arguments
+    # -- construction
 
-    def _make_settings(self, max_seq_len: int | None) -> Settings:
+    def _make_settings(self, widths: Mapping[str, int], max_seq_len: int | None) -> Settings:
         params = self.params
         if max_seq_len is None:
-            windowed = params.window_size is not None
-            max_seq_len = self._max_width * params.page_size if windowed else UNBOUNDED
+            windowed = [p for p, leaf in params.leaves.items() if leaf.window_size is not None]
+            tokens = [widths[path] * params.page_size for path in windowed]
+            max_seq_len = min(tokens, default=UNBOUNDED)
         return Settings(
             params.page_size,
             self.max_batch_size,
@@ -184,21 +317,47 @@ class PagedKVCacheManager(KVCacheManager):
             params.hash_seed,
         )
 
-    def _make_replica(self, index: int) -> Replica:
-        params, pages = self.params, self.total_num_pages
-        shards = slice(index * params.n_shards, (index + 1) * params.n_shards)
-        symbols = params.get_symbolic_inputs()[shards]
+    def _make_replica(
+        self,
+        index: int,
+        settings: Settings,
+        pages: Mapping[str, int],
+        widths: Mapping[str, int],
+    ) -> Replica:
+        leaves = [
+            self._make_leaf(index, path, leaf, pages[path], widths[path])
+            for path, leaf in self.params.leaves.items()
+        ]
+        return Replica(index, leaves, settings, getattr(self.session, "upload", None))
+
+    def _make_leaf(
+        self, replica: int, path: str, params: KVCacheParams, num_pages: int, width: int
+    ) -> Leaf:
+        shards = slice(replica * params.n_shards, (replica + 1) * params.n_shards)
+        symbols = [_at(record, path) for record in self.params.get_symbolic_inputs()[shards]]
+        slots, *_ = symbols[0].kv_blocks.symbolic_dims
+        sizes = {slots: num_pages + 1} | self._extra_sizes()
         buffers = [
-            allocate_shard(record, pages, device, self.session)
+            allocate_shard(record, sizes, device, self.session)
             for record, device in zip(symbols, params.devices[shards], strict=True)
         ]
-        leaf = Leaf(
-            symbols, buffers, pages, self.max_batch_size, self._max_width, params.window_size
-        )
-        return Replica(index, [leaf], self._settings, getattr(self.session, "upload", None))
+        return Leaf(symbols, buffers, num_pages, self.max_batch_size, width, params.window_size)
 
-    def _leaf(self, replica_idx: int) -> Leaf:
-        return self._replica(replica_idx, "replica_idx").leaves[0]
+    def _extra_sizes(self) -> dict[str, int]:
+        """Extents of further symbolic dims of the pools."""
+        return {}
+
+    # -- checks of arguments
+
+    def _replica_to_claim(self, request_id: RequestID, replica_idx: int) -> Replica:
+        replica = self._replica(replica_idx, "claim")
+        row = self._claimed.get(request_id)
+        if row is not None:
+            raise RequestError(
+                f"claim of {request_id!r}: expected a request that is not claimed, "
+                f"got one claimed on replica {row.replica.index} already"
+            )
+        return replica
 
     def _replica(self, replica_idx: int, call: str) -> Replica:
         if not 0 <= replica_idx < len(self._replicas):
@@ -208,12 +367,20 @@ class PagedKVCacheManager(KVCacheManager):
             )
         return self._replicas[replica_idx]
 
+    def _pools(self, replica_idx: int, call: str) -> list[PagePool]:
+        return [leaf.pool for leaf in self._replica(replica_idx, call).leaves]
+
+    def _leaf_index(self, path: str) -> int:
+        if path not in self._paths:
+            raise RequestError(f"leaf: expected one of {self._paths}, got {path!r}")
+        return self._paths.index(path)
+
     def _resolve(
         self, batches: Batches | Sequence[TextContext], call: str
     ) -> list[tuple[Replica, Resolved]]:
         """One resolved batch per replica; a flat list is the batch of the only replica."""
         replicas = self._replicas
-        if len(replicas) == 1 and (not batches or isinstance(batches[0], TextContext)):
+        if len(replicas) == 1 and _is_flat(batches, call):
             batches = [cast(Sequence[TextContext], batches)]
         if len(batches) != len(replicas):
             raise RequestError(
@@ -226,12 +393,34 @@ class PagedKVCacheManager(KVCacheManager):
             for replica, batch in zip(replicas, cast(Batches, batches), strict=True)
         ]
 
+    def _verify(self) -> None:
+        if self.enable_runtime_checks:
+            verify(self._replicas, self._claimed.values())
+
+
+def _is_flat(batches: Batches | Sequence[TextContext], call: str) -> bool:
+    """Whether these are requests rather than batches; an empty list is, where `step` gets it."""
+    return isinstance(batches[0], TextContext) if batches else call == "step"
+
+
+def _pages_by_leaf(params: KVCacheParamInterface, pages: int | Mapping[str, int]) -> dict[str, int]:
+    if isinstance(pages, int):
+        return dict.fromkeys(params.leaves, pages)
+    if set(pages) != set(params.leaves):
+        raise ParamsError(
+            f"total_num_pages: expected the leaves {list(params.leaves)}, got {list(pages)}"
+        )
+    return {path: pages[path] for path in params.leaves}
+
 
 def _require_sizes(
-    total_num_pages: int, total_num_host_pages: int, max_batch_size: int, max_seq_len: int | None
+    pages: Mapping[str, int],
+    total_num_host_pages: int,
+    max_batch_size: int,
+    max_seq_len: int | None,
 ) -> None:
     for name, value in (
-        ("total_num_pages", total_num_pages),
+        *(("total_num_pages" + f"[{path!r}]" * bool(path), n) for path, n in pages.items()),
         ("max_batch_size", max_batch_size),
         ("max_seq_len", 1 if max_seq_len is None else max_seq_len),
     ):
@@ -243,6 +432,39 @@ def _require_sizes(
         )
 
 
-def _model_identity(params: KVCacheParams, identity: bytes) -> bytes:
+def _widths(
+    params: KVCacheParamInterface, pages: Mapping[str, int], max_seq_len: int | None
+) -> dict[str, int]:
+    """Columns of the lookup rows of each leaf."""
+    largest = max(pages.values()) * params.page_size
+    default = max(WINDOWED_SEQ_LEN, largest)
+    return {
+        path: table_width(leaf, pages[path], max_seq_len, windowed_default=default)
+        for path, leaf in params.leaves.items()
+    }
+
+
+def _model_identity(params: KVCacheParamInterface, identity: bytes) -> bytes:
     """What pages of different models and layouts are told apart by."""
     return json.dumps(params.layout_dict(), sort_keys=True).encode() + b"\0" + identity
+
+
+def _at(record: Any, path: str) -> Any:
+    """The leaf's record at a dotted path of a tree's record."""
+    for name in path.split(".") if path else ():
+        record = record.children[name]
+    return record
+
+
+def _nested(leaves: Mapping[str, KVCacheInputs]) -> MultiKVCacheInputs:
+    """A tree of values from dotted paths."""
+    children: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        name, _, inner = path.partition(".")
+        if inner:
+            children.setdefault(name, {})[inner] = leaf
+        else:
+            children[name] = leaf
+    return MultiKVCacheInputs(
+        {name: _nested(c) if isinstance(c, dict) else c for name, c in children.items()}
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.inputs import BatchCharacteristics
+from kvgraph.contract.inputs import BatchCharacteristics, RaggedKVCacheInputs
 from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
 from kvgraph.kv.leaf import Leaf
 from kvgraph.kv.metrics import KVCacheMetrics
@@ -344,11 +344,11 @@ class Replica:
             )
         return lengths, longest_new, longest, width, extra + 1
 
-    def fill(self, turn: int, resolved: Resolved, extents: Extents) -> Staging:
-        """Write staging set `turn` (0 or 1)."""
-        staging = self._staging[turn]
-        staging.fill(resolved, extents)
-        return staging
+    def fill(
+        self, turn: int, resolved: Resolved, extents: Extents
+    ) -> list[list[RaggedKVCacheInputs]]:
+        """Write staging set `turn` (0 or 1); per leaf, one record per shard."""
+        return self._staging[turn].fill(resolved, extents)
 
     @property
     def max_width(self) -> int:
@@ -460,7 +460,7 @@ class Replica:
     def verify_staging(self) -> None:
         """AssertionError if a row that is not marked dirty differs from its lookup row."""
         for staging in self._staging:
-            staging.verify()
+            staging.verify(self._last)
 
     def read_metrics(self) -> KVCacheMetrics:
         evictions = sum(leaf.pool.evictions for leaf in self.leaves)

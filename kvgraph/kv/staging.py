@@ -94,14 +94,15 @@ class Staging:
         ]
 
     def _leaf_records(self, leaf: Leaf, table: npt.NDArray[np.int32]) -> list[RaggedKVCacheInputs]:
-        rows, width, num_steps = self._shape
+        rows, _, num_steps = self._shape
         lengths, bounds = self._lengths[:rows], self._max_lengths[:num_steps]
         maxima = Buffer("int32", (num_steps, 2), HOST, bounds)
+        lookup = table if leaf.symbols[0].lookup_table.rank == 2 else table.reshape(rows)
         return [
             RaggedKVCacheInputs(
                 shard.kv_blocks,
                 Buffer("int32", (rows,), symbols.cache_lengths.device, lengths),
-                Buffer("int32", (rows, width), symbols.lookup_table.device, table),
+                Buffer("int32", lookup.shape, symbols.lookup_table.device, lookup),
                 maxima,
                 shard.kv_scales,
             )
@@ -128,17 +129,17 @@ class Staging:
                     view[at, :known] = leaf.table[row.index, :known]
         self.dirty.clear()
 
-    def verify(self) -> None:
-        """AssertionError if a row of the last batch is neither marked dirty nor up to date."""
-        resolved, width = self._resolved, self._shape[1]
-        for row in () if resolved is None else resolved.rows:
-            at = row.position
-            current = at < len(resolved.rows) and resolved.rows[at] is row
-            if row not in self.dirty and current:
+    def verify(self, current: Resolved) -> None:
+        """AssertionError if a row of the batch is neither marked dirty nor up to date."""
+        if self._resolved is not current:
+            return
+        width = self._shape[1]
+        for at, row in enumerate(current.rows):
+            if row not in self.dirty:
                 for leaf, view in zip(self._leaves, self._views, strict=True):
                     expected = leaf.table[row.index, :width].tolist()
-                    assert view[at, : len(expected)].tolist() == expected, row.request_id
-                    assert (view[at, len(expected) :] == leaf.null).all(), row.request_id
+                    expected += [leaf.null] * (width - len(expected))
+                    assert view[at].tolist() == expected, row.request_id
 
     def _upload_records(self, upload: Upload) -> None:
         for leaf, view, records in zip(self._leaves, self._views, self.records, strict=True):

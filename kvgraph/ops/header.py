@@ -1,6 +1,6 @@
 """Generate `plugins/include/kvgraph/contract.h`: the ops' operands and attributes for native code.
 
-    python -m kvgraph.ops.header plugins/include/kvgraph/contract.h
+python -m kvgraph.ops.header plugins/include/kvgraph/contract.h
 """
 
 from __future__ import annotations

@@ -197,7 +197,8 @@ class _Frame:
             raise KernelError(self.message.value.decode(errors="replace"))
 
     def _describe(self, index: int, kind: tuple[str, tuple[int, ...]] | None) -> None:
-        code, shape = 0, ()
+        code = 0
+        shape: tuple[int, ...] = ()
         if kind is not None:
             dtype, shape = kind
             if dtype not in DTYPE_CODES:
@@ -226,7 +227,9 @@ class _Frame:
 def _described(spec: OpSpec, operand: Operand, array: Array) -> NativeOperand:
     """KernelError for memory that a kernel cannot take as it is: a copy would lose its writes."""
     if not array.flags.c_contiguous:
-        raise KernelError(f"{spec.name}: {operand.name}: expected dense row-major memory, got strides")
+        raise KernelError(
+            f"{spec.name}: {operand.name}: expected dense row-major memory, got strides"
+        )
     if operand.name in spec.mutated and not array.flags.writeable:
         raise KernelError(f"{spec.name}: {operand.name}: expected writable memory, got read-only")
     return array.ctypes.data, str(array.dtype), array.shape

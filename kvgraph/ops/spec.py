@@ -86,9 +86,7 @@ KV_SCALES = Operand("kv_scales", (*POOL_DIMS, "scales_per_head"), FLOAT32, optio
 SINKS = Operand("sinks", ("num_heads",), FLOAT32, optional=True)
 OUT = Operand("out", ("total_seq_len", "num_heads", "v_head_dim"), ACTIVATION)
 KV_BLOCKS_OUT = Operand("kv_blocks_out", KV_BLOCKS.dims, POOL, alias="kv_blocks")
-KV_SCALES_OUT = Operand(
-    "kv_scales_out", KV_SCALES.dims, FLOAT32, optional=True, alias="kv_scales"
-)
+KV_SCALES_OUT = Operand("kv_scales_out", KV_SCALES.dims, FLOAT32, optional=True, alias="kv_scales")
 
 LAYER = Attribute("layer", "int")
 ATTENTION_ATTRIBUTES = (

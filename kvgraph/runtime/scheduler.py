@@ -166,9 +166,7 @@ class Scheduler:
                 self.kv.release(context.request_id)
                 context.rewind()
                 break
-            context.active_length = min(
-                context.current_length - context.processed_length, budget
-            )
+            context.active_length = min(context.current_length - context.processed_length, budget)
             budget -= context.active_length
             self.waiting.popleft()
             self.running.append(request)
@@ -194,9 +192,13 @@ def _batch(rows: list[Request]) -> Batch:
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([c.active_length for c in contexts], out=offsets[1:])
     last = [
-        i for i, c in enumerate(contexts) if c.processed_length + c.active_length == c.current_length
+        i
+        for i, c in enumerate(contexts)
+        if c.processed_length + c.active_length == c.current_length
     ]
     # A step of nothing but chunks still needs one row of logits: dims are at least 1.
     indices = (offsets[1:][last] - 1) if last else np.zeros(1, np.int32)
     tokens = np.concatenate([c.active_tokens for c in contexts])
-    return Batch(rows, ModelInputs(tokens, offsets, indices.astype(np.int32)), [rows[i] for i in last])
+    return Batch(
+        rows, ModelInputs(tokens, offsets, indices.astype(np.int32)), [rows[i] for i in last]
+    )

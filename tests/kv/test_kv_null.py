@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_builders import make_params
+from kv.builders import make_params
 
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.errors import ParamsError, RequestError

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_builders import make_manager, make_params, start
+from kv.builders import make_manager, make_params, start
 
 from kvgraph.contract.devices import Device, virtual_devices
 from kvgraph.contract.inputs import Buffer, KVCacheInputs

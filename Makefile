@@ -1,0 +1,41 @@
+# make demo | test | test-all | check | bench-kv      (needs Python 3.11+, a C++ compiler, a package index)
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Pinned: an open torch requirement takes the newest build, which may bring gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+DEMO := out/tiny-llama.kvg
+NATIVE := $(shell find plugins -type f 2>/dev/null)
+
+.PHONY: demo test test-all check format bench-kv clean
+
+demo: $(VENV)/.installed
+	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
+	$(BIN)/kvgraph generate $(DEMO) "The import statement" --max-new-tokens 64
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/python tests/check.py
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-kv: $(VENV)/.installed
+	$(BIN)/python tests/bench/kv.py
+
+# Editable, so that Python edits need no reinstall; native sources do.
+$(VENV)/.installed: pyproject.toml $(NATIVE)
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --progress-bar on -q "$(TORCH)"
+	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out

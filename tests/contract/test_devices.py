@@ -1,0 +1,55 @@
+"""Devices, virtual devices, targets."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgraph import Device, Target, virtual_devices
+from kvgraph.contract.devices import HOST, parse_logical
+from kvgraph.errors import DeviceError, UnsupportedError
+
+
+def test_a_virtual_device_is_the_same_place_as_a_real_one() -> None:
+    virtual = Device("cuda:1", arch="sm_90", virtual=True)
+    assert virtual.logical == Device("cuda:1").logical == ("cuda", 1)
+    assert virtual != Device("cuda:1")
+    assert str(virtual) == "virtual cuda:1(sm_90)"
+
+
+def test_virtual_devices_refuse_memory() -> None:
+    device = virtual_devices("cuda:sm_90", 8)[7]
+    assert (device.index, device.arch, device.virtual) == (7, "sm_90", True)
+    with pytest.raises(DeviceError, match=r"kv_blocks: cannot allocate 4096 bytes .*cuda:7"):
+        device.require_memory("kv_blocks", 4096)
+    Device("cpu").require_memory("kv_blocks", 4096)
+
+
+@pytest.mark.parametrize("text", ["cpu", "cpu:avx512", "cuda:sm_90"])
+def test_targets_round_trip(text: str) -> None:
+    assert str(Target.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tpu", r"expected kind cpu or cuda, got 'tpu'"),
+        ("cuda", r"'cuda': expected one of \['sm_75', .*\] for cuda"),
+        ("cuda:sm_42", r"'cuda:sm_42': expected one of \['sm_75'"),
+        ("cpu:mmx", r"'cpu:mmx': expected one of \['avx2', 'avx512'\] for cpu"),
+    ],
+)
+def test_unknown_targets_are_named(text: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        Target.parse(text)
+
+
+def test_bad_devices() -> None:
+    with pytest.raises(UnsupportedError, match="got 'gpu:0'"):
+        Device("gpu:0")
+    with pytest.raises(UnsupportedError, match="count >= 1, got 0"):
+        virtual_devices("cpu", 0)
+
+
+def test_logical_devices_are_text_in_a_manifest() -> None:
+    for logical in (HOST, Device("cpu").logical, Device("cuda:3").logical):
+        assert parse_logical(str(logical)) == logical

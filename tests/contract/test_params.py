@@ -1,0 +1,97 @@
+"""Cache parameters: figures, shards, and every contradiction by its field and both values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvgraph import Device, KVCacheParams, KVCacheQuantization, virtual_devices
+from kvgraph.errors import ParamsError
+
+LLAMA_8B: dict[str, Any] = {"dtype": "bfloat16", "n_kv_heads": 8, "head_dim": 128, "num_layers": 32}
+
+
+def test_llama_8b_page_is_16_mib() -> None:
+    assert KVCacheParams(**LLAMA_8B).bytes_per_page == 16_777_216
+
+
+def test_bytes_per_page_is_a_replicas_figure() -> None:
+    devices = tuple(virtual_devices("cuda:sm_90", 4))
+    sharded = KVCacheParams(**LLAMA_8B, devices=devices, data_parallel_degree=2)
+    assert (sharded.n_shards, sharded.n_kv_heads_per_device) == (2, 4)
+    assert sharded.bytes_per_page == 16_777_216
+
+
+def test_quantised_page_counts_its_scales() -> None:
+    quantised = KVCacheParams(**LLAMA_8B, quantization=KVCacheQuantization("int8"))
+    elements = 2 * 32 * 128 * 8 * 128
+    assert quantised.bytes_per_page == elements + elements // 128 * 4
+    assert quantised.get_symbolic_inputs()[0].kv_scales.shape[-1] == 1  # type: ignore[union-attr]
+
+
+def test_heads_are_replicated_where_allowed() -> None:
+    devices = tuple(virtual_devices("cuda:sm_90", 16))
+    params = KVCacheParams(**LLAMA_8B, devices=devices, allow_kv_head_replication=True)
+    assert params.n_kv_heads_per_device == 1
+
+
+CPUS = tuple(Device(f"cuda:{i}") for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float64"}, r"dtype: expected one of .*, got 'float64'"),
+        ({"head_dim": 0}, "head_dim: expected >= 1, got 0"),
+        ({"page_size": 0}, "page_size: expected >= 1, got 0"),
+        ({"window_size": 0}, "window_size: expected >= 1 or None, got 0"),
+        ({"v_head_dim": 129}, "v_head_dim: expected <= head_dim 128, got 129"),
+        ({"layout": "hnd"}, "layout: expected 'nhd', got 'hnd'"),
+        ({"data_parallel_degree": 0}, "data_parallel_degree: expected >= 1, got 0"),
+        (
+            {"data_parallel_degree": 2},
+            "devices: expected at least data_parallel_degree=2, got 1",
+        ),
+        (
+            {"devices": CPUS, "data_parallel_degree": 2},
+            "devices: expected a multiple of data_parallel_degree=2, got 3",
+        ),
+        ({"devices": CPUS}, "n_kv_heads: expected a multiple of the 3 shards .*, got 8"),
+        ({"hash_seed": b"short"}, "hash_seed: expected 32 bytes, got 5"),
+        ({"hash_algorithm": "md5"}, "hash_algorithm: expected 'sha256', got 'md5'"),
+        (
+            {"quantization": KVCacheQuantization("int8", granularity=48)},
+            "granularity: expected a divisor of head_dim 128, got 48",
+        ),
+    ],
+)
+def test_contradictions(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParamsError, match=message) as caught:
+        KVCacheParams(**LLAMA_8B | change)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_layout_survives_a_manifest() -> None:
+    params = KVCacheParams(**LLAMA_8B, quantization=KVCacheQuantization("int8"), window_size=64)
+    layout = params.layout_dict()
+    again = KVCacheParams.from_layout(layout, devices=params.devices)
+    assert again == params
+
+
+@pytest.mark.parametrize("field", ["page_size", "num_layers", "n_kv_heads", "window_size"])
+def test_a_differing_layout_field_is_named_with_both_values(field: str) -> None:
+    layout = KVCacheParams(**LLAMA_8B).layout_dict()
+    other = KVCacheParams(**LLAMA_8B | {field: 4})
+    with pytest.raises(
+        ParamsError, match=rf"{field}: expected {layout[field]} from the artifact, got 4"
+    ):
+        other.require_layout(layout, source="the artifact")
+
+
+def test_deployment_fields_never_differ() -> None:
+    layout = KVCacheParams(**LLAMA_8B).layout_dict()
+    two = tuple(virtual_devices("cuda:sm_90", 2))
+    KVCacheParams(
+        **LLAMA_8B, devices=two, data_parallel_degree=2, enable_prefix_caching=True
+    ).require_layout(layout, source="the artifact")

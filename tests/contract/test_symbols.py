@@ -1,0 +1,98 @@
+"""Symbols: names, dims, and the three emitters of one table."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+import torch
+
+from kvgraph import KVCacheParams, virtual_devices
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import BindingError
+
+PARAMS = KVCacheParams("bfloat16", n_kv_heads=4, head_dim=64, num_layers=3, page_size=16)
+
+
+@pytest.fixture
+def signature() -> GraphSignature:
+    return GraphSignature.of(PARAMS.get_symbolic_inputs()[0], vocab_size=100)
+
+
+def test_a_record_is_flat() -> None:
+    record = PARAMS.get_symbolic_inputs()[0]
+    names = ["kv_blocks", "cache_lengths", "lookup_table", "max_lengths"]
+    assert [s.name for s in record] == names
+    assert len(record) == 4
+    assert record[0] is record.kv_blocks
+    assert record.kv_blocks.shape == ("num_page_slots", 2, 3, 16, 4, 64)
+    assert record.kv_blocks.kind == "buffer"
+    assert str(record.max_lengths.device) == "host"
+
+
+def test_replicas_prefix_batch_dims_and_shards_share_them() -> None:
+    devices = virtual_devices("cuda:sm_90", 4)
+    params = KVCacheParams("float32", 4, 64, 3, devices=tuple(devices), data_parallel_degree=2)
+    batches = [record.cache_lengths.shape for record in params.get_symbolic_inputs()]
+    assert batches == [("replica_0_batch_size",)] * 2 + [("replica_1_batch_size",)] * 2
+    assert [str(r.kv_blocks.device) for r in params.get_symbolic_inputs()] == [
+        f"cuda:{i}" for i in range(4)
+    ]
+
+
+def test_torch_export_examples_are_fake_and_dims_shared(signature: GraphSignature) -> None:
+    tensors, dynamic = signature.to_torch_export()
+    assert all(isinstance(t, torch._subclasses.FakeTensor) for t in tensors)
+    assert dynamic["lookup_table"][0] is dynamic["cache_lengths"][0]
+    assert dynamic["lookup_table"][0].__name__ == "batch_size"
+    pool = dict(zip((s.name for s in signature.inputs), tensors, strict=True))["kv_blocks"]
+    assert pool.dtype == torch.bfloat16
+    extents = [n for t in tensors for n in t.shape[:1]]
+    assert len(set(extents)) >= 5, "dims of equal extents could be taken for one"
+
+
+def test_onnx_value_infos(signature: GraphSignature) -> None:
+    inputs, outputs = signature.to_onnx()
+    pool = inputs[3].type.tensor_type
+    assert pool.elem_type == onnx.TensorProto.BFLOAT16
+    dims = [d.dim_param or d.dim_value for d in pool.shape.dim]
+    assert dims == ["num_page_slots", 2, 3, 16, 4, 64]
+    assert [o.name for o in outputs] == ["logits", "kv_blocks_out"]
+
+
+SIZES = {
+    "total_seq_len": 1,
+    "batch_size": 1,
+    "num_logits": 1,
+    "num_page_slots": 2,
+    "max_num_pages": 1,
+    "num_steps": 1,
+}
+
+
+def test_tensorrt_profile(signature: GraphSignature) -> None:
+    high = SIZES | {"batch_size": 64, "total_seq_len": 512, "max_num_pages": 8}
+    profile = signature.to_tensorrt_profile(SIZES, SIZES | {"batch_size": 8}, high)
+    assert profile["input_row_offsets"] == ((2,), (9,), (65,))
+    assert profile["lookup_table"] == ((1, 1), (8, 1), (64, 8))
+    message = (
+        r"input_row_offsets: dim 0 \(batch_size \+ 1\) expected min <= opt <= max, got 2, 9, 2"
+    )
+    with pytest.raises(BindingError, match=message):
+        signature.to_tensorrt_profile(SIZES, SIZES | {"batch_size": 8}, SIZES)
+    with pytest.raises(BindingError, match="tokens: expected an extent for dim 'total_seq_len'"):
+        signature.to_tensorrt_profile({}, SIZES, SIZES)
+
+
+def test_binding_gives_one_extent_per_dim(signature: GraphSignature) -> None:
+    sizes: dict[str, int] = {}
+    signature.inputs[4].bind("int32", (3,), sizes)
+    signature.inputs[1].bind("int32", (4,), sizes)
+    assert sizes == {"batch_size": 3}
+    with pytest.raises(BindingError, match=r"lookup_table: dim 0 \(batch_size\) expected 3, got 2"):
+        signature.inputs[5].bind("int32", (2, 7), sizes)
+    with pytest.raises(BindingError, match="tokens: expected dtype int32, got int64"):
+        signature.inputs[0].bind("int64", (3,), sizes)
+    with pytest.raises(BindingError, match=r"tokens: expected rank 1 .*, got shape \[3, 1\]"):
+        signature.inputs[0].bind("int32", (3, 1), sizes)
+    with pytest.raises(BindingError, match=r"kv_blocks: dim 1 \(2\) expected 2, got 1"):
+        signature.inputs[3].bind("bfloat16", (9, 1, 3, 16, 4, 64), sizes)

@@ -1,0 +1,190 @@
+"""The C ABI: the generated header, versions, struct layout, threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conformance import Case, build, check
+
+from kvgraph.errors import KernelError
+from kvgraph.ops import PAGED_ATTENTION, native
+from kvgraph.ops.header import ABI_VERSION, header
+
+PLUGINS = Path(__file__).parents[2] / "plugins"
+LONG = Case("update_and_attend", heads=8, rows=((3000, 1), (40, 5), (0, 200)), sinks=True)
+
+
+def test_generated_header_is_fresh() -> None:
+    assert (PLUGINS / "include/kvgraph/contract.h").read_text() == header()
+
+
+def raw_call(version: int = ABI_VERSION, size: int = native.CALL.size, operands: int = 9) -> str:
+    """The sentence with which paged_attention refuses a call that has nothing but a frame."""
+    dll = native.library().dll
+    tensors = ctypes.create_string_buffer(native.TENSOR_BYTES * 9)
+    values = ctypes.create_string_buffer(8 * len(PAGED_ATTENTION.attributes))
+    frame = native.CALL.pack(
+        version, size, ctypes.addressof(tensors), ctypes.addressof(values), operands,
+        len(PAGED_ATTENTION.attributes), 0, 0, 0, 0,
+    )  # fmt: skip
+    message = ctypes.create_string_buffer(200)
+    entry = dll.kvg_cpu_paged_attention
+    assert entry(frame, message, len(message)) != 0
+    return message.value.decode()
+
+
+def test_versions_sizes_and_counts_are_checked() -> None:
+    assert raw_call() == "paged_attention: q: expected a tensor, got none"
+    assert raw_call(version=7) == (
+        "paged_attention: expected ABI version 1 of this library, got 7 from its caller"
+    )
+    assert raw_call(size=8) == "paged_attention: expected a kvg_call of at least 64 bytes, got 8"
+    assert raw_call(operands=3) == "paged_attention: expected 9 operands, got 3"
+
+
+def test_a_longer_call_of_a_newer_caller_is_taken() -> None:
+    assert raw_call(size=native.CALL.size + 8) == "paged_attention: q: expected a tensor, got none"
+
+
+def test_a_short_message_buffer_is_not_overrun() -> None:
+    message = ctypes.create_string_buffer(b"x" * 16, 16)
+    assert native.library().dll.kvg_cpu_paged_attention(None, message, 8) != 0
+    assert message.raw == b"paged_a\0" + b"x" * 8
+
+
+def test_another_abi_version_is_refused_on_load() -> None:
+    with pytest.raises(KernelError, match=r"expected ABI version 2 of this kvgraph .*, got 1;"):
+        native.Library(native.library_path("cpu"), abi_version=2)
+
+
+def test_a_missing_library_says_how_to_get_it() -> None:
+    with pytest.raises(
+        KernelError, match=r"libkvgraph_nothing\..*: expected in _native .* pip install"
+    ):
+        native.library_path("nothing")
+
+
+def test_layout_is_that_of_the_header() -> None:
+    assert native.TENSOR_BYTES == 8 + 4 + 4 + 6 * 8
+    assert native.CALL.size == struct.calcsize("@IIPPIIPPPI0P")
+
+
+@pytest.fixture
+def threads_restored():  # type: ignore[no-untyped-def]
+    yield
+    native.set_num_threads(0)
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    results = []
+    for count in (1, 2, 5, 3):
+        native.set_num_threads(count)
+        assert native.num_threads() == count
+        operands = build(LONG)
+        out = native.run(operands.spec, *operands.arrays, **operands.attributes)
+        check(LONG, out, operands)
+        results.append(out.tobytes())
+    assert len(set(results)) == 1
+    native.set_num_threads(0)
+    assert native.num_threads() == len(os.sched_getaffinity(0))
+
+
+def test_a_row_has_one_result_in_every_batch() -> None:
+    operands = build(LONG)
+    alone = build(LONG)
+    for name in ("q", "k", "v"):
+        alone.inputs[name] = alone.inputs[name][:1]  # type: ignore[index]
+    alone.inputs["input_row_offsets"] = np.array([0, 1], np.int32)
+    for name in ("cache_lengths", "lookup_table"):
+        alone.inputs[name] = alone.inputs[name][:1]  # type: ignore[index]
+    whole, one = (native.run(o.spec, *o.arrays, **o.attributes) for o in (operands, alone))
+    assert whole[:1].tobytes() == one.tobytes()
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_calls_from_several_threads_do_not_mix() -> None:
+    native.set_num_threads(3)
+
+    def work(seed: int) -> None:
+        for _ in range(5):
+            operands = build(LONG)
+            out = native.run(operands.spec, *operands.arrays, **operands.attributes)
+            check(LONG, out, operands)
+
+    check(LONG, *_run(LONG))  # the reference is computed once, here
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(work, range(4)))
+    assert threading.active_count() >= 1
+
+
+def _run(case: Case):  # type: ignore[no-untyped-def]
+    operands = build(case)
+    return native.run(operands.spec, *operands.arrays, **operands.attributes), operands
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.usefixtures("threads_restored")
+def test_a_forked_child_has_its_own_threads() -> None:
+    native.set_num_threads(3)
+    check(LONG, *_run(LONG))
+    child = os.fork()
+    if child == 0:  # no pytest in here: the status is the answer
+        try:
+            check(LONG, *_run(LONG))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_callers_own_parallel_for_is_used() -> None:
+    """A host hands its threads in; every index runs once, and no thread of ours starts."""
+    operands = build(LONG)
+    q = operands.inputs["q"]
+    assert q is not None
+    out = np.empty_like(q)
+    arrays = [*operands.arrays, out, None, None]
+    tensors = b"".join(
+        native.ADDRESS.pack(a.ctypes.data)
+        + native.TYPE_AND_SHAPE.pack(
+            native.DTYPE_CODES[str(a.dtype)], a.ndim, *a.shape, *[0] * (6 - a.ndim)
+        )
+        if a is not None
+        else bytes(native.TENSOR_BYTES)
+        for a in arrays
+    )
+    a = operands.attributes
+    values = struct.pack("qdqdqqq", *(a[x.name] for x in operands.spec.attributes))
+    task_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
+    loop_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, task_type, ctypes.c_void_p, ctypes.c_size_t)
+    counts: list[int] = []
+
+    def loop(host: int | None, fn, task: int, count: int) -> None:  # type: ignore[no-untyped-def]
+        assert host == 1234
+        counts.append(count)
+        for index in reversed(range(count)):
+            fn(task, index)
+
+    callback = loop_type(loop)
+    frame = native.CALL.pack(
+        ABI_VERSION, native.CALL.size, _address(tensors), _address(values), len(arrays), 7,
+        ctypes.cast(callback, ctypes.c_void_p).value, 1234, 0, 2,
+    )  # fmt: skip
+    message = ctypes.create_string_buffer(200)
+    status = native.library().dll.kvg_cpu_update_and_attend(frame, message, 200)
+    assert status == 0, message.value
+    assert counts
+    assert all(count > 1 for count in counts)
+    check(LONG, out, operands)
+
+
+def _address(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0

@@ -1,0 +1,126 @@
+"""The pool stays outside the graph: any size binds, nothing copies it, poison never surfaces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvgraph
+from kvgraph.contract.inputs import ModelInputs
+from kvgraph.errors import KernelError
+from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
+
+Compiled = Callable[..., Path]
+PROMPTS = [list(range(3, 3 + n)) for n in (1, 15, 16, 17, 40)]
+GREEDY = kvgraph.SamplingParams(max_new_tokens=20, ignore_eos=True)
+
+
+def tokens(engine: kvgraph.Engine) -> list[list[int]]:
+    return [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
+
+
+def test_one_artifact_serves_pools_of_any_size(compiled: Compiled) -> None:
+    folder = compiled("tiny-llama")
+    few, more, many = (
+        tokens(kvgraph.Engine(folder, num_pages=n, max_batch_size=8)) for n in (8, 100, 5000)
+    )
+    assert few == more == many
+
+
+@pytest.mark.parametrize("session", ["onnxruntime", "reference"])
+def test_poison_never_surfaces(compiled: Compiled, session: str) -> None:
+    """NaN in spare pages, page tails and the null page; 17 + 20 tokens cross two page edges."""
+    clean = kvgraph.Engine(compiled("gemma2"), session=session, num_pages=40)
+    poisoned = kvgraph.Engine(compiled("gemma2"), session=session, num_pages=40)
+    for buffer in poisoned.kv.get_device_buffer(0).all_buffers:
+        buffer.handle[:] = np.nan
+    assert tokens(poisoned) == tokens(clean)
+
+
+class TwoBuffers(OnnxRuntimeSession):
+    """Binds a pool's output to other memory than its input."""
+
+    def _run(self, arrays: list[Any]) -> Any:
+        bind = self._binding.bind_output
+        other = np.zeros_like(arrays[3])
+
+        class Binding:
+            bind_input = self._binding.bind_input
+
+            @staticmethod
+            def bind_output(name: str, *place: Any) -> None:
+                address = other.ctypes.data if name == "kv_blocks_out" else place[-1]
+                bind(name, *place[:-1], address)
+
+        self._binding, whole = Binding(), self._binding
+        original = self._session
+        self._session = type(
+            "Run", (), {"run_with_iobinding": lambda _, b: original.run_with_iobinding(whole)}
+        )()
+        return super()._run(arrays)
+
+
+def test_two_different_buffers_are_refused(compiled: Compiled) -> None:
+    artifact = kvgraph.load(compiled("tiny-llama"))
+    engine = kvgraph.Engine(artifact, session=TwoBuffers(artifact), num_pages=8)
+    with pytest.raises(KernelError, match=r"kv_blocks_out: expected the address of kv_blocks"):
+        engine.generate([[1, 2, 3]])
+
+
+NO_COPY = """
+import resource, sys
+import kvgraph
+engine = kvgraph.Engine(sys.argv[1], num_pages=1, cache_memory=0)
+greedy = kvgraph.SamplingParams(max_new_tokens=8)
+engine.generate([[1, 2, 3]], greedy)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+pages = (1 << 30) // engine.artifact.params().bytes_per_page
+engine = kvgraph.Engine(engine.artifact, num_pages=pages)
+engine.generate([[1, 2, 3]], greedy)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_step_copies_no_pool(compiled: Compiled) -> None:
+    """A copy of the lazily zeroed 1 GiB pool would make all of it resident."""
+    command = [sys.executable, "-c", NO_COPY, str(compiled("tiny-llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200, "MiB that became resident with a 1 GiB pool"
+
+
+COMPILE_RSS = """
+import resource, sys
+import kvgraph
+peaks = []
+for page_size in (1, 65536):
+    kvgraph.compile(sys.argv[1], f"{sys.argv[2]}/{page_size}", page_size=page_size)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(peaks[1] - peaks[0])
+"""
+
+
+def test_compile_allocates_no_kv_memory(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    """One page of 65536 tokens is 128 MiB here; the traced pool would have several."""
+    command = [sys.executable, "-c", COMPILE_RSS, str(model_folder("tiny-llama")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100, "MiB more at the peak than with pages of one token"
+
+
+def test_values_that_do_not_fit_are_refused_before_the_run(compiled: Compiled) -> None:
+    engine = kvgraph.Engine(compiled("tiny-llama"), num_pages=8)
+    context = kvgraph.TextContext("r", [1, 2, 3])
+    with engine.kv.reserve([[context]]):
+        kv = engine.kv.runtime_inputs([[context]])
+        offsets = np.array([0, 2, 3], np.int32)  # two rows, but the cache has one
+        inputs = ModelInputs(context.active_tokens, offsets, np.array([2], np.int32))
+        message = r"cache_lengths: dim 0 \(batch_size\) expected 2, got 1"
+        with pytest.raises(kvgraph.BindingError, match=message):
+            engine.session.run(inputs, kv)

@@ -1,0 +1,82 @@
+"""The floors of the house: a file imports from its own floor's package and from below, never up."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "kvgraph"
+
+FLOORS = {
+    "errors": 0,
+    "contract": 1,
+    "ops": 2,
+    "kernels": 2,
+    "kv": 2,
+    "compiler": 3,
+    "runtime": 3,
+    "cli": 4,
+    "serve": 4,
+}
+
+FRAMEWORKS = {
+    "torch",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "onnx_ir",
+    "transformers",
+    "safetensors",
+}
+FRAMEWORK_FREE = ("errors", "contract", "kv", "cli")
+"""Parts that import no framework when they are imported themselves."""
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> list[str]:
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_only_downwards(path: Path) -> None:
+    mine = part_of(path)
+    assert mine in FLOORS, f"{path.name}: a new part needs a floor"
+    for name in imports(ast.parse(path.read_text())):
+        parts = name.split(".")
+        if parts[0] == "kvgraph" and len(parts) > 1 and parts[1] in FLOORS:
+            theirs = parts[1]
+            allowed = theirs == mine or FLOORS[theirs] < FLOORS[mine]
+            assert allowed, f"{mine} (floor {FLOORS[mine]}) imports {name} (floor {FLOORS[theirs]})"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if part_of(p) in FRAMEWORK_FREE],
+    ids=lambda p: str(p.relative_to(PACKAGE)),
+)
+def test_frameworks_are_imported_inside_functions_only(path: Path) -> None:
+    top = ast.parse(path.read_text()).body
+    plain = [node for node in top if isinstance(node, ast.Import | ast.ImportFrom)]
+    found = {name.split(".")[0] for node in plain for name in imports(node)} & FRAMEWORKS
+    assert not found
+
+
+def test_compiler_and_runtime_meet_only_in_the_artifact() -> None:
+    for path in FILES:
+        names = imports(ast.parse(path.read_text()))
+        other = {"compiler": "kvgraph.runtime", "runtime": "kvgraph.compiler"}.get(part_of(path))
+        assert not other or not any(name.startswith(other) for name in names)

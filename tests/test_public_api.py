@@ -1,0 +1,97 @@
+"""The public surface: a new name, flag or environment variable is a decision."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+import kvgraph
+from kvgraph import cli
+
+ROOT = Path(__file__).parents[1]
+
+PUBLIC = [
+    "ArtifactError",
+    "BatchCharacteristics",
+    "BindingError",
+    "CapacityError",
+    "Device",
+    "DeviceError",
+    "Engine",
+    "GraphSignature",
+    "InsufficientPagesError",
+    "KVCacheInputSymbols",
+    "KVCacheInputs",
+    "KVCacheInputsSequence",
+    "KVCacheManager",
+    "KVCacheMetrics",
+    "KVCacheParams",
+    "KVCacheQuantization",
+    "KVCacheStrategy",
+    "KVGraphError",
+    "KernelError",
+    "MissingDependencyError",
+    "ModelError",
+    "ModelInputs",
+    "NullKVCacheManager",
+    "PagedCacheInputSymbols",
+    "PagedKVCacheManager",
+    "ParamsError",
+    "RaggedKVCacheInputs",
+    "RequestError",
+    "SamplingParams",
+    "Target",
+    "TensorType",
+    "TextContext",
+    "UnsupportedError",
+    "compile",
+    "load",
+    "plan_memory",
+    "virtual_devices",
+]
+
+FLAGS = {
+    "compile": "--backend --cache-dtype --dtype --force --json --output --page-size --target",
+    "generate": "--ignore-eos --json --max-new-tokens --num-pages --seed --session --temperature "
+    "--threads --top-k --top-p",
+    "inspect": "--json",
+    "verify": "--json",
+}
+
+ENVIRONMENT: set[str] = set()
+"""Environment variables that kvgraph reads."""
+
+
+def test_public_names() -> None:
+    assert kvgraph.__all__ == PUBLIC
+    assert all(getattr(kvgraph, name).__module__.startswith("kvgraph.") for name in PUBLIC)
+
+
+def test_flags() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    found = {
+        name: " ".join(sorted(o for p in command.params for o in p.opts if o.startswith("--")))
+        for name, command in commands.items()
+    }
+    assert found == FLAGS
+
+
+def test_environment_variables() -> None:
+    pattern = re.compile(r"""environ(?:\.get)?[\[(]\s*["'](\w+)|getenv\(["'](\w+)""")
+    sources = [*ROOT.glob("kvgraph/**/*.py"), *ROOT.glob("plugins/**/*.[ch]*")]
+    found = {a or b for path in sources for a, b in pattern.findall(path.read_text())}
+    assert found == ENVIRONMENT
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    code = (
+        "import sys, kvgraph; kvgraph.KVCacheParams; kvgraph.PagedKVCacheManager; "
+        "kvgraph.Engine; kvgraph.load; import kvgraph.cli; "
+        "print(sorted({'torch', 'onnx', 'onnxruntime', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
