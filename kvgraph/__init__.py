@@ -1,4 +1,4 @@
-"""kvgraph: compile language models ahead of time around a paged KV cache that stays outside the graph.
+"""kvgraph: language models compiled ahead of time around a paged KV cache outside the graph.
 
 Names are imported when they are first used, so that the deployment side never loads the
 compiler's frameworks.

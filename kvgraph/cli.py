@@ -1,4 +1,4 @@
-"""The command line: text and JSON on stdout, everything else on stderr, exit code 2 on bad input."""
+"""The command line: text and JSON on stdout, all else on stderr, exit code 2 on bad input."""
 
 from __future__ import annotations
 

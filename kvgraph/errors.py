@@ -2,15 +2,15 @@
 
     KVGraphError
     |- ParamsError (ValueError)              cache parameters that contradict each other
-    |- RequestError (ValueError)             a request used before claim, twice, or beyond its limits
+    |- RequestError (ValueError)             a request out of order, or beyond its limits
     |- BindingError (ValueError)             a runtime value that does not fit its symbol
     |- ModelError (ValueError)               a model folder that cannot be read
     |- ArtifactError (ValueError)            an artifact that is damaged or does not fit
-    |- UnsupportedError (ValueError)         a combination that no kernel, backend or frontend has
+    |- UnsupportedError (ValueError)         what no kernel, backend or frontend has
     |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
     |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
     |- KernelError (RuntimeError)            a native kernel refused its operands
-    |- DeviceError (RuntimeError)            a device that cannot do this (a virtual one asked for memory)
+    |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
     `- MissingDependencyError (ImportError)  an optional package is not installed
 
 A message is one sentence: the thing, what was expected and from where, and what came.

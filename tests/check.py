@@ -1,4 +1,4 @@
-"""`make check`: every gate, one line each with its seconds; stops with the output of what failed."""
+"""`make check`: every gate, a line each with its seconds; stops at the first that fails."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ def main() -> int:
         done = subprocess.run(
             [sys.executable, "-m", *command], cwd=root, capture_output=True, text=True
         )
-        print(
-            f"{'ok' if done.returncode == 0 else 'FAILED':6} {name}: {time.perf_counter() - start:.1f} s",
-            flush=True,
-        )
+        verdict = "FAILED" if done.returncode else "ok"
+        print(f"{verdict:6} {name}: {time.perf_counter() - start:.1f} s", flush=True)
         if done.returncode:
             print(done.stdout, done.stderr, sep="\n")
             return 1

@@ -24,7 +24,8 @@ def symbolic_batch() -> Iterator[None]:
     """
     from torch.fx.experimental import _config
 
-    with _config.patch(backed_size_oblivious=True), warnings.catch_warnings():
+    patch = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    with patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -67,7 +68,7 @@ def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
     def positional(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (forward(*inputs), *(inputs[i] for i in returned))
 
-    module.forward = positional  # type: ignore[assignment]
+    module.forward = positional
     try:
         yield
     finally:

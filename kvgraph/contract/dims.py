@@ -97,7 +97,8 @@ class TensorType:
             raise BindingError(f"{self.name}: expected dtype {self.dtype}, got {dtype}")
         if len(shape) != self.rank:
             raise BindingError(
-                f"{self.name}: expected rank {self.rank} {list(self.shape)}, got shape {list(shape)}"
+                f"{self.name}: expected rank {self.rank} {list(self.shape)}, "
+                f"got shape {list(shape)}"
             )
         for axis, (dim, extent) in enumerate(zip(self.shape, shape, strict=True)):
             symbol, _, offset = dim.partition(" + ") if isinstance(dim, str) else ("", "", "")

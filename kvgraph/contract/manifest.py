@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,7 +48,7 @@ class Binding(msgspec.Struct, frozen=True):
         return cls(symbol.name, symbol.kind, symbol.dtype, shape, str(symbol.device), alias)
 
     def symbol(self) -> TensorType:
-        kind = "buffer" if self.kind == "buffer" else "tensor"
+        kind: Literal["tensor", "buffer"] = "buffer" if self.kind == "buffer" else "tensor"
         return TensorType(self.name, self.dtype, tuple(self.dims), parse_logical(self.device), kind)
 
 
@@ -137,7 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
         version = msgspec.json.decode(text, type=_Header).schema_version
         if version != SCHEMA_VERSION:
             raise ArtifactError(
-                f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, got {version}"
+                f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
+                f"got {version}"
             )
         return msgspec.json.decode(text, type=Manifest)
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""Parameters of a KV cache: layout fields that an artifact fixes, deployment fields that it does not."""
+"""Parameters of a KV cache: layout, which an artifact fixes, and deployment, which it does not."""
 
 from __future__ import annotations
 

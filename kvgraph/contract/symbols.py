@@ -1,4 +1,4 @@
-"""Input symbols of each cache kind, and the emitters that turn typed placeholders into a framework's.
+"""Input symbols of each cache kind, and the emitters that turn them into a framework's inputs.
 
 A record holds one device's symbols. It is flat in field order under iteration, indexing and
 `len`; nothing is allocated. Frameworks are imported inside the emitter that needs them.

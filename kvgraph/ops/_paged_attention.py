@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ def gather_row(
     if kv_scales is not None:
         group = kv_blocks.shape[-1] // kv_scales.shape[-1]
         pages_PSKD = pages_PSKD * np.repeat(kv_scales[page_ids, kind, layer], group, axis=-1)
-    return pages_PSKD.reshape(-1, *pages_PSKD.shape[2:])[:length, :, :width]
+    row_SKD: Array = pages_PSKD.reshape(-1, *pages_PSKD.shape[2:])[:length, :, :width]
+    return row_SKD
 
 
 def visible(queries: int, keys: int, *, causal: bool, window: int) -> npt.NDArray[np.bool_]:
@@ -59,16 +61,14 @@ def paged_attention(
     page_size, kv_heads, head_dim = kv_blocks.shape[3:]
     v_dim = v_head_dim or head_dim
     out_TNE = np.zeros((*q_TND.shape[:2], v_dim), np.float32)
-    for row, (begin, end) in enumerate(
-        zip(input_row_offsets[:-1], input_row_offsets[1:], strict=True)
-    ):
+    for row, (begin, end) in enumerate(pairwise(input_row_offsets)):
         new = int(end - begin)
         if new == 0:
             continue
         length = int(cache_lengths[row]) + new
         ids = lookup_table[row, : -(-length // page_size)]
         mask_TS = visible(new, length, causal=bool(causal), window=window)
-        seen = mask_TS.any(0)[:, None, None]
+        seen = np.any(mask_TS, axis=0).reshape(-1, 1, 1)
         k_SKD = gather_row(kv_blocks, kv_scales, 0, layer, ids, length, head_dim)
         v_SKE = gather_row(kv_blocks, kv_scales, 1, layer, ids, length, v_dim)
         k_SKD, v_SKE = np.where(seen, k_SKD, 0), np.where(seen, v_SKE, 0)

@@ -92,7 +92,7 @@ def update_and_attend(
 
 UPDATE_AND_ATTEND = spec.OpSpec(
     name="update_and_attend",
-    doc="Rotate q and k where cos_sin is given, store k and v, then attend: one layer's cache work.",
+    doc="One layer's cache work: rotate q and k (if cos_sin is given), store k and v, attend.",
     inputs=(
         spec.Q,
         spec.KV_BLOCKS,

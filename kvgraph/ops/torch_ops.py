@@ -15,9 +15,9 @@ import torch
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
-from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
 from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
+from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -50,7 +50,7 @@ def schema(spec: OpSpec, *, functional: bool = False) -> str:
     return f"{name}({', '.join(inputs)}, *, {', '.join(attributes)}) -> {result}"
 
 
-def _operand(tensor: torch.Tensor | None) -> native.Operand | None:
+def _operand(tensor: torch.Tensor | None) -> native.NativeOperand:
     if tensor is None:
         return None
     return tensor.data_ptr(), DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)

@@ -3,149 +3,21 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
-#include "cpu/dtype.h"
+#include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "cpu/vector.h"
 
 namespace kvg {
 namespace {
 
-constexpr int64_t kKeys = 32;            // of a tile: K and V of it stay in the first-level cache
 constexpr int64_t kQueryRows = 64;       // M that a tile of new tokens aims at
 constexpr int64_t kPartKeys = 1024;      // a long context is split among tasks from here on
 constexpr int64_t kMaxParts = 16;
 constexpr int64_t kStateFloats = 32768;  // of one task: Q and output rows that stay in cache
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kFewRows = 8;          // up to here K and V are converted as they are read
 constexpr float kLog2e = 1.442695041f;
-
-// ---- scores and weighted sums of a tile -------------------------------------------------------
-
-// s[m][j] = q[m] . k[j] for Rows x Keys of them: one pass over D with all sums in registers.
-template <int Rows, int Keys>
-void dot_block(const float* q_MD, const float* const* k_J, float* s_MJ, int64_t width) {
-  Vector sums[Rows][Keys] = {};
-  int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) {
-    Vector k[Keys];
-    for (int j = 0; j < Keys; ++j) k[j] = load(k_J[j] + d);
-    for (int m = 0; m < Rows; ++m) {
-      const Vector q = load(q_MD + m * width + d);
-      for (int j = 0; j < Keys; ++j) sums[m][j] += q * k[j];
-    }
-  }
-  for (int m = 0; m < Rows; ++m)
-    for (int j = 0; j < Keys; ++j) {
-      float total = sum(sums[m][j]);
-      for (int64_t i = d; i < width; ++i) total += q_MD[m * width + i] * k_J[j][i];
-      s_MJ[m * kKeys + j] = total;
-    }
-}
-
-template <int Rows>
-void dot_rows(const float* q_MD, const float* const* k_J, float* s_MJ, int64_t width,
-              int64_t keys) {
-  int64_t j = 0;
-  for (; j + 2 <= keys; j += 2) dot_block<Rows, 2>(q_MD, k_J + j, s_MJ + j, width);
-  if (j < keys) dot_block<Rows, 1>(q_MD, k_J + j, s_MJ + j, width);
-}
-
-void dot_tile(const float* q_MD, const float* const* k_J, float* s_MJ, int64_t rows, int64_t width,
-              int64_t keys) {
-  int64_t m = 0;
-  for (; m + 4 <= rows; m += 4)
-    dot_rows<4>(q_MD + m * width, k_J, s_MJ + m * kKeys, width, keys);
-  for (; m < rows; ++m) dot_rows<1>(q_MD + m * width, k_J, s_MJ + m * kKeys, width, keys);
-}
-
-// out[m] += sum over j of p[m][j] v[j], Rows x Keys at a time.
-template <int Rows, int Keys>
-void add_block(const float* p_MJ, const float* const* v_J, float* out_ME, int64_t width) {
-  float p[Rows][Keys];
-  for (int m = 0; m < Rows; ++m)
-    for (int j = 0; j < Keys; ++j) p[m][j] = p_MJ[m * kKeys + j];
-  int64_t e = 0;
-  for (; e + kLanes <= width; e += kLanes) {
-    Vector v[Keys];
-    for (int j = 0; j < Keys; ++j) v[j] = load(v_J[j] + e);
-    for (int m = 0; m < Rows; ++m) {
-      Vector out = load(out_ME + m * width + e);
-      for (int j = 0; j < Keys; ++j) out += p[m][j] * v[j];
-      save(out_ME + m * width + e, out);
-    }
-  }
-  for (; e < width; ++e)
-    for (int m = 0; m < Rows; ++m)
-      for (int j = 0; j < Keys; ++j) out_ME[m * width + e] += p[m][j] * v_J[j][e];
-}
-
-template <int Rows>
-void add_rows(const float* p_MJ, const float* const* v_J, float* out_ME, int64_t width,
-              int64_t keys) {
-  int64_t j = 0;
-  for (; j + 4 <= keys; j += 4) add_block<Rows, 4>(p_MJ + j, v_J + j, out_ME, width);
-  for (; j < keys; ++j) add_block<Rows, 1>(p_MJ + j, v_J + j, out_ME, width);
-}
-
-void add_tile(const float* p_MJ, const float* const* v_J, float* out_ME, int64_t rows,
-              int64_t width, int64_t keys) {
-  int64_t m = 0;
-  for (; m + 2 <= rows; m += 2)
-    add_rows<2>(p_MJ + m * kKeys, v_J, out_ME + m * width, width, keys);
-  if (m < rows) add_rows<1>(p_MJ + m * kKeys, v_J, out_ME + m * width, width, keys);
-}
-
-// ---- softmax ----------------------------------------------------------------------------------
-
-// Running softmax of one query row: the largest score so far, and the sum of weights relative to it.
-struct Softmax {
-  float top = -kInfinity, sum = 0;
-
-  // What weights relative to the old top are worth when `other` may be the new one.
-  float raise(float other) {
-    const float before = top;
-    top = other > top ? other : top;
-    const float kept = top == -kInfinity ? 1.0f : exp2_of_negative(before - top);
-    sum *= kept;
-    return kept;
-  }
-};
-
-void scale_row(float* x, float factor, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
-}
-
-// softcap * tanh(s / softcap), where s comes divided by softcap.
-void cap_row(float* s, float softcap, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) s[i] = softcap * tanh_of(s[i]);
-}
-
-// Turns the scores of keys [begin, end) of a tile into weights and all others into 0, whatever
-// they hold, and scales the row's output so far to the new top.
-void weigh_row(float* s_J, int64_t begin, int64_t end, int64_t keys, Softmax& state, float* out_E,
-               int64_t width) {
-  float top = -kInfinity;
-#pragma omp simd reduction(max : top)
-  for (int64_t j = begin; j < end; ++j) top = s_J[j] > top ? s_J[j] : top;
-  const float kept = state.raise(top);
-  if (kept != 1.0f) scale_row(out_E, kept, width);
-  const float base = state.top == -kInfinity ? 0.0f : state.top;
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t j = begin; j < end; ++j) {
-    s_J[j] = exp2_of_negative(s_J[j] - base);
-    sum += s_J[j];
-  }
-  state.sum += sum;
-  std::fill(s_J, s_J + begin, 0.0f);
-  std::fill(s_J + end, s_J + keys, 0.0f);
-}
 
 // ---- tasks ------------------------------------------------------------------------------------
 
@@ -216,6 +88,11 @@ Plan plan(const Attention& job) {
   return p;
 }
 
+// In units of log2(e); -infinity: none.
+float sink_of(const Attention& job, int64_t query_head) {
+  return job.sinks ? job.sinks[query_head] * kLog2e : -kInfinity;
+}
+
 // One task: a tile of queries of some kv heads, over the keys of its part.
 class Worker {
  public:
@@ -237,7 +114,7 @@ class Worker {
     static thread_local std::vector<float> floats;
     static thread_local std::vector<Softmax> softmax;
     if (floats.size() < static_cast<size_t>(needed)) floats.resize(static_cast<size_t>(needed));
-    softmax.assign(static_cast<size_t>(state), Softmax{});
+    softmax.assign(static_cast<size_t>(state), Softmax{-kInfinity, 0});
     q_ = floats.data();
     out_ = q_ + state * D_;
     scores_ = out_ + state * E_;
@@ -290,7 +167,7 @@ class Worker {
           type.from_float(q, rounded.data(), width);
           type.to_float(rounded.data(), q, width);
         }
-        scale_row(q, scale, D_);
+        kernels_.scale(q, scale, D_);
       }
   }
 
@@ -314,16 +191,17 @@ class Worker {
 
   // Every head of the task over one tile; each read asks memory for what the next one reads.
   void attend_tile(const KeyTile& tile, const KeyTile& next) {
-    const float* rows[kKeys];
+    const void* rows[kKeys];
     for (int64_t head = first_head_; head < last_head_; ++head) {
-      read(tile, 0, head, D_, rows);
+      const float* q = q_ + state_of(head) * D_;
+      int32_t type = read(tile, 0, head, D_, rows);
       prefetch(tile, 1, head, E_);
-      dot_tile(q_ + state_of(head) * D_, rows, scores_, rows_, D_, tile.keys);
+      kernels_.dot(q, rows, type, scores_, rows_, D_, tile.keys);
       weigh(head, tile.first, tile.keys);
-      read(tile, 1, head, E_, rows);
+      type = read(tile, 1, head, E_, rows);
       const bool last = head + 1 == last_head_;
       prefetch(last ? next : tile, 0, last ? first_head_ : head + 1, D_);
-      add_tile(scores_, rows, out_ + state_of(head) * E_, rows_, E_, tile.keys);
+      kernels_.add(scores_, rows, type, out_ + state_of(head) * E_, rows_, E_, tile.keys);
     }
   }
 
@@ -337,40 +215,40 @@ class Worker {
     }
   }
 
-  // Points `rows` at `width` floats of each key: in the pool itself where it holds float32.
-  void read(const KeyTile& tile, int kind, int64_t head, int64_t width, const float** rows) {
+  // Points `rows` at `width` elements of each key, and returns their dtype: in the pool itself, or
+  // converted where the kernels do not read its dtype or many query rows share the conversion.
+  int32_t read(const KeyTile& tile, int kind, int64_t head, int64_t width, const void** rows) {
     const Pool& pool = job_.pool;
     const Dtype& type = dtype(pool.dtype);
+    const bool in_place = reads_as_stored(pool.dtype) &&
+                          (pool.dtype == KVG_FLOAT32 || rows_ <= kFewRows);
     for (int64_t j = 0; j < tile.keys; ++j) {
       const int64_t slot = tile.slots[kind][j] + head * D_;
       const char* from = pool.data + slot * static_cast<int64_t>(type.size);
-      if (pool.dtype == KVG_FLOAT32) {
-        rows[j] = reinterpret_cast<const float*>(from);
-        continue;
-      }
       float* to = converted_ + j * width;
+      rows[j] = in_place ? static_cast<const void*>(from) : to;
+      if (in_place) continue;
       type.to_float(from, to, static_cast<size_t>(width));
       if (pool.scales) dequantize(to, slot, width);
-      rows[j] = to;
     }
+    return in_place ? pool.dtype : KVG_FLOAT32;
   }
 
   void dequantize(float* x, int64_t slot, int64_t width) const {
     const int64_t group = D_ / job_.pool.scales_per_head;
     const float* scales = job_.pool.scales + slot / group;
     for (int64_t begin = 0; begin < width; begin += group)
-      scale_row(x + begin, *scales++, group);
+      kernels_.scale(x + begin, *scales++, group);
   }
 
   void weigh(int64_t head, int64_t first, int64_t keys) {
     for (int64_t row = 0; row < rows_; ++row) {
-      float* s = scores_ + row * kKeys;
-      if (job_.softcap) cap_row(s, job_.softcap * kLog2e, keys);
       const Keys seen = keys_of(job_, tile_.row, position(tile_.begin + row / group_));
       const int64_t begin = std::clamp<int64_t>(seen.first - first, 0, keys);
       const int64_t end = std::clamp<int64_t>(seen.last - first, begin, keys);
       const int64_t state = state_of(head) + row;
-      weigh_row(s, begin, end, keys, softmax_[state], out_ + state * E_, E_);
+      kernels_.weigh(scores_ + row * kKeys, begin, end, keys, job_.softcap * kLog2e,
+                     &softmax_[state], out_ + state * E_, E_);
     }
   }
 
@@ -380,7 +258,7 @@ class Worker {
       const int64_t query_head = head * group_ + row % group_;
       const int64_t state = state_of(head) + row;
       float* out = out_ + state * E_;
-      normalize(job_, query_head, softmax_[state], out);
+      kernels_.finish(softmax_[state], sink_of(job_, query_head), out, E_);
       const int64_t to = element(tile_.begin + row / group_, query_head, E_);
       type.from_float(out, job_.out + to * static_cast<int64_t>(type.size),
                       static_cast<size_t>(E_));
@@ -396,19 +274,7 @@ class Worker {
     }
   }
 
- public:
-  // Divides by the sum of weights, to which a sink adds a logit that carries no value.
-  static void normalize(const Attention& job, int64_t query_head, Softmax state, float* out_E) {
-    float kept = 1.0f;
-    if (job.sinks && job.sinks[query_head] != -kInfinity) {
-      const float sink = job.sinks[query_head] * kLog2e;
-      kept = state.raise(sink);
-      state.sum += exp2_of_negative(sink - state.top);
-    }
-    scale_row(out_E, kept / state.sum, job.v_head_dim);
-  }
-
- private:
+  const Kernels& kernels_ = kernels();
   const Attention& job_;
   Partial& partial_;
   const Tile& tile_;
@@ -424,20 +290,13 @@ void merge(const Attention& job, Partial& partial, const Tile& tile, int64_t hea
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t index = tile.partial + head * rows + row;
     float* out = partial.at(index) + 2;
-    Softmax state;
-    state.top = partial.at(index)[0], state.sum = partial.at(index)[1];
+    Softmax state{partial.at(index)[0], partial.at(index)[1]};
     for (int64_t part = 1; part < tile.parts; ++part) {
       const float* other = partial.at(index + part * rows * job.pool.kv_heads);
-      if (other[0] == -kInfinity && other[1] == 0) continue;  // saw no key
-      const float kept = state.raise(other[0]);
-      const float weight = exp2_of_negative(other[0] - state.top);
-      state.sum += weight * other[1];
-#pragma omp simd
-      for (int64_t e = 0; e < job.v_head_dim; ++e)
-        out[e] = out[e] * kept + other[2 + e] * weight;
+      kernels().join(&state, out, {other[0], other[1]}, other + 2, job.v_head_dim);
     }
     const int64_t query_head = head * group + row % group;
-    Worker::normalize(job, query_head, state, out);
+    kernels().finish(state, sink_of(job, query_head), out, job.v_head_dim);
     const int64_t token = job.rows.begin(tile.row) + tile.begin + row / group;
     const int64_t to = (token * job.heads + query_head) * job.v_head_dim;
     type.from_float(out, job.out + to * static_cast<int64_t>(type.size),

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "cpu/dtype.h"
+#include "cpu/kernels.h"
 
 namespace kvg {
 

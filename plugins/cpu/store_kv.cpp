@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/dtype.h"
+#include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace kvg {

@@ -1,11 +1,23 @@
 // float32 vectors in the compiler's own extension, and the functions that attention needs of them.
-// Written for GCC and Clang on any processor; a width that the machine lacks is split by them.
+// Written for GCC and Clang on any processor. Compiled once per instruction set (kernels.cpp).
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-namespace kvg {
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/element.h"
+
+#if defined(__clang__)
+#define KVG_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define KVG_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace kvg::KVG_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -13,34 +25,60 @@ constexpr int kLanes = 16;
 constexpr int kLanes = 8;
 #endif
 
-using Vector = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Vector = float __attribute__((vector_size(kLanes * 4)));
+using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
 
-inline Vector load(const float* from) {
+inline void save(float* to, Vector v) { std::memcpy(to, &v, sizeof v); }
+
+// kLanes consecutive elements as float32.
+inline Vector load(Float32, const float* from) {
   Vector v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
 
-inline void save(float* to, Vector v) { std::memcpy(to, &v, sizeof v); }
+inline Vector load(BFloat16, const uint16_t* from) {
+  Halves stored;
+  std::memcpy(&stored, from, sizeof stored);
+  const Words bits = __builtin_convertvector(stored, Words) << 16;
+  Vector v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+inline Vector load(Float16, const uint16_t* from) {
+  Vector v;
+#if defined(__AVX512F__)
+  const auto* row = reinterpret_cast<const __m256i*>(from);
+  const __m512 x = _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(row));
+  std::memcpy(&v, &x, sizeof v);
+#elif defined(__F16C__)
+  const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  std::memcpy(&v, &x, sizeof v);
+#else
+  for (int i = 0; i < kLanes; ++i) v[i] = Float16::decode(from[i]);
+#endif
+  return v;
+}
 
 inline float sum(Vector v) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &v, sizeof v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
-}
-
-inline float bits_as_float(uint32_t u) {
-  float x;
-  std::memcpy(&x, &u, sizeof x);
-  return x;
-}
-
-inline uint32_t float_as_bits(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, sizeof u);
-  return u;
+  // Each step adds the lanes that are `kLanes / 2, / 4, ...` away.
+  using Index = int32_t __attribute__((vector_size(kLanes * 4)));
+  KVG_UNROLL
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    Index away = {};
+    KVG_UNROLL
+    for (int i = 0; i < kLanes; ++i) away[i] = (i + width) % kLanes;
+#if defined(__clang__)
+    Vector moved;
+    for (int i = 0; i < kLanes; ++i) moved[i] = v[away[i]];
+    v += moved;
+#else
+    v += __builtin_shuffle(v, away);
+#endif
+  }
+  return v[0];
 }
 
 // 2^x for x <= 0, to 2e-7 relative; below 2^-126: 0. NaN stays NaN. The polynomial is a minimax fit
@@ -57,13 +95,13 @@ inline float exp2_of_negative(float x) {
   p = p * f + 2.402264689e-1f;
   p = p * f + 6.931472057e-1f;
   p = p * f + 1.000000001f;
-  const float power = bits_as_float((float_as_bits(shifted) - float_as_bits(kRound) + 127u) << 23);
+  const float power = float_of((bits_of(shifted) - bits_of(kRound) + 127u) << 23);
   return x < -126.0f ? 0.0f : p * power;
 }
 
 // tanh to 3e-7 relative. Near 0 a minimax fit of (tanh(x)/x - 1)/x^2 on [0, 0.625], else by 2^x.
 inline float tanh_of(float x) {
-  const float a = bits_as_float(float_as_bits(x) & 0x7fffffffu), z = x * x;
+  const float a = float_of(bits_of(x) & 0x7fffffffu), z = x * x;
   float p = 2.298670577e-3f;
   p = p * z - 8.349717959e-3f;
   p = p * z + 2.177088286e-2f;
@@ -73,8 +111,8 @@ inline float tanh_of(float x) {
   const float near = x + x * (z * p);
   const float e = exp2_of_negative(-2.885390082f * a);  // exp(-2 |x|)
   const float far = (1.0f - e) / (1.0f + e);
-  const float signed_far = bits_as_float(float_as_bits(far) | (float_as_bits(x) & 0x80000000u));
+  const float signed_far = float_of(bits_of(far) | (bits_of(x) & 0x80000000u));
   return a < 0.625f ? near : signed_far;
 }
 
-}  // namespace kvg
+}  // namespace kvg::KVG_ISA

@@ -67,7 +67,7 @@ def snapshot(manager: PagedKVCacheManager) -> Any:
         "claimed": {rid: _row(row) for rid, row in manager._claimed.items()},
         "replicas": [
             (
-                list(replica._free_rows),
+                list(replica.free_rows),
                 replica.read_metrics(),
                 [
                     (

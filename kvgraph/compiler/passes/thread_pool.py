@@ -29,7 +29,7 @@ def thread_pool(graph: Graph) -> PassReport:
         elif node.op == "output":
             results = node.args[0]
             assert isinstance(results, list | tuple)
-            node.args = (tuple(current.get(r, r) for r in results),)  # type: ignore[arg-type]
+            node.args = (tuple(current.get(r, r) for r in results),)
     return report
 
 

@@ -68,13 +68,16 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
     results = program.graph.output_node().args[0]
     assert isinstance(results, tuple)
     for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
-        spec.arg = TensorArgument(name=node.name)  # type: ignore[union-attr]
+        spec.arg = TensorArgument(name=node.name)
     program.graph_module.recompile()
-    table = torch.export.default_decompositions()
-    for op in [op for op in table if op.name().partition(".")[0] in KEPT_WHOLE]:  # type: ignore[attr-defined]
-        table.pop(op)
+    decompositions = {
+        op: rule
+        for op, rule in torch.export.default_decompositions().items()
+        if op.name().partition(".")[0] not in KEPT_WHOLE
+    }
     with symbolic_batch():
-        return program.run_decompositions(table)
+        lowered: ExportedProgram = program.run_decompositions(decompositions)
+    return lowered
 
 
 def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
@@ -182,7 +185,7 @@ def _save(model: ir.Model, folder: Path) -> None:
             offsets[name],
             tensor.nbytes,
             tensor.dtype,
-            shape=tensor.shape,
+            shape=tensor.shape,  # type: ignore[arg-type]
             name=name,
             base_dir=folder,
         )

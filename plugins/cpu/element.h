@@ -1,19 +1,20 @@
-#include "cpu/dtype.h"
+// One element of every stored dtype to and from float32; rounding is to nearest, ties to even.
+// Compiled once per instruction set (kernels.cpp). Branch-free, so that loops over it vectorise.
+#pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-namespace kvg {
-namespace {
+namespace kvg::KVG_ISA {
 
-uint32_t bits_of(float x) {
+inline uint32_t bits_of(float x) {
   uint32_t u;
   std::memcpy(&u, &x, sizeof u);
   return u;
 }
 
-float float_of(uint32_t u) {
+inline float float_of(uint32_t u) {
   float x;
   std::memcpy(&x, &u, sizeof x);
   return x;
@@ -21,25 +22,27 @@ float float_of(uint32_t u) {
 
 constexpr uint32_t kFloatInf = 0x7f800000u, kFloatNaN = 0x7fc00000u;
 
-float power_of_two(int exponent) { return float_of(static_cast<uint32_t>(exponent + 127) << 23); }
+inline float power_of_two(int exponent) {
+  return float_of(static_cast<uint32_t>(exponent + 127) << 23);
+}
 
-// A float of Mantissa stored mantissa bits and exponent bias Bias, in Word. HasInf: the largest
+// A float of Mantissa stored mantissa bits and exponent bias Bias, in a Word. HasInf: the largest
 // exponent holds infinities and NaN (float16); otherwise only the largest magnitude is NaN, and
-// there is no infinity (float8_e4m3fn). Branch-free, so that loops over it vectorise.
-template <class Word, int Mantissa, int Bias, bool HasInf>
+// there is no infinity (float8_e4m3fn).
+template <class W, int Mantissa, int Bias, bool HasInf>
 struct Small {
+  using Word = W;
   static constexpr int kShift = 23 - Mantissa;
   static constexpr uint32_t kSign = 1u << (8 * sizeof(Word) - 1);
   static constexpr uint32_t kMagnitude = kSign - 1;
   // First magnitude that no finite number has.
-  static constexpr uint32_t kSpecial =
-      HasInf ? kMagnitude - ((1u << Mantissa) - 1) : kMagnitude;
+  static constexpr uint32_t kSpecial = HasInf ? kMagnitude - ((1u << Mantissa) - 1) : kMagnitude;
 
   static float decode(Word stored) {
     const uint32_t magnitude = stored & kMagnitude;
     const uint32_t normal = (magnitude << kShift) + (static_cast<uint32_t>(127 - Bias) << 23);
-    const float tiny = static_cast<float>(static_cast<int32_t>(magnitude)) *
-                       power_of_two(1 - Bias - Mantissa);
+    const float tiny =
+        static_cast<float>(static_cast<int32_t>(magnitude)) * power_of_two(1 - Bias - Mantissa);
     uint32_t u = magnitude < (1u << Mantissa) ? bits_of(tiny) : normal;
     u = magnitude >= kSpecial ? (HasInf ? kFloatInf | (magnitude << kShift) : kFloatNaN) : u;
     return float_of(u | (static_cast<uint32_t>(stored & kSign) << (32 - 8 * sizeof(Word))));
@@ -60,18 +63,13 @@ struct Small {
   }
 };
 
+using Float16 = Small<uint16_t, 10, 15, true>;
+using Float8 = Small<uint8_t, 3, 7, false>;
+
 struct Float32 {
   using Word = float;
   static float decode(float x) { return x; }
   static float encode(float x) { return x; }
-};
-
-struct Float16 : Small<uint16_t, 10, 15, true> {
-  using Word = uint16_t;
-};
-
-struct Float8 : Small<uint8_t, 3, 7, false> {
-  using Word = uint8_t;
 };
 
 struct BFloat16 {
@@ -94,43 +92,4 @@ struct Int8 {
   }
 };
 
-template <class D>
-void to_float(const void* from, float* to, size_t count) {
-  const auto* in = static_cast<const typename D::Word*>(from);
-#pragma omp simd
-  for (size_t i = 0; i < count; ++i) to[i] = D::decode(in[i]);
-}
-
-template <class D>
-void from_float(const float* from, void* to, size_t count) {
-  auto* out = static_cast<typename D::Word*>(to);
-#pragma omp simd
-  for (size_t i = 0; i < count; ++i) out[i] = D::encode(from[i]);
-}
-
-template <class D>
-constexpr Dtype row() {
-  return {sizeof(typename D::Word), to_float<D>, from_float<D>};
-}
-
-}  // namespace
-
-const Dtype& dtype(int32_t code) {
-  static constexpr Dtype kFloat32 = row<Float32>(), kFloat16 = row<Float16>(),
-                         kBFloat16 = row<BFloat16>(), kInt8 = row<Int8>(), kFloat8 = row<Float8>(),
-                         kInt32 = {4, nullptr, nullptr};
-  switch (code) {
-    case KVG_FLOAT32: return kFloat32;
-    case KVG_FLOAT16: return kFloat16;
-    case KVG_BFLOAT16: return kBFloat16;
-    case KVG_INT8: return kInt8;
-    case KVG_FLOAT8_E4M3FN: return kFloat8;
-    default: return kInt32;
-  }
-}
-
-float quantized_max(int32_t code) {
-  return code == KVG_INT8 ? 127.0f : code == KVG_FLOAT8_E4M3FN ? 448.0f : 0.0f;
-}
-
-}  // namespace kvg
+}  // namespace kvg::KVG_ISA

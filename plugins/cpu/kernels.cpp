@@ -1,0 +1,233 @@
+// Compiled once per instruction set, with KVG_ISA naming it. Nothing but plain loops and headers of
+// that namespace in here: a template of the standard library instantiated with wide instructions
+// could be the copy that the linker keeps for everyone.
+#include "cpu/kernels.h"
+
+#include <cstring>
+
+#include "cpu/vector.h"
+
+namespace kvg::KVG_ISA {
+namespace {
+
+// ---- scores and weighted sums of a tile -------------------------------------------------------
+
+template <class Element>
+using Pointer = const typename Element::Word*;
+
+// Rows x Keys dot products: one pass over the width with all sums in registers.
+template <class Element, int Rows, int Keys>
+void dot_block(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t width) {
+  Vector sums[Rows][Keys] = {};
+  Pointer<Element> keys[Keys];
+  KVG_UNROLL
+  for (int j = 0; j < Keys; ++j) keys[j] = static_cast<Pointer<Element>>(key_J[j]);
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) {
+    Vector k[Keys];
+    KVG_UNROLL
+    for (int j = 0; j < Keys; ++j) k[j] = load(Element{}, keys[j] + d);
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) {
+      const Vector q = load(Float32{}, q_MD + m * width + d);
+      KVG_UNROLL
+      for (int j = 0; j < Keys; ++j) sums[m][j] += q * k[j];
+    }
+  }
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int j = 0; j < Keys; ++j) s_MJ[m * kKeys + j] = sum(sums[m][j]);
+  }
+  for (; d < width; ++d)
+    for (int m = 0; m < Rows; ++m)
+      for (int j = 0; j < Keys; ++j)
+        s_MJ[m * kKeys + j] += q_MD[m * width + d] * Element::decode(keys[j][d]);
+}
+
+template <class Element, int Rows, int Keys>
+void dot_rows(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t width,
+              int64_t keys) {
+  int64_t j = 0;
+  for (; j + Keys <= keys; j += Keys)
+    dot_block<Element, Rows, Keys>(q_MD, key_J + j, s_MJ + j, width);
+  for (; j < keys; ++j) dot_block<Element, Rows, 1>(q_MD, key_J + j, s_MJ + j, width);
+}
+
+template <class Element>
+void dot_of(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t rows, int64_t width,
+            int64_t keys) {
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4)
+    dot_rows<Element, 4, 2>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
+  for (; m < rows; ++m)
+    dot_rows<Element, 1, 8>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
+}
+
+void dot(const float* q_MD, const void* const* key_J, int32_t dtype, float* s_MJ, int64_t rows,
+         int64_t width, int64_t keys) {
+  if (dtype == KVG_FLOAT32) return dot_of<Float32>(q_MD, key_J, s_MJ, rows, width, keys);
+  if (dtype == KVG_BFLOAT16) return dot_of<BFloat16>(q_MD, key_J, s_MJ, rows, width, keys);
+  dot_of<Float16>(q_MD, key_J, s_MJ, rows, width, keys);
+}
+
+// Rows x Keys weighted rows at a time, added to the output.
+template <class Element, int Rows, int Keys>
+void add_block(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t width) {
+  float p[Rows][Keys];
+  Pointer<Element> values[Keys];
+  KVG_UNROLL
+  for (int j = 0; j < Keys; ++j) values[j] = static_cast<Pointer<Element>>(value_J[j]);
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int j = 0; j < Keys; ++j) p[m][j] = p_MJ[m * kKeys + j];
+  }
+  int64_t e = 0;
+  for (; e + kLanes <= width; e += kLanes) {
+    Vector v[Keys];
+    KVG_UNROLL
+    for (int j = 0; j < Keys; ++j) v[j] = load(Element{}, values[j] + e);
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) {
+      Vector out = load(Float32{}, out_ME + m * width + e);
+      KVG_UNROLL
+      for (int j = 0; j < Keys; ++j) out += p[m][j] * v[j];
+      save(out_ME + m * width + e, out);
+    }
+  }
+  for (; e < width; ++e)
+    for (int m = 0; m < Rows; ++m)
+      for (int j = 0; j < Keys; ++j) out_ME[m * width + e] += p[m][j] * Element::decode(values[j][e]);
+}
+
+template <class Element, int Rows, int Keys>
+void add_rows(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t width,
+              int64_t keys) {
+  int64_t j = 0;
+  for (; j + Keys <= keys; j += Keys)
+    add_block<Element, Rows, Keys>(p_MJ + j, value_J + j, out_ME, width);
+  for (; j < keys; ++j) add_block<Element, Rows, 1>(p_MJ + j, value_J + j, out_ME, width);
+}
+
+template <class Element>
+void add_of(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t rows,
+            int64_t width, int64_t keys) {
+  int64_t m = 0;
+#if defined(__AVX512F__)  // 32 registers
+  for (; m + 4 <= rows; m += 4)
+    add_rows<Element, 4, 4>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
+#endif
+  for (; m + 2 <= rows; m += 2)
+    add_rows<Element, 2, 4>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
+  if (m < rows)
+    add_rows<Element, 1, 8>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
+}
+
+void add(const float* p_MJ, const void* const* value_J, int32_t dtype, float* out_ME, int64_t rows,
+         int64_t width, int64_t keys) {
+  if (dtype == KVG_FLOAT32) return add_of<Float32>(p_MJ, value_J, out_ME, rows, width, keys);
+  if (dtype == KVG_BFLOAT16) return add_of<BFloat16>(p_MJ, value_J, out_ME, rows, width, keys);
+  add_of<Float16>(p_MJ, value_J, out_ME, rows, width, keys);
+}
+
+// ---- softmax ----------------------------------------------------------------------------------
+
+void scale(float* x, float factor, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
+// Makes `other` the top if it is larger: what weights relative to the old top are worth now.
+float raise(Softmax* state, float other) {
+  const float before = state->top;
+  state->top = other > before ? other : before;
+  const float kept = state->top == -kInfinity ? 1.0f : exp2_of_negative(before - state->top);
+  state->sum *= kept;
+  return kept;
+}
+
+void weigh(float* s_J, int64_t begin, int64_t end, int64_t keys, float softcap, Softmax* state,
+           float* out_E, int64_t width) {
+  if (softcap > 0) {
+#pragma omp simd
+    for (int64_t j = begin; j < end; ++j) s_J[j] = softcap * tanh_of(s_J[j]);
+  }
+  float top = -kInfinity;
+#pragma omp simd reduction(max : top)
+  for (int64_t j = begin; j < end; ++j) top = s_J[j] > top ? s_J[j] : top;
+  const float kept = raise(state, top);
+  if (kept != 1.0f) scale(out_E, kept, width);
+  const float base = state->top == -kInfinity ? 0.0f : state->top;
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t j = begin; j < end; ++j) {
+    s_J[j] = exp2_of_negative(s_J[j] - base);
+    total += s_J[j];
+  }
+  state->sum += total;
+  for (int64_t j = 0; j < begin; ++j) s_J[j] = 0;
+  for (int64_t j = end; j < keys; ++j) s_J[j] = 0;
+}
+
+void join(Softmax* state, float* out_E, Softmax other, const float* other_E, int64_t width) {
+  if (other.top == -kInfinity && other.sum == 0) return;  // saw no key
+  const float kept = raise(state, other.top);
+  const float weight = exp2_of_negative(other.top - state->top);
+  state->sum += weight * other.sum;
+#pragma omp simd
+  for (int64_t e = 0; e < width; ++e) out_E[e] = out_E[e] * kept + other_E[e] * weight;
+}
+
+void finish(Softmax state, float sink, float* out_E, int64_t width) {
+  float kept = 1.0f;
+  if (sink != -kInfinity) {
+    kept = raise(&state, sink);
+    state.sum += exp2_of_negative(sink - state.top);
+  }
+  scale(out_E, kept / state.sum, width);
+}
+
+// ---- dtypes -----------------------------------------------------------------------------------
+
+template <class Element>
+void to_float(const void* from, float* to, size_t count) {
+  const auto* in = static_cast<Pointer<Element>>(from);
+#pragma omp simd
+  for (size_t i = 0; i < count; ++i) to[i] = Element::decode(in[i]);
+}
+
+#if defined(__F16C__)
+template <>
+void to_float<Float16>(const void* from, float* to, size_t count) {
+  const auto* in = static_cast<const uint16_t*>(from);
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) save(to + i, load(Float16{}, in + i));
+  for (; i < count; ++i) to[i] = Float16::decode(in[i]);
+}
+#endif
+
+template <class Element>
+void from_float(const float* from, void* to, size_t count) {
+  auto* out = static_cast<typename Element::Word*>(to);
+#pragma omp simd
+  for (size_t i = 0; i < count; ++i) out[i] = Element::encode(from[i]);
+}
+
+template <class Element>
+constexpr Dtype row() {
+  return {sizeof(typename Element::Word), to_float<Element>, from_float<Element>};
+}
+
+#define KVG_STRING_(x) #x
+#define KVG_STRING(x) KVG_STRING_(x)
+
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = {
+    KVG_STRING(KVG_ISA),
+    {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
+    dot, add, weigh, join, finish, scale};
+
+}  // namespace kvg::KVG_ISA

@@ -1,0 +1,65 @@
+// The inner loops of the CPU kernels, compiled once per instruction set and chosen at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "kvgraph/contract.h"
+
+namespace kvg {
+
+constexpr int64_t kKeys = 32;  // of a tile: K and V of it stay in the first-level cache
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Rows of one stored dtype.
+struct Dtype {
+  size_t size;  // bytes of one element
+  void (*to_float)(const void* from, float* to, size_t count);
+  void (*from_float)(const float* from, void* to, size_t count);
+};
+
+// Running softmax of one query row: the largest score so far (in units of log2(e)), and the sum of
+// weights relative to it.
+struct Softmax {
+  float top, sum;
+};
+
+// Legend: M query rows, D and E row widths, J keys of a tile (rows of kKeys in scores).
+struct Kernels {
+  const char* name;
+  Dtype dtypes[KVG_INT32];  // by kvg_dtype
+
+  // scores[m][j] = q[m] . key[j]. The keys are rows of `dtype`, which attends() takes.
+  void (*dot)(const float* q_MD, const void* const* key_J, int32_t dtype, float* scores_MJ,
+              int64_t rows, int64_t width, int64_t keys);
+  // out[m] += sum over j of weight[m][j] value[j].
+  void (*add)(const float* weight_MJ, const void* const* value_J, int32_t dtype, float* out_ME,
+              int64_t rows, int64_t width, int64_t keys);
+  // Turns scores of keys [begin, end) into weights, and all others into 0, whatever they hold; scales
+  // the row's output so far to the new top. softcap > 0: scores come divided by it.
+  void (*weigh)(float* score_J, int64_t begin, int64_t end, int64_t keys, float softcap,
+                Softmax* state, float* out_E, int64_t width);
+  // Adds what another part of the keys left: its state and output.
+  void (*join)(Softmax* state, float* out_E, Softmax other, const float* other_E, int64_t width);
+  // Divides by the sum of weights; a sink (-infinity: none) is one more logit without a value.
+  void (*finish)(Softmax state, float sink, float* out_E, int64_t width);
+  void (*scale)(float* x, float factor, int64_t count);
+};
+
+// The best that this processor runs.
+const Kernels& kernels();
+
+inline const Dtype& dtype(int32_t code) { return kernels().dtypes[code]; }
+
+// Whether dot and add read rows of this dtype as they are stored.
+inline bool reads_as_stored(int32_t code) {
+  return code == KVG_FLOAT32 || code == KVG_BFLOAT16 || code == KVG_FLOAT16;
+}
+
+// Largest magnitude that a quantised element stores; 0 for dtypes that are stored as they are.
+inline float quantized_max(int32_t code) {
+  return code == KVG_INT8 ? 127.0f : code == KVG_FLOAT8_E4M3FN ? 448.0f : 0.0f;
+}
+
+}  // namespace kvg

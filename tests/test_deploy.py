@@ -1,0 +1,40 @@
+"""Deployment needs neither torch nor onnx nor transformers: a wheel in an empty environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+PROBE = """
+import importlib.util, json
+absent = [n for n in ("torch", "onnx", "transformers") if importlib.util.find_spec(n) is None]
+print(json.dumps(absent))
+"""
+
+
+def test_generate_without_torch_onnx_transformers(
+    tmp_path: Path, compiled: Callable[..., Path]
+) -> None:
+    environment = tmp_path / "env"
+    venv.create(environment, with_pip=False, symlinks=True)
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
+    subprocess.run([*pip, f"{ROOT}[onnx]"], check=True)
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=tmp_path, env={"PATH": ""}
+        )
+        return done.stdout
+
+    assert run(str(python), "-c", PROBE).strip() == '["torch", "onnx", "transformers"]'
+    command = str(environment / "bin" / "kvgraph")
+    artifact = str(compiled("tiny-llama"))
+    text = run(command, "generate", artifact, "The import statement", "--max-new-tokens", "16")
+    assert len(text.split()) >= 5
+    assert "intact" in run(command, "verify", artifact)
