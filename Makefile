@@ -1,4 +1,5 @@
-# make demo | test | test-all | check | bench-kv      (needs Python 3.11+, a C++ compiler, a package index)
+# make demo | test | test-all | check | format | bench-kv | bench-pool
+# Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ TORCH ?= torch==2.13.0
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-all check format bench-kv clean
+.PHONY: demo test test-all check format bench-kv bench-pool clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -28,6 +29,9 @@ format: $(VENV)/.installed
 
 bench-kv: $(VENV)/.installed
 	$(BIN)/python tests/bench/kv.py
+
+bench-pool: $(VENV)/.installed
+	$(BIN)/python tests/bench/pool.py
 
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml $(NATIVE)

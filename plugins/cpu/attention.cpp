@@ -181,10 +181,11 @@ class Worker {
     KeyTile tile;
     tile.first = first;
     tile.keys = std::clamp<int64_t>(end - first, 0, kKeys);
-    for (int64_t j = 0; j < tile.keys; ++j) {
+    int64_t offset = first % job_.rows.page_size;
+    for (int64_t j = 0; j < tile.keys; offset = 0) {
       const int64_t page = job_.rows.page(tile_.row, first + j);
-      const int64_t offset = (first + j) % job_.rows.page_size;
-      for (int kind : {0, 1}) tile.slots[kind][j] = job_.pool.at(page, offset, kind);
+      for (; j < tile.keys && offset < job_.rows.page_size; ++j, ++offset)
+        for (int kind : {0, 1}) tile.slots[kind][j] = job_.pool.at(page, offset, kind);
     }
     return tile;
   }

@@ -12,13 +12,20 @@ namespace {
 
 // ---- scores and weighted sums of a tile -------------------------------------------------------
 
+// Query rows that a block takes together: with 4 keys each, what fits into the registers.
+#if defined(__AVX512F__)
+constexpr int kRows = 4;
+#else
+constexpr int kRows = 2;
+#endif
+
 template <class Element>
 using Pointer = const typename Element::Word*;
 
 // Rows x Keys dot products: one pass over the width with all sums in registers.
 template <class Element, int Rows, int Keys>
 void dot_block(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t width) {
-  Vector sums[Rows][Keys] = {};
+  Vector parts[Rows][Keys] = {};
   Pointer<Element> keys[Keys];
   KVG_UNROLL
   for (int j = 0; j < Keys; ++j) keys[j] = static_cast<Pointer<Element>>(key_J[j]);
@@ -31,13 +38,16 @@ void dot_block(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t
     for (int m = 0; m < Rows; ++m) {
       const Vector q = load(Float32{}, q_MD + m * width + d);
       KVG_UNROLL
-      for (int j = 0; j < Keys; ++j) sums[m][j] += q * k[j];
+      for (int j = 0; j < Keys; ++j) parts[m][j] += q * k[j];
     }
   }
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
-    for (int j = 0; j < Keys; ++j) s_MJ[m * kKeys + j] = sum(sums[m][j]);
+    for (int j = 0; j + 4 <= Keys; j += 4)
+      sums(parts[m][j], parts[m][j + 1], parts[m][j + 2], parts[m][j + 3], s_MJ + m * kKeys + j);
+    KVG_UNROLL
+    for (int j = Keys / 4 * 4; j < Keys; ++j) s_MJ[m * kKeys + j] = sum(parts[m][j]);
   }
   for (; d < width; ++d)
     for (int m = 0; m < Rows; ++m)
@@ -58,8 +68,8 @@ template <class Element>
 void dot_of(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t rows, int64_t width,
             int64_t keys) {
   int64_t m = 0;
-  for (; m + 4 <= rows; m += 4)
-    dot_rows<Element, 4, 2>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
+  for (; m + kRows <= rows; m += kRows)
+    dot_rows<Element, kRows, 4>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
   for (; m < rows; ++m)
     dot_rows<Element, 1, 8>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
 }
@@ -114,13 +124,9 @@ template <class Element>
 void add_of(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t rows,
             int64_t width, int64_t keys) {
   int64_t m = 0;
-#if defined(__AVX512F__)  // 32 registers
-  for (; m + 4 <= rows; m += 4)
-    add_rows<Element, 4, 4>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
-#endif
-  for (; m + 2 <= rows; m += 2)
-    add_rows<Element, 2, 4>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
-  if (m < rows)
+  for (; m + kRows <= rows; m += kRows)
+    add_rows<Element, kRows, 4>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
+  for (; m < rows; ++m)
     add_rows<Element, 1, 8>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
 }
 

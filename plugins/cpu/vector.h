@@ -17,15 +17,29 @@
 #define KVG_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-namespace kvg::KVG_ISA {
-
+// Of two vectors, lanes at even (odd) places within groups of four: the first's, then the second's.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16;
+#define KVG_LANES 16
+#define KVG_EVEN 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
+#define KVG_ODD 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
 #else
-constexpr int kLanes = 8;
+#define KVG_LANES 8
+#define KVG_EVEN 0, 2, 8, 10, 4, 6, 12, 14
+#define KVG_ODD 1, 3, 9, 11, 5, 7, 13, 15
 #endif
 
+#if defined(__clang__)
+#define KVG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define KVG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Index{__VA_ARGS__})
+#endif
+
+namespace kvg::KVG_ISA {
+
+constexpr int kLanes = KVG_LANES;
+
 using Vector = float __attribute__((vector_size(kLanes * 4)));
+using Index = int32_t __attribute__((vector_size(kLanes * 4)));
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
 
@@ -62,23 +76,25 @@ inline Vector load(Float16, const uint16_t* from) {
   return v;
 }
 
-inline float sum(Vector v) {
-  // Each step adds the lanes that are `kLanes / 2, / 4, ...` away.
-  using Index = int32_t __attribute__((vector_size(kLanes * 4)));
-  KVG_UNROLL
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    Index away = {};
-    KVG_UNROLL
-    for (int i = 0; i < kLanes; ++i) away[i] = (i + width) % kLanes;
-#if defined(__clang__)
-    Vector moved;
-    for (int i = 0; i < kLanes; ++i) moved[i] = v[away[i]];
-    v += moved;
+// Of four vectors at once: to[i] = the sum of the lanes of the i-th. Two rounds add neighbours
+// within groups of four lanes, which leaves each group with a part of all four sums.
+inline void sums(Vector a, Vector b, Vector c, Vector d, float* to) {
+  const Vector ab = KVG_SHUFFLE(a, b, KVG_EVEN) + KVG_SHUFFLE(a, b, KVG_ODD);
+  const Vector cd = KVG_SHUFFLE(c, d, KVG_EVEN) + KVG_SHUFFLE(c, d, KVG_ODD);
+  Vector v = KVG_SHUFFLE(ab, cd, KVG_EVEN) + KVG_SHUFFLE(ab, cd, KVG_ODD);
+#if defined(__AVX512F__)
+  v += KVG_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  v += KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
 #else
-    v += __builtin_shuffle(v, away);
+  v += KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
 #endif
-  }
-  return v[0];
+  std::memcpy(to, &v, 4 * sizeof(float));
+}
+
+inline float sum(Vector v) {
+  float four[4];
+  sums(v, v, v, v, four);
+  return four[0];
 }
 
 // 2^x for x <= 0, to 2e-7 relative; below 2^-126: 0. NaN stays NaN. The polynomial is a minimax fit

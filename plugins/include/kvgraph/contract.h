@@ -130,7 +130,7 @@ static const kvg_attribute KVG_PAGED_ATTENTION_ATTRIBUTES[] = {
 };
 static const kvg_op KVG_OP_PAGED_ATTENTION = {"paged_attention", 8, 1, 6, KVG_PAGED_ATTENTION_OPERANDS, KVG_PAGED_ATTENTION_ATTRIBUTES};
 
-// update_and_attend: Rotate q and k where cos_sin is given, store k and v, then attend: one layer's cache work.
+// update_and_attend: One layer's cache work: rotate q and k (if cos_sin is given), store k and v, attend.
 enum {
   KVG_UPDATE_AND_ATTEND_Q = 0,
   KVG_UPDATE_AND_ATTEND_KV_BLOCKS = 1,
