@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import torch
 from torch import nn
 
 import kvgraph
@@ -51,7 +50,6 @@ class Decoder(nn.Module):
 
 
 def main(out: Path) -> None:
-    torch.manual_seed(0)
     params = kvgraph.KVCacheParams("float32", KV_HEADS, HEAD_DIM, LAYERS, page_size=16)
     kvgraph.compile(Decoder(), out, params=params, vocab_size=VOCAB, max_seq_len=512, force=True)
     print(kvgraph.Engine(out).generate([[1, 2, 3], [4, 5, 6, 7]])[0].token_ids)

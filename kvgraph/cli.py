@@ -44,6 +44,14 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class CacheDtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+    float8_e4m3fn = "float8_e4m3fn"
+
+
 def main() -> None:
     """Entry point: one sentence and exit code 2 for what a user can mend."""
     try:
@@ -66,7 +74,7 @@ def compile(
         Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
     ] = None,
     cache_dtype: Annotated[
-        Dtype | None, typer.Option(help="The pool [default: the activations' dtype].")
+        CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
@@ -219,15 +227,14 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _print_facts(manifest: Manifest) -> None:
-    model, layout = manifest.model, manifest.layout
+    from kvgraph.contract.params import params_from_layout
+
+    model, params = manifest.model, params_from_layout(manifest.layout)
     table = Table(show_header=False, box=None, pad_edge=False)
     rows = {
         "model": f"{model.architecture}, vocabulary {model.vocab_size}, "
         f"at most {model.max_seq_len} tokens",
         "backend": f"{manifest.backend} on {manifest.target}, {manifest.dtype} activations",
-        "cache": f"{layout['dtype']} {layout['cache_strategy']}: {layout['num_layers']} layers x "
-        f"{layout['n_kv_heads']} kv heads x {layout['head_dim']}, "
-        f"{layout['page_size']} tokens a page",
         "identity": manifest.identity.hex(),
         "made by": f"kvgraph {manifest.kvgraph_version} ("
         + ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
@@ -235,6 +242,14 @@ def _print_facts(manifest: Manifest) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, value)
+    for leaf, cache in params.leaves.items():
+        window = f", window {cache.window_size}" if cache.window_size else ""
+        table.add_row(
+            f"cache {leaf}",
+            f"{cache.pool_dtype} {cache.cache_strategy}: {cache.num_layers} layers x "
+            f"{cache.n_kv_heads} kv heads x {cache.head_dim}, {cache.page_size} tokens a page"
+            f"{window}",
+        )
     for note in manifest.notes:
         table.add_row("note", note)
     stdout.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import Any
 
@@ -45,8 +46,6 @@ def run(operands: Operands) -> Array | None:
     out = binding.get_outputs()[0]
     array = np.empty(out.shape(), dtype)
     if array.size:
-        import ctypes
-
         ctypes.memmove(array.ctypes.data, out.data_ptr(), array.nbytes)
     return array
 

@@ -25,6 +25,7 @@ def native(operands: Operands) -> Array | None:
 
 def onnxruntime(operands: Operands) -> Array | None:
     pytest.importorskip("onnx", reason="builds the one-node model")
+    pytest.importorskip("onnxruntime", reason="runs it")
     from onnx_node import run
 
     return run(operands)

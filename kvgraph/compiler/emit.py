@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.devices import Target
@@ -21,14 +22,12 @@ from kvgraph.contract.manifest import (
     SCHEMA_VERSION,
     Binding,
     FileEntry,
-    LayerRef,
     Manifest,
     ModelInfo,
     PassEntry,
     hash_files,
     write_manifest,
 )
-from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 from kvgraph.ops.header import ABI_VERSION
@@ -98,7 +97,7 @@ def emit(
     folder: Path,
     *,
     model: Model,
-    params: KVCacheParams,
+    plan: CachePlan,
     signature: GraphSignature,
     lowered: Lowered,
     target: Target,
@@ -124,10 +123,10 @@ def emit(
         backend=backend,
         target=str(target),
         dtype=model.dtype,
-        layout=params.layout_dict(),
+        layout=plan.params.layout_dict(),
         inputs=[Binding.of(symbol) for symbol in signature.inputs],
         outputs=[Binding.of(symbol, output=True) for symbol in signature.outputs],
-        layers=[LayerRef("", i) for i in range(params.num_layers)],
+        layers=list(plan.layers),
         ops=lowered.ops,
         passes=[PassEntry(r.name, r.applied, r.unmatched) for r in lowered.passes],
         notes=notes,

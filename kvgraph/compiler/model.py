@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.compiler.cache import CachePlan, LayerNeed
+
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class CacheNeed:
-    """What a model's attention stores: the layout fields of KVCacheParams that it decides."""
-
-    n_kv_heads: int
-    head_dim: int
-    num_layers: int
-    v_head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,15 +19,17 @@ class Model:
 
     `module.forward(tokens, input_row_offsets, logits_indices, *cache)` takes the signature's
     inputs in order and returns logits `[num_logits, vocab_size]`; its attention goes through
-    `kvgraph.ops`, layer i of the model under `layer=i`.
+    `kvgraph.ops`. `place(plan)` tells the module where each layer's cache is, before export.
     """
 
     module: torch.nn.Module
     architecture: str
-    cache: CacheNeed
+    layers: tuple[LayerNeed, ...]
+    """What each layer's attention stores; empty where the caller gives the cache's parameters."""
     vocab_size: int
     max_seq_len: int
     dtype: str
+    place: Callable[[CachePlan], None] = lambda plan: None
     fingerprint: bytes = b""
     """What identifies the model beside its weights: its configuration."""
     files: dict[str, Path] = field(default_factory=dict)

@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler import emit
+from kvgraph.compiler.cache import CachePlan, plan_cache
 from kvgraph.contract.devices import Target, virtual_devices
 from kvgraph.contract.manifest import Manifest
-from kvgraph.contract.params import POOL_DTYPES, KVCacheParams
+from kvgraph.contract.params import (
+    POOL_DTYPES,
+    QUANTIZED_DTYPES,
+    KVCacheParams,
+    KVCacheQuantization,
+    MultiKVCacheParams,
+)
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
@@ -34,7 +41,7 @@ def compile(
     dtype: str | None = None,
     cache_dtype: str | None = None,
     page_size: int = 128,
-    params: KVCacheParams | None = None,
+    params: KVCacheParams | MultiKVCacheParams | None = None,
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
     force: bool = False,
@@ -54,30 +61,31 @@ def compile(
     emit.require_free(out, force=force)
 
     progress("reading the model")
-    loaded, notes = _load(model, backend, dtype, params, vocab_size, max_seq_len)
+    loaded, notes = _load(model, backend, dtype, vocab_size, max_seq_len)
 
     progress("describing the cache")
-    cache = _cache_params(loaded, params, cache_dtype or loaded.dtype, page_size, parsed)
+    plan = _plan_cache(loaded, params, cache_dtype, page_size, parsed)
     manager = NullKVCacheManager(
-        cache,
+        plan.params,
         max_batch_size=1,
         max_seq_len=loaded.max_seq_len,
-        num_layers=cache.num_layers,
-        devices=cache.devices,
+        num_layers=len(plan.layers),
+        devices=plan.params.devices,
         session=None,
         available_cache_memory=0,
-        page_size=cache.page_size,
+        page_size=plan.params.page_size,
     )
     signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
+    loaded.place(plan)
 
     with emit.staging(out) as folder:
         progress(f"lowering to {backend}")
-        lowered = _backend(backend)(loaded, signature, folder)
+        lowered = _backend(backend)(loaded, signature, plan, folder)
         progress("writing the artifact")
         return emit.emit(
             folder,
             model=loaded,
-            params=cache,
+            plan=plan,
             signature=signature,
             lowered=lowered,
             target=parsed,
@@ -92,10 +100,9 @@ def _check(target: str, backend: str, cache_dtype: str | None, page_size: int) -
         raise UnsupportedError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
     if str(parsed) != "cpu":
         raise UnsupportedError(f"target: expected 'cpu' for backend {backend}, got {target!r}")
-    if cache_dtype is not None and cache_dtype not in POOL_DTYPES:
-        raise UnsupportedError(
-            f"cache_dtype: expected one of {list(POOL_DTYPES)}, got {cache_dtype!r}"
-        )
+    known = [*POOL_DTYPES, *QUANTIZED_DTYPES]
+    if cache_dtype is not None and cache_dtype not in known:
+        raise UnsupportedError(f"cache_dtype: expected one of {known}, got {cache_dtype!r}")
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise UnsupportedError(
             f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
@@ -107,7 +114,6 @@ def _load(
     model: Any,
     backend: str,
     dtype: str | None,
-    params: KVCacheParams | None,
     vocab_size: int | None,
     max_seq_len: int | None,
 ) -> tuple[Model, list[str]]:
@@ -119,7 +125,7 @@ def _load(
 
     if not isinstance(model, str | Path):
         loaded = module.load(
-            model, params=params, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype
+            model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype
         )
         if backend == "onnx" and loaded.dtype != "float32":
             raise UnsupportedError(
@@ -146,23 +152,29 @@ def _require_torch() -> None:
         ) from error
 
 
-def _cache_params(
-    model: Model, params: KVCacheParams | None, dtype: str, page_size: int, target: Target
-) -> KVCacheParams:
+def _plan_cache(
+    model: Model,
+    params: KVCacheParams | MultiKVCacheParams | None,
+    cache_dtype: str | None,
+    page_size: int,
+    target: Target,
+) -> CachePlan:
+    """Where the layers' caches are: as given, or as the model's attention needs them."""
     if params is not None:
-        if params.quantization or params.n_shards > 1:
-            what = "quantization" if params.quantization else "n_shards"
-            raise UnsupportedError(f"params.{what}: not supported by the compiler yet")
-        return params
-    need = model.cache
-    return KVCacheParams(
-        dtype=dtype,
-        n_kv_heads=need.n_kv_heads,
-        head_dim=need.head_dim,
-        v_head_dim=need.v_head_dim,
-        num_layers=need.num_layers,
+        if params.n_shards > 1:
+            raise UnsupportedError(
+                f"params.devices: expected one device per replica, got {params.n_shards} shards"
+            )
+        return CachePlan.of(params)
+    if not model.layers:
+        raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
+    quantised = cache_dtype in QUANTIZED_DTYPES
+    return plan_cache(
+        model.layers,
+        dtype=model.dtype if quantised or cache_dtype is None else cache_dtype,
+        quantization=KVCacheQuantization(cache_dtype) if quantised else None,  # type: ignore[arg-type]
         page_size=page_size,
-        devices=tuple(virtual_devices(str(target))),
+        devices=virtual_devices(str(target)),
     )
 
 

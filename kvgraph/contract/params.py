@@ -255,7 +255,7 @@ class KVCacheParams:
         cls,
         layout: Mapping[str, object],
         *,
-        devices: Sequence[Device],
+        devices: Sequence[Device] = (Device("cpu"),),
         data_parallel_degree: int = 1,
         enable_prefix_caching: bool = False,
     ) -> KVCacheParams:
@@ -391,6 +391,30 @@ class MultiKVCacheParams:
     def layout_dict(self) -> dict[str, object]:
         """Name -> layout of the child, as JSON values."""
         return {name: child.layout_dict() for name, child in self.children}
+
+    def require_layout(self, layout: Mapping[str, object], *, source: str) -> None:
+        """Raise ParamsError at the first cache or layout field that differs from `layout`."""
+        names = [name for name, _ in self.children]
+        if "dtype" in layout or list(layout) != names:
+            expected = "a single cache" if "dtype" in layout else f"caches {list(layout)}"
+            raise ParamsError(f"caches: expected {expected} from {source}, got {names}")
+        for name, child in self.children:
+            inner = layout[name]
+            assert isinstance(inner, Mapping)
+            child.require_layout(inner, source=f"{source} ({name})")
+
+
+def params_from_layout(
+    layout: Mapping[str, object], **deployment: Any
+) -> KVCacheParams | MultiKVCacheParams:
+    """Inverse of `layout_dict` of a cache or a tree; `deployment` as `from_layout` takes it."""
+    if "dtype" in layout:
+        return KVCacheParams.from_layout(layout, **deployment)
+    children = {}
+    for name, inner in layout.items():
+        assert isinstance(inner, Mapping)
+        children[name] = params_from_layout(inner, **deployment)
+    return MultiKVCacheParams.from_params(children)
 
 
 def _tree_symbols(

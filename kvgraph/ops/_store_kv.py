@@ -35,7 +35,7 @@ def quantize(x: Array, dtype: str, groups: int) -> tuple[Array, Array]:
     `scale = max|x| / largest storable`; a group of zeros has scale 0 and stores zeros. int8 rounds
     half to even, float8_e4m3fn rounds as its cast does.
     """
-    x_g = x.astype(np.float32).reshape(*x.shape[:-1], groups, -1)
+    x_g = x.astype(np.float32).reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     scales = np.abs(x_g).max(-1) / np.float32(QUANTIZED_MAX[dtype])
     divisor = np.where(scales == 0, np.float32(1), scales)[..., None]
     stored = x_g / divisor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.contract.devices import Device, Target
 from kvgraph.contract.manifest import Manifest, read_manifest, verify_files
-from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.params import KVCacheParams, MultiKVCacheParams, params_from_layout
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 from kvgraph.ops.header import ABI_VERSION
@@ -38,10 +38,10 @@ class Artifact:
         *,
         data_parallel_degree: int = 1,
         enable_prefix_caching: bool = False,
-    ) -> KVCacheParams:
+    ) -> KVCacheParams | MultiKVCacheParams:
         """Cache parameters with the artifact's layout and this deployment's fields."""
         kind = Target.parse(self.manifest.target).kind
-        return KVCacheParams.from_layout(
+        return params_from_layout(
             self.manifest.layout,
             devices=devices or [Device(kind)],
             data_parallel_degree=data_parallel_degree,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from kvgraph.runtime.sessions.base import Session
 
 DEFAULT_CACHE_BYTES = 1 << 30
 """Pool size where none is given; memory is only touched as pages are used."""
+
+SEEN_BY_DECODER = 8
+"""Tokens of the prompt that decide how the first generated ones read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +86,23 @@ class Engine:
         self.scheduler = Scheduler(self.kv, params.page_size, max_batch_size, max_batch_tokens)
         self._tokenizer = _load_tokenizer(artifact.folder)
         self._decoders: dict[str, Any] = {}
+        self._held: list[
+            Token
+        ] = []  # of other requests, found by the steps of `stream`, `generate`
         self._ids = itertools.count()
         self.generated_tokens = 0
 
     # -- the loop everything else is a footnote to
 
     def step(self) -> list[Token]:
-        """Run one batch; the tokens that it generated, in row order. Empty when idle."""
+        """Run one batch; the tokens that it generated, in row order.
+
+        Before them come the tokens of submitted requests that `stream` or `generate` came upon.
+        Empty when idle, and where a batch was nothing but chunks of prompts.
+        """
         batch = self.scheduler.schedule()
         if batch is None:
-            return []
+            return self._take_held()
         kv_inputs = self.kv.runtime_inputs(batch.requests)
         logits = self.session.run(batch.inputs, kv_inputs)
         tokens = sample(logits[: len(batch.sampled)], [row.source for row in batch.sampled])
@@ -103,7 +113,7 @@ class Engine:
             self._token(row, token) for row, token in zip(batch.sampled, tokens, strict=True)
         ]
         self.scheduler.retire()
-        return generated
+        return self._take_held() + generated
 
     def submit(
         self,
@@ -121,8 +131,8 @@ class Engine:
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         text = isinstance(prompt, str) and prompt != ""
         tokens = self.tokenize(str(prompt)) if text else [int(token) for token in prompt]
-        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
-        if request_id in self._decoders:
+        request_id = self._new_id() if request_id is None else request_id
+        if self._is_open(request_id):
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
         self._check(request_id, tokens)
         stops = set(sampling.stop_token_ids)
@@ -134,7 +144,7 @@ class Engine:
                 TextContext(request_id, tokens), TokenSource(sampling), frozenset(stops), length
             )
         )
-        self._decoders[request_id] = _decode_stream(self._tokenizer)
+        self._decoders[request_id] = _decode_stream(self._tokenizer, tokens)
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -149,13 +159,12 @@ class Engine:
         """Generate for one prompt; pieces of text as they come. Leaving early cancels it."""
         request_id = self.submit(prompt, sampling)
         try:
-            while request_id in self._decoders:
-                for token in self.step():
-                    if token.request_id == request_id and token.text:
+            while self._is_open(request_id):
+                for token in self._step_for([request_id]):
+                    if token.text:
                         yield token.text
         finally:
-            if request_id in self._decoders:
-                self.cancel(request_id)
+            self._forget(request_id)
 
     def generate(
         self,
@@ -164,19 +173,17 @@ class Engine:
     ) -> list[Completion]:
         """Generate for all prompts together; completions in the prompts' order."""
         each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else sampling
-        ids: list[str] = []
+        tokens: dict[str, list[Token]] = {}
         try:
             for prompt, params in zip(prompts, each, strict=True):
-                ids.append(self.submit(prompt, params))
-        except Exception:
-            for request_id in ids:
-                self.cancel(request_id)
-            raise
-        tokens: dict[str, list[Token]] = {request_id: [] for request_id in ids}
-        while any(request_id in self._decoders for request_id in ids):
-            for token in self.step():
-                tokens.get(token.request_id, []).append(token)
-        return [_completion(request_id, tokens[request_id]) for request_id in ids]
+                tokens[self.submit(prompt, params)] = []
+            while any(map(self._is_open, tokens)):
+                for token in self._step_for(tokens):
+                    tokens[token.request_id].append(token)
+        finally:
+            for request_id in tokens:
+                self._forget(request_id)
+        return [_completion(request_id, generated) for request_id, generated in tokens.items()]
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
@@ -187,6 +194,30 @@ class Engine:
             )
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
+
+    def _step_for(self, ids: Collection[str]) -> list[Token]:
+        """A step's tokens of `ids`; those of other requests are held for who asks for them."""
+        tokens = self.step()
+        self._held = [token for token in tokens if token.request_id not in ids]
+        return [token for token in tokens if token.request_id in ids]
+
+    def _take_held(self) -> list[Token]:
+        tokens, self._held = self._held, []
+        return tokens
+
+    def _is_open(self, request_id: str) -> bool:
+        """Whether there are tokens of the request to come."""
+        held = any(token.request_id == request_id for token in self._held)
+        return held or request_id in self._decoders
+
+    def _forget(self, request_id: str) -> None:
+        """Cancel the request if it runs, and drop what was held of it."""
+        self._held = [token for token in self._held if token.request_id != request_id]
+        if request_id in self._decoders:
+            self.cancel(request_id)
+
+    def _new_id(self) -> str:
+        return next(name for i in self._ids if not self._is_open(name := f"request-{i}"))
 
     def _check(self, request_id: str, tokens: list[int]) -> None:
         if not tokens:
@@ -220,16 +251,26 @@ def _load_tokenizer(folder: Path) -> Any:
         return None
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ArtifactError(f"{path}: expected a tokenizer, got a damaged one ({error})") from error
 
 
-def _decode_stream(tokenizer: Any) -> Any:
-    """Incremental detokeniser: gives text only once its bytes are complete."""
+def _decode_stream(tokenizer: Any, prompt: Sequence[int]) -> Any:
+    """Incremental detokeniser behind `prompt`: gives text only once its bytes are complete.
+
+    Some decoders strip the space before the first word of a text, which a continuation keeps, so
+    it sees the prompt's last tokens first.
+    """
     if tokenizer is None:
         return None
     from tokenizers.decoders import DecodeStream
 
-    return DecodeStream(skip_special_tokens=True)
+    stream = DecodeStream(skip_special_tokens=True)
+    for token in prompt[-SEEN_BY_DECODER:]:
+        stream.step(tokenizer, token)
+    return stream
 
 
 def _completion(request_id: str, tokens: list[Token]) -> Completion:

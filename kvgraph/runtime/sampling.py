@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ import numpy.typing as npt
 from kvgraph.errors import RequestError
 
 Logits = npt.NDArray[np.float32]
+
+COLDEST = 1e-30
+"""Lower temperatures count as this one, so that no float32 logit divided by one overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         limits: dict[str, tuple[bool, str]] = {
             "max_new_tokens": (self.max_new_tokens >= 1, ">= 1"),
-            "temperature": (self.temperature >= 0, ">= 0"),
+            "temperature": (0 <= self.temperature < math.inf, ">= 0 and finite"),
             "top_k": (self.top_k >= 0, ">= 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "seed": (self.seed is None or self.seed >= 0, ">= 0 or None"),
@@ -71,7 +75,7 @@ def _sample_rows(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int]
     params = [source.params for source in sources]
     vocab = logits_RV.shape[-1]
     order_RV = np.argsort(-logits_RV, axis=-1, kind="stable")
-    temperature_R1 = np.array([p.temperature for p in params])[:, None]
+    temperature_R1 = np.array([max(p.temperature, COLDEST) for p in params])[:, None]
     scaled_RV = np.take_along_axis(logits_RV, order_RV, -1).astype(np.float64) / temperature_R1
     weights_RV = np.exp(scaled_RV - scaled_RV[:, :1])
     top_k_R1 = np.array([p.top_k or vocab for p in params])[:, None]

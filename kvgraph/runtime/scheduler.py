@@ -87,7 +87,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request that can complete: RequestError if the whole pool is too small for it."""
-        needed = ceildiv(request.max_length, self.page_size)
+        needed = ceildiv(request.max_length - 1, self.page_size)  # the last token is never cached
         total = self.kv.total_num_blocks()
         if needed > total:
             raise RequestError(

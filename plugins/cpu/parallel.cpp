@@ -1,7 +1,9 @@
 #include "cpu/parallel.h"
 
+#include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -9,10 +11,6 @@
 #include <system_error>
 #include <thread>
 #include <vector>
-
-#if defined(__linux__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
 
 namespace kvg {
 namespace {
@@ -35,6 +33,7 @@ void relax() {
 
 // Layers of a model follow each other within microseconds: workers spin this long before sleeping.
 constexpr int kSpins = 2000;
+constexpr size_t kMaxThreads = 1024;
 
 // One job at a time; a second caller runs its tasks itself. Threads start with the first job.
 class Pool {
@@ -71,7 +70,7 @@ class Pool {
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
     stop_ = false;
-    threads_ = threads ? threads : default_threads();
+    threads_ = std::min(kMaxThreads, threads ? threads : default_threads());
   }
 
   size_t threads() const { return threads_; }

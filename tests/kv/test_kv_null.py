@@ -51,7 +51,7 @@ def test_lifecycle_does_nothing_but_track_claims() -> None:
     null.step([ctx])
     null.reset_prefix_cache()
     null.reset_metrics()
-    with pytest.raises(RequestError, match="'a'.*replica 0 already"):
+    with pytest.raises(RequestError, match=r"'a'.*replica 0 already"):
         null.claim("a")
     null.release("a")
     assert not null.contains("a")

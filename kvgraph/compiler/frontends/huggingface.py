@@ -8,15 +8,17 @@ each token sits in its row. The model's own code does everything else.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph import ops
-from kvgraph.compiler.model import CacheNeed, Model
+from kvgraph.compiler.cache import CachePlan, LayerNeed
+from kvgraph.compiler.model import Model
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 NAME = "kvgraph"
@@ -32,16 +34,63 @@ TRAVELLING_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class PagedInputs:
-    """What every attention layer needs beside its q, k and v."""
+class PagedCache:
+    """The cache's graph inputs while a model is traced, by leaf; where each layer's part is."""
 
-    input_row_offsets: torch.Tensor
-    kv_blocks: torch.Tensor
-    cache_lengths: torch.Tensor
-    lookup_table: torch.Tensor
-    max_lengths: torch.Tensor
-    kv_scales: torch.Tensor | None
+    def __init__(
+        self, plan: CachePlan, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]
+    ) -> None:
+        self.input_row_offsets = input_row_offsets
+        self._layers = plan.layers
+        fields = len(values) // len(plan.leaves)
+        self._records = {
+            leaf: values[i * fields : (i + 1) * fields] for i, leaf in enumerate(plan.leaves)
+        }
+
+    @property
+    def cache_lengths(self) -> torch.Tensor:
+        """Equal in all leaves: they hold the same tokens."""
+        return next(iter(self._records.values()))[1]
+
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks: torch.Tensor | None,
+        **attributes: Any,
+    ) -> torch.Tensor:
+        """Store k and v of a model layer, then attend over its row: `[T, N, Dv]`."""
+        place = self._layers[layer]
+        kv_blocks, cache_lengths, lookup_table, max_lengths, *rest = self._records[place.leaf]
+        scales = rest[0] if rest else None
+        index = (self.input_row_offsets, cache_lengths, lookup_table)
+        ops.store_kv(kv_blocks, k_TKD, v_TKD, *index, scales, layer=place.index)
+        out: torch.Tensor = ops.paged_attention(
+            q_TND, kv_blocks, *index, max_lengths, scales, sinks, layer=place.index, **attributes
+        )
+        return out
+
+
+class Probe:
+    """Stands for the cache once, to see what each layer stores; its attention returns zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerNeed] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks: torch.Tensor | None,
+        **attributes: Any,
+    ) -> torch.Tensor:
+        heads, head_dim, v_head_dim = k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]
+        self.layers[layer] = LayerNeed(heads, head_dim, v_head_dim, attributes["window"] or None)
+        return q_TND.new_zeros(*q_TND.shape[:2], v_head_dim)
 
 
 def token_positions(
@@ -59,28 +108,36 @@ class Decoder(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self._plan: CachePlan | None = None
+
+    def place(self, plan: CachePlan) -> None:
+        self._plan = plan
 
     def forward(
         self,
         tokens: torch.Tensor,
         input_row_offsets: torch.Tensor,
         logits_indices: torch.Tensor,
-        kv_blocks: torch.Tensor,
-        cache_lengths: torch.Tensor,
-        lookup_table: torch.Tensor,
-        max_lengths: torch.Tensor,
-        kv_scales: torch.Tensor | None = None,
+        *cache: torch.Tensor,
     ) -> torch.Tensor:
-        positions = token_positions(tokens, input_row_offsets, cache_lengths)
-        paged = PagedInputs(
-            input_row_offsets, kv_blocks, cache_lengths, lookup_table, max_lengths, kv_scales
-        )
+        assert self._plan is not None, "place() comes before export"
+        paged = PagedCache(self._plan, input_row_offsets, cache)
+        positions = token_positions(tokens, input_row_offsets, paged.cache_lengths)
+        return self.run(tokens, positions, logits_indices, paged)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        paged_kv: PagedCache | Probe,
+    ) -> torch.Tensor:
         output = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=logits_indices.long(),
-            paged_kv=paged,
+            paged_kv=paged_kv,
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
@@ -93,7 +150,7 @@ def paged_kv_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_kv: PagedInputs,
+    paged_kv: PagedCache | Probe,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -102,17 +159,12 @@ def paged_kv_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`."""
     q_TND, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
-    index = (paged_kv.input_row_offsets, paged_kv.cache_lengths, paged_kv.lookup_table)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    ops.store_kv(paged_kv.kv_blocks, k_TKD, v_TKD, *index, paged_kv.kv_scales, layer=layer)
-    out_TND = ops.paged_attention(
+    out_TND = paged_kv.attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
         q_TND,
-        paged_kv.kv_blocks,
-        *index,
-        paged_kv.max_lengths,
-        paged_kv.kv_scales,
+        k_TKD,
+        v_TKD,
         s_aux.float() if s_aux is not None else None,
-        layer=layer,
         scale=scaling if scaling is not None else q_TND.shape[-1] ** -0.5,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
@@ -120,6 +172,24 @@ def paged_kv_attention(
         v_head_dim=v_TKD.shape[-1] if v_TKD.shape[-1] != q_TND.shape[-1] else 0,
     )
     return out_TND[None], None
+
+
+def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNeed, ...]:
+    """What each layer's attention stores, seen by running one token on fake tensors.
+
+    UnsupportedError where a layer's attention does not come through the interface.
+    """
+    seen = Probe()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        one = torch.zeros(1, dtype=torch.int32)
+        try:
+            decoder.run(one, one, one, seen)
+        except Exception as error:
+            raise UnsupportedError(_unsupported(architecture, _first_line(error))) from error
+    if sorted(seen.layers) != list(range(num_layers)):
+        why = f"attention of {len(seen.layers)} of {num_layers} layers reaches the interface"
+        raise UnsupportedError(_unsupported(architecture, why))
+    return tuple(seen.layers[i] for i in range(num_layers))
 
 
 def checkpoint_dtype(folder: Path) -> str:
@@ -144,10 +214,12 @@ def load(folder: Path, dtype: str) -> Model:
     generation = model.generation_config
     eos = generation.eos_token_id
     eos = text.eos_token_id if eos is None else eos
+    decoder = Decoder(model)
     return Model(
-        module=Decoder(model),
+        module=decoder,
         architecture=text.model_type,
-        cache=_cache_need(text),
+        layers=probe(decoder, text.model_type, text.num_hidden_layers),
+        place=decoder.place,
         vocab_size=text.vocab_size,
         max_seq_len=text.max_position_embeddings,
         dtype=dtype,
@@ -235,15 +307,6 @@ def _load_weights(transformers: Any, folder: Path, dtype: str) -> Any:
                 f"{folder}: expected weights for every parameter, got {problem} such as {first}"
             )
     return model
-
-
-def _cache_need(config: Any) -> CacheNeed:
-    heads = config.num_attention_heads
-    return CacheNeed(
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        num_layers=config.num_hidden_layers,
-    )
 
 
 def _first_line(error: Exception) -> str:

@@ -8,12 +8,15 @@ the pool is one node, so an aliased buffer has one consumer at any point.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from kvgraph.compiler.model import Model
+from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes import PassReport
+from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec, torch_ops
 
@@ -39,20 +42,51 @@ def fuse_update_and_attend(graph: Graph) -> PassReport:
     return report
 
 
-def require_fused(model: Model, report: PassReport) -> None:
-    """UnsupportedError unless every layer of `model` became one node and no store was left."""
-    if report.unmatched or report.applied != model.cache.num_layers:
-        why = report.unmatched[0] if report.unmatched else "its attention does not reach the cache"
+def require_fused(
+    program: ExportedProgram, report: PassReport, signature: GraphSignature, plan: CachePlan
+) -> None:
+    """UnsupportedError unless every layer of the plan became one node that sees its window.
+
+    A leaf with a window frees the pages that leave it, so an attention that looks further back
+    would read pages that are no longer there.
+    """
+    if report.unmatched:
+        raise UnsupportedError(f"{report.name}: {report.unmatched[0]}")
+    users = program.graph_signature.user_inputs
+    leaf_of = {
+        user: symbol.name.rpartition(".")[0]
+        for user, symbol in zip(users, signature.inputs, strict=True)
+        if symbol.kind == "buffer"
+    }
+    found: Counter[tuple[str, int]] = Counter()
+    for node in program.graph.nodes:
+        if node.target is FUSED:
+            given = arguments(UPDATE_AND_ATTEND, node)
+            leaf = leaf_of[given["kv_blocks"].name]
+            found[leaf, given["layer"]] += 1
+            _require_window(given, leaf, plan.params.leaves[leaf].window_size)
+    expected = Counter((ref.leaf, ref.index) for ref in plan.layers)
+    if found != expected:
         raise UnsupportedError(
-            f"architecture {model.architecture!r}: expected one update_and_attend for each of "
-            f"{model.cache.num_layers} layers, got {report.applied}: {why}"
+            f"{report.name}: expected one update_and_attend for each of {len(plan.layers)} "
+            f"layers of the cache, got {dict(found)} by (leaf, layer)"
+        )
+
+
+def _require_window(given: dict[str, Any], leaf: str, window: int | None) -> None:
+    if window is not None and given["window"] != window:
+        raise UnsupportedError(
+            f"layer {given['layer']} of leaf {leaf!r}: expected window {window} from the cache's "
+            f"params, got {given['window']} from its attention"
         )
 
 
 def arguments(spec: OpSpec, node: Node) -> dict[str, Any]:
     """Inputs and attributes of `node` by the names of its spec (None where left out)."""
     names = [operand.name for operand in spec.inputs]
-    return dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    defaults = {a.name: a.default for a in spec.attributes}
+    given = dict(zip(names, node.args, strict=False))
+    return defaults | dict.fromkeys(names) | given | dict(node.kwargs)
 
 
 def _same_cache(store: Node, attend: Node) -> bool:

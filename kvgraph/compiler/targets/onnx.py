@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
+from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import export, symbolic_batch
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
@@ -45,12 +46,13 @@ KEPT_WHOLE = ("aten::rms_norm", "aten::silu")
 """Not decomposed: ONNX Runtime has them as single nodes."""
 
 
-def lower(model: Model, signature: GraphSignature, folder: Path) -> Lowered:
+def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
     """Write `model.onnx` and `weights.safetensors` into `folder`."""
     program = export(model, signature, return_buffers=True)
     graph = program.graph
-    reports = [fuse_update_and_attend(graph), thread_pool(graph)]
-    require_fused(model, reports[0])
+    reports = [fuse_update_and_attend(graph)]
+    require_fused(program, reports[0], signature, plan)
+    reports.append(thread_pool(graph))
     onnx_model = _translate(_decompose(program), signature)
     reports.append(tied_projection(onnx_model))
     _clean(onnx_model)
@@ -153,7 +155,8 @@ def _name_weights(model: ir.Model, program: ExportedProgram) -> None:
 
 def _clean(model: ir.Model) -> None:
     for node in model.graph:
-        if node.domain == OPSET_DOMAIN and not node.outputs[-1].uses():
+        last = node.outputs[-1]
+        if node.domain == OPSET_DOMAIN and not (last.uses() or last.is_graph_output()):
             node.resize_outputs(len(node.outputs) - 1)  # kv_scales_out of an unquantised pool
     ir.passes.Sequential(
         common.CommonSubexpressionEliminationPass(),

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
+from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import export, symbolic_batch
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
@@ -27,11 +28,11 @@ MODEL_NAME, WEIGHTS_NAME = "model.pt2", "weights.safetensors"
 INDUCTOR = {"aot_inductor.package_constants_in_so": False}
 
 
-def lower(model: Model, signature: GraphSignature, folder: Path) -> Lowered:
+def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
     """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler."""
     program = export(model, signature, return_buffers=False)
     report = fuse_update_and_attend(program.graph)
-    require_fused(model, report)
+    require_fused(program, report, signature, plan)
     program.graph_module.recompile()
     counts = Counter(
         str(node.target).removesuffix(".default")

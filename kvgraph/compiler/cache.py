@@ -1,0 +1,90 @@
+"""Which cache a model needs: layers that store alike share a leaf.
+
+Decision: layers are grouped by what their attention stores and sees (kv heads, head sizes,
+window). One group is a single cache; several are a tree, so that sliding layers hold only their
+window's pages while full layers keep everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvgraph.contract.devices import Device
+from kvgraph.contract.manifest import LayerRef
+from kvgraph.contract.params import KVCacheParams, KVCacheQuantization, MultiKVCacheParams
+
+
+@dataclass(frozen=True)
+class LayerNeed:
+    """What the attention of one layer stores, and how far back it looks (None: everything)."""
+
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window_size: int | None = None
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The cache's parameters, and where each model layer's part of it is."""
+
+    params: KVCacheParams | MultiKVCacheParams
+    layers: tuple[LayerRef, ...]
+
+    @classmethod
+    def of(cls, params: KVCacheParams | MultiKVCacheParams) -> CachePlan:
+        """The plan of given parameters: model layers in the order of the leaves."""
+        refs = (LayerRef(p, i) for p, leaf in params.leaves.items() for i in range(leaf.num_layers))
+        return cls(params, tuple(refs))
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Leaf paths in binding order; `("",)` for a single cache."""
+        return tuple(self.params.leaves)
+
+
+def plan_cache(
+    layers: Sequence[LayerNeed],
+    *,
+    dtype: str,
+    quantization: KVCacheQuantization | None,
+    page_size: int,
+    devices: Sequence[Device],
+) -> CachePlan:
+    """Group `layers` into leaves. The pool's type is `dtype`, or the quantised one."""
+    groups = list(dict.fromkeys(layers))
+    names = _leaf_names(groups)
+    leaves = {
+        names[group]: KVCacheParams(
+            dtype=dtype,
+            n_kv_heads=group.n_kv_heads,
+            head_dim=group.head_dim,
+            v_head_dim=group.v_head_dim,
+            num_layers=layers.count(group),
+            page_size=page_size,
+            window_size=group.window_size,
+            quantization=quantization,
+            devices=tuple(devices),
+        )
+        for group in groups
+    }
+    refs, seen = [], dict.fromkeys(names.values(), 0)
+    for layer in layers:
+        name = names[layer]
+        refs.append(LayerRef(name, seen[name]))
+        seen[name] += 1
+    params = leaves[""] if len(groups) == 1 else MultiKVCacheParams.from_params(leaves)
+    return CachePlan(params, tuple(refs))
+
+
+def _leaf_names(groups: Sequence[LayerNeed]) -> dict[LayerNeed, str]:
+    """"full" and "sliding" where that tells them apart, numbered where it does not."""
+    if len(groups) == 1:
+        return {groups[0]: ""}
+    kinds = ["full" if group.window_size is None else "sliding" for group in groups]
+    names = [
+        kind if kinds.count(kind) == 1 else f"{kind}_{kinds[:i].count(kind)}"
+        for i, kind in enumerate(kinds)
+    ]
+    return dict(zip(groups, names, strict=True))
