@@ -112,8 +112,12 @@ class _Header(msgspec.Struct):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` so that it appears whole or not at all."""
-    text = msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1)
+    """Write `manifest.json` so that it appears whole or not at all, with its own hash in it.
+
+    Mappings keep their order: that of a layout's leaves is the order of the bindings.
+    """
+    fields = msgspec.to_builtins(manifest)
+    text = msgspec.json.format(msgspec.json.encode(fields | {"sha256": _hash(fields)}), indent=1)
     temporary = folder / (MANIFEST_NAME + ".partial")
     with temporary.open("wb") as file:
         file.write(text + b"\n")
@@ -140,9 +144,20 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
                 f"got {version}"
             )
-        return msgspec.json.decode(text, type=Manifest)
+        fields = msgspec.json.decode(text, type=dict[str, Any])
+        expected, found = fields.pop("sha256", None), _hash(fields)
+        if found != expected:
+            raise ArtifactError(
+                f"{path}: expected SHA-256 {str(expected)[:16]} of its own fields, "
+                f"got {found[:16]}: the file was changed"
+            )
+        return msgspec.convert(fields, Manifest)
     except msgspec.DecodeError as error:
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
+
+
+def _hash(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 
 def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> FileEntry:

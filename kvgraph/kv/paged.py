@@ -242,6 +242,10 @@ class PagedKVCacheManager(KVCacheManager):
         """Usable pages."""
         return sum(pool.num_pages for pool in self._pools(replica_idx, "total_num_blocks"))
 
+    def pages_of_leaf(self, path: str = "", replica_idx: int = 0) -> int:
+        """Usable pages of one leaf of a tree (of the only cache at the empty path)."""
+        return self._pools(replica_idx, "pages_of_leaf")[self._leaf_index(path)].num_pages
+
     def get_num_pages(self, replica_idx: int = 0) -> int:
         """Usable pages."""
         return self.total_num_blocks(replica_idx)

@@ -82,7 +82,14 @@ class Engine:
         if num_pages is None:
             plan = plan_memory(params, cache_memory, max_batch_size, self.model.max_seq_len)
             num_pages = plan.num_pages
-        self.kv = PagedKVCacheManager(params, session, num_pages, max_batch_size=max_batch_size)
+        self.kv = PagedKVCacheManager(
+            params,
+            session,
+            num_pages,
+            max_batch_size=max_batch_size,
+            max_seq_len=self.model.max_seq_len,
+        )
+        session.require_symbols(self.kv.input_symbols()[0])
         self.scheduler = Scheduler(self.kv, params.page_size, max_batch_size, max_batch_tokens)
         self._tokenizer = _load_tokenizer(artifact.folder)
         self._decoders: dict[str, Any] = {}

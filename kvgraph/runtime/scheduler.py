@@ -18,6 +18,7 @@ import numpy as np
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import ModelInputs
+from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import InsufficientPagesError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
@@ -87,13 +88,16 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request that can complete: RequestError if the whole pool is too small for it."""
-        needed = ceildiv(request.max_length - 1, self.page_size)  # the last token is never cached
-        total = self.kv.total_num_blocks()
-        if needed > total:
-            raise RequestError(
-                f"request {request.request_id!r}: expected at most {total} pages from the pool, "
-                f"got {request.max_length} tokens (prompt and output) that need {needed}"
-            )
+        tokens = request.max_length - 1  # the last token is never cached
+        for path, leaf in self.kv.params.leaves.items():
+            needed, total = self._most_pages(tokens, leaf), self.kv.pages_of_leaf(path)
+            if needed > total:
+                where = f" of leaf {path!r}" if path else ""
+                raise RequestError(
+                    f"request {request.request_id!r}: expected at most {total} pages from the "
+                    f"pool{where}, got {request.max_length} tokens (prompt and output) that need "
+                    f"{needed}"
+                )
         self.waiting.append(request)
 
     def schedule(self) -> Batch | None:
@@ -130,6 +134,14 @@ class Scheduler:
                 return True
         return False
 
+    def _most_pages(self, tokens: int, leaf: KVCacheParams) -> int:
+        """Pages of a leaf that a lone request of `tokens` tokens can hold at once."""
+        whole = ceildiv(tokens, self.page_size)
+        if leaf.window_size is None:
+            return whole
+        seen = leaf.window_size - 1 + self.max_batch_tokens  # of a chunk's first and last query
+        return min(whole, ceildiv(seen, self.page_size) + 1)
+
     def _continue_running(self, budget: int) -> tuple[list[Request], bool]:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
         preempted = False
@@ -156,7 +168,8 @@ class Scheduler:
             request = self.waiting[0]
             context = request.context
             # Room for the whole prompt, not only its first chunk: else prompts evict each other.
-            if ceildiv(context.current_length, self.page_size) > self.kv.num_free_blocks():
+            # Alone, a first chunk is enough: windows give pages back as the prompt goes on.
+            if self.running and self.kv.get_pct_used_blocks_after_allocation(context) > 100:
                 break
             self.kv.claim(context.request_id)
             context.active_length = min(context.active_length, budget)
@@ -166,7 +179,6 @@ class Scheduler:
                 self.kv.release(context.request_id)
                 context.rewind()
                 break
-            context.active_length = min(context.current_length - context.processed_length, budget)
             budget -= context.active_length
             self.waiting.popleft()
             self.running.append(request)

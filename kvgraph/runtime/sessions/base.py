@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,16 @@ class Session(ABC):
         shape = symbol.extents(sizes)
         return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
 
+    def require_symbols(self, record: Iterable[TensorType]) -> None:
+        """BindingError unless a manager's record is the artifact's, position by position."""
+        expected = self.signature.inputs[3:]
+        for position, (mine, theirs) in enumerate(zip_longest(expected, record), start=3):
+            if mine != theirs:
+                raise BindingError(
+                    f"input {position}: expected {_describe(mine)} from the artifact, "
+                    f"got {_describe(theirs)} from the cache manager"
+                )
+
     def run(self, inputs: ModelInputs, kv: KVCacheInputs) -> npt.NDArray[np.float32]:
         """One step of this shard's graph: logits `[num_logits, vocab]`; the pools are mutated.
 
@@ -73,4 +84,6 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
 
 
 def _describe(symbol: TensorType | None) -> str:
-    return f"{symbol.dtype} {list(symbol.shape)} on {symbol.device}" if symbol else "no such input"
+    if symbol is None:
+        return "no such input"
+    return f"{symbol.name} {symbol.dtype} {list(symbol.shape)} on {symbol.device}"

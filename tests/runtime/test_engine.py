@@ -1,0 +1,411 @@
+"""Engine over tiny-llama: text, ends, batches, dry pools; and over a session that says a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvgraph
+from kvgraph import Engine, RequestError, SamplingParams
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.engine import Token
+from kvgraph.runtime.sessions.base import Session
+
+PROMPTS = (
+    "The import statement",
+    "A class",
+    "If the condition is true, the following suite is executed; otherwise",
+    "def",
+    "A function call always assigns values to all parameters mentioned in the parameter list, "
+    "either from positional arguments, from keyword arguments, or from default values.",
+    "An exception",
+)
+BOS, EOS = 0, 1
+
+
+@pytest.fixture(scope="module")
+def artifact(compiled: Callable[..., Path]) -> Artifact:
+    return kvgraph.load(compiled("tiny-llama"))
+
+
+@pytest.fixture(scope="module")
+def roomy(artifact: Artifact) -> Engine:
+    """One pool for all tests that only ask for tokens."""
+    return Engine(artifact, num_pages=800)
+
+
+def greedy(max_new_tokens: int = 24, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, **fields)
+
+
+def ids(completions: Sequence[Any]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing is queued, every page is back, and the engine still works."""
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert engine.kv.num_free_blocks() == engine.kv.total_num_blocks()
+    assert engine.step() == []
+    assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
+
+
+class Scripted(Session):
+    """The token at position p of every request is `script[p]`, whatever came before."""
+
+    def __init__(self, artifact: Artifact, script: Sequence[int]) -> None:
+        super().__init__(artifact)
+        self.script = list(script)
+        self.vocab_size = artifact.manifest.model.vocab_size
+
+    def _run(self, arrays: list[Any]) -> Any:
+        _, offsets, indices, _, cached, *_ = arrays
+        rows = np.searchsorted(offsets, indices, side="right") - 1
+        positions = indices - offsets[rows] + cached[rows]
+        logits = np.zeros((len(indices), self.vocab_size), np.float32)
+        for logits_V, position in zip(logits, positions, strict=True):
+            if position + 1 < len(self.script):
+                logits_V[self.script[position + 1]] = 1
+        return logits
+
+
+def scripted(artifact: Artifact, script: Sequence[int], **options: Any) -> Engine:
+    return Engine(artifact, session=Scripted(artifact, script), **({"num_pages": 200} | options))
+
+
+# -- text
+
+
+def test_stream_gives_the_text_of_generate(roomy: Engine) -> None:
+    completions = roomy.generate(PROMPTS, greedy(32))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        pieces = list(roomy.stream(prompt, greedy(32)))
+        assert len(pieces) > 8
+        assert all(pieces)
+        assert "".join(pieces) == completion.text
+    assert_empty(roomy)
+
+
+def test_text_continues_the_prompt(roomy: Engine) -> None:
+    """A completion's text is what the tokenizer makes of prompt and output together."""
+    for prompt, done in zip(PROMPTS, roomy.generate(PROMPTS, greedy(16)), strict=True):
+        tokens = roomy.tokenize(prompt) + done.token_ids
+        assert roomy._tokenizer.decode(tokens) == prompt + done.text
+
+
+def test_text_and_token_ids_are_the_same_prompt(roomy: Engine) -> None:
+    tokens = roomy.tokenize(PROMPTS[0])
+    assert tokens[0] == BOS
+    of_text, of_list, of_array = roomy.generate([PROMPTS[0], tokens, np.array(tokens)], greedy())
+    assert of_text.token_ids == of_list.token_ids == of_array.token_ids
+
+
+CHARACTERS = "né€漢😀 ok"
+
+
+def test_pieces_hold_whole_characters(artifact: Artifact, roomy: Engine) -> None:
+    """The tokenizer splits these characters into 2, 3 and 4 tokens of one byte each."""
+    script = roomy.tokenize(CHARACTERS)
+    assert len(script) > 2 * len(CHARACTERS)
+    engine = scripted(artifact, script)
+    pieces = list(engine.stream([BOS], greedy(len(script) - 1)))
+    assert "".join(pieces) == CHARACTERS
+    assert all(piece in CHARACTERS for piece in pieces)
+    assert "😀" in pieces
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_a_character_cut_off_by_the_end_is_left_out(
+    artifact: Artifact, roomy: Engine, missing: int
+) -> None:
+    script = roomy.tokenize("ok 😀")
+    engine = scripted(artifact, script)
+    params = greedy(len(script) - 1 - missing)
+    assert "".join(engine.stream([BOS], params)) == "ok "
+    completion = engine.generate([[BOS]], params)[0]
+    assert completion.text == "ok "
+    assert completion.token_ids == script[1 : len(script) - missing]
+
+
+def test_a_character_that_the_prompt_began_is_completed(artifact: Artifact, roomy: Engine) -> None:
+    script = roomy.tokenize("x€ y")
+    engine = scripted(artifact, script)
+    for end in (3, 4):  # [<s>, x, first byte of three], then one more
+        assert "".join(engine.stream(script[:end], greedy(len(script) - end))) == "€ y"
+
+
+class Metaspace:
+    """A tokenizer as Llama 2 and Mistral have it: "▁" is a space, the first one is stripped."""
+
+    VOCABULARY = ("<s>", "</s>", "▁The", "▁cat", "s", "▁", "▁sat")
+
+    def __new__(cls) -> Any:
+        from tokenizers import Tokenizer, decoders, models
+
+        vocabulary = {token: i for i, token in enumerate(cls.VOCABULARY)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<s>"))
+        tokenizer.add_special_tokens(["<s>", "</s>"])
+        steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+        return tokenizer
+
+
+def test_the_space_before_the_first_word_is_kept(artifact: Artifact) -> None:
+    script = [0, 2, 3, 4, 6]  # The cats sat
+    engine = scripted(artifact, script)
+    engine._tokenizer = Metaspace()
+    assert list(engine.stream(script[:2], greedy(3))) == [" cat", "s", " sat"]
+    assert list(engine.stream(script[:1], greedy(4))) == ["The", " cat", "s", " sat"]
+
+
+# -- ends
+
+
+def test_a_stop_token_ends_the_request_and_is_not_text(artifact: Artifact, roomy: Engine) -> None:
+    script = roomy.tokenize("import is not used")
+    engine = scripted(artifact, script)
+    completion = engine.generate([[BOS]], greedy(50, stop_token_ids=(script[3], 7)))[0]
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids == script[1:4]
+    assert completion.text == roomy._tokenizer.decode(script[1:3])
+
+
+def test_the_end_token_stops_unless_ignored(artifact: Artifact, roomy: Engine) -> None:
+    head, tail = roomy.tokenize("The end")[1:], roomy.tokenize(" goes on")[1:]
+    script = [BOS, *head, EOS, *tail]
+    assert artifact.manifest.model.eos_token_ids == [EOS]
+    engine = scripted(artifact, script)
+    stopped = engine.generate([[BOS]], SamplingParams(max_new_tokens=len(script) - 1))[0]
+    assert (stopped.finish_reason, stopped.text) == ("stop", "The end")
+    assert stopped.token_ids == [*head, EOS]
+    ignored = engine.generate([[BOS]], greedy(len(script) - 1))[0]
+    assert (ignored.finish_reason, ignored.text) == ("length", "The end goes on")
+
+
+def test_max_new_tokens(roomy: Engine) -> None:
+    for count in (1, 2, 17):
+        completion = roomy.generate([PROMPTS[0]], greedy(count))[0]
+        assert len(completion.token_ids) == count
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("room", [1, 8])
+def test_max_seq_len_ends_a_request(artifact: Artifact, room: int) -> None:
+    limit = artifact.manifest.model.max_seq_len
+    engine = scripted(artifact, [5] * limit)
+    completion = engine.generate([[5] * (limit - room)], greedy(100))[0]
+    assert completion.token_ids == [5] * room
+    assert completion.finish_reason == "length"
+
+
+def test_a_prompt_without_room_is_refused(artifact: Artifact) -> None:
+    limit = artifact.manifest.model.max_seq_len
+    engine = scripted(artifact, [5])
+    message = rf"at most {limit - 1} tokens \(the model's max_seq_len is {limit}\), got {limit}$"
+    with pytest.raises(RequestError, match=message):
+        engine.submit([5] * limit)
+    assert_empty(engine)
+
+
+# -- every way to batch gives the same tokens
+
+
+@pytest.fixture(scope="module")
+def expected(roomy: Engine) -> list[list[int]]:
+    """Each prompt alone."""
+    return [roomy.generate([prompt], greedy())[0].token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 2048])
+def test_chunks(artifact: Artifact, expected: list[list[int]], chunk: int) -> None:
+    engine = Engine(artifact, num_pages=100, max_batch_tokens=chunk)
+    assert ids(engine.generate(PROMPTS, greedy())) == expected
+
+
+@pytest.mark.parametrize("chunk", [16, 2048])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_pool_that_runs_dry(
+    artifact: Artifact, expected: list[list[int]], chunk: int, prefix: bool
+) -> None:
+    """Five pages of 16 tokens, of which the longest request alone needs four."""
+    engine = Engine(artifact, num_pages=5, max_batch_tokens=chunk, enable_prefix_caching=prefix)
+    assert ids(engine.generate(PROMPTS, greedy())) == expected
+    assert engine.scheduler.preemptions > 0
+    assert_empty(engine)
+
+
+def test_prefix_caching(artifact: Artifact, roomy: Engine) -> None:
+    """Prompts with a common beginning, together and one after the other."""
+    beginning = PROMPTS[4]
+    prompts = [beginning, *(f"{beginning} {prompt}" for prompt in PROMPTS), beginning]
+    without = ids(roomy.generate(prompts, greedy()))
+    engine = Engine(artifact, num_pages=100, enable_prefix_caching=True)
+    assert ids([engine.generate([prompt], greedy())[0] for prompt in prompts]) == without
+    assert ids(engine.generate(prompts, greedy())) == without
+    assert engine.kv.get_metrics_aggregated().cache_tokens >= 16 * len(prompts)
+    assert roomy.kv.get_metrics_aggregated().cache_tokens == 0
+
+
+def test_batch_of_one_and_of_64(artifact: Artifact, roomy: Engine) -> None:
+    random = np.random.default_rng(3)
+    prompts = [random.integers(2, 2048, 1 + i % 23).tolist() for i in range(64)]
+    alone = [roomy.generate([prompt], greedy(6))[0].token_ids for prompt in prompts]
+    engine = Engine(artifact, num_pages=256, max_batch_size=64)
+    for prompt in prompts:
+        engine.submit(prompt, greedy(6))
+    assert len(engine.step()) == 64
+    assert ids(engine.generate(prompts, greedy(6))) == alone
+
+
+def test_a_seed_repeats_alone_and_in_a_batch(roomy: Engine) -> None:
+    params = greedy(temperature=0.9, top_p=0.95, seed=7)
+    other = greedy(temperature=1.5, seed=8)
+    alone = roomy.generate([PROMPTS[0]], params)[0]
+    assert roomy.generate([PROMPTS[0]], params)[0].token_ids == alone.token_ids
+    together = roomy.generate(PROMPTS[:3], [params, other, greedy()])
+    assert together[0].token_ids == alone.token_ids
+    assert roomy.generate([PROMPTS[0]], greedy(temperature=0.9, seed=9))[0] != alone
+
+
+# -- requests that come and go
+
+
+def test_submit_and_step(roomy: Engine) -> None:
+    wanted = roomy.generate(PROMPTS[:2], greedy(5))
+    roomy.submit(PROMPTS[0], greedy(5), request_id="first")
+    found: dict[str, list[Token]] = {"first": roomy.step(), "second": []}
+    roomy.submit(PROMPTS[1], greedy(5), request_id="second")
+    while tokens := roomy.step():
+        for token in tokens:
+            found[token.request_id].append(token)
+    for tokens, done in zip(found.values(), wanted, strict=True):
+        assert [token.token_id for token in tokens] == done.token_ids
+        assert "".join(token.text for token in tokens) == done.text
+        assert [token.finish_reason for token in tokens] == [None] * 4 + ["length"]
+
+
+def test_two_streams_at_once(roomy: Engine) -> None:
+    """Each step runs both; neither loses what the other's step generated."""
+    wanted = [done.text for done in roomy.generate(PROMPTS[:2], greedy())]
+    first, second = (roomy.stream(prompt, greedy()) for prompt in PROMPTS[:2])
+    texts = [next(first), next(second)]
+    texts[0] += next(first) + next(first)
+    texts[1] += "".join(second)
+    texts[0] += "".join(first)
+    assert texts == wanted
+    assert_empty(roomy)
+
+
+def test_submitted_requests_survive_a_stream(roomy: Engine) -> None:
+    wanted = roomy.generate(PROMPTS[:3], greedy(6))
+    roomy.submit(PROMPTS[0], greedy(6), request_id="mine")
+    assert "".join(roomy.stream(PROMPTS[1], greedy(6))) == wanted[1].text
+    assert roomy.generate([PROMPTS[2]], greedy(6))[0].text == wanted[2].text
+    tokens = [token for token in roomy.step() if token.request_id == "mine"]
+    assert [token.token_id for token in tokens] == wanted[0].token_ids
+    assert_empty(roomy)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_leaving_a_stream_cancels_it(roomy: Engine, pieces: int) -> None:
+    stream = roomy.stream(PROMPTS[0], greedy(40))
+    for _ in range(pieces):
+        next(stream)
+    assert bool(roomy.scheduler.running) == (pieces > 0)
+    stream.close()
+    assert_empty(roomy)
+
+
+def test_cancel(roomy: Engine) -> None:
+    """Before the first step, between steps, and not after the last."""
+    roomy.submit(PROMPTS[0], greedy(), request_id="waiting")
+    roomy.cancel("waiting")
+    roomy.submit(PROMPTS[0], greedy(), request_id="running")
+    roomy.step()
+    roomy.cancel("running")
+    roomy.submit(PROMPTS[0], greedy(1), request_id="done")
+    roomy.step()
+    for name in ("waiting", "running", "done", "nobody"):
+        with pytest.raises(RequestError, match=f"cancel of '{name}': expected a submitted"):
+            roomy.cancel(name)
+    assert_empty(roomy)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("", r"expected a prompt, got an empty one"),
+        ([], r"expected a prompt, got an empty one"),
+        ([5, -1], r"token ids in \[0, 2048\), got -1"),
+        ([2048, 5], r"token ids in \[0, 2048\), got 2048"),
+        ([5] * 2048, r"at most 2047 tokens .*got 2048"),
+        ([5] * 900, r"at most 10 pages from the pool, got 924 tokens .*need 58"),
+    ],
+)
+def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(
+    artifact: Artifact, bad: Any, message: str
+) -> None:
+    engine = Engine(artifact, num_pages=10)
+    with pytest.raises(RequestError, match=message):
+        engine.generate([PROMPTS[0], [5, 6, 7], bad, PROMPTS[1]], greedy())
+    assert_empty(engine)
+
+
+def test_a_step_that_fails_leaves_nothing_of_generate_behind(artifact: Artifact) -> None:
+    class Failing(Scripted):
+        fails = True
+
+        def _run(self, arrays: list[Any]) -> Any:
+            if self.fails:
+                raise kvgraph.KernelError("no")
+            return super()._run(arrays)
+
+    session = Failing(artifact, [5] * 100)
+    engine = Engine(artifact, session=session, num_pages=10)
+    with pytest.raises(kvgraph.KernelError):
+        engine.generate([[5, 6]])
+    session.fails = False
+    assert_empty(engine)
+
+
+def test_as_many_sampling_params_as_prompts(roomy: Engine) -> None:
+    with pytest.raises(ValueError, match="2"):
+        roomy.generate(PROMPTS[:3], [greedy(), greedy()])
+    assert_empty(roomy)
+
+
+def test_request_ids(roomy: Engine) -> None:
+    """One in use is refused, one that has ended can be used again, made ones evade given ones."""
+    roomy.submit(PROMPTS[0], greedy(2), request_id="mine")
+    with pytest.raises(RequestError, match="request 'mine': expected a new id, got one in use"):
+        roomy.submit(PROMPTS[1], greedy(2), request_id="mine")
+    while roomy.step():
+        pass
+    assert roomy.submit(PROMPTS[1], greedy(2), request_id="mine") == "mine"
+    upcoming = int(roomy.submit(PROMPTS[0], greedy(2)).removeprefix("request-")) + 1
+    roomy.submit(PROMPTS[1], greedy(2), request_id=f"request-{upcoming}")
+    assert roomy.submit(PROMPTS[1], greedy(2)) == f"request-{upcoming + 1}"
+    assert len(roomy.step()) == 4
+    roomy.step()
+    assert_empty(roomy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch_tokens": 0}, r"max_batch_tokens: expected >= 1, got 0"),
+        ({"max_batch_size": 0}, r"max_batch_size: expected >= 1, got 0"),
+        ({"num_pages": 0}, r"total_num_pages: expected >= 1, got 0"),
+        ({"num_pages": None, "cache_memory": 1000}, r"at least one page of 32768 .*got 1000"),
+        ({"session": "tensorrt"}, r"\['onnxruntime', 'reference'\] .*'onnx', got 'tensorrt'"),
+        ({"session": "torch"}, r"\['onnxruntime', 'reference'\] .*'onnx', got 'torch'"),
+    ],
+)
+def test_bad_options(artifact: Artifact, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(kvgraph.KVGraphError, match=message):
+        Engine(artifact, **({"num_pages": 4} | options))
