@@ -13,6 +13,7 @@ import torch
 from models import OVERRIDES
 
 import kvgraph
+from kvgraph.compiler.cache import plan_cache
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.contract.inputs import ModelInputs
@@ -106,6 +107,15 @@ class ExportedSession:
 
     def __init__(self, folder: Path, params: Any) -> None:
         model = huggingface.load(folder, "float32")
+        plan = plan_cache(
+            model.layers,
+            dtype="float32",
+            quantization=None,
+            page_size=params.page_size,
+            devices=params.devices,
+        )
+        assert plan.params == params
+        model.place(plan)
         signature = GraphSignature.of(params.get_symbolic_inputs()[0], model.vocab_size)
         self._module = export(model, signature, return_buffers=False).module()
         self.identity = b""

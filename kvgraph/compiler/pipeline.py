@@ -80,7 +80,7 @@ def compile(
 
     with emit.staging(out) as folder:
         progress(f"lowering to {backend}")
-        lowered = _backend(backend)(loaded, signature, plan, folder)
+        lowered = _lower(backend, loaded, signature, plan, folder)
         progress("writing the artifact")
         return emit.emit(
             folder,
@@ -176,6 +176,21 @@ def _plan_cache(
         page_size=page_size,
         devices=virtual_devices(str(target)),
     )
+
+
+def _lower(backend: str, model: Model, *given: Any) -> Any:
+    import torch.onnx
+
+    try:
+        return _backend(backend)(model, *given)
+    except torch.onnx.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UnsupportedError(
+            f"architecture {model.architecture!r}: expected operators that the onnx exporter has, "
+            f"got one that it has not: {str(cause).splitlines()[0]}"
+        ) from error
 
 
 def _backend(name: str) -> Callable[..., Any]:

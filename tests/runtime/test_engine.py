@@ -111,7 +111,7 @@ CHARACTERS = "né€漢😀 ok"
 def test_pieces_hold_whole_characters(artifact: Artifact, roomy: Engine) -> None:
     """The tokenizer splits these characters into 2, 3 and 4 tokens of one byte each."""
     script = roomy.tokenize(CHARACTERS)
-    assert len(script) > 2 * len(CHARACTERS)
+    assert len(script) >= 2 * len(CHARACTERS)
     engine = scripted(artifact, script)
     pieces = list(engine.stream([BOS], greedy(len(script) - 1)))
     assert "".join(pieces) == CHARACTERS

@@ -7,8 +7,10 @@ each token sits in its row. The model's own code does everything else.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,8 @@ class Probe:
         sinks: torch.Tensor | None,
         **attributes: Any,
     ) -> torch.Tensor:
+        if not attributes["causal"]:
+            raise UnsupportedError("its attention is not causal")
         heads, head_dim, v_head_dim = k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]
         self.layers[layer] = LayerNeed(heads, head_dim, v_head_dim, attributes["window"] or None)
         return q_TND.new_zeros(*q_TND.shape[:2], v_head_dim)
@@ -158,6 +162,8 @@ def paged_kv_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`."""
+    if attention_mask is not None:
+        raise UnsupportedError("its attention has a mask of its own")
     q_TND, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
     out_TND = paged_kv.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
@@ -189,6 +195,10 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
     if sorted(seen.layers) != list(range(num_layers)):
         why = f"attention of {len(seen.layers)} of {num_layers} layers reaches the interface"
         raise UnsupportedError(_unsupported(architecture, why))
+    for layer, kind in enumerate(getattr(decoder.model.config, "layer_types", None) or ()):
+        if (seen.layers[layer].window_size is None) != (kind == "full_attention"):
+            why = f"layer {layer} is {kind}, which its attention does not say"
+            raise UnsupportedError(_unsupported(architecture, why))
     return tuple(seen.layers[i] for i in range(num_layers))
 
 
@@ -199,6 +209,21 @@ def checkpoint_dtype(folder: Path) -> str:
     return str(text.get("dtype") or text.get("torch_dtype") or "float32")
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries' own reports off the screen: what matters is an error of ours."""
+    names = ("transformers", "torch._subclasses.fake_tensor")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 def load(folder: Path, dtype: str) -> Model:
     """Read a checkpoint folder in `dtype`.
 
@@ -207,9 +232,13 @@ def load(folder: Path, dtype: str) -> Model:
     """
     config = _read_config(folder)
     transformers = _transformers()
-    hf_config = _parse_config(transformers, folder, config)
-    text = hf_config.get_text_config()
-    _require_decoder(transformers, text)
+    with _quiet():
+        return _load(transformers, folder, config, dtype)
+
+
+def _load(transformers: Any, folder: Path, config: dict[str, Any], dtype: str) -> Model:
+    text = _decoder_config(transformers, folder, config)
+    _require_tokenizer(folder / "tokenizer.json")
     model = _load_weights(transformers, folder, dtype)
     generation = model.generation_config
     eos = generation.eos_token_id
@@ -240,7 +269,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: expected a model_type, got none")
     return config
 
@@ -257,6 +286,19 @@ def _transformers() -> Any:
     transformers.AttentionInterface.register(NAME, paged_kv_attention)
     transformers.AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     return transformers
+
+
+def _decoder_config(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
+    """The configuration of the text decoder; UnsupportedError where there is none for us."""
+    hf_config = _parse_config(transformers, folder, config)
+    try:
+        text = hf_config.get_text_config()
+        _require_decoder(transformers, text)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # several text configurations, attributes that differ by layer
+        raise UnsupportedError(_unsupported(config["model_type"], _first_line(error))) from error
+    return text
 
 
 def _parse_config(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
@@ -289,6 +331,18 @@ def _unsupported(kind: str, why: str) -> str:
     )
 
 
+def _require_tokenizer(path: Path) -> None:
+    """ModelError if the file is there and damaged: the artifact would only fail at its user's."""
+    if not path.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ModelError(f"{path}: expected a tokenizer, got a damaged one ({error})") from error
+
+
 def _load_weights(transformers: Any, folder: Path, dtype: str) -> Any:
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -296,6 +350,7 @@ def _load_weights(transformers: Any, folder: Path, dtype: str) -> Any:
             dtype=getattr(torch, dtype),
             attn_implementation=NAME,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # info lists them
             output_loading_info=True,
         )
     except Exception as error:
