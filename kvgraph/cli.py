@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from enum import StrEnum
@@ -15,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvgraph.errors import KVGraphError
+from kvgraph.errors import KVGraphError, ParamsError
 
 if TYPE_CHECKING:
     from kvgraph.contract.manifest import Manifest
@@ -26,8 +27,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-stdout = Console(highlight=False)
-stderr = Console(stderr=True, highlight=False)
+# No markup, no emoji: a path is printed as it is, "[a]" and ":x:" included.
+stdout = Console(highlight=False, markup=False, emoji=False)
+stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
@@ -59,8 +61,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (KVGraphError, OSError) as error:
-        stderr.print(f"kvgraph: {error}", soft_wrap=True, markup=False)
+    except (KVGraphError, OSError, MemoryError) as error:
+        stderr.print(f"kvgraph: {error}", soft_wrap=True)
         sys.exit(2)
 
 
@@ -172,6 +174,59 @@ def inspect(artifact: Folder, json: Json = False) -> None:
     _print_bindings(manifest)
     _print_ops(manifest)
     _print_files(manifest)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")],
+    memory: Annotated[str, typer.Option(help="Memory of the device, such as 80GiB.")],
+    target: Annotated[str, typer.Option(help="cpu, or cuda:sm_90 and the like.")] = "cpu",
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Longest request in tokens [default: the model's].")
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Most requests at once.")] = 256,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
+    ] = None,
+    cache_dtype: Annotated[
+        CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
+    json: Json = False,
+) -> None:
+    """Show how a model and its cache fit into memory; reads config.json only."""
+    from kvgraph.compiler.plan import plan_deployment
+
+    with stderr.status("describing the model"):
+        made = plan_deployment(
+            model,
+            target=target,
+            memory=_parse_bytes(memory),
+            max_seq_len=max_seq_len,
+            max_batch_size=max_batch_size,
+            dtype=dtype.value if dtype else None,
+            cache_dtype=cache_dtype.value if cache_dtype else None,
+            page_size=page_size,
+        )
+    if json:
+        _print_json(msgspec.to_builtins(made))
+        return
+    table = Table(show_header=False, box=None, title_justify="left", title_style="bold")
+    table.title = f"{made.architecture} on {made.target} with {_bytes(made.memory)}"
+    table.add_column()
+    table.add_column(justify="right")
+    rows = {
+        f"weights ({made.dtype})": _bytes(made.weights),
+        f"cache ({made.cache_dtype})": _bytes(made.cache_memory),
+        f"bytes per page of {made.page_size} tokens": f"{made.bytes_per_page:,}",
+        "pages": f"{made.num_pages:,}",
+        f"concurrent requests of {made.max_seq_len:,} tokens": f"{made.concurrent_requests:,}",
+        "longest context of one request": f"{made.longest_context:,}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    stdout.print(table)
+    stdout.print("Activations and the graph itself are not counted.", soft_wrap=True)
 
 
 @app.command()
@@ -295,6 +350,18 @@ def _table(title: str) -> Table:
 
 def _print_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
+def _parse_bytes(text: str) -> int:
+    units = {"": 1, "B": 1} | {
+        f"{prefix}{suffix}": base**power
+        for power, prefix in enumerate("KMGT", start=1)
+        for suffix, base in (("iB", 1024), ("B", 1000))
+    }
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", text)
+    if match is None or match[2] not in units:
+        raise ParamsError(f"memory: expected a size such as 80GiB or 512MB, got {text!r}")
+    return int(float(match[1]) * units[match[2]])
 
 
 def _bytes(count: int) -> str:

@@ -26,6 +26,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "mistral": {"sliding_window": 24},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gpt_oss": {
+        "sliding_window": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+        },
+    },
 }
 
 

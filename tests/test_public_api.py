@@ -59,6 +59,8 @@ FLAGS = {
     "generate": "--ignore-eos --json --max-new-tokens --num-pages --seed --session --temperature "
     "--threads --top-k --top-p",
     "inspect": "--json",
+    "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
+    "--target",
     "verify": "--json",
 }
 

@@ -79,7 +79,7 @@ def plan_cache(
 
 
 def _leaf_names(groups: Sequence[LayerNeed]) -> dict[LayerNeed, str]:
-    """"full" and "sliding" where that tells them apart, numbered where it does not."""
+    """Names by kind, "full" and "sliding", where they differ in it; numbered where they do not."""
     if len(groups) == 1:
         return {groups[0]: ""}
     kinds = ["full" if group.window_size is None else "sliding" for group in groups]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -47,8 +48,10 @@ def require_free(out: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def staging(out: Path) -> Iterator[Path]:
+def staging(out: Path, *, force: bool) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` on success and disappears on failure.
+
+    `require_free` is asked again at the end: what appeared at `out` meanwhile is not lost.
 
     A killed process leaves at most a hidden folder without a manifest, so nothing that reads as
     an artifact; the next compile to `out` removes it.
@@ -60,15 +63,16 @@ def staging(out: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
     try:
         yield folder
+        require_free(out, force=force)
         _replace(out, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_leftovers(out: Path) -> None:
-    for path in out.parent.glob(f".{out.name}.*.*"):
-        pid = path.name.removeprefix(f".{out.name}.").partition(".")[0]
-        if pid.isdigit() and not _alive(int(pid)):
+    for path in out.parent.iterdir():
+        match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.[^.]+", path.name)
+        if match and not _alive(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -83,6 +87,8 @@ def _alive(pid: int) -> bool:
 
 
 def _replace(out: Path, folder: Path) -> None:
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes for its user alone
     folder.chmod(0o755)
     if not out.exists():
         folder.rename(out)

@@ -78,7 +78,7 @@ def compile(
     signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
     loaded.place(plan)
 
-    with emit.staging(out) as folder:
+    with emit.staging(out, force=force) as folder:
         progress(f"lowering to {backend}")
         lowered = _lower(backend, loaded, signature, plan, folder)
         progress("writing the artifact")
@@ -124,9 +124,7 @@ def _load(
     from kvgraph.compiler.frontends import huggingface, module
 
     if not isinstance(model, str | Path):
-        loaded = module.load(
-            model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype
-        )
+        loaded = module.load(model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype)
         if backend == "onnx" and loaded.dtype != "float32":
             raise UnsupportedError(
                 f"dtype: expected float32 activations for backend onnx on cpu, got {loaded.dtype}"

@@ -145,10 +145,11 @@ def read_manifest(folder: Path) -> Manifest:
                 f"got {version}"
             )
         fields = msgspec.json.decode(text, type=dict[str, Any])
-        expected, found = fields.pop("sha256", None), _hash(fields)
+        found = str(fields.pop("sha256", None))
+        expected = _hash(fields)
         if found != expected:
             raise ArtifactError(
-                f"{path}: expected SHA-256 {str(expected)[:16]} of its own fields, "
+                f"{path}: sha256: expected {expected[:16]} from its other fields, "
                 f"got {found[:16]}: the file was changed"
             )
         return msgspec.convert(fields, Manifest)

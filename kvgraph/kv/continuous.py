@@ -73,13 +73,12 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
 
     def external_claim(self, seq_ids: Sequence[int], replica_idx: int = 0) -> None:
         """Claim the slots that the caller chose; all of them or, with RequestError, none."""
-        free = set(self._pool(replica_idx).free_pages())
-        for seq_id in seq_ids:
-            if seq_id not in free or seq_id in self._claimed:
-                raise RequestError(
-                    f"external_claim: expected free slots of {sorted(free)}, got {seq_id}"
-                )
-            free.remove(seq_id)
+        free = {s for s in self._pool(replica_idx).free_pages() if s not in self._claimed}
+        if len(set(seq_ids)) < len(seq_ids) or not free.issuperset(seq_ids):
+            raise RequestError(
+                f"external_claim: expected different free slots of {sorted(free)}, "
+                f"got {list(seq_ids)}"
+            )
         for seq_id in seq_ids:
             self._claim_slot(seq_id, replica_idx, seq_id)
 

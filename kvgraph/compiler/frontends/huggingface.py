@@ -11,11 +11,13 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph import ops
@@ -24,7 +26,12 @@ from kvgraph.compiler.model import Model
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 NAME = "kvgraph"
-PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+IMPLEMENTATIONS = {
+    "attn_implementation": NAME,
+    "experts_implementation": "batched_mm",  # the one form without data-dependent shapes
+}
+
+PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """Model types on the equivalence ladder; others compile if their attention allows it."""
 
 TRAVELLING_FILES = (
@@ -186,7 +193,8 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
     UnsupportedError where a layer's attention does not come through the interface.
     """
     seen = Probe()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
         one = torch.zeros(1, dtype=torch.int32)
         try:
             decoder.run(one, one, one, seen)
@@ -257,6 +265,33 @@ def _load(transformers: Any, folder: Path, config: dict[str, Any], dtype: str) -
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         bos_token_id=text.bos_token_id,
     )
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint as its configuration describes it: no weight is read."""
+
+    architecture: str
+    layers: tuple[LayerNeed, ...]
+    weight_bytes: int
+    max_seq_len: int
+
+
+def describe(folder: Path, dtype: str) -> Description:
+    """What `load` would give, from config.json alone: parameters are made fake.
+
+    Raises as `load` does, except that weights are not looked at.
+    """
+    config = _read_config(folder)
+    transformers = _transformers()
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        text = _decoder_config(transformers, folder, config)
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_config(text, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+        unique = {id(parameter): parameter for parameter in model.parameters()}
+        nbytes = sum(p.numel() * p.element_size() for p in unique.values())
+        layers = probe(Decoder(model).eval(), text.model_type, text.num_hidden_layers)
+    return Description(text.model_type, layers, nbytes, text.max_position_embeddings)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -348,7 +383,7 @@ def _load_weights(transformers: Any, folder: Path, dtype: str) -> Any:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
-            attn_implementation=NAME,
+            **IMPLEMENTATIONS,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # info lists them
             output_loading_info=True,

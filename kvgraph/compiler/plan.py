@@ -1,0 +1,95 @@
+"""How a model and its cache fit into a device's memory, from its configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvgraph.compiler.cache import plan_cache
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.contract.devices import virtual_devices
+from kvgraph.contract.params import QUANTIZED_DTYPES, KVCacheQuantization
+from kvgraph.errors import ParamsError
+from kvgraph.kv.memory import plan_memory
+from kvgraph.kv.null import NullKVCacheManager
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All sizes in bytes, of one device; activations and the graph itself are not counted."""
+
+    architecture: str
+    target: str
+    dtype: str
+    cache_dtype: str
+    memory: int
+    weights: int
+    cache_memory: int
+    page_size: int
+    bytes_per_page: int
+    num_pages: int
+    max_seq_len: int
+    concurrent_requests: int
+    """Requests of `max_seq_len` tokens that fit at once."""
+    longest_context: int
+    """Tokens of a lone request, at most the model's own limit."""
+
+
+def plan_deployment(
+    folder: Path,
+    *,
+    target: str,
+    memory: int,
+    max_seq_len: int | None,
+    max_batch_size: int,
+    dtype: str | None,
+    cache_dtype: str | None,
+    page_size: int,
+) -> Plan:
+    """Plan one device of `memory` bytes for the checkpoint in `folder`.
+
+    The cache is described by a NullKVCacheManager on a virtual device; no weight is read and
+    nothing is allocated. ParamsError where the weights alone do not fit, or not one page does.
+    """
+    dtype = dtype or huggingface.checkpoint_dtype(folder)
+    model = huggingface.describe(folder, dtype)
+    quantised = cache_dtype in QUANTIZED_DTYPES
+    cache = plan_cache(
+        model.layers,
+        dtype=dtype if quantised or cache_dtype is None else cache_dtype,
+        quantization=KVCacheQuantization(cache_dtype) if quantised else None,  # type: ignore[arg-type]
+        page_size=page_size,
+        devices=virtual_devices(target),
+    )
+    available = memory - model.weight_bytes
+    if available <= 0:
+        raise ParamsError(
+            f"memory: expected more than the {model.weight_bytes} bytes of weights, got {memory}"
+        )
+    length = max_seq_len or model.max_seq_len
+    manager = NullKVCacheManager(
+        cache.params,
+        max_batch_size,
+        length,
+        len(cache.layers),
+        cache.params.devices,
+        None,
+        available,
+        page_size,
+    )
+    memory_plan = plan_memory(manager.params, available, max_batch_size, length)
+    return Plan(
+        architecture=model.architecture,
+        target=target,
+        dtype=dtype,
+        cache_dtype=cache_dtype or dtype,
+        memory=memory,
+        weights=model.weight_bytes,
+        cache_memory=memory_plan.nbytes,
+        page_size=page_size,
+        bytes_per_page=memory_plan.bytes_per_page,
+        num_pages=memory_plan.num_pages,
+        max_seq_len=length,
+        concurrent_requests=memory_plan.max_concurrent_requests,
+        longest_context=min(model.max_seq_len, memory_plan.num_tokens),
+    )

@@ -1,0 +1,227 @@
+"""Every error line of the spec: its type, both values in the text, and an unchanged manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kv.builders import make_manager, make_params, snapshot, start
+
+from kvgraph.contract.inputs import BatchCharacteristics
+from kvgraph.errors import (
+    CapacityError,
+    InsufficientPagesError,
+    KVGraphError,
+    ParamsError,
+    RequestError,
+)
+from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
+from kvgraph.kv.padded import PaddedKVCacheManager
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+
+
+def fails(
+    manager: PagedKVCacheManager, call: Callable[[], Any], kind: type[Exception], text: str
+) -> Exception:
+    """The call raises `kind` with a text that matches, and leaves the manager as it was."""
+    before = snapshot(manager)
+    with pytest.raises(kind, match=text) as caught:
+        call()
+    assert isinstance(caught.value, KVGraphError)
+    assert "\n" not in str(caught.value)
+    assert snapshot(manager) == before
+    return caught.value
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "prefix caching"])
+def manager(request: pytest.FixtureRequest) -> PagedKVCacheManager:
+    return make_manager(pages=6, rows=3, dp=2, enable_prefix_caching=request.param)
+
+
+def test_claim_twice_names_the_replica(manager: PagedKVCacheManager) -> None:
+    manager.claim("a", 1)
+    for replica in (0, 1):
+        text = r"claim of 'a': expected .*not claimed, got one claimed on replica 1"
+        fails(manager, lambda r=replica: manager.claim("a", r), ValueError, text)
+        fails(manager, lambda r=replica: manager.alloc_dummy("a", r), ValueError, text)
+
+
+def test_no_row_left(manager: PagedKVCacheManager) -> None:
+    for name in "abc":
+        manager.claim(name)
+    fails(manager, lambda: manager.claim("d"), RuntimeError, "'d'.*max_batch_size=3.*got none")
+    manager.claim("d", 1)
+
+
+@pytest.mark.parametrize("call", ["alloc", "alloc_batch", "runtime_inputs", "step", "release"])
+@pytest.mark.parametrize("where", ["nowhere", "on the other replica", "released"])
+def test_use_of_a_request_that_is_not_claimed_here(
+    manager: PagedKVCacheManager, call: str, where: str
+) -> None:
+    ctx = TextContext("a", [1, 2])
+    if where != "nowhere":
+        manager.claim("a", 1)
+        manager.alloc(ctx, 1)
+    if where == "released":
+        manager.release("a", 1)
+    calls = {
+        "alloc": lambda: manager.alloc(ctx, 0),
+        "alloc_batch": lambda: manager.alloc_batch([[ctx], []]),
+        "runtime_inputs": lambda: manager.runtime_inputs([[ctx], []]),
+        "step": lambda: manager.step([[ctx], []]),
+        "release": lambda: manager.release("a", 0),
+    }
+    got = "claimed on replica 1" if where == "on the other replica" else "not claimed"
+    text = f"{call} of 'a': expected a request claimed on replica 0, got one .*{got}"
+    fails(manager, calls[call], ValueError, text)
+    fails(manager, lambda: manager.get_req_blocks("a", 0), ValueError, got)
+
+
+def test_too_few_free_pages(manager: PagedKVCacheManager) -> None:
+    start(manager, "a", range(14))
+    b = TextContext("b", range(9))
+    manager.claim("b")
+    text = r"'b'.*expected 3 free pages on replica 0, got 2 \(4 used of 6"
+    error = fails(manager, lambda: manager.alloc(b), RuntimeError, text)
+    assert isinstance(error, InsufficientPagesError)
+    assert (error.needed, error.free, error.used, error.total) == (3, 2, 4, 6)
+    fails(manager, lambda: manager.alloc_batch([[b], []]), InsufficientPagesError, text)
+    assert (b.processed_length, b.active_length) == (0, 9)
+
+
+def test_a_batch_is_allocated_as_a_whole(manager: PagedKVCacheManager) -> None:
+    batches = []
+    for replica in (0, 1):
+        ctx = TextContext(f"r{replica}", range(8 + 20 * replica))
+        manager.claim(ctx.request_id, replica)
+        batches.append([ctx])
+    text = "expected a request of at most the whole pool of 6 pages, got one that needs 7"
+    fails(manager, lambda: manager.alloc_batch(batches), InsufficientPagesError, text)
+
+
+def test_larger_than_the_whole_pool(manager: PagedKVCacheManager) -> None:
+    ctx = TextContext("a", range(25))
+    manager.claim("a")
+    text = "'a'.*whole pool of 6 pages, got one that needs 7"
+    fails(manager, lambda: manager.alloc(ctx), InsufficientPagesError, text)
+
+
+def test_runtime_inputs_before_alloc(manager: PagedKVCacheManager) -> None:
+    ctx = TextContext("a", range(5))
+    manager.claim("a")
+    text = "'a': expected pages for 5 tokens, got 0 for 0; call `alloc` first"
+    fails(manager, lambda: manager.runtime_inputs([[ctx], []]), CapacityError, text)
+    manager.alloc(ctx)
+    ctx.update(*range(4))
+    text = "'a': expected pages for 9 tokens, got 2 for 8; call `alloc` first"
+    fails(manager, lambda: manager.runtime_inputs([[ctx], []]), RuntimeError, text)
+    manager.alloc(ctx)
+    text = "'a': expected pages for 13 tokens, got 3 for 12"
+    fails(manager, lambda: manager.runtime_inputs([[ctx], []], num_steps=5), RuntimeError, text)
+
+
+@pytest.mark.parametrize("call", ["alloc_batch", "runtime_inputs", "step"])
+def test_batches_of_the_wrong_size(manager: PagedKVCacheManager, call: str) -> None:
+    function = getattr(manager, call)
+    contexts = [start(manager, name, [1]) for name in "abc"]
+    text = f"{call}: expected 2 replica batches .*got"
+    fails(manager, lambda: function([contexts]), ValueError, text + " 1")
+    fails(manager, lambda: function([contexts, [], []]), ValueError, text + " 3")
+    four = [*contexts, TextContext("d", [1])]
+    text = f"{call}: expected at most max_batch_size=3 rows for replica 0, got 4"
+    fails(manager, lambda: function([four, []]), ValueError, text)
+    twice = [contexts[0], contexts[1], contexts[0]]
+    fails(manager, lambda: function([twice, []]), ValueError, "'a' twice")
+
+
+def test_max_cache_length(manager: PagedKVCacheManager) -> None:
+    ctx = start(manager, "a", range(9))
+    for given, text in (
+        (0, "expected at least 9 tokens .*got 0"),
+        (8, "expected at least 9 tokens .*got 8"),
+        (25, "at most the 6 pages of the pool, got 25 tokens in 7 pages"),
+    ):
+        fails(
+            manager,
+            lambda given=given: manager.runtime_inputs([[ctx], []], max_cache_length=given),
+            ValueError,
+            f"max_cache_length: .*{text}",
+        )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ((0, 9, 9), "batch_size: expected at least 1 .*got 0"),
+        ((1, 8, 9), "max_prompt_length: expected at least 9 .*got 8"),
+        ((1, 9, 8), "max_cache_valid_length: expected at least 9 .*got 8"),
+        ((1, 9, 25), "lookup_table: expected at most 6 pages .*got 7"),
+    ],
+)
+def test_batch_characteristics(
+    manager: PagedKVCacheManager, bounds: tuple[int, int, int], text: str
+) -> None:
+    ctx = start(manager, "a", range(9))
+    given = BatchCharacteristics(*bounds)
+    fails(
+        manager,
+        lambda: manager.runtime_inputs([[ctx], []], batch_characteristics=given),
+        ValueError,
+        text,
+    )
+
+
+def test_max_seq_len() -> None:
+    manager = make_manager(pages=6, max_seq_len=10)
+    ctx = TextContext("a", range(9))
+    manager.claim("a")
+    text = r"max_seq_len=10 tokens, got 11 \(processed 0 \+ active 9 \+ further steps 2\)"
+    fails(manager, lambda: manager.alloc(ctx, num_steps=3), ValueError, text)
+    manager.alloc(ctx, num_steps=2)
+    ctx.update(1, 2)
+    fails(manager, lambda: manager.alloc_batch([[ctx]]), ValueError, "max_seq_len=10.*got 11")
+
+
+def test_numbers_out_of_range(manager: PagedKVCacheManager) -> None:
+    ctx = start(manager, "a", range(5))
+    fails(manager, lambda: manager.alloc(ctx, num_steps=0), ValueError, "num_steps: .*got 0")
+    fails(manager, lambda: manager.alloc(ctx, lookahead=-1), ValueError, "lookahead: .*got -1")
+    text = "replica_idx below data_parallel_degree=2, got"
+    fails(manager, lambda: manager.claim("b", 2), ValueError, text + " 2")
+    fails(manager, lambda: manager.num_free_blocks(-1), ValueError, text + " -1")
+    ctx.active_length = 40
+    fails(manager, lambda: manager.alloc(ctx), ValueError, "active_length.*0 to 5 .*got 40")
+
+
+def test_a_released_request_must_be_rewound(manager: PagedKVCacheManager) -> None:
+    ctx = start(manager, "a", range(5))
+    ctx.update(1)
+    manager.release("a")
+    manager.claim("a")
+    text = "processed_length 0 of a request that owns no page, got 5; call `rewind`"
+    fails(manager, lambda: manager.alloc(ctx), RequestError, text)
+    ctx.rewind()
+    manager.alloc(ctx)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"total_num_pages": 0}, "total_num_pages: expected >= 1, got 0"),
+        ({"max_batch_size": 0}, "max_batch_size: expected >= 1, got 0"),
+        ({"max_seq_len": 0}, "max_seq_len: expected >= 1, got 0"),
+    ],
+)
+def test_construction(changes: dict[str, int], text: str) -> None:
+    arguments: dict[str, Any] = {"total_num_pages": 1, "max_batch_size": 1}
+    with pytest.raises(ParamsError, match=text):
+        PagedKVCacheManager(make_params(), None, **(arguments | changes))
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
+def test_other_managers_refuse_what_they_lack(kind: Any) -> None:
+    params = make_params(enable_prefix_caching=True)
+    with pytest.raises(ValueError, match=r"enable_prefix_caching: expected False .*got True"):
+        kind(params, 2, 16, 2, params.devices, None)

@@ -1,0 +1,769 @@
+"""What a user can get wrong: one sentence with both values, exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+import pytest
+from models import make_model
+
+import kvgraph
+from kvgraph import cli
+from kvgraph.compiler import emit, pipeline
+from kvgraph.contract.manifest import read_manifest
+from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheQuantization
+from kvgraph.errors import (
+    ArtifactError,
+    BindingError,
+    KVGraphError,
+    ModelError,
+    ParamsError,
+    UnsupportedError,
+)
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.runtime.artifact import Artifact
+
+Compiled = Callable[..., Path]
+ModelFolder = Callable[[str], Path]
+COMMAND = [sys.executable, "-c", "from kvgraph.cli import main; main()"]
+
+
+class Outcome(NamedTuple):
+    code: Any
+    out: str
+    err: str
+
+
+def run(*arguments: Any) -> Outcome:
+    """The command line in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["kvgraph", *map(str, arguments)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as stop,
+    ):
+        cli.main()
+    return Outcome(stop.value.code, out.getvalue(), err.getvalue())
+
+
+def sentence(outcome: Outcome) -> str:
+    """The one sentence of a refusal, without its prefix."""
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    assert re.fullmatch(r"kvgraph: \S[^\n]*\n", outcome.err), outcome.err
+    return outcome.err.removeprefix("kvgraph: ").removesuffix("\n")
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """Every path under `folder`, hidden ones too, with its bytes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+# -- compile: the model
+
+
+def refused(model: Path, tmp_path: Path, *options: Any) -> str:
+    """The sentence of a compile that leaves everything as it was."""
+    out = tmp_path / "out" / "model.kvg"
+    before = snapshot(tmp_path)
+    text = sentence(run("compile", model, "-o", out, *options))
+    assert snapshot(tmp_path) == before
+    assert not out.exists()
+    return text
+
+
+@pytest.fixture
+def model(tmp_path: Path, model_folder: ModelFolder) -> Path:
+    """A copy of tiny-llama's checkpoint to damage."""
+    return Path(shutil.copytree(model_folder("tiny-llama"), tmp_path / "model"))
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    """Write config.json, or change fields of the one that is there (None removes one)."""
+    path = folder / "config.json"
+    folder.mkdir(exist_ok=True)
+    config = json.loads(path.read_text()) if path.exists() else {}
+    config |= changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_missing_model_folder(tmp_path: Path) -> None:
+    model = tmp_path / "nowhere"
+    expected = f"{model}: expected a model folder, got nothing there"
+    assert refused(model, tmp_path) == expected
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    model = tmp_path / "empty"
+    model.mkdir()
+    expected = f"{model}: expected config.json in a model folder, got none"
+    assert refused(model, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "expected JSON, got a damaged file"),
+        (b'{"model_type": "llama", "hidden', "expected JSON, got a damaged file"),
+        (b'{"model_type": "ll\xff\xfema"}', "expected JSON, got a damaged file"),
+        (b"[1, 2]", "expected a model_type, got none"),
+        (b"{}", "expected a model_type, got none"),
+        (b'{"model_type": ["llama"]}', "expected a model_type, got none"),
+    ],
+)
+def test_damaged_config(model: Path, tmp_path: Path, content: bytes, message: str) -> None:
+    (model / "config.json").write_bytes(content)
+    assert refused(model, tmp_path).startswith(f"{model}/config.json: {message}")
+
+
+def test_config_that_transformers_refuses(model: Path, tmp_path: Path) -> None:
+    configure(model, hidden_size="wide")
+    assert refused(model, tmp_path).startswith(f"{model}/config.json: ")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, 4_000_000])
+def test_truncated_weights(model: Path, tmp_path: Path, keep: int) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    assert refused(model, tmp_path).startswith(f"{model}: cannot read the weights: ")
+
+
+def test_missing_weights(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").unlink()
+    text = refused(model, tmp_path)
+    assert text.startswith(f"{model}: cannot read the weights: ")
+    assert "model.safetensors" in text
+
+
+NORM = "model.layers.2.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(NORM), f"got missing_keys such as {NORM}"),
+        (
+            lambda tensors: tensors.update({NORM: tensors[NORM][:3].copy()}),
+            rf"got mismatched_keys such as .*{NORM}.*\[3\].*\[128\]",
+        ),
+    ],
+    ids=["missing", "mismatched"],
+)
+def test_incomplete_weights(
+    model: Path, tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    text = refused(model, tmp_path)
+    assert re.fullmatch(rf"{model}: expected weights for every parameter, {message}.*", text)
+
+
+def test_damaged_tokenizer(model: Path, tmp_path: Path) -> None:
+    path = model / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:3000])
+    text = refused(model, tmp_path)
+    assert text.startswith(f"{path}: expected a tokenizer, got a damaged one (")
+
+
+# -- compile: the architecture
+
+
+def assert_unsupported(text: str, architecture: str, why: str) -> None:
+    """Named, with what is supported, and why it is not."""
+    assert text.startswith(f"architecture {architecture!r}: expected ")
+    assert "llama, qwen2, qwen3, mistral, gemma2" in text
+    assert re.search(f"{why}$", text), text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("t5", "it is not a causal decoder"),
+        ("whisper", "it is not a causal decoder"),
+        ("mamba", "its attention has no interface"),
+        ("bloom", "its attention has no interface"),
+        ("deepseek_v2", r"its latent attention \(MLA\) has no kernel yet"),
+        ("musicgen", "Multiple valid text configs were found.*"),
+        ("perceptron", "transformers does not know it"),
+    ],
+)
+def test_unsupported_architecture(tmp_path: Path, architecture: str, why: str) -> None:
+    """The configuration is enough to know: no weights are read."""
+    configure(tmp_path / "model", model_type=architecture)
+    assert_unsupported(refused(tmp_path / "model", tmp_path), architecture, why)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "why"),
+    [
+        ("bert", {}, "its attention is not causal"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+            "attention of 1 of 2 layers reaches the interface",
+        ),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "sliding_window": 8},
+            None,
+        ),
+    ],
+)
+def test_attention_that_has_no_kernel(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], why: str | None
+) -> None:
+    """Only the model's own code shows it, on fake tensors."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        made = make_model(architecture, tmp_path / "model", **changes)
+    if why is not None:
+        assert_unsupported(refused(made, tmp_path), architecture, why)
+
+
+# -- compile: options
+
+
+@pytest.mark.parametrize("page_size", [0, -16, 65537])
+def test_page_size_that_the_kernels_lack(
+    model_folder: ModelFolder, tmp_path: Path, page_size: int
+) -> None:
+    text = refused(model_folder("tiny-llama"), tmp_path, "--page-size", page_size)
+    assert text == f"page_size: expected 1 to 65536 tokens from the cpu kernels, got {page_size}"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("cuda:sm_90", "target: expected 'cpu' for backend onnx, got 'cuda:sm_90'"),
+        ("cuda", "target 'cuda': expected one of ['sm_75', "),
+        ("cuda:sm_1", "target 'cuda:sm_1': expected one of ['sm_75', "),
+        ("tpu", "target: expected kind cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_target(model_folder: ModelFolder, tmp_path: Path, target: str, message: str) -> None:
+    text = refused(model_folder("tiny-llama"), tmp_path, "--target", target)
+    assert text.startswith(message)
+
+
+@pytest.mark.parametrize("option", ["--backend", "--dtype", "--cache-dtype"])
+def test_a_choice_that_is_not_one(tmp_path: Path, option: str) -> None:
+    """The option parser's own message: what it expected, and what it got."""
+    outcome = run("compile", tmp_path, "-o", tmp_path / "x", option, "int4")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert option in outcome.err
+    assert "int4" in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "tensorrt"}, r"backend: expected one of \['onnx', 'torch'\], got 'tensorrt'"),
+        ({"dtype": "int4"}, r"dtype: expected one of \['float32', .*\], got 'int4'"),
+        ({"cache_dtype": "int4"}, r"cache_dtype: expected one of \['float32', .*\], got 'int4'"),
+    ],
+)
+def test_compile_function(
+    model_folder: ModelFolder, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+# -- compile: the output folder
+
+
+def test_output_that_exists_is_kept(tmp_path: Path, model_folder: ModelFolder) -> None:
+    out = tmp_path / "precious"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    before = snapshot(tmp_path)
+    command = ("compile", model_folder("tiny-llama"), "-o", out)
+    expected = f"{out}: expected no such folder yet, got one (kept); use --force"
+    assert sentence(run(*command)) == expected
+    expected = f"{out}: expected an artifact or an empty folder to replace, got something else"
+    assert sentence(run(*command, "--force")) == f"{expected} (kept)"
+    assert snapshot(tmp_path) == before
+
+
+def test_output_that_is_a_file_is_kept(tmp_path: Path, model_folder: ModelFolder) -> None:
+    out = tmp_path / "precious"
+    out.write_text("mine")
+    for options in ([], ["--force"]):
+        text = sentence(run("compile", model_folder("tiny-llama"), "-o", out, *options))
+        assert text.startswith(f"{out}: expected ")
+    assert out.read_text() == "mine"
+
+
+def test_output_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="file"), emit.staging(tmp_path / "file" / "x", force=False):
+        pass
+
+
+def test_force_replaces_an_artifact_and_an_empty_folder(tmp_path: Path) -> None:
+    for name, content in (("artifact", {"manifest.json": "{}", "old": ""}), ("empty", {})):
+        out = tmp_path / name
+        out.mkdir()
+        for file, text in content.items():
+            (out / file).write_text(text)
+        with emit.staging(out, force=True) as folder:
+            (folder / "new").write_text("new")
+        assert snapshot(out) == {"new": b"new"}
+    assert sorted(os.listdir(tmp_path)) == ["artifact", "empty"]
+
+
+def test_output_that_appears_during_the_compile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "late"
+    with (
+        pytest.raises(ArtifactError, match="expected no such folder yet, got one"),
+        emit.staging(out, force=False) as folder,
+    ):
+        (folder / "new").write_text("new")
+        out.mkdir()
+        (out / "precious").write_text("mine")
+    assert snapshot(tmp_path) == {"late": None, "late/precious": b"mine"}
+
+
+@pytest.mark.parametrize("error", [UnsupportedError("no"), KeyboardInterrupt(), OSError("full")])
+def test_a_compile_that_fails_in_the_middle_leaves_nothing(
+    tmp_path: Path, model_folder: ModelFolder, error: BaseException
+) -> None:
+    def lower(model: Any, signature: Any, plan: Any, folder: Path) -> None:
+        (folder / "weights.safetensors").write_text("half")
+        raise error
+
+    with (
+        mock.patch.object(pipeline, "_backend", lambda name: lower),
+        pytest.raises(type(error)),
+    ):
+        kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None:
+    """Nothing that reads as an artifact is left; the next compile works and removes the rest."""
+    out = tmp_path / "model.kvg"
+    command = [*COMMAND, "compile", str(model_folder("llama")), "-o", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (left := sorted(tmp_path.glob(".model.kvg.*"))):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert [path.is_dir() for path in left] == [True]
+    assert not out.exists()
+    assert sentence(run("verify", out)) == f"{out}: expected an artifact folder, got nothing there"
+    text = sentence(run("verify", left[0]))
+    assert text.startswith(f"{left[0]}: expected manifest.json in an artifact, got none (not an ")
+    assert "did not finish" in text
+
+    assert run("compile", model_folder("llama"), "-o", out, "--page-size", 16).code == 0
+    assert os.listdir(tmp_path) == ["model.kvg"]
+    assert run("verify", out).code == 0
+
+
+def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    out = tmp_path / "a[1].kvg"
+    kept = [
+        f".{out.name}.{os.getpid()}.other",  # compiles at this moment
+        f".a1.kvg.{dead.pid}.other",  # of another output
+        f".{out.name}.4.{dead.pid}.other",  # of the output "a[1].kvg.4"
+        f".{out.name}.notes.txt",
+    ]
+    for name in [*kept, f".{out.name}.{dead.pid}.abc_123x"]:
+        (tmp_path / name).mkdir()
+    with emit.staging(out, force=False):
+        pass
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, out.name])
+
+
+# -- artifacts: their files
+
+FILES = (
+    "generation_config.json",
+    "model.onnx",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "weights.safetensors",
+)
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, compiled: Compiled) -> Path:
+    """A copy of tiny-llama's artifact to damage."""
+    return Path(shutil.copytree(compiled("tiny-llama"), tmp_path / "artifact"))
+
+
+def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Change fields as a program would that writes manifests: the hash is right again."""
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["sha256"]
+    edit(fields)
+    fields["sha256"] = hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
+    path.write_text(json.dumps(fields))
+
+
+def test_these_are_all_files(artifact: Path) -> None:
+    manifest = kvgraph.load(artifact).manifest
+    assert tuple(manifest.files) == FILES
+    assert sorted(os.listdir(artifact)) == sorted([*FILES, "manifest.json"])
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_a_changed_byte(artifact: Path, name: str, place: float) -> None:
+    path = artifact / name
+    content = bytearray(path.read_bytes())
+    before = hashlib.sha256(content).hexdigest()
+    content[int(place * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+    after = hashlib.sha256(content).hexdigest()
+    assert sentence(run("verify", artifact)) == (
+        f"{path}: chunk 0: expected SHA-256 {before[:16]} from the manifest, got {after[:16]}: "
+        "the file was changed"
+    )
+    with pytest.raises(ArtifactError, match="the file was changed"):
+        kvgraph.Engine(artifact)
+    assert kvgraph.load(artifact, verify=False).folder == artifact
+
+
+@pytest.mark.parametrize("bit", [0x01, 0x20, 0x80])
+def test_a_changed_byte_of_the_manifest(artifact: Path, bit: int) -> None:
+    """Wherever it is, unless it is white space between fields and stays that."""
+    path = artifact / "manifest.json"
+    content = path.read_bytes()
+    intact = read_manifest(artifact)
+    unnoticed = 0
+    for at, byte in enumerate(content):
+        path.write_bytes(content[:at] + bytes([byte ^ bit]) + content[at + 1 :])
+        try:
+            assert read_manifest(artifact) == intact
+            unnoticed += 1
+            assert chr(byte).isspace()
+        except ArtifactError as error:
+            assert str(error).startswith(f"{path}: ")
+    assert unnoticed < 0.02 * len(content)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(artifact: Path, name: str) -> None:
+    size = (artifact / name).stat().st_size
+    (artifact / name).unlink()
+    expected = f"{artifact / name}: expected {size} bytes from the manifest, got none"
+    assert sentence(run("verify", artifact)) == expected
+
+
+@pytest.mark.parametrize("change", [-1, 1, 1000])
+def test_a_file_of_another_size(artifact: Path, change: int) -> None:
+    path = artifact / "weights.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size + change)
+    expected = f"{path}: expected {size} bytes from the manifest, got {size + change}"
+    assert sentence(run("verify", artifact)) == expected
+
+
+@pytest.mark.parametrize("name", ["../outside", "{tmp_path}/outside", "link", "folder/outside"])
+def test_a_path_that_leaves_the_folder(artifact: Path, tmp_path: Path, name: str) -> None:
+    """By its name, or by a link; although the file is there and its hash is right."""
+    name = name.format(tmp_path=tmp_path)
+    (tmp_path / "outside").write_text("secret")
+    (artifact / "link").symlink_to(tmp_path / "outside")
+    (artifact / "folder").symlink_to(tmp_path)
+    entry = {"size": 6, "chunks": [hashlib.sha256(b"secret").hexdigest()]}
+    edit_manifest(artifact, lambda fields: fields["files"].update({name: entry}))
+    expected = f"{artifact}: expected files inside the folder, got {name!r}"
+    assert sentence(run("verify", artifact)) == expected
+
+
+def test_a_file_replaced_by_a_link_to_the_outside(artifact: Path, tmp_path: Path) -> None:
+    path = artifact / "weights.safetensors"
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    expected = f"{artifact}: expected files inside the folder, got 'weights.safetensors'"
+    assert sentence(run("verify", artifact)) == expected
+
+
+# -- artifacts: the manifest
+
+
+@pytest.mark.parametrize("command", [("verify",), ("inspect",), ("generate",)])
+def test_no_artifact(tmp_path: Path, command: tuple[str]) -> None:
+    rest = ("text",) if command == ("generate",) else ()
+    nowhere = tmp_path / "nowhere"
+    expected = f"{nowhere}: expected an artifact folder, got nothing there"
+    assert sentence(run(*command, nowhere, *rest)) == expected
+    expected = f"{tmp_path}: expected manifest.json in an artifact, got none"
+    assert sentence(run(*command, tmp_path, *rest)).startswith(expected)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_another_schema(artifact: Path, version: int) -> None:
+    """Said first, whatever else another schema has."""
+
+    def edit(fields: dict[str, Any]) -> None:
+        fields.clear()
+        fields.update(schema_version=version, novelty=[1])
+
+    edit_manifest(artifact, edit)
+    for command in ("verify", "inspect"):
+        expected = f"schema_version: expected 1 from this kvgraph, got {version}"
+        assert sentence(run(command, artifact)) == f"{artifact}/manifest.json: {expected}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b"{}", b'{"schema_version": "one"}', b"\xff\xfe", b'{"a": "\xff"}'],
+)
+def test_a_damaged_manifest(artifact: Path, content: bytes) -> None:
+    (artifact / "manifest.json").write_bytes(content)
+    text = sentence(run("verify", artifact))
+    assert text.startswith(f"{artifact}/manifest.json: expected a manifest, got a damaged one (")
+
+
+def test_a_truncated_manifest(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "got a damaged one" in sentence(run("verify", artifact))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda fields: fields.pop("model"), "missing required field `model`"),
+        (lambda fields: fields["model"].update(vocab_size="many"), r"got `str`.*model.vocab_size"),
+        (lambda fields: fields.update(files=[]), r"got `array`.*files"),
+    ],
+)
+def test_a_manifest_of_other_fields(
+    artifact: Path, edit: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    edit_manifest(artifact, edit)
+    text = sentence(run("verify", artifact))
+    assert re.search(f"expected a manifest, got a damaged one .*{message}", text), text
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("target", "cuda:sm_90", "target: expected 'cpu' from this machine, got 'cuda:sm_90'"),
+        ("op_abi_version", 77, r"op_abi_version: expected \d+ from this kvgraph, got 77"),
+    ],
+)
+def test_an_artifact_for_another_machine(
+    artifact: Path, field: str, value: Any, message: str
+) -> None:
+    edit_manifest(artifact, lambda fields: fields.update({field: value}))
+    text = sentence(run("generate", artifact, "The"))
+    assert re.fullmatch(f"{artifact}/manifest.json: {message}", text)
+    with pytest.raises(ArtifactError, match=message):
+        kvgraph.load(artifact, verify=False)
+    assert run("inspect", artifact).code == 0
+
+
+def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
+    edit_manifest(artifact, lambda fields: fields.update(backend="tensorrt"))
+    text = sentence(run("generate", artifact, "The"))
+    assert text == "session: expected one of [] for an artifact of backend 'tensorrt', got ''"
+
+
+# -- params that differ
+
+
+@pytest.fixture(scope="module")
+def loaded(compiled: Compiled) -> Artifact:
+    return kvgraph.load(compiled("tiny-llama"))
+
+
+DIFFERENT: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "n_kv_heads": 2,
+    "head_dim": 32,
+    "num_layers": 3,
+    "page_size": 128,
+    "is_mla": True,
+    "quantization": KVCacheQuantization("int8"),
+}
+"""Layout fields that a buffer's type shows."""
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_a_manager_of_other_params_does_not_bind(loaded: Artifact, field: str) -> None:
+    params = loaded.params()
+    assert isinstance(params, KVCacheParams)
+    other = replace(params, **{field: DIFFERENT[field]})
+    session = loaded.session()
+    with pytest.raises(BindingError) as caught:
+        PagedKVCacheManager(other, session, 8, max_batch_size=1)
+    mine, theirs = (p.get_symbolic_inputs()[0].kv_blocks for p in (params, other))
+    message = str(caught.value)
+    assert message.startswith("kv_blocks: expected ")
+    assert f"{mine.dtype} {list(mine.shape)}" in message
+    assert f"got {theirs.dtype} {list(theirs.shape)}" in message
+
+
+OTHER_LAYOUTS = DIFFERENT | {"window_size": 64, "v_head_dim": 8, "cache_strategy": "continuous"}
+
+
+@pytest.mark.parametrize("field", OTHER_LAYOUTS)
+def test_require_layout_names_the_field_and_both_values(loaded: Artifact, field: str) -> None:
+    params = loaded.params()
+    assert isinstance(params, KVCacheParams)
+    params.require_layout(loaded.manifest.layout, source="the artifact")
+    changes = {field: OTHER_LAYOUTS[field]}
+    if field == "head_dim":
+        changes["v_head_dim"] = params.v_head_dim
+    other = replace(params, **changes)
+    expected, got = loaded.manifest.layout[field], other.layout_dict()[field]
+    message = re.escape(f"{field}: expected {expected!r} from the artifact, got {got!r}")
+    with pytest.raises(ParamsError, match=f"^{message}$"):
+        other.require_layout(loaded.manifest.layout, source="the artifact")
+    assert {*OTHER_LAYOUTS, "layout", "n_shards"} == set(LAYOUT_FIELDS)
+
+
+def test_shards_of_an_artifact_for_one_device(loaded: Artifact) -> None:
+    devices = [kvgraph.Device("cpu:0"), kvgraph.Device("cpu:1")]
+    with pytest.raises(ParamsError, match="n_shards: expected 1 from the layout, got 2"):
+        loaded.params(devices)
+
+
+# -- generate
+
+
+LONG = "The import statement. " * 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "request 'request-0': expected a prompt, got an empty one"),
+        (
+            [LONG],
+            r"request 'request-0': expected a prompt of at most 2047 tokens \(the model's "
+            r"max_seq_len is 2048\), got \d{4,}",
+        ),
+        (
+            ["The import statement " * 10, "--num-pages", 1],
+            r"request 'request-0': expected at most 1 pages from the pool, got \d+ tokens "
+            r"\(prompt and output\) that need \d+",
+        ),
+        (["The", "--num-pages", 0], "total_num_pages: expected >= 1, got 0"),
+        (["The", "--num-pages", 1 << 40], r"Unable to allocate .*iB.*"),
+        (
+            ["The", "--session", "tensorrt"],
+            r"session: expected one of \['onnxruntime', 'reference'\] for an artifact of backend "
+            "'onnx', got 'tensorrt'",
+        ),
+        (
+            ["The", "--session", "torch"],
+            r"session: expected one of \['onnxruntime', 'reference'\] .*got 'torch'",
+        ),
+        (["The", "--max-new-tokens", 0], "max_new_tokens: expected >= 1, got 0"),
+        (["The", "--temperature", -1], r"temperature: expected >= 0 and finite, got -1.0"),
+        (["The", "--temperature", "nan"], r"temperature: expected >= 0 and finite, got nan"),
+        (["The", "--top-k", -2], "top_k: expected >= 0, got -2"),
+        (["The", "--top-p", 0], r"top_p: expected in \(0, 1\], got 0.0"),
+        (["The", "--top-p", 1.5], r"top_p: expected in \(0, 1\], got 1.5"),
+        (["The", "--seed", -1], "seed: expected >= 0 or None, got -1"),
+    ],
+)
+def test_generate(compiled: Compiled, arguments: Sequence[Any], message: str) -> None:
+    for options in ([], ["--json"]):
+        text = sentence(run("generate", compiled("tiny-llama"), *arguments, *options))
+        assert re.fullmatch(message, text), text
+
+
+@pytest.mark.parametrize("option", ["--top-k", "--seed", "--max-new-tokens", "--num-pages"])
+def test_a_value_that_is_no_number(compiled: Compiled, option: str) -> None:
+    outcome = run("generate", compiled("tiny-llama"), "The", option, "many")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert option in outcome.err
+
+
+def test_text_without_a_tokenizer(artifact: Path) -> None:
+    """Token ids still work, and have no text."""
+    (artifact / "tokenizer.json").unlink()
+    edit_manifest(artifact, lambda fields: fields["files"].pop("tokenizer.json"))
+    assert sentence(run("generate", artifact, "The")) == (
+        f"{artifact}: expected tokenizer.json for a text prompt, got none; pass token ids"
+    )
+    completion = kvgraph.Engine(artifact, num_pages=8).generate([[5, 6, 7]])[0]
+    assert completion.token_ids
+    assert completion.text == ""
+
+
+def test_a_damaged_tokenizer_in_an_artifact(artifact: Path) -> None:
+    path = artifact / "tokenizer.json"
+    path.write_text("{}")
+    entry = {"size": 2, "chunks": [hashlib.sha256(b"{}").hexdigest()]}
+    edit_manifest(artifact, lambda fields: fields["files"].update({path.name: entry}))
+    text = sentence(run("generate", artifact, "The"))
+    assert text.startswith(f"{path}: expected a tokenizer, got a damaged one (")
+
+
+# -- the shape of it, from outside
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compile", "{here}/[bold]:cat:", "-o", "{here}/x"], "expected a model folder, got"),
+        (["verify", "{here}/[bold]:cat:"], "expected an artifact folder, got nothing there"),
+    ],
+)
+def test_a_process_exits_with_2_and_one_sentence(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    """Paths are printed as they are, whatever markup they look like."""
+    command = [*COMMAND, *(argument.format(here=tmp_path) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    text = sentence(Outcome(done.returncode, done.stdout, done.stderr))
+    assert text.startswith(f"{tmp_path}/[bold]:cat:: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_libraries_stay_silent(tmp_path: Path, model: Path) -> None:
+    """transformers reports missing weights on its own; only our sentence comes out."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    del tensors[NORM]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    command = [*COMMAND, "compile", str(model), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert NORM in sentence(Outcome(done.returncode, done.stdout, done.stderr))
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_errors_are_value_errors_too() -> None:
+    """So that a caller that knows nothing of kvgraph can catch them."""
+    for error in (ModelError, UnsupportedError, ArtifactError, BindingError, ParamsError):
+        assert issubclass(error, KVGraphError)
+        assert issubclass(error, ValueError)
