@@ -46,6 +46,12 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Cache(StrEnum):
+    paged = "paged"
+    continuous = "continuous"
+    padded = "padded"
+
+
 class CacheDtype(StrEnum):
     float32 = "float32"
     float16 = "float16"
@@ -79,6 +85,7 @@ def compile(
         CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
+    cache: Annotated[Cache, typer.Option(help="Kind of the cache.")] = Cache.paged,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
     json: Json = False,
 ) -> None:
@@ -95,6 +102,7 @@ def compile(
             dtype=dtype.value if dtype else None,
             cache_dtype=cache_dtype.value if cache_dtype else None,
             page_size=page_size,
+            cache=cache.value,
             force=force,
             progress=stages.next,
         )

@@ -21,7 +21,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from models import make_model
+from models import COMMON
 
 import kvgraph
 from kvgraph import cli
@@ -217,29 +217,47 @@ def test_unsupported_architecture(tmp_path: Path, architecture: str, why: str) -
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "why"),
+    ("architecture", "layer_types", "why"),
     [
-        ("bert", {}, "its attention is not causal"),
+        ("bert", None, "its attention is not causal"),
+        ("lfm2", ["conv", "full_attention"], "attention of 1 of 2 layers reaches the interface"),
         (
-            "lfm2",
-            {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-            "attention of 1 of 2 layers reaches the interface",
-        ),
-        (
-            "gemma2",
-            {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "sliding_window": 8},
-            None,
+            "llama",
+            ["full_attention", "sliding_attention"],
+            "layer 1 is sliding_attention, which its attention does not say",
         ),
     ],
 )
 def test_attention_that_has_no_kernel(
-    tmp_path: Path, architecture: str, changes: dict[str, Any], why: str | None
+    tmp_path: Path, architecture: str, layer_types: list[str] | None, why: str
 ) -> None:
-    """Only the model's own code shows it, on fake tensors."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        made = make_model(architecture, tmp_path / "model", **changes)
-    if why is not None:
-        assert_unsupported(refused(made, tmp_path), architecture, why)
+    """Only the model's own code shows it, run on fake tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(architecture, **(COMMON | {"num_hidden_layers": 2}))
+    if layer_types:
+        config.layer_types = layer_types
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    assert_unsupported(refused(tmp_path / "model", tmp_path), architecture, why)
+
+
+def test_operator_that_the_exporter_lacks(tmp_path: Path, model_folder: ModelFolder) -> None:
+    """The cause of its error, not its page of advice."""
+    import torch.onnx
+
+    def lower(*_: Any) -> None:
+        try:
+            raise torch.onnx.OnnxExporterError("No ONNX function found for aten.x")
+        except torch.onnx.OnnxExporterError as error:
+            raise torch.onnx.OnnxExporterError("Failed.\nNext steps:\n- debug it") from error
+
+    with mock.patch.object(pipeline, "_backend", return_value=lower):
+        outcome = run("compile", model_folder("llama"), "-o", tmp_path / "out")
+    assert outcome.code == 2
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("kvgraph: architecture 'llama': expected operators that the onnx ")
+    assert last.endswith("No ONNX function found for aten.x")
+    assert not list(tmp_path.iterdir())
 
 
 # -- compile: options
@@ -338,13 +356,12 @@ def test_force_replaces_an_artifact_and_an_empty_folder(tmp_path: Path) -> None:
 
 def test_output_that_appears_during_the_compile_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "late"
-    with (
-        pytest.raises(ArtifactError, match="expected no such folder yet, got one"),
-        emit.staging(out, force=False) as folder,
-    ):
-        (folder / "new").write_text("new")
-        out.mkdir()
-        (out / "precious").write_text("mine")
+    staging = emit.staging(out, force=False)
+    (staging.__enter__() / "new").write_text("new")
+    out.mkdir()
+    (out / "precious").write_text("mine")
+    with pytest.raises(ArtifactError, match="expected no such folder yet, got one"):
+        staging.__exit__(None, None, None)
     assert snapshot(tmp_path) == {"late": None, "late/precious": b"mine"}
 
 
@@ -357,7 +374,7 @@ def test_a_compile_that_fails_in_the_middle_leaves_nothing(
         raise error
 
     with (
-        mock.patch.object(pipeline, "_backend", lambda name: lower),
+        mock.patch.object(pipeline, "_backend", return_value=lower),
         pytest.raises(type(error)),
     ):
         kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out")
@@ -622,11 +639,11 @@ def test_a_manager_of_other_params_does_not_bind(loaded: Artifact, field: str) -
     session = loaded.session()
     with pytest.raises(BindingError) as caught:
         PagedKVCacheManager(other, session, 8, max_batch_size=1)
-    mine, theirs = (p.get_symbolic_inputs()[0].kv_blocks for p in (params, other))
-    message = str(caught.value)
-    assert message.startswith("kv_blocks: expected ")
-    assert f"{mine.dtype} {list(mine.shape)}" in message
-    assert f"got {theirs.dtype} {list(theirs.shape)}" in message
+    mine, theirs = (
+        f"kv_blocks {symbol.dtype} {list(symbol.shape)} on cpu:0"
+        for symbol in (p.get_symbolic_inputs()[0].kv_blocks for p in (params, other))
+    )
+    assert str(caught.value) == f"kv_blocks: expected {mine} from the artifact, got {theirs}"
 
 
 OTHER_LAYOUTS = DIFFERENT | {"window_size": 64, "v_head_dim": 8, "cache_strategy": "continuous"}

@@ -55,7 +55,8 @@ PUBLIC = [
 ]
 
 FLAGS = {
-    "compile": "--backend --cache-dtype --dtype --force --json --output --page-size --target",
+    "compile": "--backend --cache --cache-dtype --dtype --force --json --output --page-size "
+    "--target",
     "generate": "--ignore-eos --json --max-new-tokens --num-pages --seed --session --temperature "
     "--threads --top-k --top-p",
     "inspect": "--json",

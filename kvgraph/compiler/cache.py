@@ -8,11 +8,17 @@ window's pages while full layers keep everything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.manifest import LayerRef
-from kvgraph.contract.params import KVCacheParams, KVCacheQuantization, MultiKVCacheParams
+from kvgraph.contract.params import (
+    KVCacheParams,
+    KVCacheQuantization,
+    KVCacheStrategy,
+    MultiKVCacheParams,
+)
+from kvgraph.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,11 @@ class CachePlan:
         return cls(params, tuple(refs))
 
     @property
+    def strategy(self) -> KVCacheStrategy:
+        """Paged, continuous or padded; equal in all leaves."""
+        return next(iter(self.params.leaves.values())).cache_strategy
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """Leaf paths in binding order; `("",)` for a single cache."""
         return tuple(self.params.leaves)
@@ -51,9 +62,20 @@ def plan_cache(
     quantization: KVCacheQuantization | None,
     page_size: int,
     devices: Sequence[Device],
+    strategy: KVCacheStrategy = KVCacheStrategy.PAGED,
 ) -> CachePlan:
-    """Group `layers` into leaves. The pool's type is `dtype`, or the quantised one."""
+    """Group `layers` into leaves. The pool's type is `dtype`, or the quantised one.
+
+    A continuous or padded cache keeps whole sequences, so windows make no groups there;
+    UnsupportedError where heads do.
+    """
+    if strategy is not KVCacheStrategy.PAGED:
+        layers = [replace(layer, window_size=None) for layer in layers]
     groups = list(dict.fromkeys(layers))
+    if strategy is not KVCacheStrategy.PAGED and len(groups) > 1:
+        raise UnsupportedError(
+            f"cache: expected layers of one head layout for a {strategy} cache, got {groups}"
+        )
     names = _leaf_names(groups)
     leaves = {
         names[group]: KVCacheParams(
@@ -65,6 +87,7 @@ def plan_cache(
             page_size=page_size,
             window_size=group.window_size,
             quantization=quantization,
+            cache_strategy=strategy,
             devices=tuple(devices),
         )
         for group in groups

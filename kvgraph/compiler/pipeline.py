@@ -15,6 +15,7 @@ from kvgraph.contract.params import (
     QUANTIZED_DTYPES,
     KVCacheParams,
     KVCacheQuantization,
+    KVCacheStrategy,
     MultiKVCacheParams,
 )
 from kvgraph.contract.signature import GraphSignature
@@ -41,6 +42,7 @@ def compile(
     dtype: str | None = None,
     cache_dtype: str | None = None,
     page_size: int = 128,
+    cache: str = "paged",
     params: KVCacheParams | MultiKVCacheParams | None = None,
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
@@ -50,21 +52,22 @@ def compile(
     """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
 
     `dtype` is the activation and weight type (default: the checkpoint's), `cache_dtype` the
-    pool's (default: `dtype`), `page_size` in tokens. An nn.Module needs `params`, `vocab_size` and
+    pool's (default: `dtype`), `page_size` in tokens, `cache` "paged",
+    "continuous" or "padded". An nn.Module needs `params`, `vocab_size` and
     `max_seq_len`. The cache is described by a NullKVCacheManager on a virtual device: no KV memory
     is allocated, and any pool size can be bound later. `out` appears whole or not at all.
 
     Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
     """
     out = Path(out)
-    parsed = _check(target, backend, cache_dtype, page_size)
+    parsed = _check(target, backend, cache, cache_dtype, page_size)
     emit.require_free(out, force=force)
 
     progress("reading the model")
     loaded, notes = _load(model, backend, dtype, vocab_size, max_seq_len)
 
     progress("describing the cache")
-    plan = _plan_cache(loaded, params, cache_dtype, page_size, parsed)
+    plan = _plan_cache(loaded, params, cache, cache_dtype, page_size, parsed)
     manager = NullKVCacheManager(
         plan.params,
         max_batch_size=1,
@@ -94,12 +97,17 @@ def compile(
         )
 
 
-def _check(target: str, backend: str, cache_dtype: str | None, page_size: int) -> Target:
+def _check(
+    target: str, backend: str, cache: str, cache_dtype: str | None, page_size: int
+) -> Target:
     parsed = Target.parse(target)
     if backend not in BACKENDS:
         raise UnsupportedError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
     if str(parsed) != "cpu":
         raise UnsupportedError(f"target: expected 'cpu' for backend {backend}, got {target!r}")
+    if cache not in list(KVCacheStrategy):
+        kinds = [str(kind) for kind in KVCacheStrategy]
+        raise UnsupportedError(f"cache: expected one of {kinds}, got {cache!r}")
     known = [*POOL_DTYPES, *QUANTIZED_DTYPES]
     if cache_dtype is not None and cache_dtype not in known:
         raise UnsupportedError(f"cache_dtype: expected one of {known}, got {cache_dtype!r}")
@@ -153,6 +161,7 @@ def _require_torch() -> None:
 def _plan_cache(
     model: Model,
     params: KVCacheParams | MultiKVCacheParams | None,
+    cache: str,
     cache_dtype: str | None,
     page_size: int,
     target: Target,
@@ -166,13 +175,20 @@ def _plan_cache(
         return CachePlan.of(params)
     if not model.layers:
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
+    strategy = KVCacheStrategy(cache)
     quantised = cache_dtype in QUANTIZED_DTYPES
+    if quantised and strategy is not KVCacheStrategy.PAGED:
+        raise UnsupportedError(
+            f"cache_dtype: expected one of {list(POOL_DTYPES)} for a {cache} cache, "
+            f"got {cache_dtype!r}"
+        )
     return plan_cache(
         model.layers,
         dtype=model.dtype if quantised or cache_dtype is None else cache_dtype,
         quantization=KVCacheQuantization(cache_dtype) if quantised else None,  # type: ignore[arg-type]
         page_size=page_size,
         devices=virtual_devices(str(target)),
+        strategy=strategy,
     )
 
 

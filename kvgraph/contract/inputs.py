@@ -32,6 +32,22 @@ class Buffer:
         return np.asarray(self.handle, dtype=dtype)
 
 
+class KVCacheInputsInterface(Protocol):
+    """What the values of a single cache and of a tree of them have in common."""
+
+    @property
+    def inputs(self) -> Sequence[Any]: ...
+    def flatten(self) -> list[Buffer]: ...
+    def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs: ...
+
+
+class KVCacheBufferInterface(Protocol):
+    """The raw pools of one replica, of a single cache or of a tree."""
+
+    @property
+    def all_buffers(self) -> list[Buffer]: ...
+
+
 class Session(Protocol):
     """The memory of a device as a manager sees it: it asks for buffers and never looks inside."""
 

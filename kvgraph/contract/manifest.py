@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"got {found[:16]}: the file was changed"
             )
         return msgspec.convert(fields, Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
 
 

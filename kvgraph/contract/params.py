@@ -366,6 +366,10 @@ class MultiKVCacheParams:
         return self._first.n_shards
 
     @property
+    def cache_strategy(self) -> KVCacheStrategy:
+        return self._first.cache_strategy
+
+    @property
     def enable_prefix_caching(self) -> bool:
         return self._first.enable_prefix_caching
 

@@ -72,6 +72,14 @@ class KVCacheManager(ABC):
         """Whether the request is claimed on that replica."""
 
     @abstractmethod
+    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
+        """RequestError if `tokens` tokens, `chunk` of them new at a time, never fit here at all."""
+
+    @abstractmethod
+    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        """Whether `alloc(ctx)` would succeed now; changes nothing."""
+
+    @abstractmethod
     def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
         """Page ids of the request, in the order of its tokens."""
 
@@ -80,6 +88,31 @@ class KVCacheManager(ABC):
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
     ) -> Sequence[KVCacheInputSymbols]:
         """One record of input symbols per device, replica-major; allocates nothing."""
+
+    @abstractmethod
+    def get_runtime_inputs(
+        self, batch: Sequence[TextContext], num_steps: int = 1
+    ) -> Sequence[KVCacheInputs]:
+        """One replica's values for `num_steps` steps without a manager call: a record per device.
+
+        `alloc(ctx, num_steps=...)` comes first, `increment_cache_lengths` between the steps.
+        """
+
+    @abstractmethod
+    def increment_cache_lengths(
+        self, kv_cache_inputs: KVCacheInputs | Sequence[KVCacheInputs], prev_model_inputs: Any
+    ) -> Any:
+        """Values for the next of several steps, in the nesting of `kv_cache_inputs`.
+
+        On the device `cache_lengths += row_offsets[1:] - row_offsets[:-1]`, without a sync; then
+        `max_lengths = max_lengths[1:]`. `prev_model_inputs`: what the step before ran on (its
+        `input_row_offsets` is read), a sequence of them for several replicas. The manager's state
+        is untouched; records of the step before are not valid any more.
+        """
+
+    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
+        """Synonym of `get_runtime_inputs`."""
+        return self.get_runtime_inputs(batch, num_steps)
 
     def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
         """`get_symbolic_inputs` of the manager's own devices."""

@@ -93,6 +93,12 @@ class NullKVCacheManager(KVCacheManager):
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
         """Does nothing."""
 
+    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
+        """Everything fits where nothing is stored."""
+
+    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        return True
+
     def alloc_dummy(self, request_id: RequestID, replica_idx: int = 0) -> None:
         """Claims the request, no more."""
         self.claim(request_id, replica_idx)
@@ -144,13 +150,7 @@ class NullKVCacheManager(KVCacheManager):
         """One record of dummies per device."""
         return self._dummies(len(batch), num_steps)
 
-    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
-        """Synonym of `get_runtime_inputs`."""
-        return self.get_runtime_inputs(batch, num_steps)
-
-    def increment_cache_lengths(
-        self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
-    ) -> Sequence[RaggedKVCacheInputs]:
+    def increment_cache_lengths(self, kv_cache_inputs: Any, prev_model_inputs: Any) -> Any:
         """Its input, unchanged."""
         return kv_cache_inputs
 

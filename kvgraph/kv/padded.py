@@ -130,12 +130,10 @@ class PaddedKVCacheManager(KVCacheManager):
         """One replica's values, a record per device, for `num_steps` steps."""
         return self.runtime_inputs([batch], num_steps=num_steps).inputs
 
-    fetch = get_runtime_inputs
-
     def increment_cache_lengths(
         self, kv_cache_inputs: KVCacheInputs | Sequence[KVCacheInputs], prev_model_inputs: Any
     ) -> Any:
-        """`start_pos` advanced by the new tokens of the step before; see the paged manager."""
+        """`start_pos` grows by the new tokens of the step before, equally many in every row."""
         return advance(kv_cache_inputs, prev_model_inputs, len(self._free), self.session)
 
     # -- queries
@@ -151,6 +149,16 @@ class PaddedKVCacheManager(KVCacheManager):
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
     ) -> list[PaddedKVCacheInputSymbols]:
         return self.params.get_symbolic_inputs(devices, num_layers)
+
+    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
+        if tokens > self.max_seq_len:
+            raise RequestError(
+                f"request {request_id!r}: expected at most max_seq_len={self.max_seq_len} tokens, "
+                f"got {tokens}"
+            )
+
+    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        return ctx.current_length <= self.max_seq_len
 
     def num_free_blocks(self, replica_idx: int = 0) -> int:
         """Free rows."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import (
     BatchCharacteristics,
     Buffer,
@@ -193,28 +194,11 @@ class PagedKVCacheManager(KVCacheManager):
     def get_runtime_inputs(
         self, batch: Sequence[TextContext], num_steps: int = 1
     ) -> Sequence[KVCacheInputs]:
-        """One replica's values for `num_steps` steps without a manager call: a record per device.
-
-        `alloc(ctx, num_steps=...)` comes first, `increment_cache_lengths` between the steps.
-        """
-        return cast(
-            Sequence[KVCacheInputs], self.runtime_inputs([batch], num_steps=num_steps).inputs
-        )
-
-    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
-        """Synonym of `get_runtime_inputs`."""
-        return self.get_runtime_inputs(batch, num_steps)
+        return self.runtime_inputs([batch], num_steps=num_steps).inputs
 
     def increment_cache_lengths(
         self, kv_cache_inputs: KVCacheInputs | Sequence[KVCacheInputs], prev_model_inputs: Any
     ) -> Any:
-        """Values for the next of several steps, in the nesting of `kv_cache_inputs`.
-
-        On the device `cache_lengths += row_offsets[1:] - row_offsets[:-1]`, without a sync; then
-        `max_lengths = max_lengths[1:]`. `prev_model_inputs`: what the step before ran on (its
-        `input_row_offsets` is read), a sequence of them for several replicas. The manager's state
-        is untouched; records of the step before are not valid any more.
-        """
         return advance(kv_cache_inputs, prev_model_inputs, len(self._replicas), self.session)
 
     # -- queries: they change nothing
@@ -242,9 +226,27 @@ class PagedKVCacheManager(KVCacheManager):
         """Usable pages."""
         return sum(pool.num_pages for pool in self._pools(replica_idx, "total_num_blocks"))
 
-    def pages_of_leaf(self, path: str = "", replica_idx: int = 0) -> int:
-        """Usable pages of one leaf of a tree (of the only cache at the empty path)."""
-        return self._pools(replica_idx, "pages_of_leaf")[self._leaf_index(path)].num_pages
+    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
+        """RequestError if a lone request of `tokens` tokens needs more pages than there are.
+
+        A leaf with a window holds at most what the queries of a chunk see.
+        """
+        for path, leaf, pool in zip(
+            self._paths, self.params.leaves.values(), self._pools(0, ""), strict=True
+        ):
+            size = self._replicas[0].settings.page_size
+            needed = ceildiv(tokens, size)
+            if leaf.window_size is not None:
+                needed = min(needed, ceildiv(leaf.window_size - 1 + chunk, size) + 1)
+            if needed > pool.num_pages:
+                where = f" of leaf {path!r}" if path else ""
+                raise RequestError(
+                    f"request {request_id!r}: expected at most {pool.num_pages} pages from the "
+                    f"pool{where}, got {tokens + 1} tokens (prompt and output) that need {needed}"
+                )
+
+    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        return self.get_pct_used_blocks_after_allocation(ctx, replica_idx) <= 100
 
     def get_num_pages(self, replica_idx: int = 0) -> int:
         """Usable pages."""

@@ -208,6 +208,8 @@ class Replica:
 
     def _joint_hit(self, digests: list[bytes]) -> int:
         """Pages of the longest prefix that every leaf can continue from: a fixed point."""
+        if len(self.leaves) == 1:
+            return self._leaf_hit(self.leaves[0], digests)
         hit, before = len(digests), -1
         while hit != before:
             before = hit

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.params import KVCacheParams, KVCacheStrategy, MultiKVCacheParams
 from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
+from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.memory import plan_memory
+from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime import artifact as artifacts
@@ -79,18 +83,13 @@ class Engine:
             session = artifact.session(session, num_threads=num_threads)
         self.session = session
         params = artifact.params(enable_prefix_caching=enable_prefix_caching)
-        if num_pages is None:
-            plan = plan_memory(params, cache_memory, max_batch_size, self.model.max_seq_len)
-            num_pages = plan.num_pages
-        self.kv = PagedKVCacheManager(
-            params,
-            session,
-            num_pages,
-            max_batch_size=max_batch_size,
-            max_seq_len=self.model.max_seq_len,
+        if params.cache_strategy is KVCacheStrategy.PADDED:
+            max_batch_size = 1  # rows of a rectangle move in lockstep
+        self.kv = _make_manager(
+            params, session, num_pages, cache_memory, max_batch_size, self.model.max_seq_len
         )
         session.require_symbols(self.kv.input_symbols()[0])
-        self.scheduler = Scheduler(self.kv, params.page_size, max_batch_size, max_batch_tokens)
+        self.scheduler = Scheduler(self.kv, max_batch_size, max_batch_tokens)
         self._tokenizer = _load_tokenizer(artifact.folder)
         self._decoders: dict[str, Any] = {}
         self._held: list[
@@ -250,6 +249,30 @@ class Engine:
         if row.finish_reason:
             del self._decoders[row.request_id]
         return Token(row.request_id, token, text, row.finish_reason)
+
+
+def _make_manager(
+    params: KVCacheParams | MultiKVCacheParams,
+    session: Session,
+    num_pages: int | None,
+    cache_memory: int,
+    max_batch_size: int,
+    max_seq_len: int,
+) -> KVCacheManager:
+    """The manager of the artifact's cache kind."""
+    if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:
+        if num_pages is not None:
+            raise RequestError(
+                f"num_pages: expected None for a {params.cache_strategy} cache, got {num_pages}"
+            )
+        continuous = params.cache_strategy is KVCacheStrategy.CONTINUOUS
+        kind = ContinuousBatchingKVCacheManager if continuous else PaddedKVCacheManager
+        return kind(params, max_batch_size, max_seq_len, params.num_layers, params.devices, session)
+    if num_pages is None:
+        num_pages = plan_memory(params, cache_memory, max_batch_size, max_seq_len).num_pages
+    return PagedKVCacheManager(
+        params, session, num_pages, max_batch_size=max_batch_size, max_seq_len=max_seq_len
+    )
 
 
 def _load_tokenizer(folder: Path) -> Any:

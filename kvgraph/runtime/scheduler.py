@@ -16,11 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import ModelInputs
-from kvgraph.contract.params import KVCacheParams
-from kvgraph.errors import InsufficientPagesError, RequestError
-from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.errors import InsufficientPagesError
+from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.sampling import TokenSource
 
@@ -78,8 +76,7 @@ class Scheduler:
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
     """
 
-    kv: PagedKVCacheManager
-    page_size: int
+    kv: KVCacheManager
     max_batch_size: int
     max_batch_tokens: int
     waiting: deque[Request] = field(default_factory=deque)
@@ -89,15 +86,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request that can complete: RequestError if the whole pool is too small for it."""
         tokens = request.max_length - 1  # the last token is never cached
-        for path, leaf in self.kv.params.leaves.items():
-            needed, total = self._most_pages(tokens, leaf), self.kv.pages_of_leaf(path)
-            if needed > total:
-                where = f" of leaf {path!r}" if path else ""
-                raise RequestError(
-                    f"request {request.request_id!r}: expected at most {total} pages from the "
-                    f"pool{where}, got {request.max_length} tokens (prompt and output) that need "
-                    f"{needed}"
-                )
+        self.kv.require_room(request.context.request_id, tokens, self.max_batch_tokens)
         self.waiting.append(request)
 
     def schedule(self) -> Batch | None:
@@ -134,14 +123,6 @@ class Scheduler:
                 return True
         return False
 
-    def _most_pages(self, tokens: int, leaf: KVCacheParams) -> int:
-        """Pages of a leaf that a lone request of `tokens` tokens can hold at once."""
-        whole = ceildiv(tokens, self.page_size)
-        if leaf.window_size is None:
-            return whole
-        seen = leaf.window_size - 1 + self.max_batch_tokens  # of a chunk's first and last query
-        return min(whole, ceildiv(seen, self.page_size) + 1)
-
     def _continue_running(self, budget: int) -> tuple[list[Request], bool]:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
         preempted = False
@@ -169,7 +150,7 @@ class Scheduler:
             context = request.context
             # Room for the whole prompt, not only its first chunk: else prompts evict each other.
             # Alone, a first chunk is enough: windows give pages back as the prompt goes on.
-            if self.running and self.kv.get_pct_used_blocks_after_allocation(context) > 100:
+            if self.running and not self.kv.has_room(context):
                 break
             self.kv.claim(context.request_id)
             context.active_length = min(context.active_length, budget)

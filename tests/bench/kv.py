@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     as_json = parser.parse_args().json
     rows = dict(measure_all())
-    print(json.dumps(rows, indent=2) if as_json else table(rows))
+    print(json.dumps(rows, indent=2) if as_json else f"{__doc__.strip()}\n\n{table(rows)}")
 
 
 def measure_all() -> Iterator[tuple[str, dict[str, float]]]:
@@ -89,7 +89,7 @@ def decode(batch: int, length: int, *, churn: bool = False) -> dict[str, float]:
 
 
 def prefill(length: int) -> dict[str, float]:
-    """`alloc` of a claimed request that finds nothing in the cache; pages are evicted as it goes."""
+    """`alloc` of a claimed request that misses the cache, and evicts pages as it goes."""
     manager = PagedKVCacheManager(PARAMS, None, 4096, max_batch_size=1)
     requests = iter([request(i, length) for i in range(STEPS + WARM)])
 

@@ -69,13 +69,15 @@ def main() -> None:
         grown = show("decode step, 1 GiB pool", times["large"])
         copied = show("baseline: one copy of 16 MiB", times["copy"])
         print(
-            f"1 GiB / 16 MiB: {grown / base:.2f} (a copied pool would be at least 64 x {copied:.0f} us)"
+            f"1 GiB / 16 MiB: {grown / base:.2f} "
+            f"(a copied pool would be at least 64 x {copied:.0f} us)"
         )
         weights = (path / "weights.safetensors").stat().st_size
         buffer = np.ones(weights // 8)
         limit = statistics.median(timed(buffer.sum)[0] for _ in range(50))
         print(
-            f"weights {weights / 2**20:.1f} MiB are read in {limit:.0f} us: {limit / base:.0%} of a step"
+            f"weights {weights / 2**20:.1f} MiB are read in {limit:.0f} us: "
+            f"{limit / base:.0%} of a step"
         )
 
 

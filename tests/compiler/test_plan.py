@@ -66,7 +66,7 @@ def test_the_weights_are_the_checkpoints(model_folder: Callable[[str], Path]) ->
 
 
 def test_memory_below_the_weights_or_below_one_page(llama_8b: Path) -> None:
-    with pytest.raises(ParamsError, match="more than the 16060522496 bytes of weights, got 1$"):
+    with pytest.raises(ParamsError, match=r"more than the 16060522496 bytes of weights, got 1$"):
         plan(llama_8b, memory=1)
     with pytest.raises(ParamsError, match=r"at least one page of 16777216 bytes, got 4 bytes"):
         plan(llama_8b, memory=16_060_522_500)

@@ -239,6 +239,20 @@ def test_a_pool_that_runs_dry(
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+def test_caches_with_windows(compiled: Callable[..., Path], prefix: bool) -> None:
+    """Gemma 2 has one cache of its sliding layers (window 24) and one of its full layers."""
+    artifact = kvgraph.load(compiled("gemma2"))
+    random = np.random.default_rng(1)
+    prompts = [random.integers(3, 160, n).tolist() for n in (70, 1, 33, 16, 48, 90)]
+    prompts.append(prompts[0][:50])
+    wanted = ids(Engine(artifact, num_pages=200).generate(prompts, greedy()))
+    engine = Engine(artifact, num_pages=8, max_batch_tokens=33, enable_prefix_caching=prefix)
+    assert ids(engine.generate(prompts, greedy())) == wanted
+    assert engine.scheduler.preemptions > 0
+    assert_empty(engine)
+
+
 def test_prefix_caching(artifact: Artifact, roomy: Engine) -> None:
     """Prompts with a common beginning, together and one after the other."""
     beginning = PROMPTS[4]

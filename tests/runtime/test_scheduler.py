@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv.builders import make_manager
+from kv.builders import make_params
 
+from kvgraph.contract.params import MultiKVCacheParams
 from kvgraph.errors import RequestError
+from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Batch, Request, Scheduler
@@ -37,12 +39,37 @@ def expected_output(prompt: Sequence[int], new_tokens: int, stops: Sequence[int]
 
 
 class Simulation:
-    """A scheduler, a checked manager, and a pool whose slots hold tokens instead of K and V."""
+    """A scheduler, a checked manager, and pools whose slots hold tokens instead of K and V.
 
-    def __init__(self, pages: int, *, budget: int = 16, rows: int = 8, prefix: bool = False):
-        self.kv = make_manager(pages, rows, page_size=PAGE, enable_prefix_caching=prefix)
-        self.scheduler = Scheduler(self.kv, PAGE, rows, budget)
-        self.pool = np.full((pages + 1, PAGE), EMPTY)
+    One pool for each of `windows` (None: full attention).
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        *,
+        budget: int = 16,
+        rows: int = 8,
+        prefix: bool = False,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        leaves = {
+            f"leaf{i}": make_params(
+                page_size=PAGE, enable_prefix_caching=prefix, window_size=window
+            )
+            for i, window in enumerate(windows)
+        }
+        single = len(windows) == 1
+        self.kv = PagedKVCacheManager(
+            leaves["leaf0"] if single else MultiKVCacheParams.from_params(leaves),
+            None,
+            pages,
+            enable_runtime_checks=True,
+            max_batch_size=rows,
+        )
+        self.scheduler = Scheduler(self.kv, rows, budget)
+        self.windows = windows
+        self.pools = [np.full((pages + 1, PAGE), EMPTY) for _ in windows]
         self.arrivals: list[Request] = []
 
     def submit(
@@ -115,22 +142,31 @@ class Simulation:
         assert inputs.logits_indices.tolist() == (last or [0])
 
     def run_model(self, batch: Batch) -> dict[str, int]:
-        """Store the new tokens, read each context back from its pages; its next token by id."""
+        """Store the new tokens, read each context back from its pages; next tokens by id."""
         (record,) = self.kv.runtime_inputs(batch.requests).inputs
-        cached, table = np.asarray(record.cache_lengths), np.asarray(record.lookup_table)
+        records = list(getattr(record, "children", {"": record}).values())
+        for leaf, pool, window in zip(records, self.pools, self.windows, strict=True):
+            self.run_leaf(batch, leaf, pool, window)
+        return {
+            row.request_id: next_token(row.context.tokens[: c.processed_length + c.active_length])
+            for row, c in ((row, row.context) for row in batch.rows)
+        }
+
+    def run_leaf(self, batch: Batch, leaf: Any, pool: Any, window: int | None) -> None:
+        """Every token that the new ones see is where the lookup table says."""
+        cached, table = np.asarray(leaf.cache_lengths), np.asarray(leaf.lookup_table)
         offsets = batch.inputs.input_row_offsets
         for b, row in enumerate(batch.rows):
             assert cached[b] == row.context.processed_length
             new = batch.inputs.tokens[offsets[b] : offsets[b + 1]]
             for position, token in enumerate(new, int(cached[b])):
-                self.pool[table[b, position // PAGE], position % PAGE] = token
-        result = {}
+                pool[table[b, position // PAGE], position % PAGE] = token
         for b, row in enumerate(batch.rows):
-            length = row.context.processed_length + row.context.active_length
-            context = self.pool[table[b]].reshape(-1)[:length]
-            assert context.tolist() == row.context.tokens[:length].tolist()
-            result[row.request_id] = next_token(context)
-        return result
+            processed = row.context.processed_length
+            length = processed + row.context.active_length
+            first = 0 if window is None else max(0, processed - window + 1)
+            seen = pool[table[b]].reshape(-1)[first:length]
+            assert seen.tolist() == row.context.tokens[first:length].tolist()
 
     @property
     def idle(self) -> bool:
@@ -338,7 +374,7 @@ def test_several_preempted_keep_their_order() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
-    """r2 would fit into the pages that r1 gave back."""
+    """r2 would fit into the pages that r1 gave back, but r1 comes before it."""
     simulation = Simulation(5, budget=24)
     simulation.submit([0] * 8, 8)
     simulation.submit([1] * 12, 4)
@@ -407,6 +443,30 @@ def test_cancel_of_a_preempted_request() -> None:
     assert simulation.idle
 
 
+# -- caches with windows
+
+
+def test_a_window_makes_room_for_a_prompt_longer_than_the_pool() -> None:
+    """4 pages of 4 tokens; a chunk of 5 tokens and a window of 6 need no more than 4."""
+    simulation = Simulation(4, budget=5, windows=[6])
+    request = simulation.submit(range(50), 10)
+    simulation.drain()
+    assert request.context.current_length == 60
+    assert simulation.scheduler.preemptions == 0
+    assert simulation.idle
+
+
+def test_the_tightest_cache_of_a_tree_decides() -> None:
+    simulation = Simulation(4, budget=5, windows=[6, None])
+    message = r"at most 4 pages from the pool of leaf 'leaf1', got 18 tokens .*need 5"
+    with pytest.raises(RequestError, match=message):
+        simulation.submit(12, 6)
+    simulation.submit(12, 5)
+    simulation.submit(12, 5)
+    simulation.drain()
+    assert simulation.idle
+
+
 # -- the whole of it
 
 submits = st.tuples(
@@ -426,23 +486,29 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=actions,
     pages=st.integers(3, 9),
     budget=st.sampled_from([1, 2, 5, 16, 64]),
     rows=st.integers(1, 5),
     prefix=st.booleans(),
+    windows=st.sampled_from([(None,), (None,), (5,), (None, 5), (9, 2)]),
 )
 def test_every_request_finishes_with_its_own_tokens(
-    actions: list[Any], pages: int, budget: int, rows: int, prefix: bool
+    actions: list[Any],
+    pages: int,
+    budget: int,
+    rows: int,
+    prefix: bool,
+    windows: tuple[int | None, ...],
 ) -> None:
     """Random arrivals, lengths and cancellations over a pool that runs dry all the time.
 
     The simulation reads each row's context back from its pages in every step, so tokens that are
     skipped, repeated, out of order or of another request fail at once.
     """
-    simulation = Simulation(pages, budget=budget, rows=rows, prefix=prefix)
+    simulation = Simulation(pages, budget=budget, rows=rows, prefix=prefix, windows=windows)
     wanted: dict[str, list[int]] = {}  # all tokens of what was not cancelled
     for kind, *values in actions:
         if kind == "submit":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvgraph import ops
 from kvgraph.compiler.cache import CachePlan, LayerNeed
+from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
 from kvgraph.compiler.model import Model
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
@@ -43,76 +43,6 @@ TRAVELLING_FILES = (
 )
 
 
-class PagedCache:
-    """The cache's graph inputs while a model is traced, by leaf; where each layer's part is."""
-
-    def __init__(
-        self, plan: CachePlan, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]
-    ) -> None:
-        self.input_row_offsets = input_row_offsets
-        self._layers = plan.layers
-        fields = len(values) // len(plan.leaves)
-        self._records = {
-            leaf: values[i * fields : (i + 1) * fields] for i, leaf in enumerate(plan.leaves)
-        }
-
-    @property
-    def cache_lengths(self) -> torch.Tensor:
-        """Equal in all leaves: they hold the same tokens."""
-        return next(iter(self._records.values()))[1]
-
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        sinks: torch.Tensor | None,
-        **attributes: Any,
-    ) -> torch.Tensor:
-        """Store k and v of a model layer, then attend over its row: `[T, N, Dv]`."""
-        place = self._layers[layer]
-        kv_blocks, cache_lengths, lookup_table, max_lengths, *rest = self._records[place.leaf]
-        scales = rest[0] if rest else None
-        index = (self.input_row_offsets, cache_lengths, lookup_table)
-        ops.store_kv(kv_blocks, k_TKD, v_TKD, *index, scales, layer=place.index)
-        out: torch.Tensor = ops.paged_attention(
-            q_TND, kv_blocks, *index, max_lengths, scales, sinks, layer=place.index, **attributes
-        )
-        return out
-
-
-class Probe:
-    """Stands for the cache once, to see what each layer stores; its attention returns zeros."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerNeed] = {}
-
-    def attend(
-        self,
-        layer: int,
-        q_TND: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        sinks: torch.Tensor | None,
-        **attributes: Any,
-    ) -> torch.Tensor:
-        if not attributes["causal"]:
-            raise UnsupportedError("its attention is not causal")
-        heads, head_dim, v_head_dim = k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]
-        self.layers[layer] = LayerNeed(heads, head_dim, v_head_dim, attributes["window"] or None)
-        return q_TND.new_zeros(*q_TND.shape[:2], v_head_dim)
-
-
-def token_positions(
-    tokens: torch.Tensor, input_row_offsets: torch.Tensor, cache_lengths: torch.Tensor
-) -> torch.Tensor:
-    """`[total_seq_len]`: where each new token sits in its row, without data-dependent shapes."""
-    index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
-    row_T = (index_T[:, None] >= input_row_offsets[None, 1:]).sum(-1)
-    return index_T - input_row_offsets[row_T] + cache_lengths[row_T]
-
-
 class Decoder(nn.Module):
     """A causal language model of transformers over the graph's signature."""
 
@@ -132,16 +62,15 @@ class Decoder(nn.Module):
         *cache: torch.Tensor,
     ) -> torch.Tensor:
         assert self._plan is not None, "place() comes before export"
-        paged = PagedCache(self._plan, input_row_offsets, cache)
-        positions = token_positions(tokens, input_row_offsets, paged.cache_lengths)
-        return self.run(tokens, positions, logits_indices, paged)
+        kv = make_cache(self._plan, input_row_offsets, cache)
+        return self.run(tokens, kv.positions(tokens), logits_indices, kv)
 
     def run(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         logits_indices: torch.Tensor,
-        paged_kv: PagedCache | Probe,
+        paged_kv: PagedCache | PaddedCache | Probe,
     ) -> torch.Tensor:
         output = self.model(
             input_ids=tokens[None],
@@ -161,7 +90,7 @@ def paged_kv_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_kv: PagedCache | Probe,
+    paged_kv: PagedCache | PaddedCache | Probe,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

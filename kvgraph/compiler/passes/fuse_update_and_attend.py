@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes import PassReport
+from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec, torch_ops
@@ -50,6 +51,8 @@ def require_fused(
     A leaf with a window frees the pages that leave it, so an attention that looks further back
     would read pages that are no longer there.
     """
+    if plan.strategy is KVCacheStrategy.PADDED:
+        return  # plain torch: nothing to fuse
     if report.unmatched:
         raise UnsupportedError(f"{report.name}: {report.unmatched[0]}")
     users = program.graph_signature.user_inputs

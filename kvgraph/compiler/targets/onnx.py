@@ -24,7 +24,7 @@ from onnx_ir.passes import common
 from onnxscript import values
 from safetensors.numpy import save_file
 from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch.export.graph_signature import OutputKind, TensorArgument
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import export, symbolic_batch
@@ -79,7 +79,20 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
     }
     with symbolic_batch():
         lowered: ExportedProgram = program.run_decompositions(decompositions)
-    return lowered
+    return _without_mutation(lowered)
+
+
+def _without_mutation(program: ExportedProgram) -> ExportedProgram:
+    """Drop the outputs that stand for mutated inputs: each buffer is an output of its own."""
+    specs = program.graph_signature.output_specs
+    output = program.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, tuple)
+    kept = [i for i, spec in enumerate(specs) if spec.kind is OutputKind.USER_OUTPUT]
+    output.args = (tuple(results[i] for i in kept),)
+    specs[:] = [specs[i] for i in kept]
+    program.graph_module.recompile()
+    return program
 
 
 def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:

@@ -1,0 +1,166 @@
+"""What a decoder's attention calls while it is traced: one class per cache kind.
+
+`attend(layer, q, k, v, sinks, **attributes)` stores the new tokens of a model layer and attends
+over their rows: q `[T, N, D]`, k `[T, K, D]`, v `[T, K, Dv]` -> `[T, N, Dv]`. Attributes are those
+of `paged_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvgraph import ops
+from kvgraph.compiler.cache import CachePlan, LayerNeed
+from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.errors import UnsupportedError
+
+
+def make_cache(
+    plan: CachePlan, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]
+) -> PagedCache | PaddedCache:
+    """The cache of `plan` over the graph inputs behind `logits_indices`."""
+    if plan.strategy is KVCacheStrategy.PADDED:
+        return PaddedCache(input_row_offsets, values)
+    return PagedCache(plan, input_row_offsets, values)
+
+
+def token_rows(tokens: torch.Tensor, input_row_offsets: torch.Tensor) -> torch.Tensor:
+    """`[total_seq_len]`: the row of each new token, without data-dependent shapes."""
+    index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    return (index_T[:, None] >= input_row_offsets[None, 1:]).sum(-1)
+
+
+class PagedCache:
+    """Paged caches by leaf, and the continuous cache: there a row's one page is its slot."""
+
+    def __init__(
+        self, plan: CachePlan, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]
+    ) -> None:
+        self._row_offsets = input_row_offsets
+        self._layers = plan.layers
+        fields = len(values) // len(plan.leaves)
+        self._records = {
+            leaf: tuple(values[i * fields : (i + 1) * fields]) for i, leaf in enumerate(plan.leaves)
+        }
+        self._is_slot = plan.strategy is KVCacheStrategy.CONTINUOUS
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`[total_seq_len]`: where each new token sits in its row (equal in all leaves)."""
+        cache_lengths = next(iter(self._records.values()))[1]
+        row_T = token_rows(tokens, self._row_offsets)
+        index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        return index_T - self._row_offsets[row_T] + cache_lengths[row_T]
+
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks: torch.Tensor | None,
+        **attributes: Any,
+    ) -> torch.Tensor:
+        place = self._layers[layer]
+        kv_blocks, cache_lengths, table, max_lengths, *rest = self._records[place.leaf]
+        table = table[:, None] if self._is_slot else table
+        scales = rest[0] if rest else None
+        index = (self._row_offsets, cache_lengths, table)
+        ops.store_kv(kv_blocks, k_TKD, v_TKD, *index, scales, layer=place.index)
+        out: torch.Tensor = ops.paged_attention(
+            q_TND, kv_blocks, *index, max_lengths, scales, sinks, layer=place.index, **attributes
+        )
+        return out
+
+
+class PaddedCache:
+    """The rectangular cache, in plain torch: for export targets that have no ops of ours.
+
+    Every query scores against every slot of the rectangle and all but its row's past is masked:
+    portable, exact, and slower than paging by the share of the rectangle that is not its row's.
+    """
+
+    def __init__(self, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        self._row_offsets = input_row_offsets
+        self._k_LBSKD, self._v_LBSKD, self._start_pos, _ = values
+        self._rows_T = self._positions_T = torch.empty(0)
+
+    def positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._rows_T = token_rows(tokens, self._row_offsets)
+        index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        self._positions_T = index_T - self._row_offsets[self._rows_T] + self._start_pos
+        return self._positions_T
+
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks: torch.Tensor | None,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        **_: Any,
+    ) -> torch.Tensor:
+        index = (torch.full_like(self._rows_T, layer), self._rows_T, self._positions_T.long())
+        for cache, new in ((self._k_LBSKD, k_TKD), (self._v_LBSKD, v_TKD)):
+            cache.index_put_(index, new.to(cache.dtype))
+        groups = q_TND.shape[1] // k_TKD.shape[1]
+        visible_TC = self._visible(window)  # C = B * S slots
+        k_CND = self._slots(self._k_LBSKD[layer], groups, q_TND.dtype)
+        v_CND = self._slots(self._v_LBSKD[layer], groups, q_TND.dtype)
+        v_CND = torch.where(visible_TC.any(0)[:, None, None], v_CND, 0)
+        scores_NTC = torch.bmm(q_TND.transpose(0, 1), k_CND.permute(1, 2, 0)).float() * scale
+        if softcap:
+            scores_NTC = softcap * torch.tanh(scores_NTC / softcap)
+        scores_NTC = torch.where(visible_TC, scores_NTC, float("-inf"))
+        if sinks is not None:
+            sink_NT1 = sinks[:, None, None].expand(-1, q_TND.shape[0], 1)
+            scores_NTC = torch.cat([scores_NTC, sink_NT1], -1)
+        weights_NTC = scores_NTC.softmax(-1)[..., : k_CND.shape[0]].to(q_TND.dtype)
+        out_NTD = torch.bmm(weights_NTC, v_CND.transpose(0, 1))
+        # A copy, so that no later reshape asks whether T is 1.
+        return out_NTD.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+    def _slots(self, cache_BSKD: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[B * S, N, D]`: the rectangle as one row of slots, a head for each query head."""
+        return cache_BSKD.flatten(0, 1).to(dtype).repeat_interleave(groups, dim=1)
+
+    def _visible(self, window: int) -> torch.Tensor:
+        """`[T, B * S]`: a slot of the token's own row, not ahead of it, within the window."""
+        _, batch, length, *_ = self._k_LBSKD.shape
+        device = self._rows_T.device
+        row_BS = torch.arange(batch, device=device)[:, None].expand(batch, length)
+        position_BS = torch.arange(length, device=device)[None].expand(batch, length)
+        mine_TBS = row_BS[None] == self._rows_T[:, None, None]
+        at_T = self._positions_T[:, None, None]
+        seen_TBS = mine_TBS & (position_BS[None] <= at_T)
+        if window:
+            seen_TBS = seen_TBS & (position_BS[None] > at_T - window)
+        return seen_TBS.flatten(1)
+
+
+class Probe:
+    """Stands for the cache once, to see what each layer stores; its attention returns zeros."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerNeed] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_TND: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks: torch.Tensor | None,
+        **attributes: Any,
+    ) -> torch.Tensor:
+        if not attributes["causal"]:
+            raise UnsupportedError("its attention is not causal")
+        heads, head_dim, v_head_dim = k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]
+        self.layers[layer] = LayerNeed(heads, head_dim, v_head_dim, attributes["window"] or None)
+        return q_TND.new_zeros(*q_TND.shape[:2], v_head_dim)

@@ -1,0 +1,251 @@
+"""The command line where all is well: compile, inspect, verify, generate."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+import kvgraph
+from kvgraph import cli
+
+PROMPT = "The import statement"
+COMMAND = [sys.executable, "-c", "from kvgraph.cli import main; main()"]
+
+
+class Outcome(NamedTuple):
+    code: Any
+    out: str
+    err: str
+
+
+def run(*arguments: Any) -> Outcome:
+    """The command line in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["kvgraph", *map(str, arguments)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as stop,
+    ):
+        cli.main()
+    return Outcome(stop.value.code, out.getvalue(), err.getvalue())
+
+
+def succeed(*arguments: Any) -> Outcome:
+    outcome = run(*arguments)
+    assert outcome.code in (0, None), outcome
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[[str], Path]
+) -> tuple[Path, Outcome]:
+    """tiny-llama compiled by the command, in a folder that has to be made and looks like markup."""
+    out = tmp_path_factory.mktemp("cli") / "new" / "tiny [red]:cat:.kvg"
+    command = ("compile", model_folder("tiny-llama"), "-o", out, "--page-size", 32)
+    return out, succeed(*command, "--cache-dtype", "bfloat16", "--json")
+
+
+@pytest.fixture(scope="module")
+def artifact(made: tuple[Path, Outcome]) -> Path:
+    return made[0]
+
+
+def generate(artifact: Path, *options: Any) -> str:
+    return succeed("generate", artifact, PROMPT, *options).out
+
+
+# -- compile
+
+
+def test_compile(made: tuple[Path, Outcome]) -> None:
+    """JSON on stdout; stages with their seconds, and what was made, on stderr."""
+    out, outcome = made
+    assert os.listdir(out.parent) == [out.name]
+    summary = json.loads(outcome.out)
+    manifest = kvgraph.load(out).manifest
+    assert summary == {
+        "artifact": str(out),
+        "architecture": "llama",
+        "backend": "onnx",
+        "target": "cpu",
+        "identity": manifest.identity.hex(),
+        "bytes": sum((out / name).stat().st_size for name in manifest.files),
+        "files": sorted(manifest.files),
+        "notes": [],
+    }
+    *stages, last = outcome.err.splitlines()
+    assert [re.sub(r"^ *\d+\.\d s  ", "", line) for line in stages] == [
+        "reading the model",
+        "describing the cache",
+        "lowering to onnx",
+        "writing the artifact",
+    ]
+    assert re.fullmatch(rf"compiled llama for cpu \(onnx\): {re.escape(str(out))}, .* MiB", last)
+
+
+def test_compile_options_reach_the_artifact(artifact: Path) -> None:
+    manifest = kvgraph.load(artifact).manifest
+    assert manifest.layout["page_size"] == 32
+    assert manifest.layout["dtype"] == "bfloat16"
+    assert manifest.dtype == "float32"
+
+
+def test_others_may_read_an_artifact(artifact: Path) -> None:
+    assert {path.stat().st_mode & 0o777 for path in artifact.iterdir()} == {0o644}
+    assert artifact.stat().st_mode & 0o777 == 0o755
+
+
+# -- inspect and verify
+
+
+def test_inspect(artifact: Path) -> None:
+    """All bindings, ops, files and hashes; nothing on stderr, and nothing cut off."""
+    outcome = succeed("inspect", artifact)
+    assert outcome.err == ""
+    assert "…" not in outcome.out
+    manifest = kvgraph.load(artifact).manifest
+    rows = [line.split() for line in outcome.out.splitlines()]
+    for way, bindings in (("in", manifest.inputs), ("out", manifest.outputs)):
+        for binding in bindings:
+            (row,) = (r for r in rows if r[:2] == [way, binding.name])
+            assert row[2] == binding.dtype
+            assert row[-2:] == [binding.device, binding.kind]
+    assert [r for r in rows if r[:1] == ["kvgraph.update_and_attend"]] == [
+        ["kvgraph.update_and_attend", "4"]
+    ]
+    for name, entry in manifest.files.items():
+        assert [name, f"{entry.size:,}", entry.chunks[0][:16], "yes"] in rows
+    assert manifest.identity.hex() in outcome.out
+    for text in ("32 tokens a page", "bfloat16 paged: 4 layers"):
+        assert text in outcome.out
+    assert re.search(r" num_page_slots x 2\b.* 4 x 32 x 4 x 16 ", outcome.out, re.DOTALL)
+
+
+def test_inspect_json(artifact: Path) -> None:
+    outcome = succeed("inspect", artifact, "--json")
+    assert outcome.err == ""
+    manifest = json.loads(outcome.out)
+    on_disk = json.loads((artifact / "manifest.json").read_text())
+    del on_disk["sha256"]
+    assert manifest == on_disk
+    assert [binding["name"] for binding in manifest["inputs"]] == [
+        "tokens",
+        "input_row_offsets",
+        "logits_indices",
+        "kv_blocks",
+        "cache_lengths",
+        "lookup_table",
+        "max_lengths",
+    ]
+    assert [(b["name"], b["alias"]) for b in manifest["outputs"]] == [
+        ("logits", None),
+        ("kv_blocks", "kv_blocks"),
+    ]
+
+
+def test_verify(artifact: Path) -> None:
+    outcome = succeed("verify", artifact)
+    assert outcome.err == ""
+    assert re.fullmatch(rf"{re.escape(str(artifact))}: intact: 6 files, .* MiB\n", outcome.out)
+    summary = json.loads(succeed("verify", artifact, "--json").out)
+    assert summary["artifact"] == str(artifact)
+    assert summary["architecture"] == "llama"
+
+
+# -- generate
+
+
+def test_generate_streams_the_text_alone(artifact: Path) -> None:
+    outcome = succeed("generate", artifact, PROMPT, "--max-new-tokens", 20)
+    engine = kvgraph.Engine(artifact)
+    completion = engine.generate([PROMPT], kvgraph.SamplingParams(max_new_tokens=20))[0]
+    assert outcome.out == completion.text + "\n"
+    assert re.fullmatch(r"20 tokens in \d+\.\d\d s \(\d+\.\d tokens/s\)\n", outcome.err)
+
+
+def test_generate_json(artifact: Path) -> None:
+    completion = json.loads(generate(artifact, "--max-new-tokens", 8, "--json"))
+    assert sorted(completion) == ["finish_reason", "request_id", "text", "token_ids"]
+    assert completion["finish_reason"] == "length"
+    assert len(completion["token_ids"]) == 8
+    assert completion["text"] + "\n" == generate(artifact, "--max-new-tokens", 8)
+
+
+def test_a_seed_repeats(artifact: Path) -> None:
+    hot = ("--temperature", 1.2, "--top-k", 50, "--top-p", 0.95, "--max-new-tokens", 24)
+    first = generate(artifact, *hot, "--seed", 1)
+    assert generate(artifact, *hot, "--seed", 1) == first
+    assert generate(artifact, *hot, "--seed", 2) != first
+    assert generate(artifact, *hot, "--top-k", 1) == generate(artifact, "--max-new-tokens", 24)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--session", "reference"),
+        ("--session", "onnxruntime", "--threads", 1),
+        ("--num-pages", 2),
+        ("--ignore-eos",),
+    ],
+)
+def test_options_that_leave_the_text_as_it_is(artifact: Path, options: Sequence[Any]) -> None:
+    short = ("--max-new-tokens", 6)
+    assert generate(artifact, *short, *options) == generate(artifact, *short)
+
+
+# -- the shape of it, from outside
+
+
+def process(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def test_a_process_writes_text_to_stdout_and_all_else_to_stderr(artifact: Path) -> None:
+    done = process("generate", artifact, PROMPT, "--max-new-tokens", 12, check=True)
+    assert done.stdout == generate(artifact, "--max-new-tokens", 12)
+    assert re.fullmatch(r"12 tokens in .* tokens/s\)\n", done.stderr)
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(artifact: Path) -> None:
+    command = [*COMMAND, "generate", str(artifact), PROMPT, "--max-new-tokens", "1900"]
+    with subprocess.Popen(
+        [*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert len(running.stdout.read(3)) == 3
+        running.stdout.close()
+        assert running.stderr.read() == ""
+        assert running.wait() not in (0, 2)
+
+
+def plain(text: str) -> str:
+    """Without the colours that some CI services ask for."""
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def test_help_lists_the_commands() -> None:
+    text = plain(succeed("--help").out)
+    for command in ("compile", "generate", "inspect", "verify"):
+        assert re.search(rf"│ {command} +[A-Z].*│", text)
+        assert f"kvgraph {command} [OPTIONS]" in plain(succeed(command, "--help").out)
+
+
+def test_no_command_shows_the_help() -> None:
+    outcome = run()
+    assert outcome.code == 2
+    assert "Commands" in outcome.out + outcome.err
