@@ -92,9 +92,8 @@ class Engine:
         self.scheduler = Scheduler(self.kv, max_batch_size, max_batch_tokens)
         self._tokenizer = _load_tokenizer(artifact.folder)
         self._decoders: dict[str, Any] = {}
-        self._held: list[
-            Token
-        ] = []  # of other requests, found by the steps of `stream`, `generate`
+        # Tokens of other requests that steps of `stream` and `generate` came upon.
+        self._held: list[Token] = []
         self._ids = itertools.count()
         self.generated_tokens = 0
 
