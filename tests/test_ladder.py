@@ -165,8 +165,8 @@ def test_greedy_tokens_equal_transformers_generate(
         tokens[engine.submit(prompt, sampling)] = []
         for token in engine.step():
             tokens[token.request_id].append(token.token_id)
-    while generated := engine.step():
-        for token in generated:
+    while engine.busy:
+        for token in engine.step():
             tokens[token.request_id].append(token.token_id)
     compared = 0
     for (expected, gaps), got in zip(eager(model).continuations(), tokens.values(), strict=True):

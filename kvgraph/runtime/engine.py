@@ -58,7 +58,9 @@ class Engine:
 
     `artifact` is a folder or a loaded Artifact. The pool has `num_pages` pages (default: what fits
     `cache_memory` bytes, or fewer where `max_batch_size` requests of maximum length need fewer).
-    `max_batch_tokens` bounds the new tokens of a step. Not thread-safe.
+    `max_batch_tokens` bounds the new tokens of a step. `enable_prefix_caching` is on by default
+    where the kind of cache can share pages. Over a padded cache requests run one after the other.
+    Not thread-safe.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Engine:
         cache_memory: int = DEFAULT_CACHE_BYTES,
         max_batch_size: int = 64,
         max_batch_tokens: int = 2048,
-        enable_prefix_caching: bool = False,
+        enable_prefix_caching: bool | None = None,
         num_threads: int | None = None,
     ) -> None:
         if not isinstance(artifact, Artifact):
@@ -82,6 +84,8 @@ class Engine:
         if not isinstance(session, Session):
             session = artifact.session(session, num_threads=num_threads)
         self.session = session
+        if enable_prefix_caching is None:
+            enable_prefix_caching = artifact.params().cache_strategy is KVCacheStrategy.PAGED
         params = artifact.params(enable_prefix_caching=enable_prefix_caching)
         if params.cache_strategy is KVCacheStrategy.PADDED:
             max_batch_size = 1  # rows of a rectangle move in lockstep
@@ -97,13 +101,18 @@ class Engine:
         self._ids = itertools.count()
         self.generated_tokens = 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do, or tokens to give."""
+        return bool(self._decoders or self._held)
+
     # -- the loop everything else is a footnote to
 
     def step(self) -> list[Token]:
         """Run one batch; the tokens that it generated, in row order.
 
         Before them come the tokens of submitted requests that `stream` or `generate` came upon.
-        Empty when idle, and where a batch was nothing but chunks of prompts.
+        Empty when idle (see `busy`), and where a batch was nothing but chunks of prompts.
         """
         batch = self.scheduler.schedule()
         if batch is None:
@@ -126,9 +135,11 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        cache_salt: bytes = b"",
     ) -> str:
         """Queue a prompt (text or token ids) and return its request id; runs nothing.
 
+        Requests share cached prefixes only with those of the same `cache_salt`.
         RequestError: an empty prompt, one that leaves no room below the model's `max_seq_len`, or
         one that the whole pool cannot hold with its output.
         """
@@ -146,7 +157,10 @@ class Engine:
         length = min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len)
         self.scheduler.submit(
             Request(
-                TextContext(request_id, tokens), TokenSource(sampling), frozenset(stops), length
+                TextContext(request_id, tokens, cache_salt=cache_salt),
+                TokenSource(sampling),
+                frozenset(stops),
+                length,
             )
         )
         self._decoders[request_id] = _decode_stream(self._tokenizer, tokens)

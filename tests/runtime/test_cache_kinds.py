@@ -62,7 +62,8 @@ def test_sliding_layers_hold_only_their_window(compiled: Compiled) -> None:
     engine = kvgraph.Engine(compiled("gemma2"), num_pages=null, max_batch_tokens=PAGE)
     request = engine.submit(PROMPTS[-1], kvgraph.SamplingParams(max_new_tokens=90, ignore_eos=True))
     most = {"sliding": 0, "full": 0}
-    while engine.step():
+    while engine.busy:
+        engine.step()
         for leaf in most if engine.kv.contains(request) else ():
             blocks = engine.kv.get_req_blocks(request, leaf=leaf)  # type: ignore[call-arg]
             most[leaf] = max(most[leaf], sum(block != null for block in blocks))
