@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -64,9 +63,6 @@ def main() -> None:
     """Entry point: one sentence and exit code 2 for what a user can mend."""
     try:
         app()
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {error}", soft_wrap=True)
         sys.exit(2)
@@ -136,7 +132,7 @@ def generate(
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all cores].")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")] = None,
     json: Json = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout."""

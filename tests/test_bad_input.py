@@ -632,16 +632,16 @@ DIFFERENT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", DIFFERENT)
-def test_a_manager_of_other_params_does_not_bind(loaded: Artifact, field: str) -> None:
+def test_a_buffer_of_another_type_is_not_allocated(loaded: Artifact, field: str) -> None:
     params = loaded.params()
     assert isinstance(params, KVCacheParams)
     other = replace(params, **{field: DIFFERENT[field]})
-    session = loaded.session()
+    symbol = other.get_symbolic_inputs()[0].kv_blocks
     with pytest.raises(BindingError) as caught:
-        PagedKVCacheManager(other, session, 8, max_batch_size=1)
+        loaded.session().allocate(symbol, {"num_page_slots": 9})
     mine, theirs = (
-        f"kv_blocks {symbol.dtype} {list(symbol.shape)} on cpu:0"
-        for symbol in (p.get_symbolic_inputs()[0].kv_blocks for p in (params, other))
+        f"kv_blocks {s.dtype} {list(s.shape)} on cpu:0"
+        for s in (params.get_symbolic_inputs()[0].kv_blocks, symbol)
     )
     assert str(caught.value) == f"kv_blocks: expected {mine} from the artifact, got {theirs}"
 
@@ -662,6 +662,9 @@ def test_require_layout_names_the_field_and_both_values(loaded: Artifact, field:
     message = re.escape(f"{field}: expected {expected!r} from the artifact, got {got!r}")
     with pytest.raises(ParamsError, match=f"^{message}$"):
         other.require_layout(loaded.manifest.layout, source="the artifact")
+    if field != "cache_strategy":  # a paged manager takes paged params
+        with pytest.raises(ParamsError, match=f"^{message}$"):
+            PagedKVCacheManager(other, loaded.session(), 8, max_batch_size=1)
     assert {*OTHER_LAYOUTS, "layout", "n_shards"} == set(LAYOUT_FIELDS)
 
 

@@ -10,6 +10,7 @@ from kvgraph.contract.dims import MAX_SEQ_LEN
 from kvgraph.contract.inputs import Session
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.errors import CapacityError, RequestError, UnsupportedError
+from kvgraph.kv.leaf import require_params
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pages import PagePool
 from kvgraph.kv.requests import RequestID
@@ -40,6 +41,7 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
             devices=tuple(devices),
             cache_strategy=KVCacheStrategy.CONTINUOUS,
         )
+        require_params(session, own)
         slots = replace(own, page_size=max_seq_len, window_size=None)  # a slot is never freed early
         super().__init__(
             slots,

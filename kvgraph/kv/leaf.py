@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import NUMPY_DTYPES, TensorType, ceildiv
 from kvgraph.contract.inputs import Buffer, Session
-from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     PagedCacheInputSymbols,
@@ -102,6 +102,13 @@ def allocate_shard(
         allocate_buffer(symbols.kv_blocks, sizes, device, session),
         None if scales is None else allocate_buffer(scales, sizes, device, session),
     )
+
+
+def require_params(session: Session | None, params: KVCacheParamInterface) -> None:
+    """ParamsError where the session's artifact has another layout; a bare allocator has none."""
+    check = getattr(session, "require_params", None)
+    if check is not None:
+        check(params)
 
 
 def allocate_buffer(

@@ -19,7 +19,7 @@ from kvgraph.contract.inputs import (
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.symbols import PaddedKVCacheInputSymbols
 from kvgraph.errors import CapacityError, ParamsError, RequestError, UnsupportedError
-from kvgraph.kv.leaf import allocate_buffer
+from kvgraph.kv.leaf import allocate_buffer, require_params
 from kvgraph.kv.manager import Batches, KVCacheManager
 from kvgraph.kv.multistep import advance
 from kvgraph.kv.replica import require_steps
@@ -50,6 +50,7 @@ class PaddedKVCacheManager(KVCacheManager):
             devices=tuple(devices),
             cache_strategy=KVCacheStrategy.PADDED,
         )
+        require_params(session, self.params)
         self.max_batch_size = max_batch_size
         self.max_seq_len = max_seq_len
         self.session = session

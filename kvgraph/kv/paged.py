@@ -21,10 +21,10 @@ from kvgraph.contract.inputs import (
     MultiKVCacheInputs,
     Session,
 )
-from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams, KVCacheStrategy
 from kvgraph.errors import ParamsError, RequestError, UnsupportedError
 from kvgraph.kv.checks import verify
-from kvgraph.kv.leaf import Leaf, allocate_shard, table_width
+from kvgraph.kv.leaf import Leaf, allocate_shard, require_params, table_width
 from kvgraph.kv.manager import Batches, KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.multistep import advance
@@ -71,6 +71,8 @@ class PagedKVCacheManager(KVCacheManager):
         identity: bytes = b"",
         max_seq_len: int | None = None,
     ) -> None:
+        if next(iter(params.leaves.values())).cache_strategy is KVCacheStrategy.PAGED:
+            require_params(session, params)
         pages = _pages_by_leaf(params, total_num_pages)
         _require_sizes(pages, total_num_host_pages, max_batch_size, max_seq_len)
         self.params = params

@@ -191,6 +191,8 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Generate for all prompts together; completions in the prompts' order."""
+        if isinstance(prompts, str):
+            raise RequestError("prompts: expected a sequence of prompts, got one text; use [text]")
         each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else sampling
         tokens: dict[str, list[Token]] = {}
         try:

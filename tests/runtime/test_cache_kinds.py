@@ -1,4 +1,4 @@
-"""Every kind of cache runs the same models to the same tokens; windows, hits and steps are exact."""
+"""Every kind of cache runs a model to the same tokens; windows, hits and steps are exact."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import NUMPY_DTYPES, TensorType
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
+from kvgraph.contract.params import KVCacheParamInterface
 from kvgraph.errors import BindingError
 from kvgraph.runtime.artifact import Artifact
 
@@ -44,6 +45,10 @@ class Session(ABC):
             )
         shape = symbol.extents(sizes)
         return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
+
+    def require_params(self, params: KVCacheParamInterface) -> None:
+        """ParamsError at the first layout field of a manager that is not the artifact's."""
+        params.require_layout(self.artifact.manifest.layout, source="the artifact")
 
     def require_symbols(self, record: Iterable[TensorType]) -> None:
         """BindingError unless a manager's record is the artifact's, position by position."""
