@@ -37,7 +37,7 @@ _EXPORTS = {
     "ModelInputs": "kvgraph.contract.inputs",
     "MultiKVCacheInputSymbols": "kvgraph.contract.symbols",
     "MultiKVCacheInputs": "kvgraph.contract.inputs",
-    "MultiKVCacheParams": "kvgraph.contract.params",
+    "MultiKVCacheParams": "kvgraph.contract.trees",
     "NullKVCacheManager": "kvgraph.kv.null",
     "PaddedKVCacheInputSymbols": "kvgraph.contract.symbols",
     "PaddedKVCacheInputs": "kvgraph.contract.inputs",

@@ -286,7 +286,7 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _print_facts(manifest: Manifest) -> None:
-    from kvgraph.contract.params import params_from_layout
+    from kvgraph.contract.trees import params_from_layout
 
     model, params = manifest.model, params_from_layout(manifest.layout)
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -17,6 +17,12 @@ TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 Compiled = Callable[..., Path]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing"
+    )
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name of an architecture, or "tiny-llama" -> checkpoint folder."""

@@ -12,12 +12,8 @@ from dataclasses import dataclass, replace
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.manifest import LayerRef
-from kvgraph.contract.params import (
-    KVCacheParams,
-    KVCacheQuantization,
-    KVCacheStrategy,
-    MultiKVCacheParams,
-)
+from kvgraph.contract.params import KVCacheParams, KVCacheQuantization, KVCacheStrategy
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import UnsupportedError
 
 

@@ -16,9 +16,9 @@ from kvgraph.contract.params import (
     KVCacheParams,
     KVCacheQuantization,
     KVCacheStrategy,
-    MultiKVCacheParams,
 )
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvgraph.contract.devices import Device, Target
 from kvgraph.contract.manifest import Manifest, read_manifest, verify_files
-from kvgraph.contract.params import KVCacheParams, MultiKVCacheParams, params_from_layout
+from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ArtifactError
 from kvgraph.ops.header import ABI_VERSION
 

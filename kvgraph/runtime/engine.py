@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvgraph.contract.params import KVCacheParams, KVCacheStrategy, MultiKVCacheParams
+from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.manager import KVCacheManager

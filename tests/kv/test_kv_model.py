@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from kv.builders import make_params, snapshot
 
-from kvgraph.contract.params import MultiKVCacheParams
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import CapacityError, InsufficientPagesError, KVGraphError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext

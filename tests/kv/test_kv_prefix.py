@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kv.builders import decode, make_manager, make_params, start
 
-from kvgraph.contract.params import MultiKVCacheParams
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.prefix import chain, chain_root, deepest_window, longest_run

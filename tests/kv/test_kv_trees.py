@@ -8,7 +8,8 @@ from kv.builders import decode, make_params, start
 
 from kvgraph.contract.devices import Device, virtual_devices
 from kvgraph.contract.inputs import Buffer, KVCacheInputsSequence, MultiKVCacheInputs
-from kvgraph.contract.params import KVCacheParams, MultiKVCacheParams
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import BindingError, ParamsError
 from kvgraph.kv.memory import plan_memory
 from kvgraph.kv.null import NullKVCacheManager

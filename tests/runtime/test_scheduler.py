@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv.builders import make_params
 
-from kvgraph.contract.params import MultiKVCacheParams
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
