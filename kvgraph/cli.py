@@ -25,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 # No markup, no emoji: a path is printed as it is, "[a]" and ":x:" included.
 stdout = Console(highlight=False, markup=False, emoji=False)
@@ -66,6 +67,17 @@ def main() -> None:
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {error}", soft_wrap=True)
         sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if show:
+        from importlib import metadata
+
+        stdout.print(f"kvgraph {metadata.version('kvgraph')}")
+        raise typer.Exit
 
 
 @app.command()
@@ -222,14 +234,20 @@ def plan(
     rows = {
         f"weights ({made.dtype})": _bytes(made.weights),
         f"cache ({made.cache_dtype})": _bytes(made.cache_memory),
-        f"bytes per page of {made.page_size} tokens": f"{made.bytes_per_page:,}",
-        "pages": f"{made.num_pages:,}",
+    }
+    for leaf, pages in made.pages.items():
+        name = f" ({leaf})" if leaf else ""
+        rows[f"bytes per page of {made.page_size} tokens{name}"] = f"{made.bytes_per_page[leaf]:,}"
+        rows[f"pages{name}"] = f"{pages:,}"
+    rows |= {
         f"concurrent requests of {made.max_seq_len:,} tokens": f"{made.concurrent_requests:,}",
         "longest context of one request": f"{made.longest_context:,}",
     }
     for name, value in rows.items():
         table.add_row(name, value)
     stdout.print(table)
+    if made.concurrent_requests == max_batch_size:
+        stdout.print(f"More would fit than --max-batch-size {max_batch_size} can use.")
     stdout.print("Activations and the graph itself are not counted.", soft_wrap=True)
 
 
@@ -315,13 +333,14 @@ def _print_facts(manifest: Manifest) -> None:
 
 
 def _print_bindings(manifest: Manifest) -> None:
-    table = _table("Bindings (a buffer's output has its input's address)")
-    for column in ("", "name", "dtype", "dims", "device", "kind"):
+    table = _table("Bindings (* is memory that ops write: one address for input and output)")
+    for column in ("", "name", "dtype", "dims", "device"):
         table.add_column(column, no_wrap=column != "dims", overflow="fold")
     for way, bindings in (("in", manifest.inputs), ("out", manifest.outputs)):
         for b in bindings:
             dims = " x ".join(map(str, b.dims))
-            table.add_row(way, b.name, b.dtype, dims, b.device, b.kind)
+            name = f"{b.name} *" if b.kind == "buffer" else b.name
+            table.add_row(way, name, b.dtype, dims, b.device)
     stdout.print(table)
 
 

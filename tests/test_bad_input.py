@@ -300,7 +300,10 @@ def test_a_choice_that_is_not_one(tmp_path: Path, option: str) -> None:
     [
         ({"backend": "tensorrt"}, r"backend: expected one of \['onnx', 'torch'\], got 'tensorrt'"),
         ({"dtype": "int4"}, r"dtype: expected one of \['float32', .*\], got 'int4'"),
-        ({"cache_dtype": "int4"}, r"cache_dtype: expected one of \['float32', .*\], got 'int4'"),
+        (
+            {"cache_dtype": "int4"},
+            r"cache_dtype: expected one of \['float32', .*\] for a paged cache, got 'int4'",
+        ),
     ],
 )
 def test_compile_function(

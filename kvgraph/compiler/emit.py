@@ -33,6 +33,9 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 from kvgraph.ops.header import ABI_VERSION
 
+REPLACED = "replaced"
+"""Where the artifact that `--force` replaces waits until the new one is in its place."""
+
 
 def require_free(out: Path, *, force: bool) -> None:
     """Refuse an `out` that would lose something: any folder without `force`, and with `force`
@@ -73,6 +76,9 @@ def _remove_leftovers(out: Path) -> None:
     for path in out.parent.iterdir():
         match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.[^.]+", path.name)
         if match and not _alive(int(match[1])):
+            replaced = path / REPLACED
+            if replaced.exists() and not out.exists():
+                replaced.rename(out)  # killed between the two renames of `_replace`
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -94,7 +100,7 @@ def _replace(out: Path, folder: Path) -> None:
         folder.rename(out)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{os.getpid()}.", dir=out.parent))
-    out.rename(old / "old")
+    out.rename(old / REPLACED)
     folder.rename(out)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -46,7 +46,7 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
         torch.no_grad(),
     ):
         try:
-            return torch.export.export(
+            program = torch.export.export(
                 model.module, examples, dynamic_shapes=(shapes,), strict=False
             )
         except Exception as error:
@@ -55,6 +55,21 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
                 f"architecture {model.architecture!r}: torch.export cannot trace it with dynamic "
                 f"rows and tokens: {lines[0]}"
             ) from error
+    _require_logits(program, signature)
+    return program
+
+
+def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None:
+    """UnsupportedError unless the module returns what the signature says of logits."""
+    results = program.graph.output_node().args[0]
+    value = results[0].meta["val"]
+    logits = signature.outputs[0]
+    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+    if dtype != logits.dtype or len(shape) != 2 or shape[1] != logits.shape[1]:
+        raise UnsupportedError(
+            f"logits: expected {logits.dtype} {list(logits.shape)} from the signature, "
+            f"got {dtype} {shape} from the module"
+        )
 
 
 @contextlib.contextmanager

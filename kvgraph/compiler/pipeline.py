@@ -109,8 +109,12 @@ def _check(
         kinds = [str(kind) for kind in KVCacheStrategy]
         raise UnsupportedError(f"cache: expected one of {kinds}, got {cache!r}")
     known = [*POOL_DTYPES, *QUANTIZED_DTYPES]
+    if cache != KVCacheStrategy.PAGED:
+        known = [*POOL_DTYPES]
     if cache_dtype is not None and cache_dtype not in known:
-        raise UnsupportedError(f"cache_dtype: expected one of {known}, got {cache_dtype!r}")
+        raise UnsupportedError(
+            f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
+        )
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise UnsupportedError(
             f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
@@ -177,11 +181,6 @@ def _plan_cache(
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
     strategy = KVCacheStrategy(cache)
     quantised = cache_dtype in QUANTIZED_DTYPES
-    if quantised and strategy is not KVCacheStrategy.PAGED:
-        raise UnsupportedError(
-            f"cache_dtype: expected one of {list(POOL_DTYPES)} for a {cache} cache, "
-            f"got {cache_dtype!r}"
-        )
     return plan_cache(
         model.layers,
         dtype=model.dtype if quantised or cache_dtype is None else cache_dtype,

@@ -10,7 +10,7 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.params import QUANTIZED_DTYPES, KVCacheQuantization
 from kvgraph.errors import ParamsError
-from kvgraph.kv.memory import plan_memory
+from kvgraph.kv.memory import plan_leaves
 from kvgraph.kv.null import NullKVCacheManager
 
 
@@ -26,8 +26,9 @@ class Plan:
     weights: int
     cache_memory: int
     page_size: int
-    bytes_per_page: int
-    num_pages: int
+    pages: dict[str, int]
+    """By leaf; the empty path is the only cache."""
+    bytes_per_page: dict[str, int]
     max_seq_len: int
     concurrent_requests: int
     """Requests of `max_seq_len` tokens that fit at once."""
@@ -42,6 +43,7 @@ def plan_deployment(
     memory: int,
     max_seq_len: int | None,
     max_batch_size: int,
+    max_batch_tokens: int = 2048,
     dtype: str | None,
     cache_dtype: str | None,
     page_size: int,
@@ -66,7 +68,11 @@ def plan_deployment(
         raise ParamsError(
             f"memory: expected more than the {model.weight_bytes} bytes of weights, got {memory}"
         )
-    length = max_seq_len or model.max_seq_len
+    length = model.max_seq_len if max_seq_len is None else max_seq_len
+    if not 1 <= length <= model.max_seq_len:
+        raise ParamsError(
+            f"max_seq_len: expected 1 to {model.max_seq_len} from the model, got {length}"
+        )
     manager = NullKVCacheManager(
         cache.params,
         max_batch_size,
@@ -77,7 +83,10 @@ def plan_deployment(
         available,
         page_size,
     )
-    memory_plan = plan_memory(manager.params, available, max_batch_size, length)
+    planned = plan_leaves(manager.params, available, max_batch_size, length, max_batch_tokens)
+    leaves = manager.params.leaves
+    unbounded = [p for p, leaf in leaves.items() if leaf.window_size is None]
+    tokens = min((planned.pages[p] * page_size for p in unbounded), default=model.max_seq_len)
     return Plan(
         architecture=model.architecture,
         target=target,
@@ -85,11 +94,11 @@ def plan_deployment(
         cache_dtype=cache_dtype or dtype,
         memory=memory,
         weights=model.weight_bytes,
-        cache_memory=memory_plan.nbytes,
+        cache_memory=planned.nbytes,
         page_size=page_size,
-        bytes_per_page=memory_plan.bytes_per_page,
-        num_pages=memory_plan.num_pages,
+        pages=planned.pages,
+        bytes_per_page={path: leaf.bytes_per_page for path, leaf in leaves.items()},
         max_seq_len=length,
-        concurrent_requests=memory_plan.max_concurrent_requests,
-        longest_context=min(model.max_seq_len, memory_plan.num_tokens),
+        concurrent_requests=planned.max_concurrent_requests,
+        longest_context=min(model.max_seq_len, tokens),
     )

@@ -40,6 +40,10 @@ class KVCacheQuantization:
             raise ParamsError(
                 f"quantization.dtype: expected one of {QUANTIZED_DTYPES}, got {self.dtype}"
             )
+        if self.scale_dtype != "float32":
+            raise ParamsError(
+                f"quantization.scale_dtype: expected 'float32', got {self.scale_dtype!r}"
+            )
         if self.granularity < 1:
             raise ParamsError(f"quantization.granularity: expected >= 1, got {self.granularity}")
 
@@ -119,6 +123,11 @@ class KVCacheParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
+        kinds = [str(kind) for kind in KVCacheStrategy]
+        if self.cache_strategy not in kinds:
+            raise ParamsError(
+                f"cache_strategy: expected one of {kinds}, got {self.cache_strategy!r}"
+            )
         object.__setattr__(self, "cache_strategy", KVCacheStrategy(self.cache_strategy))
         if self.v_head_dim == 0:
             object.__setattr__(self, "v_head_dim", self.head_dim)
@@ -139,6 +148,11 @@ class KVCacheParams:
             raise ParamsError(f"window_size: expected >= 1 or None, got {self.window_size}")
         if self.layout != "nhd":
             raise ParamsError(f"layout: expected 'nhd', got {self.layout!r}")
+        if self.quantization and self.cache_strategy is not KVCacheStrategy.PAGED:
+            raise ParamsError(
+                f"quantization: expected None for a {self.cache_strategy} cache, "
+                f"got {self.quantization.dtype}"
+            )
         if self.quantization and self.head_dim % self.scale_granularity:
             raise ParamsError(
                 f"quantization.granularity: expected a divisor of head_dim {self.head_dim}, "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheStrategy
 from kvgraph.contract.symbols import MultiKVCacheInputSymbols, paged_symbols
 from kvgraph.errors import ParamsError
 
@@ -43,8 +43,10 @@ class MultiKVCacheParams:
         if not self.children:
             raise ParamsError("MultiKVCacheParams: expected at least one cache, got none")
         for name, _ in self.children:
-            if not name.isidentifier():
-                raise ParamsError(f"cache name: expected an identifier, got {name!r}")
+            if not name.isidentifier() or name in LAYOUT_FIELDS:
+                raise ParamsError(
+                    f"cache name: expected an identifier that is no layout field, got {name!r}"
+                )
         (first, reference), *others = self.leaves.items()
         for field_name in SHARED_FIELDS:
             expected = getattr(reference, field_name)

@@ -69,6 +69,7 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
             raise RequestError(f"claim_slots: expected n >= 1, got {n}")
         if n > len(free):
             raise CapacityError(f"claim_slots: expected {n} free slots, got {len(free)}")
+        self._require_rows("claim_slots", n, replica_idx)
         for slot in free[:n]:
             self._claim_slot(slot, replica_idx, slot)
         return free[:n]
@@ -81,6 +82,7 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
                 f"external_claim: expected different free slots of {sorted(free)}, "
                 f"got {list(seq_ids)}"
             )
+        self._require_rows("external_claim", len(seq_ids), replica_idx)
         for seq_id in seq_ids:
             self._claim_slot(seq_id, replica_idx, seq_id)
 
@@ -88,6 +90,15 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
     def slots_remaining(self) -> set[int]:
         """Free slots of replica 0."""
         return set(self._pool(0).free_pages())
+
+    def _require_rows(self, call: str, n: int, replica_idx: int) -> None:
+        """CapacityError unless `n` more requests can be claimed: dummies take rows, not slots."""
+        free = len(self._replicas[replica_idx].free_rows)
+        if n > free:
+            raise CapacityError(
+                f"{call}: expected {n} free rows among the max_batch_size="
+                f"{self.max_batch_size} of replica {replica_idx}, got {free}"
+            )
 
     def _claim_slot(self, request_id: RequestID, replica_idx: int, slot: int | None) -> None:
         """Cannot fail but for CapacityError: there are as many slots as rows."""

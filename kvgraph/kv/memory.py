@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.params import KVCacheParamInterface
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.errors import ParamsError
 
 
@@ -36,6 +36,86 @@ class MemoryPlan:
     def max_concurrent_requests(self) -> int:
         """Requests of maximum length that fit at once; 0 if not even one does."""
         return self.num_pages // self.pages_per_request
+
+
+def most_pages(leaf: KVCacheParams, tokens: int, chunk: int) -> int:
+    """Pages of `leaf` that one request of `tokens` tokens can hold at once.
+
+    All of them; in a leaf with a window, those that the queries of a chunk of `chunk` tokens see.
+    """
+    whole = ceildiv(tokens, leaf.page_size)
+    if leaf.window_size is None:
+        return whole
+    return min(whole, ceildiv(leaf.window_size - 1 + chunk, leaf.page_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """Pages of each leaf of one replica, by path, and the requests of maximum length they hold."""
+
+    pages: dict[str, int]
+    nbytes: int
+    max_concurrent_requests: int
+
+
+def plan_leaves(
+    params: KVCacheParamInterface,
+    available: int,
+    max_batch_size: int,
+    max_seq_len: int,
+    chunk: int,
+) -> LeafPlan:
+    """Divide `available` bytes of one replica among the leaves of `params`.
+
+    Steps have at most `chunk` new tokens in all. A leaf with a window gets what the requests that
+    fit (at most `max_batch_size`) can hold of it; the leaves that keep everything share the rest,
+    at most `ceil(max_seq_len / page_size) * max_batch_size` pages each. Of a cache without windows
+    this is `plan_memory`. ParamsError where one request of maximum length would not fit a window's
+    leaf, or a leaf would get no page.
+    """
+    leaves = params.leaves
+    if all(leaf.window_size is None for leaf in leaves.values()):
+        plan = plan_memory(params, available, max_batch_size, max_seq_len)
+        pages = dict.fromkeys(leaves, plan.num_pages)
+        return LeafPlan(pages, plan.nbytes, plan.max_concurrent_requests)
+    steady = {path: _steady_pages(leaf, max_seq_len) for path, leaf in leaves.items()}
+    extra = {
+        path: 0 if leaf.window_size is None else ceildiv(chunk, leaf.page_size)
+        for path, leaf in leaves.items()
+    }
+    request = sum(steady[path] * leaf.bytes_per_page for path, leaf in leaves.items())
+    common = sum(extra[path] * leaf.bytes_per_page for path, leaf in leaves.items())
+    requests = max(1, min((available - common) // request, max_batch_size))
+    whole = ceildiv(max_seq_len, params.page_size) * max_batch_size
+    pages = {
+        path: min(steady[path] * requests + extra[path], whole)
+        for path, leaf in leaves.items()
+        if leaf.window_size is not None
+    }
+    rest = available - sum(n * leaves[path].bytes_per_page for path, n in pages.items())
+    full = [path for path in leaves if path not in pages]
+    if full:
+        share = rest // sum(leaves[path].bytes_per_page for path in full)
+        pages |= dict.fromkeys(full, min(share, whole))
+    if rest < 0 or min(pages.values()) < 1:
+        raise ParamsError(
+            f"available memory: expected one page of each cache and the windows of one request "
+            f"({common} + {request} bytes at {max_seq_len} tokens hold all of it), "
+            f"got {available} bytes"
+        )
+    return LeafPlan(
+        {path: pages[path] for path in leaves},
+        sum(n * leaves[path].bytes_per_page for path, n in pages.items()),
+        min(max_batch_size, *((pages[p] - extra[p]) // steady[p] for p in leaves)),
+    )
+
+
+def _steady_pages(leaf: KVCacheParams, tokens: int) -> int:
+    """Pages of a request between chunks: its window touches one page more at each end."""
+    whole = ceildiv(tokens, leaf.page_size)
+    if leaf.window_size is None:
+        return whole
+    return min(whole, ceildiv(leaf.window_size - 1, leaf.page_size) + 2)
 
 
 def plan_memory(

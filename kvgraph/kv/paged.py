@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import (
     BatchCharacteristics,
     Buffer,
@@ -26,6 +25,7 @@ from kvgraph.errors import ParamsError, RequestError, UnsupportedError
 from kvgraph.kv.checks import verify
 from kvgraph.kv.leaf import Leaf, allocate_shard, require_params, table_width
 from kvgraph.kv.manager import Batches, KVCacheManager
+from kvgraph.kv.memory import most_pages
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.multistep import advance
 from kvgraph.kv.pages import PagePool
@@ -233,13 +233,9 @@ class PagedKVCacheManager(KVCacheManager):
 
         A leaf with a window holds at most what the queries of a chunk see.
         """
-        for path, leaf, pool in zip(
-            self._paths, self.params.leaves.values(), self._pools(0, ""), strict=True
-        ):
-            size = self._replicas[0].settings.page_size
-            needed = ceildiv(tokens, size)
-            if leaf.window_size is not None:
-                needed = min(needed, ceildiv(leaf.window_size - 1 + chunk, size) + 1)
+        for (path, leaf), pool in zip(self.params.leaves.items(), self._pools(0, ""), strict=True):
+            leaf = replace(leaf, page_size=self._replicas[0].settings.page_size)
+            needed = most_pages(leaf, tokens, chunk)
             if needed > pool.num_pages:
                 where = f" of leaf {path!r}" if path else ""
                 raise RequestError(

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.contract.devices import Device, Target
+from kvgraph.contract.devices import HOST, Device, Target
 from kvgraph.contract.manifest import Manifest, read_manifest, verify_files
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
-from kvgraph.errors import ArtifactError
+from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.ops.header import ABI_VERSION
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session
+
+
+BACKEND_FILES = {
+    "onnx": ("model.onnx", "weights.safetensors"),
+    "torch": ("model.pt2", "weights.safetensors"),
+}
+"""What a session opens, and so must be hashed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,36 @@ class Artifact:
         """
         from kvgraph.runtime import sessions
 
+        cores = os.cpu_count() or 1
+        if num_threads is not None and not 0 <= num_threads <= cores:
+            raise RequestError(
+                f"num_threads: expected 1 to {cores} from this machine, got {num_threads}"
+            )
         return sessions.create(self, kind, num_threads)
+
+    def require_consistent(self) -> None:
+        """ArtifactError unless bindings, layout and files are such as this kvgraph writes."""
+        where, manifest = self.folder / "manifest.json", self.manifest
+        for name in BACKEND_FILES.get(manifest.backend, ()):
+            if name not in manifest.files:
+                raise ArtifactError(
+                    f"{where}: files: expected {name} for backend {manifest.backend!r}, got none"
+                )
+        try:
+            record = params_from_layout(manifest.layout).get_symbolic_inputs()[0]
+            expected = GraphSignature.of(record, manifest.model.vocab_size)
+            found = self.signature
+        except Exception as error:  # whatever a field of the wrong kind leads to
+            raise ArtifactError(
+                f"{where}: layout and bindings: expected those of a cache, got {error}"
+            ) from error
+        for mine, theirs in zip_longest(
+            expected.inputs + expected.outputs, found.inputs + found.outputs
+        ):
+            if (mine and replace(mine, device=HOST)) != (theirs and replace(theirs, device=HOST)):
+                raise ArtifactError(
+                    f"{where}: bindings: expected {mine} from the layout, got {theirs}"
+                )
 
     def require_machine(self) -> None:
         """ArtifactError unless this machine and this kvgraph can run the artifact."""
@@ -82,6 +120,7 @@ def load(folder: str | Path, *, verify: bool = True) -> Artifact:
     folder = Path(folder)
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_machine()
+    artifact.require_consistent()
     if verify:
         verify_files(folder, artifact.manifest)
     return artifact

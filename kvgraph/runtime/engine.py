@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.manager import KVCacheManager
-from kvgraph.kv.memory import plan_memory
+from kvgraph.kv.memory import plan_leaves
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
@@ -57,8 +58,9 @@ class Engine:
         for piece in engine.stream("The import statement"):
             print(piece, end="", flush=True)
 
-    `artifact` is a folder or a loaded Artifact. The pool has `num_pages` pages (default: what fits
-    `cache_memory` bytes, or fewer where `max_batch_size` requests of maximum length need fewer).
+    `artifact` is a folder or a loaded Artifact. The pool has `num_pages` pages, of each
+    leaf (default: what fits `cache_memory` bytes, or fewer where `max_batch_size` requests of
+    maximum length need fewer; leaves with a window get what their windows need).
     `max_batch_tokens` bounds the new tokens of a step. `enable_prefix_caching` is on by default
     where the kind of cache can share pages. Over a padded cache requests run one after the other.
     Not thread-safe.
@@ -91,7 +93,13 @@ class Engine:
         if params.cache_strategy is KVCacheStrategy.PADDED:
             max_batch_size = 1  # rows of a rectangle move in lockstep
         self.kv = _make_manager(
-            params, session, num_pages, cache_memory, max_batch_size, self.model.max_seq_len
+            params,
+            session,
+            num_pages,
+            cache_memory,
+            max_batch_size,
+            max_batch_tokens,
+            self.model.max_seq_len,
         )
         session.require_symbols(self.kv.input_symbols()[0])
         self.scheduler = Scheduler(self.kv, max_batch_size, max_batch_tokens)
@@ -147,7 +155,7 @@ class Engine:
         sampling = sampling or SamplingParams()
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         text = isinstance(prompt, str) and prompt != ""
-        tokens = self.tokenize(str(prompt)) if text else [int(token) for token in prompt]
+        tokens = self.tokenize(str(prompt)) if text else _token_ids(prompt)
         request_id = self._new_id() if request_id is None else request_id
         if self._is_open(request_id):
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
@@ -214,6 +222,10 @@ class Engine:
                 f"{self.artifact.folder}: expected tokenizer.json for a text prompt, got none; "
                 "pass token ids"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt: expected text in Unicode, got {error}") from error
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
@@ -267,12 +279,22 @@ class Engine:
         return Token(row.request_id, token, text, row.finish_reason)
 
 
+def _token_ids(prompt: Sequence[int] | str) -> list[int]:
+    if isinstance(prompt, bytes):
+        raise RequestError("prompt: expected text or token ids, got bytes")
+    try:
+        return [operator.index(token) for token in prompt]  # type: ignore[arg-type]
+    except TypeError as error:
+        raise RequestError(f"prompt: expected text or token ids, got {error}") from error
+
+
 def _make_manager(
     params: KVCacheParams | MultiKVCacheParams,
     session: Session,
     num_pages: int | None,
     cache_memory: int,
     max_batch_size: int,
+    max_batch_tokens: int,
     max_seq_len: int,
 ) -> KVCacheManager:
     """The manager of the artifact's cache kind."""
@@ -284,10 +306,12 @@ def _make_manager(
         continuous = params.cache_strategy is KVCacheStrategy.CONTINUOUS
         kind = ContinuousBatchingKVCacheManager if continuous else PaddedKVCacheManager
         return kind(params, max_batch_size, max_seq_len, params.num_layers, params.devices, session)
-    if num_pages is None:
-        num_pages = plan_memory(params, cache_memory, max_batch_size, max_seq_len).num_pages
+    pages: int | dict[str, int] | None = num_pages
+    if pages is None:
+        plan = plan_leaves(params, cache_memory, max_batch_size, max_seq_len, max_batch_tokens)
+        pages = plan.pages
     return PagedKVCacheManager(
-        params, session, num_pages, max_batch_size=max_batch_size, max_seq_len=max_seq_len
+        params, session, pages, max_batch_size=max_batch_size, max_seq_len=max_seq_len
     )
 
 

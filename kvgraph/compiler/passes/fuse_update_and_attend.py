@@ -35,7 +35,8 @@ def fuse_update_and_attend(graph: Graph) -> PassReport:
             _report_unread(report, pending)
             pending = node
         elif node.target is ATTEND:
-            store = pending if pending is not None and _same_cache(pending, node) else None
+            matches = pending is not None and _same_cache(pending, node)
+            store = pending if matches and _nothing_between(pending, node) else None
             _fuse(graph, store, node)
             report.applied += 1
             pending = None if store is pending else pending
@@ -98,6 +99,18 @@ def _same_cache(store: Node, attend: Node) -> bool:
     return all(written[name] == read[name] for name in shared)
 
 
+def _nothing_between(store: Node | None, attend: Node) -> bool:
+    """Whether no node from the store to the attention uses the pool."""
+    assert store is not None
+    pool = arguments(STORE_KV, store)["kv_blocks"]
+    node = store.next
+    while node is not attend:
+        if pool in node.all_input_nodes:
+            return False
+        node = node.next
+    return True
+
+
 def _fuse(graph: Graph, store: Node | None, attend: Node) -> None:
     given = arguments(PAGED_ATTENTION, attend)
     if store is not None:
@@ -119,5 +132,5 @@ def _report_unread(report: PassReport, store: Node | None) -> None:
         layer = arguments(STORE_KV, store)["layer"]
         report.unmatched.append(
             f"store_kv of layer {layer}: expected a paged_attention of the same layer, pool and "
-            "index tensors behind it, got none"
+            "index tensors right behind it in the pool's use, got none"
         )

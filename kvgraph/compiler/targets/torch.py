@@ -8,6 +8,11 @@ library); the manifest names it.
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+import tempfile
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +31,9 @@ from kvgraph.errors import UnsupportedError
 MODEL_NAME, WEIGHTS_NAME = "model.pt2", "weights.safetensors"
 
 INDUCTOR = {"aot_inductor.package_constants_in_so": False}
+
+PORTABLE_X86 = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
+"""Target `cpu` runs on any AVX2 machine, not only on one like the compiler's."""
 
 
 def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
@@ -52,24 +60,57 @@ def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path
 def _save_weights(program: ExportedProgram, path: Path) -> None:
     """Every parameter and buffer once; a tied name points at its owner in the file's metadata."""
     tensors: dict[str, torch.Tensor] = {}
-    owners: dict[tuple[int, tuple[int, ...]], str] = {}
+    owners: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
+    storages: set[int] = set()
     constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
     for name, tensor in sorted((program.state_dict | constants).items()):
-        owner = owners.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-        if owner == name:
-            tensors[name] = tensor.detach().contiguous()
-        else:
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        owner = owners.setdefault(view, name)
+        if owner != name:
             aliases[name] = owner
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        dense = tensor.detach().contiguous()
+        # Another view of stored memory: the file has no overlaps.
+        tensors[name] = dense.clone() if storage in storages else dense
+        storages.add(storage)
     save_file(tensors, path, metadata=aliases or None)
 
 
 def _package(program: ExportedProgram, path: Path) -> None:
+    settings = INDUCTOR | (PORTABLE_X86 if platform.machine() == "x86_64" else {})
     with symbolic_batch(), torch.no_grad():
         try:
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(path), inductor_configs=INDUCTOR
+                program, package_path=str(path), inductor_configs=settings
             )
         except Exception as error:
             lines = (str(error).strip() or type(error).__name__).splitlines()
             raise UnsupportedError(f"backend torch: AOTInductor failed: {lines[0]}") from error
+    _strip(path)
+
+
+def _strip(package: Path) -> None:
+    """Drop generated sources and debug sections: they name this machine's folders."""
+    stripped = package.with_suffix(".stripped")
+    with zipfile.ZipFile(package) as old, zipfile.ZipFile(stripped, "w") as new:
+        for entry in old.infolist():
+            if entry.filename.endswith(".cpp"):
+                continue
+            data = old.read(entry)
+            if entry.filename.endswith(".so"):
+                data = _without_debug(data)
+            new.writestr(zipfile.ZipInfo(entry.filename, (1980, 1, 1, 0, 0, 0)), data)
+    stripped.replace(package)
+
+
+def _without_debug(library: bytes) -> bytes:
+    """The library without debug sections, where binutils are installed beside the compiler."""
+    if shutil.which("strip") is None:
+        return library
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.so"
+        path.write_bytes(library)
+        subprocess.run(["strip", "--strip-debug", str(path)], check=True)
+        return path.read_bytes()

@@ -26,6 +26,7 @@ class Session(ABC):
     def __init__(self, artifact: Artifact) -> None:
         self.artifact = artifact
         self.signature = artifact.signature
+        self._vocab = artifact.manifest.model.vocab_size
 
     @property
     def identity(self) -> bytes:
@@ -72,7 +73,10 @@ class Session(ABC):
                 f"({', '.join(s.name for s in self.signature.inputs)}), got {len(values)}"
             )
         self.signature.bind(values)
-        return self._run([getattr(value, "handle", value) for value in values])
+        if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
+            return np.empty((len(inputs.logits_indices), self._vocab), np.float32)
+        arrays: list[Any] = [getattr(value, "handle", value) for value in values]
+        return self._run([_dense(s, a) for s, a in zip(self.signature.inputs, arrays, strict=True)])
 
     @abstractmethod
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
@@ -86,6 +90,18 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(kind).reshape(shape)
+
+
+def _dense(symbol: TensorType, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """What may cross by its address: a row-major array; a buffer is never copied to make it so."""
+    if array.flags.c_contiguous and (array.flags.writeable or symbol.kind == "tensor"):
+        return array
+    if symbol.kind == "tensor":
+        return np.ascontiguousarray(array)
+    raise BindingError(
+        f"{symbol.name}: expected writeable row-major memory for a buffer, "
+        f"got strides {array.strides} and writeable={array.flags.writeable}"
+    )
 
 
 def _describe(symbol: TensorType | None) -> str:

@@ -38,13 +38,12 @@ class OnnxRuntimeSession(Session):
         options = ort.SessionOptions()
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         options.intra_op_num_threads = num_threads or 0
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # failures come as exceptions
         options.register_custom_ops_library(str(native.library_path("onnxruntime")))
         self._session = ort.InferenceSession(
             str(artifact.folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )
         self._binding = self._session.io_binding()
-        self._vocab = artifact.manifest.model.vocab_size
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         binding = self._binding

@@ -6,6 +6,7 @@ The package's runner is called directly: `__call__` of the loaded model flattens
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,16 @@ class TorchSession(Session):
         self._torch = torch = _import()
         if num_threads:
             torch.set_num_threads(num_threads)
+        # Its one warning is that a portable package meets a machine with wider vectors.
+        logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
         package = torch._inductor.aoti_load_package(str(artifact.folder / "model.pt2"))
         self._runner = package.loader
         self._weights = _load_weights(artifact, self._runner.get_constant_fqns())
         self._runner.load_constants(self._weights, False, True, True)  # user-managed memory
-        self._pools: dict[int, Any] = {}
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         tensors = [
-            self._pool(array, symbol.dtype) if symbol.kind == "buffer" else self._tensor(array)
+            self._tensor(array, symbol.dtype)
             for symbol, array in zip(self.signature.inputs, arrays, strict=True)
         ]
         try:
@@ -44,18 +46,13 @@ class TorchSession(Session):
             raise KernelError(f"torch: {str(error).splitlines()[0]}") from error
         return logits
 
-    def _tensor(self, array: npt.NDArray[Any]) -> Any:
-        return self._torch.from_numpy(array)
-
-    def _pool(self, array: npt.NDArray[Any], dtype: str) -> Any:
-        """The pool as a tensor over the same memory; made once per pool."""
-        tensor = self._pools.get(array.ctypes.data)
-        if tensor is None or tuple(tensor.shape) != array.shape:
-            plain, view = VIEW_DTYPES.get(dtype, (None, None))
-            tensor = self._tensor(array.view(plain) if plain else array)
-            tensor = tensor.view(getattr(self._torch, view)) if view else tensor
-            self._pools[array.ctypes.data] = tensor
-        return tensor
+    def _tensor(self, array: npt.NDArray[Any], dtype: str) -> Any:
+        """A tensor over the same memory."""
+        if not array.flags.writeable:
+            array = array.copy()  # torch has no read-only tensors; buffers are always writeable
+        plain, view = VIEW_DTYPES.get(dtype, (None, None))
+        tensor = self._torch.from_numpy(array.view(plain) if plain else array)
+        return tensor.view(getattr(self._torch, view)) if view else tensor
 
 
 def _import() -> Any:

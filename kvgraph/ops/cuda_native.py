@@ -1,0 +1,254 @@
+"""The CUDA launcher, called through its C ABI (`plugins/include/kvgraph/launch.h`).
+
+Cubins in, kernel launches out, on addresses and streams of any framework; needs no CUDA toolkit.
+Nothing looks for the driver before the first method that needs it. The GIL is released while the
+driver works, and all of it may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from kvgraph.errors import DeviceError, KernelError
+from kvgraph.ops.native import INSTALL, MESSAGE_BYTES, library_path
+
+LAUNCH_ABI_VERSION = 1
+"""Of launch.h."""
+
+# Structs of launch.h. An argument is a kind, the alignment of a pointer, and 8 bytes of value.
+DEVICE = struct.Struct("IIiiiii")
+IMAGE = struct.Struct("IIPQPPii")
+LAUNCH = struct.Struct("IIQPPI3I3IIIP")
+ARGUMENTS_AT, GRID, STREAM, FIRST_VALUE = 4, slice(6, 9), 14, 17
+"""Where a Kernel's values hold what a launch fills in; argument i is at FIRST_VALUE + 3i."""
+
+KINDS = {"*": (1, "Q"), "i32": (2, "i4x"), "i64": (3, "q"), "fp32": (4, "f4x")}
+"""(number, layout) by Triton's name of a parameter's type; "*" is any pointer."""
+
+REFUSED = 1
+
+
+class DeviceProperties(NamedTuple):
+    """What launches of a device depend on; `shared_bytes` is what one block may ask for."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+
+
+class Module(NamedTuple):
+    """A cubin in a context; one per image and context of the process, for good."""
+
+    handle: int
+    arch: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A function of a module with all that its launches share, packed as launch.h has it."""
+
+    name: str
+    parameters: tuple[str, ...]
+    values: list[int]
+    packing: struct.Struct
+    name_bytes: ctypes.Array[ctypes.c_char]
+
+
+@cache
+def launcher() -> Launcher:
+    """The launcher of this process. KernelError where the library is missing."""
+    return Launcher()
+
+
+class Launcher:
+    """The library. Its sentence is raised as DeviceError where this machine cannot (no driver, an
+    old one, another architecture, an error of the driver), else as KernelError."""
+
+    def __init__(self, path: Path | None = None, abi_version: int = LAUNCH_ABI_VERSION) -> None:
+        path = path or library_path("cuda")
+        self.dll = ctypes.CDLL(str(path))
+        self.dll.kvg_cuda_abi_version.restype = ctypes.c_uint32
+        found = int(self.dll.kvg_cuda_abi_version())
+        if found != abi_version:
+            raise KernelError(
+                f"{path}: expected ABI version {abi_version} of this kvgraph package, "
+                f"got {found}; install both from one build: {INSTALL}"
+            )
+        self._launch = self.dll.kvg_cuda_launch
+        self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+    def driver_version(self) -> tuple[int, int]:
+        """The newest CUDA that the driver knows: (13, 0)."""
+        version = ctypes.c_int32()
+        self._call("driver_version", ctypes.byref(version))
+        return version.value // 1000, version.value % 1000 // 10
+
+    def device_count(self) -> int:
+        """0 where there is a driver and no device."""
+        count = ctypes.c_int32()
+        self._call("device_count", ctypes.byref(count))
+        return count.value
+
+    def device(self, ordinal: int = 0) -> DeviceProperties:
+        frame = ctypes.create_string_buffer(
+            DEVICE.pack(LAUNCH_ABI_VERSION, DEVICE.size, ordinal, 0, 0, 0, 0), DEVICE.size
+        )
+        self._call("describe", frame)
+        major, minor, multiprocessors, shared = DEVICE.unpack(frame.raw)[3:]
+        return DeviceProperties((major, minor), multiprocessors, shared)
+
+    def compute_capability(self, ordinal: int = 0) -> tuple[int, int]:
+        """(9, 0) of an H100."""
+        return self.device(ordinal).capability
+
+    def check_arch(self, arch: str, ordinal: int = 0) -> None:
+        """DeviceError if code for `arch` ("sm_90", or "sm_90a" for 9.0 alone) cannot run."""
+        self._call("check_arch", arch.encode(), ctypes.c_int32(ordinal))
+
+    def load(
+        self,
+        image: bytes,
+        arch: str,
+        *,
+        device: int = 0,
+        sha256: str | None = None,
+        min_driver: tuple[int, int] = (0, 0),
+    ) -> Module:
+        """Load a cubin compiled for `arch` into the thread's context, or the device's primary one.
+
+        `sha256` (hexadecimal) is what the image must hash to. `min_driver` is the CUDA of the ptxas
+        that made it, where `arch` alone does not need a newer one. The same image is loaded once.
+        """
+        digest = ctypes.create_string_buffer(_digest(sha256), 32) if sha256 else None
+        name = ctypes.create_string_buffer(arch.encode())
+        frame = IMAGE.pack(
+            LAUNCH_ABI_VERSION,
+            IMAGE.size,
+            _address(image),
+            len(image),
+            ctypes.addressof(name),
+            ctypes.addressof(digest) if digest else 0,
+            device,
+            1000 * min_driver[0] + 10 * min_driver[1],
+        )
+        handle = ctypes.c_uint64()
+        self._call("load", frame, ctypes.byref(handle))
+        return Module(handle.value, arch)
+
+    def kernel(
+        self,
+        module: Module,
+        name: str,
+        parameters: Sequence[str],
+        *,
+        num_warps: int,
+        shared_bytes: int = 0,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+    ) -> Kernel:
+        """Find a function and allow its shared memory: launches then do nothing but launch.
+
+        `parameters` are Triton's types ("*bf16", "i32", "i64", "fp32"), without the two trailing
+        scratch pointers; "*bf16:16" is an address that must be a multiple of 16.
+        """
+        kinds = [_kind(name, index, type_) for index, type_ in enumerate(parameters)]
+        layout = LAUNCH.format + "".join(f"II{layout}" for _, _, layout in kinds)
+        name_bytes = ctypes.create_string_buffer(name.encode())
+        values = [LAUNCH_ABI_VERSION, LAUNCH.size, module.handle, ctypes.addressof(name_bytes), 0]
+        values += [len(kinds), 1, 1, 1, *cluster, num_warps, shared_bytes, 0]
+        for number, alignment, _ in kinds:
+            values += [number, alignment, 0]
+        kernel = Kernel(name, tuple(parameters), values, struct.Struct(layout), name_bytes)
+        self._call(
+            "prepare", ctypes.c_uint64(module.handle), name.encode(), ctypes.c_uint32(shared_bytes)
+        )
+        return kernel
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        arguments: Sequence[float],
+        stream: int = 0,
+    ) -> None:
+        """Enqueue on `stream` (a CUstream's address): `grid` in blocks, of one to three dims.
+
+        Pointers are given as addresses. An error made while the kernel runs shows in a later call.
+        """
+        if len(arguments) != len(kernel.parameters):
+            raise KernelError(
+                f"{kernel.name}: expected {len(kernel.parameters)} arguments, got {len(arguments)}"
+            )
+        if not 1 <= len(grid) <= 3:
+            raise KernelError(f"{kernel.name}: grid: expected 1 to 3 dims, got {tuple(grid)}")
+        values: list[float] = kernel.values.copy()  # type: ignore[assignment]
+        values[GRID] = (*grid, 1, 1)[:3]
+        values[STREAM] = stream
+        values[FIRST_VALUE::3] = arguments
+        size = kernel.packing.size
+        memory = ctypes.create_string_buffer(size + MESSAGE_BYTES)
+        address = ctypes.addressof(memory)
+        values[ARGUMENTS_AT] = address + LAUNCH.size
+        try:
+            kernel.packing.pack_into(memory, 0, *values)
+        except struct.error as error:
+            raise _misfit(kernel, grid, arguments, error) from None
+        status = self._launch(address, address + size, MESSAGE_BYTES)
+        if status:
+            raise _refusal(status, memory.raw[size:])
+
+    def _call(self, name: str, *arguments: object) -> None:
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        entry = getattr(self.dll, f"kvg_cuda_{name}")
+        status = entry(*arguments, message, ctypes.c_size_t(MESSAGE_BYTES))
+        if status:
+            raise _refusal(status, message.raw)
+
+
+def _refusal(status: int, message: bytes) -> KernelError | DeviceError:
+    sentence = message.partition(b"\0")[0].decode(errors="replace")
+    return KernelError(sentence) if status == REFUSED else DeviceError(sentence)
+
+
+def _kind(kernel: str, index: int, type_: str) -> tuple[int, int, str]:
+    """(number, alignment, layout) of a parameter's type."""
+    base, _, alignment = type_.partition(":")
+    kind = KINDS.get("*" if base.startswith("*") else base)
+    if kind is None or (alignment and not alignment.isdecimal()):
+        raise KernelError(
+            f"{kernel}: parameter {index}: expected *TYPE, *TYPE:ALIGNMENT, i32, i64 or fp32, "
+            f"got {type_!r}"
+        )
+    return kind[0], int(alignment or 0), kind[1]
+
+
+def _misfit(
+    kernel: Kernel, grid: Sequence[int], arguments: Sequence[float], error: struct.error
+) -> KernelError:
+    """Which argument does not fit its type."""
+    for index, (type_, value) in enumerate(zip(kernel.parameters, arguments, strict=True)):
+        try:
+            struct.pack(_kind(kernel.name, index, type_)[2], value)
+        except struct.error:
+            return KernelError(f"{kernel.name}: argument {index}: expected {type_}, got {value!r}")
+    return KernelError(f"{kernel.name}: grid {tuple(grid)}, num_warps or stream: {error}")
+
+
+def _digest(text: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise KernelError(f"sha256: expected 64 hexadecimal digits, got {text!r}")
+    return digest
+
+
+def _address(data: bytes) -> int:
+    """Of the bytes themselves, which the caller keeps alive."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0

@@ -1,0 +1,686 @@
+"""The CUDA launcher without a GPU: what it refuses, and what it asks of a driver.
+
+The driver is a fake, compiled here and found as libcuda.so.1 by a process of its own: it records
+every call, so that what a real one would get is compared word for word. That a real one does with
+it what its documentation says, only the last test shows, on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgraph.errors import DeviceError, KernelError
+from kvgraph.ops import cuda_native
+from kvgraph.ops.cuda_native import DEVICE, IMAGE, LAUNCH, Launcher, Module, launcher
+from kvgraph.ops.native import library_path
+
+HEADER = (Path(__file__).parents[2] / "plugins/include/kvgraph/launch.h").read_text()
+
+# A kernel's name ends in the kinds of its parameters: p pointer, i int32, l int64, f float32. The
+# fake driver reads them as a real one reads what the cubin says.
+FAKE = r"""
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static char text[1 << 18];
+static size_t used;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static _Thread_local uintptr_t contexts[8];
+static _Thread_local int depth;
+
+const char* fake_log(void) { return text; }
+
+// Records a call; returns the error that FAKE_FAIL ("call=number") wants of it.
+static int record(const char* call, const char* format, ...) {
+  char line[1024];
+  va_list list;
+  va_start(list, format);
+  vsnprintf(line, sizeof line, format, list);
+  va_end(list);
+  pthread_mutex_lock(&mutex);
+  used += (size_t)snprintf(text + used, sizeof text - used, "%s%s\n", call, line);
+  pthread_mutex_unlock(&mutex);
+  const char* fail = getenv("FAKE_FAIL");
+  size_t n = strlen(call);
+  return fail && !strncmp(fail, call, n) && fail[n] == '=' ? atoi(fail + n + 1) : 0;
+}
+
+static int number(const char* name, int otherwise) {
+  const char* value = getenv(name);
+  return value ? atoi(value) : otherwise;
+}
+
+int cuInit(unsigned flags) { return record("cuInit", " %u", flags); }
+int cuDriverGetVersion(int* v) { *v = number("FAKE_DRIVER", 13000); return 0; }
+int cuGetErrorName(int e, const char** s) {
+  *s = e == 701 ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" : e == 999 ? "CUDA_ERROR_UNKNOWN" : NULL;
+  return *s ? 0 : 1;
+}
+int cuGetErrorString(int e, const char** s) {
+  *s = e == 701 ? "too many resources requested for launch" : NULL;
+  return *s ? 0 : 1;
+}
+int cuDeviceGetCount(int* n) { *n = 2; return 0; }
+int cuDeviceGet(int* d, int i) { *d = i; return 0; }
+int cuDeviceGetAttribute(int* v, int which, int d) {
+  int sm = d ? 80 : number("FAKE_SM", 90);
+  *v = which == 75 ? sm / 10 : which == 76 ? sm % 10 : -1;
+  if (which == 16) *v = 132;
+  if (which == 97) *v = 232448;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(uintptr_t* c, int d) {
+  *c = 0x1000 + d;
+  return record("cuDevicePrimaryCtxRetain", " %d", d);
+}
+int cuCtxGetCurrent(uintptr_t* c) { *c = depth ? contexts[depth - 1] : 0; return 0; }
+int cuCtxGetDevice(int* d) { *d = contexts[depth - 1] & 0xff; return 0; }
+int cuCtxPushCurrent_v2(uintptr_t c) {
+  contexts[depth++] = c;
+  return record("cuCtxPushCurrent", " 0x%lx", c);
+}
+int cuCtxPopCurrent_v2(uintptr_t* c) {
+  *c = contexts[--depth];
+  return record("cuCtxPopCurrent", " 0x%lx", *c);
+}
+int cuModuleLoadData(uintptr_t* m, const char* image) {
+  static uintptr_t modules;
+  pthread_mutex_lock(&mutex);
+  *m = 0x500 + ++modules;
+  pthread_mutex_unlock(&mutex);
+  return record("cuModuleLoadData", " %.4s in 0x%lx", image + 64, depth ? contexts[depth - 1] : 0);
+}
+int cuModuleGetFunction(char** f, uintptr_t m, const char* name) {
+  *f = strdup(name);
+  int error = record("cuModuleGetFunction", " 0x%lx %s", m, name);
+  return strncmp(name, "missing", 7) ? error : 500;
+}
+int cuFuncSetAttribute(const char* f, int which, int v) {
+  return record("cuFuncSetAttribute", " %s %d %d", f, which, v);
+}
+
+static void arguments(char* to, const char* name, void** at, void** extra) {
+  const char* kind = strrchr(name, '_');
+  for (kind = kind ? kind + 1 : ""; *kind; ++kind, ++at) {
+    if (*kind == 'p') to += sprintf(to, " p%llx", *(unsigned long long*)*at);
+    if (*kind == 'i') to += sprintf(to, " i%d", *(int*)*at);
+    if (*kind == 'l') to += sprintf(to, " l%lld", *(long long*)*at);
+    if (*kind == 'f') to += sprintf(to, " f%g", *(float*)*at);
+  }
+  sprintf(to, " s%llx s%llx extra%d", *(unsigned long long*)at[0], *(unsigned long long*)at[1],
+          extra != NULL);
+}
+int cuLaunchKernel(const char* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                   unsigned bz, unsigned shared, uintptr_t stream, void** at, void** extra) {
+  char said[900];
+  arguments(said, f, at, extra);
+  return record("cuLaunchKernel", " %s in 0x%lx grid %u,%u,%u block %u,%u,%u shared %u stream %lx:"
+                "%s", f, contexts[depth - 1], gx, gy, gz, bx, by, bz, shared, stream, said);
+}
+#ifndef FAKE_OLD
+struct attribute { int id; char pad[4]; unsigned value[16]; };
+struct config { unsigned g[3], b[3], shared; uintptr_t stream; struct attribute* a; unsigned n; };
+int cuLaunchKernelEx(const struct config* c, const char* f, void** at, void** extra) {
+  char said[900];
+  arguments(said, f, at, extra);
+  return record("cuLaunchKernelEx", " %s grid %u,%u,%u block %u,%u,%u shared %u stream %lx "
+                "attributes %u: %d=%u,%u,%u:%s", f, c->g[0], c->g[1], c->g[2], c->b[0], c->b[1],
+                c->b[2], c->shared, c->stream, c->n, c->a[0].id, c->a[0].value[0],
+                c->a[0].value[1], c->a[0].value[2], said);
+}
+#endif
+"""
+
+PRELUDE = """
+import ctypes, json, os, sys, threading
+from kvgraph.errors import KVGraphError
+from kvgraph.ops.cuda_native import Launcher, Module
+cuda = Launcher()
+loaded = lambda: "libcuda.so.1" in open("/proc/self/maps").read()
+fake = lambda: ctypes.CDLL("libcuda.so.1")
+def image(name):
+    with open(os.path.join(os.environ["IMAGES"], name), "rb") as file:
+        return file.read()
+def log():
+    function = fake().fake_log
+    function.restype = ctypes.c_char_p
+    return function().decode().splitlines()
+def said(function, *arguments, **options):
+    try:
+        return function(*arguments, **options)
+    except KVGraphError as error:
+        return [type(error).__name__, str(error)]
+def launched():
+    return [line for line in log() if line.startswith("cuLaunch")]
+"""
+
+Drive = Callable[..., Any]
+
+
+def cubin(flags: int, *, abi: int = 8, tag: bytes = b"tag0", machine: int = 190) -> bytes:
+    """An image with one section and no code; `tag` is what the fake driver knows it by."""
+    ident = b"\x7fELF\x02\x01\x01\x41" + bytes([abi]) + bytes(7)
+    fields = (2, machine, 1, 0, 0, 68, flags, 64, 0, 0, 64, 1, 0)
+    section = struct.pack("<IIQQQQIIQQ", 0, 1, 0, 0, 64, 4, 0, 0, 1, 0)
+    return ident + struct.pack("<HHIQQQIHHHHHH", *fields) + tag + section
+
+
+SM_80, SM_90 = cubin(0x06005004, tag=b"sm80"), cubin(0x06005A04, tag=b"sm90")
+SM_90_OTHER = cubin(0x06005A04, tag=b"more")
+SM_90A = cubin(0x5A0D5A, abi=7, tag=b"90a7")
+SM_100 = cubin(0x06006402, tag=b"s100")
+SM_120A = cubin(0x0600780A, tag=b"s120")
+IMAGES = {
+    "sm_80": SM_80,
+    "sm_90": SM_90,
+    "more": SM_90_OTHER,
+    "sm_90a": SM_90A,
+    "sm_100": SM_100,
+    "sm_120a": SM_120A,
+}
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images, and of fake drivers: `new/` and `old/`, which lacks cuLaunchKernelEx."""
+    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if compiler is None:
+        pytest.skip("no C compiler to build the fake driver with")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "fake.c").write_text(FAKE)
+    for name, options in {"new": [], "old": ["-DFAKE_OLD"], "partial": ["-DcuInit=cuNone"]}.items():
+        (folder / name).mkdir()
+        target = str(folder / name / "libcuda.so.1")
+        flags = ["-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1", *options]
+        subprocess.run([compiler, *flags, "-o", target, str(folder / "fake.c")], check=True)
+    for name, image in IMAGES.items():
+        (folder / name).write_bytes(image)
+    return folder
+
+
+@pytest.fixture
+def drive(fakes: Path) -> Drive:
+    """`drive(code, driver="new", **environment)` -> what `code`, with PRELUDE, puts in `result`."""
+
+    def run(code: str, driver: str = "new", **environment: str) -> Any:
+        given = {**os.environ, "IMAGES": str(fakes), **environment}
+        given["LD_LIBRARY_PATH"] = str(fakes / driver)
+        script = f"{PRELUDE}\n{code}\nprint(json.dumps(result))"
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# ---- what needs no driver ---------------------------------------------------------------------
+
+
+@pytest.mark.skipif(has_driver(), reason="this machine has an NVIDIA driver")
+def test_no_driver_is_one_sentence() -> None:
+    sentence = r"libcuda\.so\.1: expected an NVIDIA driver on this machine, got none \(.+\)"
+    for call in (
+        launcher().driver_version,
+        launcher().device_count,
+        launcher().compute_capability,
+        lambda: launcher().check_arch("sm_90"),
+        lambda: launcher().load(SM_90, "sm_90"),
+    ):
+        with pytest.raises(DeviceError, match=f"^{sentence}$"):
+            call()
+
+
+CHANGED = SM_90[:66] + b"?" + SM_90[67:]
+CUT = SM_90[:-1]
+DIGEST = hashlib.sha256(SM_90).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("image", "arch", "sha256", "sentence"),
+    [
+        (b"", "sm_90", None, "image: expected a cubin (64-bit ELF), got something else"),
+        (b"PTX" * 99, "sm_90", None, "image: expected a cubin (64-bit ELF), got something else"),
+        (SM_90[:40], "sm_90", None,
+         "image: expected a whole cubin, got 40 bytes, which end before its header"),
+        (CUT, "sm_90", None,
+         "image: expected a whole cubin, got 131 bytes, which end before its section headers"),
+        (SM_90[:104] + b"\xff" * 8 + SM_90[112:], "sm_90", None,
+         "image: expected a whole cubin, got 132 bytes, which end before its sections"),
+        (cubin(0, machine=62), "sm_90", None,
+         "image: expected a cubin (ELF machine 190), got ELF machine 62"),
+        (CHANGED, "sm_90", DIGEST, f"image: expected SHA-256 {DIGEST[:16]}, got "
+         f"{hashlib.sha256(CHANGED).hexdigest()[:16]}: it was changed"),
+        (SM_80, "sm_90", None, "image: expected a cubin for sm_90, got one for sm_80"),
+        (SM_90A, "sm_80", None, "image: expected a cubin for sm_80, got one for sm_90"),
+        (SM_90, "hopper", None, 'arch: expected a name such as sm_90 or sm_90a, got "hopper"'),
+        (SM_90, "sm_90x", None, 'arch: expected a name such as sm_90 or sm_90a, got "sm_90x"'),
+        (SM_90, "sm_9", None, 'arch: expected a name such as sm_90 or sm_90a, got "sm_9"'),
+        (SM_90, "sm_90", "12", "sha256: expected 64 hexadecimal digits, got '12'"),
+    ],
+    ids=["empty", "ptx", "header", "cut", "sections", "machine", "changed", "older", "newer",
+         "arch-name", "arch-suffix", "arch-number", "hash"],
+)  # fmt: skip
+def test_a_damaged_or_other_image_is_refused(
+    image: bytes, arch: str, sha256: str | None, sentence: str
+) -> None:
+    with pytest.raises(KernelError) as refusal:
+        launcher().load(image, arch, sha256=sha256)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("size", [0, 1, 55, 56, 63, 64, 119, 120, 128, 1000])
+def test_hashes_are_sha256(size: int) -> None:
+    image = bytes(range(251)) * 4
+    image = image[:size]
+    with pytest.raises(KernelError, match=hashlib.sha256(image).hexdigest()[:16]):
+        launcher().load(image, "sm_90", sha256="00" * 32)
+    with pytest.raises(KernelError, match="expected a cubin"):
+        launcher().load(image, "sm_90", sha256=hashlib.sha256(image).hexdigest())
+
+
+def refusal(entry: str, frame: bytes | None, *more: Any) -> str:
+    message = ctypes.create_string_buffer(300)
+    function = getattr(launcher().dll, f"kvg_cuda_{entry}")
+    assert function(frame, *more, message, ctypes.c_size_t(300)) == cuda_native.REFUSED
+    return message.value.decode()
+
+
+@pytest.mark.parametrize(
+    ("entry", "what", "packing"),
+    [("load", "image", IMAGE), ("describe", "device", DEVICE), ("launch", "launch", LAUNCH)],
+)
+def test_versions_and_sizes_of_structs_are_checked(
+    entry: str, what: str, packing: struct.Struct
+) -> None:
+    more = (ctypes.byref(ctypes.c_uint64()),) if entry == "load" else ()
+    tail = bytes(packing.size - 8)
+    assert refusal(entry, struct.pack("II", 7, packing.size) + tail, *more) == (
+        f"{what}: expected ABI version 1 of this library, got 7 from its caller"
+    )
+    assert refusal(entry, struct.pack("II", 1, 8), *more) == (
+        f"{what}: expected a struct of at least {packing.size} bytes, got 8"
+    )
+    assert refusal(entry, None, *more) == f"{what}: expected a struct, got a null pointer"
+
+
+def test_a_longer_struct_of_a_newer_caller_is_taken() -> None:
+    frame = struct.pack("II", 1, LAUNCH.size + 8) + bytes(LAUNCH.size)
+    assert refusal("launch", frame) == "function: expected a name, got none"
+
+
+def test_a_short_message_buffer_is_not_overrun() -> None:
+    message = ctypes.create_string_buffer(b"x" * 16, 16)
+    assert launcher().dll.kvg_cuda_launch(None, message, ctypes.c_size_t(8)) != 0
+    assert message.raw == b"launch:\0" + b"x" * 8
+
+
+def test_another_abi_version_is_refused_on_load() -> None:
+    with pytest.raises(KernelError, match=r"expected ABI version 2 of this kvgraph .*, got 1;"):
+        Launcher(abi_version=2)
+
+
+def test_numbers_are_those_of_the_header() -> None:
+    assert f"#define KVG_LAUNCH_ABI_VERSION {cuda_native.LAUNCH_ABI_VERSION}\n" in HEADER
+    for name, kind in {"POINTER": "*", "INT32": "i32", "INT64": "i64", "FLOAT32": "fp32"}.items():
+        assert f"KVG_ARGUMENT_{name} = {cuda_native.KINDS[kind][0]}," in HEADER
+    assert f"KVG_REFUSED = {cuda_native.REFUSED}," in HEADER
+
+
+def test_nothing_of_cuda_is_linked() -> None:
+    assert b"libcuda.so.1" in library_path("cuda").read_bytes()  # a string, to be dlopened
+    if shutil.which("readelf"):
+        done = subprocess.run(
+            ["readelf", "-d", str(library_path("cuda"))], capture_output=True, text=True, check=True
+        )
+        needed = [line for line in done.stdout.splitlines() if "NEEDED" in line]
+        assert needed
+        assert not any("cuda" in line for line in needed)
+
+
+# ---- what a driver is asked -------------------------------------------------------------------
+
+
+def test_a_kernel_is_loaded_once_and_launched(drive: Drive) -> None:
+    result = drive("""
+before = loaded()
+module = cuda.load(image("sm_90"), "sm_90")
+again = cuda.load(image("sm_90"), "sm_90")
+other = cuda.load(image("more"), "sm_90")
+options = dict(num_warps=8, shared_bytes=163840)
+kernel = cuda.kernel(module, "attend_pilfp", ["*bf16:16", "i32", "i64", "fp32", "*i32"], **options)
+cuda.launch(kernel, (7, 3), [0x7F00_1234_5670, -5, -(2**40), 0.5, 0], stream=0xABC)
+cuda.launch(kernel, (2**31 - 1, 65535, 65535), [16, 2**31 - 1, 2**63 - 1, -1e30, 2**64 - 1])
+small = cuda.kernel(module, "store_i", ["i32"], num_warps=1, shared_bytes=49152)
+cuda.launch(small, (1,), [-(2**31)])
+result = [before, [module.handle, again.handle, other.handle], log()]
+""")
+    before, handles, calls = result
+    assert not before, "the driver was loaded before it was needed"
+    assert handles == [1, 1, 2]
+    assert calls == [
+        "cuInit 0",
+        "cuDevicePrimaryCtxRetain 0",
+        "cuCtxPushCurrent 0x1000",
+        "cuModuleLoadData sm90 in 0x1000",
+        "cuCtxPopCurrent 0x1000",
+        "cuCtxPushCurrent 0x1000",
+        "cuModuleLoadData more in 0x1000",
+        "cuCtxPopCurrent 0x1000",
+        "cuCtxPushCurrent 0x1000",
+        "cuModuleGetFunction 0x501 attend_pilfp",
+        "cuFuncSetAttribute attend_pilfp 8 163840",
+        "cuCtxPopCurrent 0x1000",
+        "cuCtxPushCurrent 0x1000",
+        "cuLaunchKernel attend_pilfp in 0x1000 grid 7,3,1 block 256,1,1 shared 163840 stream abc: "
+        "p7f0012345670 i-5 l-1099511627776 f0.5 p0 s0 s0 extra0",
+        "cuCtxPopCurrent 0x1000",
+        "cuCtxPushCurrent 0x1000",
+        "cuLaunchKernel attend_pilfp in 0x1000 grid 2147483647,65535,65535 block 256,1,1 "
+        "shared 163840 stream 0: "
+        "p10 i2147483647 l9223372036854775807 f-1e+30 pffffffffffffffff s0 s0 extra0",
+        "cuCtxPopCurrent 0x1000",
+        "cuCtxPushCurrent 0x1000",
+        "cuModuleGetFunction 0x501 store_i",  # 48 KiB need no attribute
+        "cuCtxPopCurrent 0x1000",
+        "cuCtxPushCurrent 0x1000",
+        "cuLaunchKernel store_i in 0x1000 grid 1,1,1 block 32,1,1 shared 49152 stream 0: "
+        "i-2147483648 s0 s0 extra0",
+        "cuCtxPopCurrent 0x1000",
+    ]
+
+
+def test_the_threads_own_context_is_used_and_left(drive: Drive) -> None:
+    """A context of device 0 that is current is taken as it is; one of device 1 is put back."""
+    result = drive("""
+cuda.device_count()
+push, current = fake().cuCtxPushCurrent_v2, ctypes.c_uint64()
+push(ctypes.c_uint64(0x2000))
+module = cuda.load(image("sm_90"), "sm_90")
+kernel = cuda.kernel(module, "k_", [], num_warps=1)
+cuda.launch(kernel, (1,), [])
+push(ctypes.c_uint64(0x2001))
+same = cuda.load(image("sm_90"), "sm_90")
+cuda.launch(kernel, (1,), [])
+cuda.load(image("sm_80"), "sm_80", device=1)
+fake().cuCtxGetCurrent(ctypes.byref(current))
+result = [module.handle, same.handle, current.value, log()]
+""")
+    first, primary, current, calls = result
+    assert (first, primary, current) == (1, 2, 0x2001)
+    assert [c for c in calls if "Kernel" in c or "Module" in c or "Retain" in c] == [
+        "cuModuleLoadData sm90 in 0x2000",
+        "cuModuleGetFunction 0x501 k_",
+        "cuLaunchKernel k_ in 0x2000 grid 1,1,1 block 32,1,1 shared 0 stream 0: s0 s0 extra0",
+        "cuDevicePrimaryCtxRetain 0",
+        "cuModuleLoadData sm90 in 0x1000",
+        "cuLaunchKernel k_ in 0x2000 grid 1,1,1 block 32,1,1 shared 0 stream 0: s0 s0 extra0",
+        "cuModuleLoadData sm80 in 0x2001",
+    ]
+
+
+def test_clusters_go_through_the_extended_launch(drive: Drive) -> None:
+    code = """
+module = cuda.load(image("sm_90a"), "sm_90a")
+kernel = cuda.kernel(module, "pair_pi", ["*fp16", "i32"], num_warps=4, cluster=(2, 1, 1))
+result = [said(cuda.launch, kernel, grid, [64, 3], stream=9) for grid in ((6, 5), (7,))]
+wide = cuda.kernel(module, "pair_pi", ["*fp16", "i32"], num_warps=4, cluster=(4, 4, 1))
+result += [said(cuda.launch, wide, (8, 8), [64, 3]), launched()]
+"""
+    odd = "pair_pi: cluster: dim 0: expected a divisor of the grid's 7 blocks, got 2"
+    wide = "pair_pi: cluster: expected at most 8 blocks, got 4 x 4 x 1"
+    assert drive(code) == [
+        None,
+        ["KernelError", odd],
+        ["KernelError", wide],
+        ["cuLaunchKernelEx pair_pi grid 6,5,1 block 128,1,1 shared 0 stream 9 attributes 1: "
+         "4=2,1,1: p40 i3 s0 s0 extra0"],
+    ]  # fmt: skip
+    sentence = "pair_pi: cluster: expected a driver with cuLaunchKernelEx, got one without"
+    assert drive(code, driver="old")[0] == ["DeviceError", sentence]
+
+
+def test_what_a_launch_refuses(drive: Drive) -> None:
+    result = drive("""
+module = cuda.load(image("sm_90"), "sm_90")
+def kernel(*parameters, name="k_pi", **options):
+    return cuda.kernel(module, name, parameters, **{"num_warps": 4, **options})
+pair = kernel("*bf16:16", "i32")
+result = [
+    said(cuda.launch, pair, (1,), [8, 1]),
+    said(cuda.launch, pair, (1,), [16]),
+    said(cuda.launch, pair, (1,), [16, 2**31]),
+    said(cuda.launch, pair, (1,), [1.5, 0]),
+    said(cuda.launch, pair, (0,), [16, 1]),
+    said(cuda.launch, pair, (1, 65536), [16, 1]),
+    said(cuda.launch, pair, (), [16, 1]),
+    said(cuda.launch, pair, (1, 1, 1, 1), [16, 1]),
+    said(cuda.launch, kernel("fp32"), (1,), [None]),
+    said(cuda.launch, kernel(num_warps=33), (1,), []),
+    said(cuda.launch, kernel(*["i32"] * 63), (1,), [0] * 63),
+    said(kernel, "bf16"),
+    said(kernel, name="missing"),
+    said(kernel, name=""),
+    said(kernel, shared_bytes=232449),
+    said(cuda.kernel, Module(5, "sm_90"), "k", [], num_warps=1),
+    launched(),
+]
+""")
+    assert result.pop() == [], "nothing of this was launched"
+    digest = hashlib.sha256(SM_90).hexdigest()[:16]
+    assert [sentence for _, sentence in result] == [
+        "k_pi: argument 0: expected an address that is a multiple of 16, got 0x8",
+        "k_pi: expected 2 arguments, got 1",
+        "k_pi: argument 1: expected i32, got 2147483648",
+        "k_pi: argument 0: expected *bf16:16, got 1.5",
+        "k_pi: grid: dim 0: expected 1 to 2147483647 blocks, got 0",
+        "k_pi: grid: dim 1: expected 1 to 65535 blocks, got 65536",
+        "k_pi: grid: expected 1 to 3 dims, got ()",
+        "k_pi: grid: expected 1 to 3 dims, got (1, 1, 1, 1)",
+        "k_pi: argument 0: expected fp32, got None",
+        "k_pi: num_warps: expected 1 to 32, got 33",
+        "k_pi: expected at most 62 arguments, got 63",
+        "k_pi: parameter 0: expected *TYPE, *TYPE:ALIGNMENT, i32, i64 or fp32, got 'bf16'",
+        f'function: expected a kernel of the sm_90 image {digest}, got "missing"',
+        "function: expected a name, got none",
+        "k_pi: shared_bytes: expected at most 232448 of this device, got 232449",
+        "module: expected one of the 1 modules loaded, got 5",
+    ]
+    kinds = [kind for kind, _ in result]
+    assert kinds == ["DeviceError" if "of this device" in s else "KernelError" for _, s in result]
+
+
+@pytest.mark.parametrize(
+    ("image", "arch", "sm", "sentence"),
+    [
+        ("sm_90", "sm_90", "90", None),
+        ("sm_80", "sm_80", "86", None),
+        ("sm_100", "sm_100", "103", None),
+        ("sm_90a", "sm_90a", "90", None),
+        ("sm_90", "sm_90", "80", "9.0 or newer of its major for sm_90 code, got 8.0 (sm_80)"),
+        ("sm_80", "sm_80", "90", "8.0 or newer of its major for sm_80 code, got 9.0 (sm_90)"),
+        ("sm_100", "sm_100a", "103", "10.0 for sm_100a code, got 10.3 (sm_103)"),
+        ("sm_120a", "sm_120", "121", "12.0 for sm_120a code, got 12.1 (sm_121)"),
+    ],
+)  # fmt: skip
+def test_an_image_loads_only_where_it_runs(
+    drive: Drive, image: str, arch: str, sm: str, sentence: str | None
+) -> None:
+    code = (
+        f"result = [said(cuda.load, image({image!r}), {arch!r}), cuda.compute_capability(), log()]"
+    )
+    outcome, capability, calls = drive(code, FAKE_SM=sm)
+    assert capability == [int(sm) // 10, int(sm) % 10]
+    assert any("cuModuleLoadData" in c for c in calls) == (sentence is None)
+    if sentence is None:
+        assert outcome == [1, arch]
+    else:
+        assert outcome == ["DeviceError", f"device 0: expected compute capability {sentence}"]
+
+
+def test_devices_and_versions(drive: Drive) -> None:
+    result = drive("""
+result = [
+    cuda.driver_version(), cuda.device_count(), cuda.device(0), cuda.device(1),
+    said(cuda.check_arch, "sm_90a"), said(cuda.check_arch, "sm_90a", 1), said(cuda.device, 2),
+]
+""", FAKE_DRIVER="12090")  # fmt: skip
+    assert result[:5] == [[12, 9], 2, [[9, 0], 132, 232448], [[8, 0], 132, 232448], None]
+    assert result[5:] == [
+        ["DeviceError",
+         "device 1: expected compute capability 9.0 for sm_90a code, got 8.0 (sm_80)"],
+        ["DeviceError", "device: expected one of the 2 CUDA devices of this machine, got 2"],
+    ]  # fmt: skip
+
+
+def test_an_old_driver_is_refused(drive: Drive) -> None:
+    code = """
+result = [
+    said(cuda.load, image("sm_120a"), "sm_120"),
+    said(cuda.load, image("sm_90"), "sm_90", min_driver=(13, 0)),
+    said(cuda.load, image("sm_90"), "sm_90"),
+]
+"""
+    kind, sentence = "DeviceError", "libcuda.so.1: expected a driver for CUDA %s, got one for 12.2"
+    assert drive(code, FAKE_DRIVER="12020") == [
+        [kind, sentence % "12.8 or newer for sm_120a code"],
+        [kind, sentence % "13.0 or newer for sm_90 code"],
+        [1, "sm_90"],
+    ]
+    missing = "libcuda.so.1: expected the entry point cuInit, got none: update the NVIDIA driver"
+    assert drive("result = said(cuda.driver_version)", driver="partial") == [kind, missing]
+
+
+def test_errors_of_the_driver_have_their_names(drive: Drive) -> None:
+    code = """
+module = said(cuda.load, image("sm_90"), "sm_90")
+if isinstance(module, Module):
+    kernel = cuda.kernel(module, "k_", [], num_warps=4)
+    module = said(cuda.launch, kernel, (1,), [])
+result = module
+"""
+    digest = hashlib.sha256(SM_90).hexdigest()[:16]
+    for fail, kind, sentence in (
+        ("cuLaunchKernel=701", "DeviceError",
+         "k_: expected success of the CUDA driver, got CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701): "
+         "too many resources requested for launch"),
+        ("cuInit=999", "DeviceError",
+         "cuInit: expected success of the CUDA driver, got CUDA_ERROR_UNKNOWN (999): "
+         "no description"),
+        ("cuModuleLoadData=4711", "DeviceError",
+         "cuModuleLoadData: expected success of the CUDA driver, got an unknown error (4711): "
+         "no description"),
+        ("cuModuleLoadData=200", "KernelError",
+         f"image: expected a cubin that the driver takes, got the sm_90 image {digest}, which it "
+         "calls damaged (CUDA_ERROR_INVALID_IMAGE)"),
+    ):  # fmt: skip
+        assert drive(code, FAKE_FAIL=fail) == [kind, sentence]
+    assert drive("result = cuda.device_count()", FAKE_FAIL="cuInit=100") == 0
+
+
+def test_threads_share_modules_and_do_not_mix_arguments(drive: Drive) -> None:
+    launches = drive("""
+def work(thread):
+    for i in range(50):
+        module = cuda.load(image("more" if i % 2 else "sm_90"), "sm_90")
+        kernel = cuda.kernel(module, "k_ii", ["i32", "i32"], num_warps=1, shared_bytes=50000)
+        cuda.launch(kernel, (1,), [thread, i])
+threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+result = log()
+""")
+    assert sum("cuModuleLoadData" in c for c in launches) == 2
+    assert sum("cuModuleGetFunction" in c for c in launches) == 2
+    assert sum("cuFuncSetAttribute" in c for c in launches) == 2
+    got = {c.partition(": ")[2] for c in launches if c.startswith("cuLaunchKernel")}
+    assert got == {f"i{thread} i{i} s0 s0 extra0" for thread in range(8) for i in range(50)}
+
+
+# ---- images of a real assembler, and a real driver --------------------------------------------
+
+PTX = """
+.version 8.7
+.target {arch}
+.address_size 64
+.visible .entry add(.param .u64 x, .param .u32 n, .param .f32 by, .param .u64 g, .param .u64 p)
+{{
+  .reg .u64 %a<3>; .reg .u32 %i<3>; .reg .f32 %f<3>; .reg .pred %q;
+  ld.param.u64 %a0, [x]; ld.param.u32 %i0, [n]; ld.param.f32 %f0, [by];
+  mov.u32 %i1, %tid.x;
+  setp.ge.u32 %q, %i1, %i0;
+  @%q ret;
+  mul.wide.u32 %a1, %i1, 4;
+  add.u64 %a0, %a0, %a1;
+  ld.global.f32 %f1, [%a0];
+  add.f32 %f1, %f1, %f0;
+  st.global.f32 [%a0], %f1;
+  ret;
+}}
+"""
+
+
+def assembled(folder: Path, arch: str) -> bytes:
+    ours = Path(sysconfig.get_path("purelib"), "triton/backends/nvidia/bin/ptxas")
+    ptxas = str(ours) if ours.exists() else shutil.which("ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas, of Triton or of a toolkit")
+    (folder / "add.ptx").write_text(PTX.format(arch=arch))
+    command = [ptxas, f"-arch={arch}", "add.ptx", "-o", f"{arch}.cubin"]
+    subprocess.run(command, cwd=folder, check=True)
+    return (folder / f"{arch}.cubin").read_bytes()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_cubins_of_ptxas_are_read(tmp_path: Path, arch: str) -> None:
+    image = assembled(tmp_path, arch)
+    with pytest.raises(KernelError, match=f"expected a cubin for sm_75, got one for {arch[:-1]}"):
+        launcher().load(image, "sm_75")
+    with pytest.raises(KernelError, match="expected a whole cubin"):
+        launcher().load(image[: len(image) // 2], arch)
+
+
+@pytest.mark.cuda
+def test_a_kernel_runs_on_a_gpu(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    cuda = launcher()
+    major, minor = cuda.compute_capability()
+    image = assembled(tmp_path, f"sm_{major}{minor}")
+    x = torch.arange(64, dtype=torch.float32, device="cuda")
+    module: Module = cuda.load(image, f"sm_{major}{minor}")
+    kernel = cuda.kernel(
+        module, "add", ["*fp32:16", "i32", "fp32"], num_warps=2, shared_bytes=64 * 1024
+    )
+    stream = torch.cuda.current_stream().cuda_stream
+    cuda.launch(kernel, (1,), [x.data_ptr(), 40, 0.5], stream)
+    expected = torch.arange(64, dtype=torch.float32)
+    expected[:40] += 0.5
+    assert torch.equal(x.cpu(), expected)
