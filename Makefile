@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | format | bench-kv | bench-pool
+# make demo | test | test-all | check | check-kernels | format | bench-kv | bench-pool
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-all check format bench-kv bench-pool clean
+.PHONY: demo test test-all check check-kernels format bench-kv bench-pool clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -22,6 +22,13 @@ test-all: $(VENV)/.installed
 
 check: $(VENV)/.installed
 	$(BIN)/python tests/check.py
+
+# Every case on Triton's interpreter (sm_80's tiles decode float8 in software), then what each
+# variant takes of each architecture.
+check-kernels: $(VENV)/.installed
+	TRITON_INTERPRET=1 PYTHONPATH=tests $(BIN)/python tests/kernels/matrix.py --arch sm_90
+	TRITON_INTERPRET=1 PYTHONPATH=tests $(BIN)/python tests/kernels/matrix.py --arch sm_80
+	PYTHONPATH=tests $(BIN)/python tests/kernels/table.py
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .
@@ -38,7 +45,7 @@ $(VENV)/.installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --progress-bar on -q "$(TORCH)"
-	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test]"
+	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda]"
 	touch $@
 
 clean:

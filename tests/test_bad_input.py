@@ -614,6 +614,32 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
     assert text == "session: expected one of [] for an artifact of backend 'tensorrt', got ''"
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: m["files"].pop("model.onnx"), "files: expected model.onnx for backend 'onnx'"),
+        (
+            lambda m: m["model"].update(vocab_size=7),
+            r"bindings: expected logits float32 \['num_logits', 7\]",
+        ),
+        (lambda m: m["layout"].update(page_size="16"), "layout and bindings: expected those of a"),
+        (lambda m: m["layout"].update(flavour=1), "layout and bindings: expected .*flavour"),
+        (lambda m: m["inputs"][3].update(device="cpu:x"), "layout and bindings: .*cpu.*|.*'x'"),
+        (
+            lambda m: m["inputs"].pop(),
+            "bindings: expected max_lengths int32 .*, got logits float32",
+        ),
+        (lambda m: m["inputs"][3].update(dims=[1]), "bindings: expected .*kv_blocks"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself(
+    artifact: Path, edit: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    edit_manifest(artifact, edit)
+    text = sentence(run("verify", artifact))
+    assert re.search(message, text), text
+
+
 # -- params that differ
 
 
@@ -681,6 +707,20 @@ def test_shards_of_an_artifact_for_one_device(loaded: Artifact) -> None:
 
 
 LONG = "The import statement. " * 1000
+
+
+def test_more_threads_than_the_machine_has(loaded: Artifact) -> None:
+    cores = os.cpu_count()
+    with pytest.raises(kvgraph.RequestError, match=f"expected 1 to {cores} .*, got 5000"):
+        loaded.session(num_threads=5000)
+
+
+@pytest.mark.parametrize("prompt", [b"abc", [1.5], [None], "\udcff"])
+def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
+    engine = kvgraph.Engine(loaded, num_pages=8)
+    with pytest.raises(kvgraph.RequestError, match="prompt: expected text"):
+        engine.submit(prompt)
+    assert not engine.busy
 
 
 @pytest.mark.parametrize(

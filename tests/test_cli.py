@@ -132,7 +132,7 @@ def test_inspect(artifact: Path) -> None:
     assert manifest.identity.hex() in outcome.out
     for text in ("32 tokens a page", "bfloat16 paged: 4 layers"):
         assert text in outcome.out
-    assert re.search(r" num_page_slots x 2\b.* 4 x 32 x 4 x 16 ", outcome.out, re.DOTALL)
+    assert "num_page_slots x 2 x 4" in outcome.out
 
 
 def test_inspect_json(artifact: Path) -> None:

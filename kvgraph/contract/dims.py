@@ -61,6 +61,9 @@ class TensorType:
     device: LogicalDevice
     kind: Literal["tensor", "buffer"] = "tensor"
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)} on {self.device}"
+
     @property
     def rank(self) -> int:
         return len(self.shape)

@@ -93,7 +93,8 @@ class Artifact:
         ):
             if (mine and replace(mine, device=HOST)) != (theirs and replace(theirs, device=HOST)):
                 raise ArtifactError(
-                    f"{where}: bindings: expected {mine} from the layout, got {theirs}"
+                    f"{where}: bindings: expected {mine or 'no more'} from the layout, "
+                    f"got {theirs or 'none'}"
                 )
 
     def require_machine(self) -> None:

@@ -47,6 +47,11 @@ CPUS = tuple(Device(f"cuda:{i}") for i in range(3))
         ({"page_size": 0}, "page_size: expected >= 1, got 0"),
         ({"window_size": 0}, "window_size: expected >= 1 or None, got 0"),
         ({"v_head_dim": 129}, "v_head_dim: expected <= head_dim 128, got 129"),
+        ({"cache_strategy": "foo"}, r"cache_strategy: expected one of \['paged', .*got 'foo'"),
+        (
+            {"cache_strategy": "padded", "quantization": KVCacheQuantization("int8")},
+            "quantization: expected None for a padded cache, got int8",
+        ),
         ({"layout": "hnd"}, "layout: expected 'nhd', got 'hnd'"),
         ({"data_parallel_degree": 0}, "data_parallel_degree: expected >= 1, got 0"),
         (
@@ -70,6 +75,11 @@ def test_contradictions(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ParamsError, match=message) as caught:
         KVCacheParams(**LLAMA_8B | change)
     assert isinstance(caught.value, ValueError)
+
+
+def test_scales_are_float32() -> None:
+    with pytest.raises(ParamsError, match="scale_dtype: expected 'float32', got 'float16'"):
+        KVCacheQuantization("int8", scale_dtype="float16")
 
 
 def test_layout_survives_a_manifest() -> None:

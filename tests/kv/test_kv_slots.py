@@ -27,6 +27,18 @@ def make_continuous(dp: int = 1, tp: int = 1) -> ContinuousBatchingKVCacheManage
     )
 
 
+def test_slots_are_claimed_all_or_none() -> None:
+    """Dummies take rows but no slots: rows can run out first."""
+    manager = make_continuous()
+    for i in range(manager.max_batch_size - 1):
+        manager.alloc_dummy(f"dummy {i}")
+    for claim in (lambda: manager.external_claim([0, 1]), lambda: manager.claim_slots(2)):
+        with pytest.raises(CapacityError, match=r"expected 2 free rows .*, got 1"):
+            claim()
+        assert not manager.contains(0)
+    assert manager.claim_slots(1) == [0]
+
+
 def make_padded(dp: int = 1, tp: int = 1) -> PaddedKVCacheManager:
     params = make_params(tp, dp)
     return PaddedKVCacheManager(params, 3, 16, 2, params.devices, None)

@@ -144,6 +144,8 @@ def test_leaves_must_agree(name: str, first: object, second: object) -> None:
 def test_degenerate_trees() -> None:
     with pytest.raises(ParamsError, match="at least one cache, got none"):
         MultiKVCacheParams.from_params({})
+    with pytest.raises(ParamsError, match=r"no layout field, got 'dtype'"):
+        MultiKVCacheParams.from_params({"dtype": make_params()})
     with pytest.raises(ParamsError, match=r"identifier .*, got 'a\.b'"):
         MultiKVCacheParams.from_params({"a.b": make_params()})
     with pytest.raises(ParamsError, match=r"num_layers: expected None .*got 3"):

@@ -55,7 +55,8 @@ static int record(const char* call, const char* format, ...) {
   vsnprintf(line, sizeof line, format, list);
   va_end(list);
   pthread_mutex_lock(&mutex);
-  used += (size_t)snprintf(text + used, sizeof text - used, "%s%s\n", call, line);
+  if (used + 1100 < sizeof text)
+    used += (size_t)snprintf(text + used, sizeof text - used, "%s%s\n", call, line);
   pthread_mutex_unlock(&mutex);
   const char* fail = getenv("FAKE_FAIL");
   size_t n = strlen(call);
@@ -118,7 +119,8 @@ int cuFuncSetAttribute(const char* f, int which, int v) {
 
 static void arguments(char* to, const char* name, void** at, void** extra) {
   const char* kind = strrchr(name, '_');
-  for (kind = kind ? kind + 1 : ""; *kind; ++kind, ++at) {
+  kind = kind && !kind[1 + strspn(kind + 1, "pilf")] ? kind + 1 : "";
+  for (; *kind; ++kind, ++at) {
     if (*kind == 'p') to += sprintf(to, " p%llx", *(unsigned long long*)*at);
     if (*kind == 'i') to += sprintf(to, " i%d", *(int*)*at);
     if (*kind == 'l') to += sprintf(to, " l%lld", *(long long*)*at);

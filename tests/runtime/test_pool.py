@@ -114,6 +114,32 @@ def test_compile_allocates_no_kv_memory(
     assert int(done.stdout) < 100, "MiB more at the peak than with pages of one token"
 
 
+def test_arrays_that_are_not_dense(compiled: Compiled) -> None:
+    """Tokens are copied into rows; a buffer that ops write in place never is."""
+    engine = kvgraph.Engine(compiled("tiny-llama"), num_pages=8)
+    context = kvgraph.TextContext("r", [5, 6, 7])
+    with engine.kv.reserve([[context]]):
+        kv = engine.kv.runtime_inputs([[context]])
+        own = (np.array([0, 3], np.int32), np.array([2], np.int32))
+        expected = engine.session.run(ModelInputs(np.array([5, 6, 7], np.int32), *own), kv)
+        spread = np.array([5, 0, 6, 0, 7, 0], np.int32)[::2]
+        np.testing.assert_array_equal(engine.session.run(ModelInputs(spread, *own), kv), expected)
+        pool = kv.inputs[0].kv_blocks
+        whole = pool.handle
+        for bad in (np.broadcast_to(whole[:1], whole.shape), np.asfortranarray(whole)):
+            pool.handle = bad
+            with pytest.raises(kvgraph.BindingError, match="kv_blocks: expected writeable row-maj"):
+                engine.session.run(ModelInputs(spread, *own), kv)
+        pool.handle = whole
+
+
+def test_an_empty_batch_is_legal(compiled: Compiled) -> None:
+    engine = kvgraph.Engine(compiled("tiny-llama"), num_pages=8)
+    empty = np.zeros(0, np.int32)
+    inputs = ModelInputs(empty, np.zeros(1, np.int32), empty)
+    assert engine.session.run(inputs, engine.kv.runtime_inputs([[]])).shape == (0, 2048)
+
+
 def test_values_that_do_not_fit_are_refused_before_the_run(compiled: Compiled) -> None:
     engine = kvgraph.Engine(compiled("tiny-llama"), num_pages=8)
     context = kvgraph.TextContext("r", [1, 2, 3])

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import zipfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -58,13 +59,20 @@ def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path
 
 
 def _save_weights(program: ExportedProgram, path: Path) -> None:
-    """Every parameter and buffer once; a tied name points at its owner in the file's metadata."""
+    constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
+    tensors, aliases = dense_weights(program.state_dict | constants)
+    save_file(tensors, path, metadata=aliases or None)
+
+
+def dense_weights(
+    state: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Every tensor once, without overlaps; and tied names with their owners."""
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     storages: set[int] = set()
-    constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
-    for name, tensor in sorted((program.state_dict | constants).items()):
+    for name, tensor in sorted(state.items()):
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         owner = owners.setdefault(view, name)
         if owner != name:
@@ -75,7 +83,7 @@ def _save_weights(program: ExportedProgram, path: Path) -> None:
         # Another view of stored memory: the file has no overlaps.
         tensors[name] = dense.clone() if storage in storages else dense
         storages.add(storage)
-    save_file(tensors, path, metadata=aliases or None)
+    return tensors, aliases
 
 
 def _package(program: ExportedProgram, path: Path) -> None:

@@ -41,8 +41,8 @@ class Session(ABC):
         expected = {s.name: s for s in self.signature.inputs}.get(symbol.name)
         if expected != symbol:
             raise BindingError(
-                f"{symbol.name}: expected {_describe(expected)} from the artifact, "
-                f"got {_describe(symbol)}"
+                f"{symbol.name}: expected {expected or 'no such input'} from the artifact, "
+                f"got {symbol or 'no such input'}"
             )
         shape = symbol.extents(sizes)
         return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
@@ -57,8 +57,8 @@ class Session(ABC):
         for position, (mine, theirs) in enumerate(zip_longest(expected, record), start=3):
             if mine != theirs:
                 raise BindingError(
-                    f"input {position}: expected {_describe(mine)} from the artifact, "
-                    f"got {_describe(theirs)} from the cache manager"
+                    f"input {position}: expected {mine or 'no such input'} from the artifact, "
+                    f"got {theirs or 'no such input'} from the cache manager"
                 )
 
     def run(self, inputs: ModelInputs, kv: KVCacheInputs) -> npt.NDArray[np.float32]:
@@ -102,9 +102,3 @@ def _dense(symbol: TensorType, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         f"{symbol.name}: expected writeable row-major memory for a buffer, "
         f"got strides {array.strides} and writeable={array.flags.writeable}"
     )
-
-
-def _describe(symbol: TensorType | None) -> str:
-    if symbol is None:
-        return "no such input"
-    return f"{symbol.name} {symbol.dtype} {list(symbol.shape)} on {symbol.device}"

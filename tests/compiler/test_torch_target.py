@@ -1,0 +1,43 @@
+"""What a torch artifact contains: portable code, weights once, no generated sources."""
+
+from __future__ import annotations
+
+import json
+import platform
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvgraph
+from kvgraph.compiler.targets.torch import dense_weights
+
+Compiled = Callable[..., Path]
+
+
+def test_target_cpu_is_any_cpu_of_the_kind(compiled: Compiled) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("the portable instruction set is x86-64's")
+    with zipfile.ZipFile(compiled("tiny-llama", "torch") / "model.pt2") as package:
+        names = package.namelist()
+        described = [json.loads(package.read(n)) for n in names if n.endswith("_metadata.json")]
+    assert {entry["AOTI_CPU_ISA"] for entry in described} == {"AVX2"}
+    assert not [name for name in names if name.endswith(".cpp")]
+
+
+def test_its_bytes_are_said_to_vary(compiled: Compiled) -> None:
+    manifest = kvgraph.load(compiled("tiny-llama", "torch")).manifest
+    assert manifest.nondeterministic_files == ["model.pt2"]
+
+
+def test_tied_weights_have_one_owner_and_views_no_overlap() -> None:
+    table = torch.arange(16.0).view(4, 4)
+    state = {"a": table, "b": table, "c": table.T, "d": table[1:3]}
+    tensors, aliases = dense_weights(state)
+    assert aliases == {"b": "a"}
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: state[name].tolist() for name in "acd"
+    }
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 3
