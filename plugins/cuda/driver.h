@@ -1,0 +1,105 @@
+// What kvgraph uses of the CUDA driver API, declared by us from its documentation: the entry points
+// keep their names and signatures for good, a changed one gets a new name (_v2).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/refuse.h"
+
+namespace kvg::cuda {
+
+using Result = int32_t;  // 0: done
+using Device = int32_t;
+struct Context;
+struct DriverModule;
+struct DriverFunction;
+struct Stream;
+
+constexpr Result kNoDevice = 100, kInvalidImage = 200, kNotFound = 500;
+
+enum DeviceAttribute : int32_t {
+  kMultiprocessors = 16,
+  kMajor = 75,
+  kMinor = 76,
+  kSharedBytesOptIn = 97,
+};
+enum FunctionAttribute : int32_t { kMaxDynamicShared = 8 };
+
+struct LaunchAttribute {
+  int32_t id;
+  int32_t padding;
+  union {
+    char whole[64];
+    uint32_t cluster[3];
+  } value;
+};
+constexpr int32_t kClusterDimension = 4;
+
+struct LaunchConfig {
+  uint32_t grid[3], block[3];
+  uint32_t shared_bytes;
+  Stream* stream;
+  LaunchAttribute* attributes;
+  uint32_t num_attributes;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchAttribute, value) == 8, "its layout");
+static_assert(sizeof(void*) != 8 || (sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32),
+              "its layout");
+
+// The entry points by their exported names. cuLaunchKernelEx may be missing (CUDA 11.8 brought it).
+#define KVG_DRIVER_ENTRIES(X)                                                                  \
+  X(cuInit, (uint32_t))                                                                        \
+  X(cuDriverGetVersion, (int32_t*))                                                            \
+  X(cuGetErrorName, (Result, const char**))                                                    \
+  X(cuGetErrorString, (Result, const char**))                                                  \
+  X(cuDeviceGetCount, (int32_t*))                                                              \
+  X(cuDeviceGet, (Device*, int32_t))                                                           \
+  X(cuDeviceGetAttribute, (int32_t*, DeviceAttribute, Device))                                 \
+  X(cuDevicePrimaryCtxRetain, (Context**, Device))                                             \
+  X(cuCtxGetCurrent, (Context**))                                                              \
+  X(cuCtxGetDevice, (Device*))                                                                 \
+  X(cuCtxPushCurrent_v2, (Context*))                                                           \
+  X(cuCtxPopCurrent_v2, (Context**))                                                           \
+  X(cuModuleLoadData, (DriverModule**, const void*))                                           \
+  X(cuModuleGetFunction, (DriverFunction**, DriverModule*, const char*))                       \
+  X(cuFuncSetAttribute, (DriverFunction*, FunctionAttribute, int32_t))                         \
+  X(cuLaunchKernel, (DriverFunction*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t,        \
+                     uint32_t, uint32_t, Stream*, void**, void**))                             \
+  X(cuLaunchKernelEx, (const LaunchConfig*, DriverFunction*, void**, void**))
+
+struct Driver {
+#define KVG_MEMBER(name, signature) Result(*name) signature = nullptr;
+  KVG_DRIVER_ENTRIES(KVG_MEMBER)
+#undef KVG_MEMBER
+
+  int32_t version() const;
+  int32_t device_count() const;
+  Device device(int32_t ordinal) const;
+  int32_t attribute(DeviceAttribute which, Device device) const;
+
+  // Refuses where `call` failed, with the driver's name of the error.
+  void check(Result result, const char* call) const;
+  void require(int32_t min_version, const char* for_what) const;
+};
+
+// The driver of this process; dlopened by the first call that finds it, kept from then on. Refuses
+// where there is none.
+const Driver& found_driver();
+// The same, initialised.
+const Driver& driver();
+
+// Makes `context` current for a scope, if it is not already.
+class Current {
+ public:
+  Current(const Driver& driver, Context* context);
+  ~Current();
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+}  // namespace kvg::cuda
