@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -16,15 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
+from command_line import COMMAND, Outcome, run
 from models import COMMON
 
 import kvgraph
-from kvgraph import cli
 from kvgraph.compiler import emit, pipeline
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheQuantization
@@ -41,26 +39,6 @@ from kvgraph.runtime.artifact import Artifact
 
 Compiled = Callable[..., Path]
 ModelFolder = Callable[[str], Path]
-COMMAND = [sys.executable, "-c", "from kvgraph.cli import main; main()"]
-
-
-class Outcome(NamedTuple):
-    code: Any
-    out: str
-    err: str
-
-
-def run(*arguments: Any) -> Outcome:
-    """The command line in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["kvgraph", *map(str, arguments)]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as stop,
-    ):
-        cli.main()
-    return Outcome(stop.value.code, out.getvalue(), err.getvalue())
 
 
 def sentence(outcome: Outcome) -> str:

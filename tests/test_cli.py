@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
+from command_line import COMMAND, Outcome, run
 
 import kvgraph
-from kvgraph import cli
 
 PROMPT = "The import statement"
-COMMAND = [sys.executable, "-c", "from kvgraph.cli import main; main()"]
-
-
-class Outcome(NamedTuple):
-    code: Any
-    out: str
-    err: str
-
-
-def run(*arguments: Any) -> Outcome:
-    """The command line in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["kvgraph", *map(str, arguments)]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as stop,
-    ):
-        cli.main()
-    return Outcome(stop.value.code, out.getvalue(), err.getvalue())
 
 
 def succeed(*arguments: Any) -> Outcome:
