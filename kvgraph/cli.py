@@ -84,8 +84,12 @@ def version(
 def compile(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Artifact folder to make.")],
-    target: Annotated[str, typer.Option(help="What to compile for.")] = "cpu",
-    backend: Annotated[Backend, typer.Option(help="What runs the graph.")] = Backend.onnx,
+    target: Annotated[
+        str, typer.Option(help="What to compile for: cpu, or cuda:sm_80,sm_90 and the like.")
+    ] = "cpu",
+    backend: Annotated[
+        Backend | None, typer.Option(help="What runs it [default: onnx on cpu, torch on cuda].")
+    ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
     ] = None,
@@ -106,7 +110,7 @@ def compile(
             model,
             output,
             target=target,
-            backend=backend.value,
+            backend=backend.value if backend else None,
             dtype=dtype.value if dtype else None,
             cache_dtype=cache_dtype.value if cache_dtype else None,
             page_size=page_size,
@@ -189,6 +193,7 @@ def inspect(artifact: Folder, json: Json = False) -> None:
     _print_facts(manifest)
     _print_bindings(manifest)
     _print_ops(manifest)
+    _print_kernels(artifact, manifest)
     _print_files(manifest)
 
 
@@ -254,10 +259,10 @@ def plan(
 @app.command()
 def verify(artifact: Folder, json: Json = False) -> None:
     """Hash every file of an artifact and compare it with the manifest."""
-    from kvgraph.runtime.artifact import load
+    from kvgraph.runtime.artifact import verify as verify_artifact
 
     with stderr.status("hashing"):
-        manifest = load(artifact).manifest
+        manifest = verify_artifact(artifact).manifest
     size = sum(entry.size for entry in manifest.files.values())
     if json:
         _print_json(_summary(artifact, manifest))
@@ -354,6 +359,23 @@ def _print_ops(manifest: Manifest) -> None:
     for entry in manifest.passes:
         why = "".join(f"; {sentence}" for sentence in entry.unmatched)
         stdout.print(f"pass {entry.name}: {entry.applied} rewrites{why}", soft_wrap=True)
+
+
+def _print_kernels(folder: Path, manifest: Manifest) -> None:
+    """Of a CUDA artifact: what each cubin takes of a multiprocessor."""
+    paths = [name for name in manifest.files if name.endswith("/kernels.json")]
+    if not paths:
+        return
+    table = _table("Kernels (bytes of shared memory; bytes of a thread spilled)")
+    for column in ("kernel", "arch", "warps", "registers", "shared", "spills"):
+        table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
+    for path in paths:
+        for kernel in msgspec.json.decode((folder / path).read_bytes()):
+            name = f"{kernel['kernel']} {kernel['role']}".strip()
+            figures = (kernel["num_warps"], kernel["registers"], kernel["shared"])
+            spills = kernel["spill_stores"] + kernel["spill_loads"]
+            table.add_row(name, kernel["arch"], *map(str, figures), str(spills))
+    stdout.print(table)
 
 
 def _print_files(manifest: Manifest) -> None:

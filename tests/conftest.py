@@ -43,7 +43,9 @@ def compiled(
     """`compiled(model, backend="onnx", **options)` -> artifact folder; never written to."""
     made: dict[tuple[Any, ...], Path] = {}
 
-    def artifact(model: str, backend: str = "onnx", page_size: int = 16, **options: Any) -> Path:
+    def artifact(
+        model: str, backend: str | None = "onnx", page_size: int = 16, **options: Any
+    ) -> Path:
         key = (model, backend, page_size, *sorted(options.items()))
         if key not in made:
             out = tmp_path_factory.mktemp("artifacts") / f"{model}-{backend}"

@@ -93,8 +93,8 @@ def _alive(pid: int) -> bool:
 
 
 def _replace(out: Path, folder: Path) -> None:
-    for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors writes for its user alone
+    for name in _files(folder):
+        (folder / name).chmod(0o644)  # safetensors writes for its user alone
     folder.chmod(0o755)
     if not out.exists():
         folder.rename(out)
@@ -103,6 +103,10 @@ def _replace(out: Path, folder: Path) -> None:
     out.rename(old / REPLACED)
     folder.rename(out)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[str]:
+    return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
 
 
 def emit(
@@ -119,7 +123,7 @@ def emit(
     """Copy the model's travelling files, hash everything, write the manifest."""
     for name, source in model.files.items():
         shutil.copyfile(source, folder / name)
-    files = hash_files(folder, [path.name for path in folder.iterdir()])
+    files = hash_files(folder, _files(folder))
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         kvgraph_version=metadata.version("kvgraph"),

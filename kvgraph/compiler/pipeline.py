@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from kvgraph.compiler.model import Model
 
-BACKENDS = ("onnx", "torch")
+BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch",)}
+"""Kind of target -> its backends, the default first."""
 MAX_PAGE_SIZE = 1 << 16
 
 Progress = Callable[[str], None]
@@ -38,7 +40,7 @@ def compile(
     out: str | Path,
     *,
     target: str = "cpu",
-    backend: str = "onnx",
+    backend: str | None = None,
     dtype: str | None = None,
     cache_dtype: str | None = None,
     page_size: int = 128,
@@ -60,7 +62,7 @@ def compile(
     Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
     """
     out = Path(out)
-    parsed = _check(target, backend, cache, cache_dtype, page_size)
+    parsed, backend = _check(target, backend, cache, cache_dtype, page_size)
     emit.require_free(out, force=force)
 
     progress("reading the model")
@@ -80,10 +82,12 @@ def compile(
     )
     signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
     loaded.place(plan)
+    if parsed.kind == "cuda":
+        _require_kernels(plan, parsed)
 
     with emit.staging(out, force=force) as folder:
         progress(f"lowering to {backend}")
-        lowered = _lower(backend, loaded, signature, plan, folder)
+        lowered = _lower(_lowering(backend, parsed, progress), loaded, signature, plan, folder)
         progress("writing the artifact")
         return emit.emit(
             folder,
@@ -98,13 +102,18 @@ def compile(
 
 
 def _check(
-    target: str, backend: str, cache: str, cache_dtype: str | None, page_size: int
-) -> Target:
+    target: str, backend: str | None, cache: str, cache_dtype: str | None, page_size: int
+) -> tuple[Target, str]:
+    """The parsed target and the backend: the first that the target has, where none is asked for."""
     parsed = Target.parse(target)
-    if backend not in BACKENDS:
-        raise UnsupportedError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
-    if str(parsed) != "cpu":
-        raise UnsupportedError(f"target: expected 'cpu' for backend {backend}, got {target!r}")
+    if parsed.kind == "cpu" and parsed.archs:
+        raise UnsupportedError(f"target: expected 'cpu' without an instruction set, got {target!r}")
+    backends = BACKENDS[parsed.kind]
+    backend = backends[0] if backend is None else backend
+    if backend not in backends:
+        raise UnsupportedError(
+            f"backend: expected one of {list(backends)} for target {parsed.kind}, got {backend!r}"
+        )
     if cache not in list(KVCacheStrategy):
         kinds = [str(kind) for kind in KVCacheStrategy]
         raise UnsupportedError(f"cache: expected one of {kinds}, got {cache!r}")
@@ -119,7 +128,7 @@ def _check(
         raise UnsupportedError(
             f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
         )
-    return parsed
+    return parsed, backend
 
 
 def _load(
@@ -191,11 +200,11 @@ def _plan_cache(
     )
 
 
-def _lower(backend: str, model: Model, *given: Any) -> Any:
+def _lower(lower: Callable[..., Any], model: Model, *given: Any) -> Any:
     import torch.onnx
 
     try:
-        return _backend(backend)(model, *given)
+        return lower(model, *given)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -206,11 +215,23 @@ def _lower(backend: str, model: Model, *given: Any) -> Any:
         ) from error
 
 
-def _backend(name: str) -> Callable[..., Any]:
-    if name == "onnx":
+def _lowering(backend: str, target: Target, progress: Progress) -> Callable[..., Any]:
+    if target.kind == "cuda":
+        from kvgraph.compiler.targets import cuda
+
+        return partial(cuda.lower, archs=target.archs, progress=progress)
+    if backend == "onnx":
         from kvgraph.compiler.targets import onnx
 
         return onnx.lower
     from kvgraph.compiler.targets import torch
 
     return torch.lower
+
+
+def _require_kernels(plan: CachePlan, target: Target) -> None:
+    from kvgraph.compiler.targets import cuda
+
+    if plan.strategy is not KVCacheStrategy.PAGED:
+        raise UnsupportedError(f"cache: expected 'paged' for target cuda, got '{plan.strategy}'")
+    cuda.require_kernels(plan, target.archs)

@@ -33,23 +33,24 @@ def parse_logical(text: str) -> LogicalDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What code is generated for: `Target.parse("cpu")`, `"cpu:avx512"`, `"cuda:sm_90"`."""
+    """What code is generated for: `Target.parse("cpu")`, `"cpu:avx512"`, `"cuda:sm_80,sm_90"`."""
 
     kind: str
-    arch: str | None = None
+    archs: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        kind, _, arch = text.partition(":")
+        kind, _, listed = text.partition(":")
+        archs = tuple(dict.fromkeys(listed.split(","))) if listed else ()
         known = {"cpu": CPU_ISAS, "cuda": CUDA_ARCHS}.get(kind)
         if known is None:
             raise UnsupportedError(f"target: expected kind cpu or cuda, got {text!r}")
-        if (arch or kind == "cuda") and arch not in known:
+        if (kind == "cuda" and not archs) or not set(archs) <= set(known):
             raise UnsupportedError(f"target {text!r}: expected one of {list(known)} for {kind}")
-        return cls(kind, arch or None)
+        return cls(kind, archs)
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.arch}" if self.arch else self.kind
+        return f"{self.kind}:{','.join(self.archs)}" if self.archs else self.kind
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -95,8 +96,12 @@ class Device:
 
 
 def virtual_devices(target: str, count: int = 1) -> list[Device]:
-    """`count` virtual devices of one target: `virtual_devices("cuda:sm_90", 8)`."""
+    """`count` virtual devices of one target: `virtual_devices("cuda:sm_90", 8)`.
+
+    Of a target with several architectures: devices of the first, since a symbol tells none apart.
+    """
     parsed = Target.parse(target)
+    arch = parsed.archs[0] if parsed.archs else None
     if count < 1:
         raise UnsupportedError(f"virtual_devices: expected a count >= 1, got {count}")
-    return [Device(f"{parsed.kind}:{i}", arch=parsed.arch, virtual=True) for i in range(count)]
+    return [Device(f"{parsed.kind}:{i}", arch=arch, virtual=True) for i in range(count)]

@@ -56,12 +56,7 @@ def require_fused(
         return  # plain torch: nothing to fuse
     if report.unmatched:
         raise UnsupportedError(f"{report.name}: {report.unmatched[0]}")
-    users = program.graph_signature.user_inputs
-    leaf_of = {
-        user: symbol.name.rpartition(".")[0]
-        for user, symbol in zip(users, signature.inputs, strict=True)
-        if symbol.kind == "buffer"
-    }
+    leaf_of = buffer_leaves(program, signature)
     found: Counter[tuple[str, int]] = Counter()
     for node in program.graph.nodes:
         if node.target is FUSED:
@@ -75,6 +70,16 @@ def require_fused(
             f"{report.name}: expected one update_and_attend for each of {len(plan.layers)} "
             f"layers of the cache, got {dict(found)} by (leaf, layer)"
         )
+
+
+def buffer_leaves(program: ExportedProgram, signature: GraphSignature) -> dict[str, str]:
+    """Name of a buffer's placeholder in the program -> path of the leaf that it belongs to."""
+    users = program.graph_signature.user_inputs
+    return {
+        str(user): symbol.name.rpartition(".")[0]
+        for user, symbol in zip(users, signature.inputs, strict=True)
+        if symbol.kind == "buffer"
+    }
 
 
 def _require_window(given: dict[str, Any], leaf: str, window: int | None) -> None:

@@ -48,7 +48,7 @@ def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path
         for node in program.graph.nodes
         if node.op == "call_function"
     )
-    _save_weights(program, folder / WEIGHTS_NAME)
+    save_weights(program, folder)
     _package(program, folder / MODEL_NAME)
     return Lowered(
         ops={name: n for name, n in sorted(counts.items()) if "_assert_" not in name},
@@ -58,10 +58,11 @@ def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path
     )
 
 
-def _save_weights(program: ExportedProgram, path: Path) -> None:
+def save_weights(program: ExportedProgram, folder: Path) -> None:
+    """Write `weights.safetensors`: parameters and buffers by the program's names."""
     constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
     tensors, aliases = dense_weights(program.state_dict | constants)
-    save_file(tensors, path, metadata=aliases or None)
+    save_file(tensors, folder / WEIGHTS_NAME, metadata=aliases or None)
 
 
 def dense_weights(

@@ -1,0 +1,209 @@
+"""Ahead-of-time compile of kernel variants to cubins, on a machine that needs no GPU and no CUDA.
+
+The same variant, architecture and tools give the same bytes. Not for a process that runs Triton's
+interpreter (TRITON_INTERPRET=1): its functions cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvgraph.errors import KernelError, MissingDependencyError
+from kvgraph.kernels import launch, shapes
+from kvgraph.kernels.launch import Constant, Parameter, Variant
+from kvgraph.kernels.shapes import AttentionShape
+
+HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
+"""Follow a kernel's parameters in its launch ABI; our kernels use neither: pass null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a cubin takes of a multiprocessor. Spills and stack are bytes of a thread."""
+
+    registers: int
+    shared: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A cubin and what a launcher must know: block of 32 * num_warps threads, `shared` bytes of
+    dynamic shared memory, `variant.parameters` and then HIDDEN_POINTERS as arguments."""
+
+    variant: Variant
+    arch: str
+    entry: str
+    cubin: bytes = field(repr=False)
+    ptx: str = field(repr=False)
+    resources: Resources
+    seconds: float = field(compare=False)
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.variant.name}.cubin"
+
+    def metadata(self) -> dict[str, Any]:
+        """As the manifest records it: plain values, the same for the same cubin."""
+        variant, used = self.variant, self.resources
+        return {
+            "kernel": variant.kernel.name,
+            "role": variant.role,
+            "arch": self.arch,
+            "file": self.file_name,
+            "sha256": hashlib.sha256(self.cubin).hexdigest(),
+            "entry": self.entry,
+            "num_warps": variant.num_warps,
+            "shared": used.shared,
+            "parameters": [[p.name, p.type] for p in variant.parameters],
+            "hidden_pointers": list(HIDDEN_POINTERS),
+            "alignment": launch.ALIGNMENT,
+            "constants": dict(sorted(variant.constants.items())),
+            "registers": used.registers,
+            "spill_stores": used.spill_stores,
+            "spill_loads": used.spill_loads,
+            "stack": used.stack,
+        }
+
+
+def compile_attention(shape: AttentionShape, arch: str) -> list[Compiled]:
+    """Every kernel that store_kv, paged_attention and update_and_attend of `shape` launch.
+
+    UnsupportedError names what no kernel supports (architecture, head_dim, page_size, granularity,
+    heads), with the supported set, before anything is compiled.
+    """
+    shape.check()
+    shapes.check_dtypes(shape.cache, arch)
+    store = launch.store_variant(shape.cache, shape.rope)
+    return [*compile_all([store, *launch.attention_variants(shape, arch)], arch)]
+
+
+def compile_all(variants: Iterable[Variant], arch: str) -> Iterator[Compiled]:
+    """Each distinct variant once, in the order given."""
+    for variant in {v.name: v for v in variants}.values():
+        yield compile_variant(variant, arch)
+
+
+def compile_variant(variant: Variant, arch: str) -> Compiled:
+    """KernelError if Triton or its assembler fails, or if the kernel wants more than `arch` has."""
+    capability = shapes.capability(arch)
+    triton = _import_triton()
+    if triton.knobs.runtime.interpret:
+        raise KernelError("ahead-of-time compile: TRITON_INTERPRET is set for this process")
+    from triton.backends.compiler import GPUTarget
+
+    start = time.perf_counter()
+    with _hermetic(triton) as log:
+        try:
+            compiled = triton.compile(
+                _source(variant),
+                target=GPUTarget("cuda", capability, 32),
+                options={
+                    "num_warps": variant.num_warps,
+                    "num_stages": variant.num_stages,
+                    "enable_fp_fusion": True,
+                },
+            )
+        except Exception as error:  # Triton's own errors share no base class
+            raise KernelError(f"{variant.name} for {arch}: {_said(error)}") from error
+    seconds = time.perf_counter() - start
+    metadata = compiled.metadata
+    if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
+        raise KernelError(f"{variant.name} for {arch}: expected no scratch memory, got some")
+    if metadata.shared > shapes.SHARED_MEMORY[arch]:
+        raise KernelError(
+            f"{variant.name} for {arch}: expected at most {shapes.SHARED_MEMORY[arch]} bytes of "
+            f"shared memory, got {metadata.shared}"
+        )
+    return Compiled(
+        variant,
+        arch,
+        metadata.name,
+        compiled.asm["cubin"],
+        compiled.asm["ptx"],
+        _resources(log.getvalue(), metadata.shared),
+        seconds,
+    )
+
+
+def _said(error: BaseException) -> str:
+    """The first lines of what went wrong; Triton wraps it once for every call it was compiling."""
+    while error.__cause__ is not None and not str(error).startswith("PTXAS"):
+        error = error.__cause__
+    return "\n".join(str(error).splitlines()[:6])
+
+
+def _import_triton() -> Any:
+    try:
+        import triton
+    except ImportError as error:
+        raise MissingDependencyError(
+            "CUDA kernels need Triton to compile: pip install 'kvgraph[cuda]'"
+        ) from error
+    return triton
+
+
+def _source(variant: Variant) -> Any:
+    from triton.compiler import ASTSource
+
+    jit = variant.kernel.function()
+    types = {p.name: p for p in variant.parameters}
+    constants: dict[str, Constant] = {**dict.fromkeys(variant.absent), **variant.constants}
+    signature = {name: types[name].type if name in types else "constexpr" for name in jit.arg_names}
+    positions = {name: (index,) for index, name in enumerate(jit.arg_names)}
+    return ASTSource(
+        fn=jit,
+        signature=signature,
+        constexprs={positions[name]: value for name, value in constants.items()},
+        attrs={positions[p.name]: _aligned(p) for p in types.values() if p.aligned},
+    )
+
+
+def _aligned(parameter: Parameter) -> list[list[object]]:
+    return [["tt.divisibility", launch.ALIGNMENT]]
+
+
+@contextlib.contextmanager
+def _hermetic(triton: Any) -> Iterator[io.StringIO]:
+    """Triton with a cache of its own, one assembler for every architecture, no source lines.
+
+    Collects the assembler's log. The assembler is CUDA 12's from Triton's wheel: its cubins load
+    in every driver from there on, while those of the newest need the newest drivers.
+    """
+    knobs, log = triton.knobs, io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for group in (knobs.cache, knobs.compilation, knobs.nvidia):
+            stack.enter_context(group.scope())
+        knobs.cache.dir = folder
+        knobs.compilation.always_compile = True
+        knobs.compilation.disable_line_info = True
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
+        stack.enter_context(contextlib.redirect_stdout(log))
+        yield log
+
+
+def _resources(log: str, shared: int) -> Resources:
+    """From ptxas -v."""
+
+    def count(pattern: str) -> int:
+        match = re.search(pattern, log)
+        return int(match[1]) if match else -1
+
+    return Resources(
+        registers=count(r"Used (\d+) registers"),
+        shared=shared,
+        spill_stores=count(r"(\d+) bytes spill stores"),
+        spill_loads=count(r"(\d+) bytes spill loads"),
+        stack=count(r"(\d+) bytes stack frame"),
+    )

@@ -1,0 +1,83 @@
+"""Device functions on elements: quantised storage, rotary embedding."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode(x, QUANTIZED: tl.constexpr, FP8_NATIVE: tl.constexpr, dtype: tl.constexpr):
+    """Stored elements as `dtype`, before their scale. float8_e4m3fn comes as its bytes.
+
+    Without the instruction (before sm_89) the byte's exponent and mantissa move into a half's
+    fields: a number 2^8 times too small, subnormals included. NaN decodes as 480 there.
+    """
+    if QUANTIZED == "float8_e4m3fn":
+        if FP8_NATIVE:
+            return x.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
+        else:
+            bits = x.to(tl.uint16)
+            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+            return (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def round_half_even(x):
+    """float32 of magnitude below 2^22 to the nearest whole number, ties to even."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def encode(x, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
+    """float32 as stored: int8 or float8_e4m3fn bytes (ties to even), or a float `dtype`."""
+    if QUANTIZED == "int8":
+        return round_half_even(x).to(tl.int8)
+    elif QUANTIZED == "float8_e4m3fn":
+        size = tl.minimum(tl.abs(x), 448.0)
+        bits = size.to(tl.uint32, bitcast=True)
+        # Normal: drop 20 mantissa bits with rounding, rebias the exponent from 127 to 7.
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        # Below 2^-6 the spacing is 2^-9; eight of those are the smallest normal, bits included.
+        tiny = round_half_even(size * 512.0).to(tl.uint32)
+        code = tl.where(size < 0.015625, tiny, normal)
+        code = tl.where(x != x, 0x7F, code)
+        sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        return (code | sign).to(tl.uint8)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def rotate(
+    x,
+    pointers,
+    mask,
+    width,
+    cos_sin,
+    position,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rows of heads `x [M, W]`, loaded from `pointers` under `mask`, rotated to `position [M]`.
+
+    `width` is `arange(0, W)`. Elements from ROTARY on stay as they are. Result as x's dtype.
+    """
+    half: tl.constexpr = ROTARY // 2
+    if INTERLEAVED:
+        angle = width // 2
+        second = (width % 2) == 1
+        away = tl.where(second, -1, 1)
+    else:
+        angle = width % half
+        second = width >= half
+        away = tl.where(second, -half, half)
+    turns = width < ROTARY
+    live = mask & turns[None, :]
+    partner = tl.load(pointers + tl.where(turns, away, 0)[None, :], mask=live, other=0.0)
+    table = position.to(tl.int64)[:, None] * ROTARY + angle[None, :]
+    cos = tl.load(cos_sin + table, mask=live, other=1.0)
+    sin = tl.load(cos_sin + table + half, mask=live, other=0.0)
+    sin = tl.where(second[None, :], sin, -sin)
+    rotated = x.to(tl.float32) * cos + partner.to(tl.float32) * sin
+    return tl.where(live, rotated, x.to(tl.float32)).to(x.dtype)

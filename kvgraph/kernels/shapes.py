@@ -1,0 +1,203 @@
+"""What kernels are specialised on, what they support, and the tiles that each architecture gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvgraph.contract.devices import CUDA_ARCHS
+from kvgraph.contract.dims import itemsize
+from kvgraph.errors import UnsupportedError
+
+ACTIVATIONS = ("float32", "float16", "bfloat16")
+POOLS = (*ACTIVATIONS, "int8", "float8_e4m3fn")
+QUANTIZED_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
+HEAD_DIMS = tuple(range(16, 257, 8))
+PAGE_SIZES = (16, 32, 64, 128, 256)
+MAX_GROUP = 128
+"""Query heads of one kv head: they share a tile."""
+
+MAX_PARTS = 32
+"""Of a split context. A multiple of 32 lanes would do as well; more parts than this only cost."""
+
+MIN_PART = 256
+"""Keys of a part: below, the merge costs more than the parallel reads win."""
+
+MULTIPROCESSORS = {
+    "sm_75": 40,
+    "sm_80": 108,
+    "sm_86": 84,
+    "sm_89": 128,
+    "sm_90": 132,
+    "sm_100": 148,
+    "sm_120": 170,
+    "sm_121": 48,
+}
+"""Of a typical device: only how far a context is split depends on it."""
+
+SHARED_MEMORY = {
+    "sm_75": 65536,
+    "sm_80": 166912,
+    "sm_86": 101376,
+    "sm_89": 101376,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "sm_120": 101376,
+    "sm_121": 101376,
+}
+"""Bytes that a block may take (CUDA programming guide, compute capabilities)."""
+
+
+def capability(arch: str) -> int:
+    """ "sm_90" -> 90. UnsupportedError names the known architectures."""
+    if arch not in CUDA_ARCHS:
+        raise UnsupportedError(f"arch: expected one of {list(CUDA_ARCHS)}, got {arch!r}")
+    return int(arch.removeprefix("sm_"))
+
+
+def check_dtypes(cache: CacheShape, arch: str) -> None:
+    """UnsupportedError for bfloat16 where the architecture has no such type."""
+    if capability(arch) < 80 and "bfloat16" in (cache.dtype, cache.pool_dtype):
+        raise UnsupportedError(
+            f"dtype: expected float16 or float32 activations and a pool other than bfloat16 on "
+            f"{arch}, got {cache.dtype} and {cache.pool_dtype}"
+        )
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """Smallest power of two >= max(n, least)."""
+    return max(1 << max(n - 1, 0).bit_length(), least)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Constants of one pool and of the activations that go in. `granularity` 0: not quantised."""
+
+    dtype: str
+    pool_dtype: str
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    num_layers: int
+    v_head_dim: int = 0
+    granularity: int = 0
+
+    @property
+    def v_width(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def quantized(self) -> str | None:
+        return self.pool_dtype if self.pool_dtype in QUANTIZED_MAX else None
+
+    def check(self) -> None:
+        """UnsupportedError names what no compiled kernel supports, and what they do."""
+        _expect("dtype", self.dtype, ACTIVATIONS)
+        _expect("pool dtype", self.pool_dtype, POOLS)
+        if self.head_dim not in HEAD_DIMS:
+            raise UnsupportedError(
+                f"head_dim: expected a multiple of 8 from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, "
+                f"got {self.head_dim}"
+            )
+        if self.v_width % 8 or not 8 <= self.v_width <= self.head_dim:
+            raise UnsupportedError(
+                f"v_head_dim: expected a multiple of 8 from 8 to head_dim {self.head_dim}, "
+                f"got {self.v_width}"
+            )
+        _expect("page_size", self.page_size, PAGE_SIZES)
+        self.check_granularity()
+
+    def check_granularity(self) -> None:
+        if (self.quantized is None) != (self.granularity == 0):
+            raise UnsupportedError(
+                f"granularity: expected {'0' if self.quantized is None else 'at least 1'} "
+                f"for a {self.pool_dtype} pool, got {self.granularity}"
+            )
+        if self.quantized is None:
+            return
+        whole = self.granularity >= self.head_dim and self.v_width == self.head_dim
+        if not whole and (
+            self.granularity & (self.granularity - 1) or self.v_width % self.granularity
+        ):
+            raise UnsupportedError(
+                f"granularity: expected head_dim {self.head_dim} or a power of two that divides "
+                f"v_head_dim {self.v_width}, got {self.granularity}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of the first `rotary_dim` elements of q's and k's heads."""
+
+    rotary_dim: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Constants of one attention op. `rope` is what update_and_attend is given cos_sin for."""
+
+    cache: CacheShape
+    heads: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    causal: bool = True
+    sinks: bool = False
+    rope: Rope | None = None
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.cache.kv_heads
+
+    def check(self) -> None:
+        """UnsupportedError names what no compiled kernel supports, and what they do."""
+        self.cache.check()
+        if self.heads % self.cache.kv_heads or not 1 <= self.group <= MAX_GROUP:
+            raise UnsupportedError(
+                f"num_heads: expected 1 to {MAX_GROUP} query heads for each of "
+                f"{self.cache.kv_heads} kv heads, got {self.heads}"
+            )
+
+
+def _expect(name: str, value: str | int, supported: tuple[str | int, ...]) -> None:
+    if value not in supported:
+        raise UnsupportedError(f"{name}: expected one of {list(supported)}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """`block_m` query rows (tokens x group) by `block_n` keys, and how Triton schedules them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(shape: AttentionShape, arch: str) -> Tiles:
+    """Few query rows: what counts is how many bytes of keys are on their way."""
+    width, rows = power_of_two(shape.cache.head_dim), power_of_two(shape.group, 16)
+    if capability(arch) < 80:
+        return Tiles(rows, 32, 4, 1)
+    if itemsize(shape.cache.dtype) == 4:
+        return Tiles(rows, 16 if width >= 128 else 32, 4, 2)
+    small = SHARED_MEMORY[arch] < 2**17 or rows > 64
+    keys = 8192 // width if not small else 4096 // width
+    return Tiles(rows, min(max(keys, 16), 64), 4, 3)
+
+
+def prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
+    """Many query rows: as large as registers and shared memory hold without spills."""
+    target, width = capability(arch), power_of_two(shape.cache.head_dim)
+    least = power_of_two(shape.group, 16)
+    if target < 80:  # Triton has no tensor cores there
+        return Tiles(max(32, least), 16, 8, 1)
+    if itemsize(shape.cache.dtype) == 4:
+        return Tiles(max(32, least), 16 if width >= 128 else 32, 8, 2)
+    if target in (90, 100):
+        return Tiles(64, 64, 8, 2) if width > 128 else Tiles(128, 64, 8, 3)
+    if width > 128:
+        return Tiles(max(64, least), 32, 8, 2)
+    if width <= 64:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(128, 32, 8, 3) if target >= 120 else Tiles(max(64, least), 32, 4, 3)

@@ -1,0 +1,103 @@
+"""Kernels compiled for GPUs that this machine does not have: cubins, metadata, PTX."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
+
+from kernels.table import instructions, shape_of
+
+from kvgraph.errors import UnsupportedError
+from kvgraph.kernels import aot, launch
+from kvgraph.kernels.launch import Variant
+from kvgraph.kernels.shapes import AttentionShape, CacheShape
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreting process compiles nothing"
+)
+
+SHAPE = shape_of("bfloat16", "bfloat16", 128, 128, 0)
+PREFILL = {
+    "sm_80": "mma.sync",
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    "sm_120": "mma.sync",
+}
+
+
+@pytest.mark.parametrize("arch", PREFILL)
+def test_prefill_uses_tensor_cores_and_wide_loads(arch: str) -> None:
+    made = aot.compile_variant(launch.prefill_variant(SHAPE, arch), arch)
+    counts = instructions(made.ptx)
+    assert counts[PREFILL[arch]] > 0
+    assert counts["cp.async 16"] >= 16, "keys and values travel in 16-byte copies"
+    assert counts["ld.v4"] > 0, "queries are loaded 16 bytes at a time"
+    assert made.resources.spill_stores == made.resources.spill_loads == 0
+    assert 0 < made.resources.registers <= 255
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("pool", ["bfloat16", "float8_e4m3fn"])
+def test_decode(arch: str, pool: str) -> None:
+    granularity = 128 if pool == "float8_e4m3fn" else 0
+    shape = shape_of("bfloat16", pool, 128, 16, granularity)
+    made = aot.compile_variant(launch.decode_variant(shape, arch, split=True), arch)
+    counts = instructions(made.ptx)
+    assert counts["mma.sync"] > 0
+    assert counts["cp.async 16"] >= 8
+    assert made.resources.spill_stores <= 32
+
+
+def test_the_same_variant_gives_the_same_bytes() -> None:
+    variant = launch.store_variant(SHAPE.cache, SHAPE.rope)
+    first, second = (aot.compile_variant(variant, "sm_90") for _ in range(2))
+    assert first.cubin == second.cubin
+    assert first.metadata() == second.metadata()
+
+
+def test_metadata_is_all_that_a_launcher_needs() -> None:
+    variant = launch.decode_variant(SHAPE, "sm_90", split=False)
+    made = aot.compile_variant(variant, "sm_90")
+    said = json.loads(json.dumps(made.metadata()))
+    assert made.cubin.startswith(b"\x7fELF")
+    assert said["entry"] == "paged_attention"
+    assert said["sha256"] == hashlib.sha256(made.cubin).hexdigest()
+    assert (said["num_warps"], said["shared"]) == (4, made.resources.shared)
+    assert said["parameters"][0] == ["q", "*bf16"]
+    assert [name for name, _ in said["parameters"]][-1] == "num_parts"
+    assert not {"kv_scales", "sinks", "partial_out"} & {name for name, _ in said["parameters"]}
+    assert len(entry_parameters(made.ptx)) == len(said["parameters"]) + 2
+    assert str(aot.__file__).rsplit("/", 1)[0].encode() not in made.cubin, "no paths in cubins"
+
+
+def entry_parameters(ptx: str) -> list[str]:
+    declared = ptx.split(".visible .entry", 1)[1].split(")", 1)[0]
+    return [line for line in declared.splitlines() if ".param" in line]
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
+def test_tiny_llama_compiles_for(arch: str) -> None:
+    """head_dim 16, float32: what the example checkpoint is."""
+    shape = AttentionShape(CacheShape("float32", "float32", 4, 16, 16, 4), 8, 0.25)
+    variants: list[Variant] = [
+        *launch.attention_variants(shape, arch),
+        launch.store_variant(shape.cache, None),
+        launch.increment_variant(),
+    ]
+    made = list(aot.compile_all(variants, arch))
+    assert [m.variant.name for m in made] == [v.name for v in variants]
+
+
+def test_refuses_before_compiling() -> None:
+    with pytest.raises(UnsupportedError, match="got 'sm_70'"):
+        aot.compile_attention(SHAPE, "sm_70")
+    with pytest.raises(UnsupportedError, match=r"float16 or float32 .*on sm_75, got bfloat16"):
+        aot.compile_attention(SHAPE, "sm_75")
+    cache = CacheShape("bfloat16", "bfloat16", 8, 128, 100, 32)
+    with pytest.raises(UnsupportedError, match=r"page_size: .*got 100"):
+        aot.compile_attention(AttentionShape(cache, 32, 0.1), "sm_90")
