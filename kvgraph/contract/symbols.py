@@ -21,7 +21,7 @@ from kvgraph.contract.dims import (
     Dim,
     TensorType,
 )
-from kvgraph.errors import BindingError, ParamsError
+from kvgraph.errors import BindingError
 
 if TYPE_CHECKING:
     from kvgraph.contract.params import KVCacheParams
@@ -134,28 +134,14 @@ class MultiKVCacheInputSymbols(KVCacheInputSymbols):
         return f"MultiKVCacheInputSymbols({self.children!r})"
 
 
-def paged_symbols(
-    params: KVCacheParams,
-    *,
-    devices: Sequence[Device] | None = None,
-    num_layers: int | None = None,
-    prefix: str = "",
-) -> list[PagedCacheInputSymbols]:
+def paged_symbols(params: KVCacheParams, *, prefix: str = "") -> list[PagedCacheInputSymbols]:
     """One record per device, replica-major; shards of a replica share batch and table dims.
 
     `prefix` is the path of a leaf in a tree of caches: it prefixes binding names and page dims.
     """
-    devices = params.devices if devices is None else tuple(devices)
-    layers = params.num_layers if num_layers is None else num_layers
-    if len(devices) % params.data_parallel_degree:
-        raise ParamsError(
-            f"devices: expected a multiple of data_parallel_degree="
-            f"{params.data_parallel_degree}, got {len(devices)}"
-        )
-    shards = len(devices) // params.data_parallel_degree
     return [
-        _paged_record(params, device, layers, prefix, _replica_prefix(params, i // shards))
-        for i, device in enumerate(devices)
+        _paged_record(params, device, prefix, _replica_prefix(params, i // params.n_shards))
+        for i, device in enumerate(params.devices)
     ]
 
 
@@ -164,10 +150,10 @@ def _replica_prefix(params: KVCacheParams, replica: int) -> str:
 
 
 def _paged_record(
-    params: KVCacheParams, device: Device, layers: int, leaf: str, replica: str
+    params: KVCacheParams, device: Device, leaf: str, replica: str
 ) -> PagedCacheInputSymbols:
     path, dims = (f"{leaf}.", leaf.replace(".", "_") + "_") if leaf else ("", "")
-    kv, _, page_size, heads, head_dim = params.page_shape
+    kv, layers, page_size, heads, head_dim = params.page_shape
     page: tuple[Dim, ...] = (dims + NUM_PAGE_SLOTS, kv, layers, page_size, heads)
     batch, width, where = replica + BATCH_SIZE, replica + dims + MAX_NUM_PAGES, device.logical
     scales = None
@@ -226,19 +212,19 @@ def padded_symbols(params: KVCacheParams) -> list[PaddedKVCacheInputSymbols]:
 
 
 def emit_torch_export(
-    symbols: Sequence[TensorType], examples: Mapping[str, int] | None = None
+    symbols: Sequence[TensorType],
 ) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
     """Fake example tensors (no storage), and `dynamic_shapes` with one named Dim per symbol.
 
-    `examples` gives extents to trace with; they are all distinct by default, so that no two dims
-    are taken for one. Sharing is by dim name over all `symbols` of the call.
+    Example extents are all distinct, so that no two dims are taken for one. Sharing is by dim
+    name over all `symbols` of the call.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.export import Dim as ExportDim
 
     bases = list(dict.fromkeys(d.partition(" + ")[0] for s in symbols for d in s.symbolic_dims))
-    sizes = {name: 3 + 2 * i for i, name in enumerate(bases)} | dict(examples or {})
+    sizes = {name: 3 + 2 * i for i, name in enumerate(bases)}
     dims = {name: ExportDim(name, min=1, max=MAX_EXTENTS.get(name)) for name in bases}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
