@@ -38,3 +38,8 @@ def test_generate_without_torch_onnx_transformers(
     text = run(command, "generate", artifact, "The import statement", "--max-new-tokens", "16")
     assert len(text.split()) >= 5
     assert "intact" in run(command, "verify", artifact)
+
+    compiling = (command, "compile", str(tmp_path), "-o", str(tmp_path / "out"))
+    refused = subprocess.run(compiling, capture_output=True, text=True, env={"PATH": ""})
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("pip install 'kvgraph[compile]'\n"), refused.stderr
