@@ -175,3 +175,28 @@ def test_greedy_tokens_equal_transformers_generate(
         assert got[:tie] == expected[:tie]
         compared += tie
     assert compared >= 0.9 * NEW_TOKENS * len(LENGTHS), "too many near-ties to prove anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_to_float32_as_eager_is(
+    dtype: str, eager: Callable[[str], Eager], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Rounding differs from eager's, so both are measured against eager in float32."""
+    from transformers import AutoModelForCausalLM
+
+    rows = prompts(eager("tiny-llama").vocab_size)
+    exact = np.concatenate([eager("tiny-llama").logits(row) for row in rows])
+    half = AutoModelForCausalLM.from_pretrained(
+        model_folder("tiny-llama"), dtype=getattr(torch, dtype), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        theirs = np.concatenate(
+            [half(torch.tensor([row]), use_cache=False).logits[0].float().numpy() for row in rows]
+        )
+    kvgraph.compile(
+        model_folder("tiny-llama"), tmp_path / "out", backend="torch", dtype=dtype, page_size=16
+    )
+    artifact = kvgraph.load(tmp_path / "out")
+    ours = ragged_step(artifact.session(), artifact.params(), rows)
+    assert np.abs(ours - exact).mean() <= 1.1 * np.abs(theirs - exact).mean()
