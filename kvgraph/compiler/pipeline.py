@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch",)}
 """Kind of target -> its backends, the default first."""
 MAX_PAGE_SIZE = 1 << 16
+DEFAULT_PAGE_SIZE = 128
 
 Progress = Callable[[str], None]
 
@@ -43,7 +44,7 @@ def compile(
     backend: str | None = None,
     dtype: str | None = None,
     cache_dtype: str | None = None,
-    page_size: int = 128,
+    page_size: int = DEFAULT_PAGE_SIZE,
     cache: str = "paged",
     params: KVCacheParams | MultiKVCacheParams | None = None,
     vocab_size: int | None = None,
@@ -67,6 +68,9 @@ def compile(
 
     progress("reading the model")
     loaded, notes = _load(model, backend, dtype, vocab_size, max_seq_len)
+
+    if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
+        notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 
     progress("describing the cache")
     plan = _plan_cache(loaded, params, cache, cache_dtype, page_size, parsed)
