@@ -9,7 +9,6 @@ machine's folders.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
     require_fused,
 )
 from kvgraph.compiler.targets import Lowered
-from kvgraph.compiler.targets.torch import MODEL_NAME, save_weights
+from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops, save_weights
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
@@ -71,13 +70,8 @@ def lower(
     for arch in archs:
         progress(f"compiling kernels for {arch}")
         _save_kernels(shapes, arch, folder / "kernels" / arch)
-    counts = Counter(
-        str(node.target).removesuffix(".default")
-        for node in program.graph.nodes
-        if node.op == "call_function"
-    )
     return Lowered(
-        ops={name: n for name, n in sorted(counts.items()) if "_assert_" not in name},
+        ops=count_ops(program),
         passes=[report],
         tools=("torch", "transformers", "triton"),
     )

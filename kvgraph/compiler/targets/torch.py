@@ -43,19 +43,25 @@ def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path
     report = fuse_update_and_attend(program.graph)
     require_fused(program, report, signature, plan)
     program.graph_module.recompile()
+    ops = count_ops(program)
+    save_weights(program, folder)
+    _package(program, folder / MODEL_NAME)
+    return Lowered(
+        ops=ops,
+        passes=[report],
+        nondeterministic_files=[MODEL_NAME],
+        tools=("torch", "transformers"),
+    )
+
+
+def count_ops(program: ExportedProgram) -> dict[str, int]:
+    """How often the program calls each op, torch.export's own assertions left out."""
     counts = Counter(
         str(node.target).removesuffix(".default")
         for node in program.graph.nodes
         if node.op == "call_function"
     )
-    save_weights(program, folder)
-    _package(program, folder / MODEL_NAME)
-    return Lowered(
-        ops={name: n for name, n in sorted(counts.items()) if "_assert_" not in name},
-        passes=[report],
-        nondeterministic_files=[MODEL_NAME],
-        tools=("torch", "transformers"),
-    )
+    return {name: n for name, n in sorted(counts.items()) if "_assert_" not in name}
 
 
 def save_weights(program: ExportedProgram, folder: Path) -> None:
