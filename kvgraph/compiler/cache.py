@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.manifest import LayerRef
-from kvgraph.contract.params import KVCacheParams, KVCacheQuantization, KVCacheStrategy
+from kvgraph.contract.params import (
+    QUANTIZED_DTYPES,
+    KVCacheParams,
+    KVCacheQuantization,
+    KVCacheStrategy,
+)
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import UnsupportedError
 
@@ -49,6 +54,13 @@ class CachePlan:
     def leaves(self) -> tuple[str, ...]:
         """Leaf paths in binding order; `("",)` for a single cache."""
         return tuple(self.params.leaves)
+
+
+def pool_types(dtype: str, cache_dtype: str | None) -> tuple[str, KVCacheQuantization | None]:
+    """`dtype` and `quantization` of a cache stored as `cache_dtype` (None: as activations are)."""
+    if cache_dtype in QUANTIZED_DTYPES:
+        return dtype, KVCacheQuantization(cache_dtype)  # type: ignore[arg-type]
+    return cache_dtype or dtype, None
 
 
 def plan_cache(

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler import emit
-from kvgraph.compiler.cache import CachePlan, plan_cache
+from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
 from kvgraph.contract.devices import Target, virtual_devices
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
     POOL_DTYPES,
     QUANTIZED_DTYPES,
     KVCacheParams,
-    KVCacheQuantization,
     KVCacheStrategy,
 )
 from kvgraph.contract.signature import GraphSignature
@@ -192,15 +191,14 @@ def _plan_cache(
         return CachePlan.of(params)
     if not model.layers:
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
-    strategy = KVCacheStrategy(cache)
-    quantised = cache_dtype in QUANTIZED_DTYPES
+    dtype, quantization = pool_types(model.dtype, cache_dtype)
     return plan_cache(
         model.layers,
-        dtype=model.dtype if quantised or cache_dtype is None else cache_dtype,
-        quantization=KVCacheQuantization(cache_dtype) if quantised else None,  # type: ignore[arg-type]
+        dtype=dtype,
+        quantization=quantization,
         page_size=page_size,
         devices=virtual_devices(str(target)),
-        strategy=strategy,
+        strategy=KVCacheStrategy(cache),
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvgraph.compiler.cache import plan_cache
+from kvgraph.compiler.cache import plan_cache, pool_types
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.contract.devices import virtual_devices
-from kvgraph.contract.params import QUANTIZED_DTYPES, KVCacheQuantization
 from kvgraph.errors import ParamsError
 from kvgraph.kv.memory import plan_leaves
 from kvgraph.kv.null import NullKVCacheManager
@@ -55,11 +54,11 @@ def plan_deployment(
     """
     dtype = dtype or huggingface.checkpoint_dtype(folder)
     model = huggingface.describe(folder, dtype)
-    quantised = cache_dtype in QUANTIZED_DTYPES
+    pool_dtype, quantization = pool_types(dtype, cache_dtype)
     cache = plan_cache(
         model.layers,
-        dtype=dtype if quantised or cache_dtype is None else cache_dtype,
-        quantization=KVCacheQuantization(cache_dtype) if quantised else None,  # type: ignore[arg-type]
+        dtype=pool_dtype,
+        quantization=quantization,
         page_size=page_size,
         devices=virtual_devices(target),
     )

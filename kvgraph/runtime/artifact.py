@@ -73,8 +73,13 @@ class Artifact:
         return sessions.create(self, kind, num_threads)
 
     def require_consistent(self) -> None:
-        """ArtifactError unless bindings, layout and files are such as this kvgraph writes."""
+        """ArtifactError unless ops, bindings, layout and files are as this kvgraph writes them."""
         where, manifest = self.folder / "manifest.json", self.manifest
+        if manifest.op_abi_version != ABI_VERSION:
+            raise ArtifactError(
+                f"{where}: op_abi_version: expected {ABI_VERSION} from this kvgraph, "
+                f"got {manifest.op_abi_version}"
+            )
         for name in BACKEND_FILES.get(manifest.backend, ()):
             if name not in manifest.files:
                 raise ArtifactError(
@@ -98,14 +103,9 @@ class Artifact:
                 )
 
     def require_machine(self) -> None:
-        """ArtifactError unless this machine and this kvgraph can run the artifact."""
+        """ArtifactError unless this machine is the artifact's target."""
         manifest = self.manifest
         where = self.folder / "manifest.json"
-        if manifest.op_abi_version != ABI_VERSION:
-            raise ArtifactError(
-                f"{where}: op_abi_version: expected {ABI_VERSION} from this kvgraph, "
-                f"got {manifest.op_abi_version}"
-            )
         if manifest.target != "cpu":
             raise ArtifactError(
                 f"{where}: target: expected 'cpu' from this machine's sessions, "
