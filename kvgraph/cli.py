@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -9,12 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.errors import KVGraphError, ParamsError
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def generate(
     start = time.perf_counter()
     if json:
         completion = engine.generate([prompt], sampling)[0]
-        _print_json(msgspec.to_builtins(completion))
+        _print_json(to_plain(completion))
         return
     for piece in engine.stream(prompt, sampling):
         sys.stdout.write(piece)
@@ -188,7 +189,7 @@ def inspect(artifact: Folder, json: Json = False) -> None:
 
     manifest = read_manifest(artifact)
     if json:
-        _print_json(msgspec.to_builtins(manifest))
+        _print_json(to_plain(manifest))
         return
     _print_facts(manifest)
     _print_bindings(manifest)
@@ -230,7 +231,7 @@ def plan(
             page_size=page_size,
         )
     if json:
-        _print_json(msgspec.to_builtins(made))
+        _print_json(to_plain(made))
         return
     table = Table(show_header=False, box=None, title_justify="left", title_style="bold")
     table.title = f"{made.architecture} on {made.target} with {_bytes(made.memory)}"
@@ -370,7 +371,7 @@ def _print_kernels(folder: Path, manifest: Manifest) -> None:
     for column in ("kernel", "arch", "warps", "registers", "shared", "spills"):
         table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
     for path in paths:
-        for kernel in msgspec.json.decode((folder / path).read_bytes()):
+        for kernel in json.loads((folder / path).read_bytes()):
             name = f"{kernel['kernel']} {kernel['role']}".strip()
             figures = (kernel["num_warps"], kernel["registers"], kernel["shared"])
             spills = kernel["spill_stores"] + kernel["spill_loads"]
@@ -394,7 +395,7 @@ def _table(title: str) -> Table:
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+    sys.stdout.write(to_json(value, indent=1).decode() + "\n")
 
 
 def _parse_bytes(text: str) -> int:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
-
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.targets import Lowered
@@ -29,6 +27,7 @@ from kvgraph.contract.manifest import (
     hash_files,
     write_manifest,
 )
+from kvgraph.contract.plain import to_json
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 from kvgraph.ops.header import ABI_VERSION
@@ -155,5 +154,5 @@ def emit(
 
 
 def _model_identity(model: Model, weights: FileEntry) -> str:
-    parts = [model.architecture, model.fingerprint, weights.chunks]
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+    parts = [model.architecture, model.fingerprint.hex(), weights.chunks]
+    return hashlib.sha256(to_json(parts)).hexdigest()

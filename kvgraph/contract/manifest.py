@@ -7,16 +7,17 @@ sentence that names the file or field and both values. Nothing is unpickled.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-import msgspec
-
 from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType
+from kvgraph.contract.plain import from_plain, to_json, to_plain
 from kvgraph.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
@@ -24,14 +25,16 @@ SCHEMA_VERSION = 1
 CHUNK_BYTES = 16 << 20
 
 
-class FileEntry(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class FileEntry:
     """One file: bytes, and SHA-256 of each chunk of `CHUNK_BYTES` (the last one may be short)."""
 
     size: int
     chunks: list[str]
 
 
-class Binding(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Binding:
     """One graph input or output. `alias` names the input whose address an output must have."""
 
     name: str
@@ -52,14 +55,16 @@ class Binding(msgspec.Struct, frozen=True):
         return TensorType(self.name, self.dtype, tuple(self.dims), parse_logical(self.device), kind)
 
 
-class LayerRef(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LayerRef:
     """Where a model layer's cache lives: leaf path ("" for a single cache), index in the leaf."""
 
     leaf: str
     index: int
 
 
-class ModelInfo(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
     """What was compiled. `identity` is a hash of weights and graph: equal models, equal pages."""
 
     architecture: str
@@ -70,15 +75,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
     bos_token_id: int | None = None
 
 
-class PassEntry(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PassEntry:
     """A compiler pass: how often it applied, and why where it did not."""
 
     name: str
     applied: int
-    unmatched: list[str] = []
+    unmatched: list[str] = field(default_factory=list)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
     schema_version: int
     kvgraph_version: str
     op_abi_version: int
@@ -104,11 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         Deployment and the page's place in memory do not enter: 32 bytes of SHA-256.
         """
         fields = {"model": self.model.identity, "dtype": self.dtype, "layout": self.layout}
-        return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).digest()
-
-
-class _Header(msgspec.Struct):
-    schema_version: int
+        return hashlib.sha256(to_json(fields, sort=True)).digest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -116,8 +119,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
     Mappings keep their order: that of a layout's leaves is the order of the bindings.
     """
-    fields = msgspec.to_builtins(manifest)
-    text = msgspec.json.format(msgspec.json.encode(fields | {"sha256": _hash(fields)}), indent=1)
+    fields = to_plain(manifest)
+    text = to_json(fields | {"sha256": _hash(fields)}, indent=1)
     temporary = folder / (MANIFEST_NAME + ".partial")
     with temporary.open("wb") as file:
         file.write(text + b"\n")
@@ -136,15 +139,16 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "
             "its compile did not finish)"
         )
-    text = path.read_bytes()
     try:
-        version = msgspec.json.decode(text, type=_Header).schema_version
+        fields = json.loads(path.read_bytes())
+        version = fields.get("schema_version") if isinstance(fields, dict) else None
+        if type(version) is not int:
+            raise ValueError(f"schema_version: expected int, got {version!r}")
         if version != SCHEMA_VERSION:
             raise ArtifactError(
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
                 f"got {version}"
             )
-        fields = msgspec.json.decode(text, type=dict[str, Any])
         found = str(fields.pop("sha256", None))
         expected = _hash(fields)
         if found != expected:
@@ -152,13 +156,15 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: sha256: expected {expected[:16]} from its other fields, "
                 f"got {found[:16]}: the file was changed"
             )
-        return msgspec.convert(fields, Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return from_plain(Manifest, fields)
+    except ArtifactError:
+        raise
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or of other types
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
 
 
 def _hash(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
+    return hashlib.sha256(to_json(fields)).hexdigest()
 
 
 def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> FileEntry:

@@ -1,0 +1,101 @@
+"""Plain data (what JSON holds) <-> dataclasses, types checked on the way in.
+
+Decision: no validation library. A deployment machine has kvgraph's wheel and whatever came with
+its framework; the manifest is the one thing read there, and its types are few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, TypeVar, Union
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses become dictionaries in field order, tuples lists; the rest stays."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: to_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(each) for each in value]
+    return value
+
+
+def from_plain(kind: type[T], value: Any, where: str = "") -> T:
+    """A `kind` from plain data; ValueError names the first field of another type, or missing.
+
+    Fields that `kind` does not have are left out.
+    """
+    return typing.cast(T, _convert(kind, value, where))
+
+
+def to_json(value: Any, *, indent: int | None = None, sort: bool = False) -> bytes:
+    """One form for equal values: no spaces without `indent`, keys in their order or sorted."""
+    separators = (",", ": ") if indent else (",", ":")
+    text = json.dumps(
+        value, indent=indent, separators=separators, sort_keys=sort, ensure_ascii=False
+    )
+    return text.encode()
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is list:
+        items = _require(list, value, where)
+        return [_convert(arguments[0], each, f"{where}[{i}]") for i, each in enumerate(items)]
+    if origin is dict:
+        entries = _require(dict, value, where)
+        return {
+            key: _convert(arguments[1], each, f"{where}.{key}") for key, each in entries.items()
+        }
+    if dataclasses.is_dataclass(kind):
+        return _convert_fields(kind, _require(dict, value, where), where)
+    return _require(kind, value, where)
+
+
+def _convert_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    for kind in kinds:
+        try:
+            return _convert(kind, value, where)
+        except ValueError:
+            continue
+    names = " or ".join(_name(kind) for kind in kinds)
+    raise ValueError(f"{where.lstrip('.')}: expected {names}, got {_said(value)}")
+
+
+def _convert_fields(kind: Any, given: dict[str, Any], where: str) -> Any:
+    hints, values = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        path = f"{where}.{field.name}"
+        if field.name in given:
+            values[field.name] = _convert(hints[field.name], given[field.name], path)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{path.lstrip('.')}: expected {_name(hints[field.name])}, got none")
+    return kind(**values)
+
+
+def _require(kind: Any, value: Any, where: str) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:  # so that True is no integer
+        raise ValueError(f"{where.lstrip('.')}: expected {_name(kind)}, got {_said(value)}")
+    return value
+
+
+def _name(kind: Any) -> str:
+    plain = isinstance(kind, type) and not typing.get_args(kind)
+    return "null" if kind is type(None) else kind.__name__ if plain else str(kind)
+
+
+def _said(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{type(value).__name__} {text[:50]}..."
