@@ -12,6 +12,8 @@ from kvgraph.compiler.cache import CachePlan, LayerNeed
 if TYPE_CHECKING:
     import torch
 
+    from kvgraph.compiler.checkpoint import Checkpoint
+
 
 @dataclass(frozen=True)
 class Model:
@@ -36,6 +38,10 @@ class Model:
     """Files that travel unchanged into the artifact: name there -> path here."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    checkpoint: Checkpoint | None = None
+    """Where the values are of a module whose parameters are fake."""
+    loaded: str = ""
+    """Why a module has its values in memory that was asked for without them."""
 
     def __post_init__(self) -> None:
         self.module.eval()

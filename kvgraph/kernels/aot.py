@@ -24,6 +24,9 @@ from kvgraph.kernels.shapes import AttentionShape
 HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
 """Follow a kernel's parameters in its launch ABI; our kernels use neither: pass null."""
 
+MOST_REGISTERS, SPILL_STEP = 255, 16
+"""Of a thread; and how many more than the assembler chose a kernel gets that spills."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -76,16 +79,21 @@ class Compiled:
         }
 
 
-def compile_attention(shape: AttentionShape, arch: str) -> list[Compiled]:
+def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
     """Every kernel that store_kv, paged_attention and update_and_attend of `shape` launch.
 
     UnsupportedError names what no kernel supports (architecture, head_dim, page_size, granularity,
-    heads), with the supported set, before anything is compiled.
+    heads), with the supported set.
     """
     shape.check()
     shapes.check_dtypes(shape.cache, arch)
     store = launch.store_variant(shape.cache, shape.rope)
-    return [*compile_all([store, *launch.attention_variants(shape, arch)], arch)]
+    return [store, *launch.attention_variants(shape, arch)]
+
+
+def compile_attention(shape: AttentionShape, arch: str) -> list[Compiled]:
+    """`attention_variants`, compiled; refused before anything is."""
+    return [*compile_all(attention_variants(shape, arch), arch)]
 
 
 def compile_all(variants: Iterable[Variant], arch: str) -> Iterator[Compiled]:
@@ -103,19 +111,7 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     from triton.backends.compiler import GPUTarget
 
     start = time.perf_counter()
-    with _hermetic(triton) as log:
-        try:
-            compiled = triton.compile(
-                _source(variant),
-                target=GPUTarget("cuda", capability, 32),
-                options={
-                    "num_warps": variant.num_warps,
-                    "num_stages": variant.num_stages,
-                    "enable_fp_fusion": True,
-                },
-            )
-        except Exception as error:  # Triton's own errors share no base class
-            raise KernelError(f"{variant.name} for {arch}: {_said(error)}") from error
+    compiled, used = _without_spills(triton, variant, arch, GPUTarget("cuda", capability, 32))
     seconds = time.perf_counter() - start
     metadata = compiled.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
@@ -125,15 +121,36 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
             f"{variant.name} for {arch}: expected at most {shapes.SHARED_MEMORY[arch]} bytes of "
             f"shared memory, got {metadata.shared}"
         )
-    return Compiled(
-        variant,
-        arch,
-        metadata.name,
-        compiled.asm["cubin"],
-        compiled.asm["ptx"],
-        _resources(log.getvalue(), metadata.shared),
-        seconds,
-    )
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    return Compiled(variant, arch, metadata.name, cubin, ptx, used, seconds)
+
+
+def _without_spills(triton: Any, variant: Variant, arch: str, target: Any) -> tuple[Any, Resources]:
+    """Compiled as the assembler likes it; where it spills a little to fit more blocks beside each
+    other, with as many registers more as end that."""
+    compiled, used = _compile(triton, variant, arch, target, None)
+    while used.spill_stores > 0 and used.registers + SPILL_STEP <= MOST_REGISTERS:
+        most = used.registers + SPILL_STEP
+        compiled, used = _compile(triton, variant, arch, target, most)
+    return compiled, used
+
+
+def _compile(
+    triton: Any, variant: Variant, arch: str, target: Any, max_registers: int | None
+) -> tuple[Any, Resources]:
+    options: dict[str, Any] = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "enable_fp_fusion": True,
+    }
+    if max_registers:
+        options["maxnreg"] = max_registers
+    with _hermetic(triton) as log:
+        try:
+            compiled = triton.compile(_source(variant), target=target, options=options)
+        except Exception as error:  # Triton's own errors share no base class
+            raise KernelError(f"{variant.name} for {arch}: {_said(error)}") from error
+    return compiled, _resources(log.getvalue(), compiled.metadata.shared)
 
 
 def _said(error: BaseException) -> str:

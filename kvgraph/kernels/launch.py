@@ -296,15 +296,22 @@ def _absent(**names: bool) -> frozenset[str]:
 
 
 def rms_norm_variant(
-    dtype: str, width: int, epsilon: float, *, residual: bool = False, weight_offset: float = 0.0
+    dtype: str,
+    width: int,
+    epsilon: float,
+    *,
+    residual: bool = False,
+    weight_offset: float = 0.0,
+    round_first: bool = False,
 ) -> Variant:
-    """`weight_offset` 1 is Gemma's."""
+    """`weight_offset` 1 is Gemma's; `round_first`, to dtype before the weight, is Llama's."""
     block = power_of_two(width, 16)
     rows = max(1, 2048 // block)
     constants: dict[str, Constant] = {
         "WIDTH": width,
         "EPSILON": epsilon,
         "WEIGHT_OFFSET": weight_offset,
+        "ROUND_FIRST": round_first and dtype != "float32",
         "RESIDUAL": residual,
         "BLOCK_R": rows,
         "BLOCK_D": block,

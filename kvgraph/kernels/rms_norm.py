@@ -14,6 +14,7 @@ def rms_norm(
     WIDTH: tl.constexpr,
     EPSILON: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -21,7 +22,8 @@ def rms_norm(
     """`out = y / sqrt(mean(y^2) + EPSILON) * (WEIGHT_OFFSET + weight)` of BLOCK_R rows of WIDTH.
 
     y is x, or x + residual rounded to their dtype, which residual then holds. In float32, rounded
-    once. Grid: (ceil(num_rows / BLOCK_R),).
+    at the end, and with ROUND_FIRST also before the weight is applied (as Llama does, and Gemma
+    does not). Grid: (ceil(num_rows / BLOCK_R),).
     """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
@@ -35,5 +37,8 @@ def rms_norm(
         y_RD = stored_RD.to(tl.float32)
     rate_R = tl.rsqrt(tl.sum(y_RD * y_RD, 1) / WIDTH + EPSILON)
     weight_D = tl.load(weight + d, mask=d < WIDTH, other=0.0).to(tl.float32) + WEIGHT_OFFSET
-    out_RD = y_RD * rate_R[:, None] * weight_D[None, :]
+    normal_RD = y_RD * rate_R[:, None]
+    if ROUND_FIRST:
+        normal_RD = normal_RD.to(out.dtype.element_ty).to(tl.float32)
+    out_RD = normal_RD * weight_D[None, :]
     tl.store(out + at_RD, out_RD.to(out.dtype.element_ty), mask=mask_RD)

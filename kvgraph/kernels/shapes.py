@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvgraph.contract.devices import CUDA_ARCHS
 from kvgraph.contract.dims import itemsize
+from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import UnsupportedError
 
 ACTIVATIONS = ("float32", "float16", "bfloat16")
@@ -80,6 +81,20 @@ class CacheShape:
     num_layers: int
     v_head_dim: int = 0
     granularity: int = 0
+
+    @classmethod
+    def of(cls, leaf: KVCacheParams, dtype: str) -> CacheShape:
+        """Of one shard of a leaf, under activations of `dtype`."""
+        return cls(
+            dtype=dtype,
+            pool_dtype=leaf.pool_dtype,
+            kv_heads=leaf.n_kv_heads_per_device,
+            head_dim=leaf.head_dim,
+            page_size=leaf.page_size,
+            num_layers=leaf.num_layers,
+            v_head_dim=leaf.v_head_dim if leaf.v_head_dim != leaf.head_dim else 0,
+            granularity=leaf.scale_granularity if leaf.quantization else 0,
+        )
 
     @property
     def v_width(self) -> int:
@@ -200,4 +215,7 @@ def prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
         return Tiles(max(64, least), 32, 8, 2)
     if width <= 64:
         return Tiles(128, 64, 8, 3)
-    return Tiles(128, 32, 8, 3) if target >= 120 else Tiles(max(64, least), 32, 4, 3)
+    if target >= 120:
+        # Quantised tiles are decoded in registers: a third stage of them would spill.
+        return Tiles(128, 32, 8, 2 if shape.cache.quantized else 3)
+    return Tiles(max(64, least), 32, 4, 3)

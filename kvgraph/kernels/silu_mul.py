@@ -14,8 +14,9 @@ def silu_mul(
     UP_STRIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """`out = gate * sigmoid(gate) * up` of one row, BLOCK_D of its WIDTH elements; in float32.
+    """`out = gate * sigmoid(gate) * up` of one row, BLOCK_D of its WIDTH elements.
 
+    In float32, rounded to out's dtype before `up` and at the end: as the two operators would.
     The strides are those of rows, so that gate and up may be halves of one tensor.
     Grid: (num_rows * ceil(WIDTH / BLOCK_D),).
     """
@@ -25,5 +26,6 @@ def silu_mul(
     mask = d < WIDTH
     gate_D = tl.load(gate + row * GATE_STRIDE + d, mask=mask, other=0.0).to(tl.float32)
     up_D = tl.load(up + row * UP_STRIDE + d, mask=mask, other=0.0).to(tl.float32)
-    out_D = gate_D * tl.sigmoid(gate_D) * up_D
+    silu_D = (gate_D * tl.sigmoid(gate_D)).to(out.dtype.element_ty)
+    out_D = silu_D.to(tl.float32) * up_D
     tl.store(out + row * WIDTH + d, out_D.to(out.dtype.element_ty), mask=mask)

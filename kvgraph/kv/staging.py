@@ -25,7 +25,8 @@ from kvgraph.kv.rows import Resolved, Row
 Extents = tuple[list[int], int, int, int, int]
 """cache lengths, longest new run, longest context, table width, steps: a batch measured."""
 
-Upload = Callable[[TensorType, npt.NDArray[np.int32]], Buffer]
+Upload = Callable[[TensorType, npt.NDArray[np.int32], int], Buffer]
+"""(symbol, values, elements that it will ever have) -> the device's copy, at one address for life."""
 
 MAX_STEPS = 1 << 16
 """Most steps of one call; the bound that an exported program assumes too."""
@@ -34,8 +35,8 @@ MAX_STEPS = 1 << 16
 class Staging:
     """One of a replica's two sets of index tensors, and the records over them.
 
-    On a CPU these arrays are the graph's inputs. For other devices a session that has
-    `upload(symbol, values) -> Buffer` is asked for the device's copy at every fill.
+    On a CPU these arrays are the graph's inputs. For other devices a session that has an
+    `uploader()` is asked for the device's copy at every fill: both sets share one.
     `dirty` holds the rows whose pages changed since this set was filled.
     """
 
@@ -145,9 +146,15 @@ class Staging:
                     assert view[at].tolist() == expected, row.request_id
 
     def _upload_records(self, upload: Upload) -> None:
-        for leaf, view, records in zip(self._leaves, self._views, self.records, strict=True):
+        lengths = self._lengths[: self._shape[0]]
+        for leaf, view, table, records in zip(
+            self._leaves, self._views, self._tables, self.records, strict=True
+        ):
             for symbols, record in zip(leaf.symbols, records, strict=True):
                 if symbols.cache_lengths.device.kind != "cpu":
-                    lengths = self._lengths[: self._shape[0]]
-                    record.cache_lengths = upload(symbols.cache_lengths, lengths)
-                    record.lookup_table = upload(symbols.lookup_table, view)
+                    record.cache_lengths = upload(
+                        symbols.cache_lengths, lengths, self._lengths.size
+                    )
+                    record.lookup_table = upload(
+                        symbols.lookup_table, view.reshape(record.lookup_table.shape), table.size
+                    )

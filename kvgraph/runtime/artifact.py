@@ -16,6 +16,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.ops.header import ABI_VERSION
+from kvgraph.runtime.machine import require_machine
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 BACKEND_FILES = {
     "onnx": ("model.onnx", "weights.safetensors"),
     "torch": ("model.pt2", "weights.safetensors"),
+    "tensorrt": ("model.engine", "model.onnx", "weights.safetensors"),
 }
 """What a session opens, and so must be hashed."""
 
@@ -59,7 +61,7 @@ class Artifact:
         )
 
     def session(self, kind: str | None = None, *, num_threads: int | None = None) -> Session:
-        """Something that can run the graph: `kind` "onnxruntime", "torch" or "reference".
+        """Something that can run the graph: `kind` as in `sessions.BACKEND_SESSIONS`.
 
         Default: the one of the artifact's backend. `num_threads` 0 or None: all cores.
         """
@@ -104,13 +106,7 @@ class Artifact:
 
     def require_machine(self) -> None:
         """ArtifactError unless this machine is the artifact's target."""
-        manifest = self.manifest
-        where = self.folder / "manifest.json"
-        if manifest.target != "cpu":
-            raise ArtifactError(
-                f"{where}: target: expected 'cpu' from this machine's sessions, "
-                f"got {manifest.target!r}"
-            )
+        require_machine(self.manifest.target, f"{self.folder / 'manifest.json'}")
 
 
 def load(folder: str | Path, *, verify: bool = True) -> Artifact:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import run
 
 import kvgraph
 from kvgraph import ArtifactError, UnsupportedError
+from kvgraph.kernels import launch
 from kvgraph.runtime.artifact import verify
 
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
@@ -37,6 +43,9 @@ def test_every_architecture_has_its_kernels(artifact: Path) -> None:
             ("paged_attention", "decode"),
             ("paged_attention", "decode_split"),
             ("merge_parts", ""),
+            ("rms_norm", ""),
+            ("silu_mul", ""),
+            ("increment_cache_lengths", ""),
         }
         for kernel in kernels:
             assert f"kernels/{arch}/{kernel['file']}" in manifest.files
@@ -46,10 +55,51 @@ def test_every_architecture_has_its_kernels(artifact: Path) -> None:
 def test_the_program_has_names_and_no_weights(artifact: Path) -> None:
     assert (artifact / "model.pt2").stat().st_size < 500_000
     program = torch.export.load(artifact / "model.pt2")
-    calls = [n.target for n in program.graph.nodes if "kvgraph" in str(n.target)]
-    assert calls == [torch.ops.kvgraph.update_and_attend.default] * 4
+    calls = Counter(n.target for n in program.graph.nodes if "kvgraph" in str(n.target))
+    assert calls == {
+        torch.ops.kvgraph.update_and_attend.default: 4,
+        torch.ops.kvgraph.rms_norm.default: 9,
+        torch.ops.kvgraph.silu_mul.default: 4,
+    }
     here = str(Path(__file__).parents[2])
     assert here.encode() not in (artifact / "model.pt2").read_bytes()
+
+
+def test_a_runtime_finds_the_kernel_of_a_call(artifact: Path) -> None:
+    """By what the call itself says, without Triton: the name of a variant says what is compiled."""
+    files = {p.name for p in (artifact / "kernels" / "sm_90").glob("*.cubin")}
+    wanted = [launch.increment_variant()]
+    for node in torch.export.load(artifact / "model.pt2").graph.nodes:
+        given = dict(node.kwargs)
+        if node.target is torch.ops.kvgraph.rms_norm.default:
+            residual = len(node.args) > 2
+            wanted.append(launch.rms_norm_variant("bfloat16", 128, residual=residual, **given))
+        elif node.target is torch.ops.kvgraph.silu_mul.default:
+            wanted.append(launch.silu_mul_variant("bfloat16", node.meta["val"].shape[-1]))
+    names = {f"{variant.name}.cubin" for variant in wanted}
+    assert len(names) == 4, "the first norm adds nothing, all others do"
+    assert names <= files
+
+
+def test_compile_times_are_kept_and_not_hashed(artifact: Path) -> None:
+    manifest = verify(artifact).manifest
+    assert "build.json" not in manifest.files
+    seconds = json.loads((artifact / "build.json").read_text())["compile_seconds"]
+    assert set(seconds) == {name for name in manifest.files if name.endswith(".cubin")}
+    assert all(0 < taken < 600 for taken in seconds.values())
+    decode = next(name for name in seconds if "sm_90/paged_attention-decode-" in name)
+    assert f"{seconds[decode]:.2f}" in run("inspect", artifact).out
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"compile_seconds": 3}'])
+def test_inspect_without_compile_times(artifact: Path, tmp_path: Path, content: str | None) -> None:
+    copy = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    (copy / "build.json").unlink()
+    if content is not None:
+        (copy / "build.json").write_text(content)
+    shown = run("inspect", copy)
+    assert (shown.code, shown.err) == (0, "")
+    assert "paged_attention decode" in shown.out
 
 
 def test_equal_models_give_equal_bytes(
@@ -63,17 +113,36 @@ def test_equal_models_give_equal_bytes(
         page_size=16,
     )
     assert again == verify(artifact).manifest
-    assert again.nondeterministic_files == []
+    assert again.nondeterministic_files == ["build.json"]
+
+
+def test_a_compile_asks_for_no_cache_and_no_device_memory(tmp_path: Path) -> None:
+    """The null manager is told of 60 GiB in a process that may take 16, reserved or written."""
+    script = Path(__file__).parents[1] / "bench" / "compile.py"
+    model = Path(__file__).parents[2] / "examples" / "tiny-llama"
+    command = [sys.executable, script, "--compile", model, tmp_path / "out", "cuda:sm_90"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["allocators"], found["driver"], found["device"]) == ([], False, False)
+    reserve = (
+        "import resource, numpy; limit = 16 << 30;"
+        "resource.setrlimit(resource.RLIMIT_DATA, (limit, limit));"
+        "numpy.zeros(60 << 30, numpy.uint8)"
+    )
+    control = subprocess.run([sys.executable, "-c", reserve], capture_output=True, text=True)
+    assert "Unable to allocate 60.0 GiB" in control.stderr
 
 
 def test_a_session_here_refuses_it(artifact: Path) -> None:
-    with pytest.raises(ArtifactError, match=rf"expected 'cpu' from this machine's .*'{TARGET}'"):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    wanted = rf"target: expected an NVIDIA GPU for '{TARGET}' from this machine, got none"
+    with pytest.raises(ArtifactError, match=wanted):
         kvgraph.load(artifact)
 
 
 def test_a_changed_cubin_is_named(artifact: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = Path(shutil.copytree(artifact, tmp_path / "copy"))
     cubin = next((copy / "kernels" / "sm_90").glob("paged_attention-decode-*.cubin"))
     content = bytearray(cubin.read_bytes())
@@ -88,7 +157,10 @@ def test_a_changed_cubin_is_named(artifact: Path, tmp_path: Path) -> None:
     [
         ({"target": "cuda:sm_42"}, r"'cuda:sm_42': expected one of \['sm_75', .*"),
         ({"target": "cuda"}, r"'cuda': expected one of \['sm_75', .*"),
-        ({"backend": "onnx"}, r"backend: expected one of \['torch'\] for target cuda, got 'onnx'"),
+        (
+            {"backend": "onnx"},
+            r"backend: expected one of \['torch', .*\] for target cuda, got 'onnx'",
+        ),
         ({"page_size": 12}, r"page_size: expected one of \[16, 32, 64, 128, 256\], got 12"),
         ({"cache": "padded"}, "cache: expected 'paged' for target cuda, got 'padded'"),
         ({"target": "cuda:sm_75", "dtype": "bfloat16"}, "dtype: .* on sm_75, got bfloat16"),

@@ -12,7 +12,7 @@ from kv.builders import make_manager, make_params, start
 from kvgraph.contract.devices import Device, virtual_devices
 from kvgraph.contract.inputs import Buffer, KVCacheInputs
 from kvgraph.contract.params import KVCacheParams, KVCacheQuantization
-from kvgraph.errors import DeviceError, UnsupportedError
+from kvgraph.errors import DeviceError, ParamsError
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 
@@ -107,7 +107,7 @@ def test_no_memory_on_virtual_devices_or_without_a_session() -> None:
     cuda = make_params(devices=(Device("cuda:0"),))
     with pytest.raises(DeviceError, match=r"session.*cuda:0, got None"):
         PagedKVCacheManager(cuda, None, 8, max_batch_size=1)
-    with pytest.raises(UnsupportedError, match=r"total_num_host_pages: expected 0.*got 3"):
+    with pytest.raises(ParamsError, match=r"tiers: expected enable_prefix_caching=True, got F"):
         PagedKVCacheManager(make_params(), None, 8, 3, max_batch_size=1)
 
 
@@ -118,16 +118,20 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.allocated: list[tuple[str, tuple[int, ...]]] = []
-        self.uploads: list[str] = []
+        self.uploads: list[tuple[str, int]] = []
 
     def allocate(self, symbol: Any, sizes: Any) -> Buffer:
         shape = symbol.extents(sizes)
         self.allocated.append((symbol.name, shape))
         return Buffer(symbol.dtype, shape, symbol.device, object())
 
-    def upload(self, symbol: Any, values: Any) -> Buffer:
-        self.uploads.append(symbol.name)
-        return Buffer("int32", values.shape, symbol.device, values.copy())
+    def uploader(self) -> Any:
+        def upload(symbol: Any, values: Any, capacity: int) -> Buffer:
+            assert values.size <= capacity
+            self.uploads.append((symbol.name, capacity))
+            return Buffer("int32", values.shape, symbol.device, values.copy())
+
+        return upload
 
 
 def test_a_session_owns_pools_and_copies_index_tensors() -> None:
@@ -136,7 +140,8 @@ def test_a_session_owns_pools_and_copies_index_tensors() -> None:
     assert session.allocated == [("kv_blocks", (11, 2, 2, 4, 2, 8))]
     assert manager.identity == b"artifact"
     inputs = manager.runtime_inputs([[start(manager, "a", [1, 2])]])
-    assert session.uploads == ["cache_lengths", "lookup_table"]
+    rows, pages = manager.max_batch_size, 10
+    assert session.uploads == [("cache_lengths", rows), ("lookup_table", rows * pages)]
     bind_all(manager.input_symbols(), inputs)
 
 

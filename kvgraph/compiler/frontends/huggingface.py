@@ -21,7 +21,9 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.cache import CachePlan, LayerNeed
+from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
+from kvgraph.compiler.frontends.weightless import fake_parameters, locate
 from kvgraph.compiler.model import Model
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
@@ -161,22 +163,31 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def load(folder: Path, dtype: str) -> Model:
+def load(folder: Path, dtype: str, *, weightless: bool = False) -> Model:
     """Read a checkpoint folder in `dtype`.
 
+    `weightless`: parameters are fake and the model's `checkpoint` says where their values are,
+    unless transformers has to load them: then its `loaded` says why.
     ModelError: a folder that is missing, truncated or lacks weights. UnsupportedError: an
     architecture that is not a decoder of the attention interface.
     """
     config = _read_config(folder)
     transformers = _transformers()
     with _quiet():
-        return _load(transformers, folder, config, dtype)
+        return _load(transformers, folder, config, dtype, weightless)
 
 
-def _load(transformers: Any, folder: Path, config: dict[str, Any], dtype: str) -> Model:
+def _load(
+    transformers: Any, folder: Path, config: dict[str, Any], dtype: str, weightless: bool
+) -> Model:
     text = _decoder_config(transformers, folder, config)
     _require_tokenizer(folder / "tokenizer.json")
-    model = _load_weights(transformers, folder, dtype)
+    model, checkpoint, loaded = None, None, ""
+    if weightless:
+        model, checkpoint, loaded = _build(transformers, folder, config, text, dtype)
+    if checkpoint is None:
+        model = _load_weights(transformers, folder, dtype)
+    assert model is not None
     generation = model.generation_config
     eos = generation.eos_token_id
     eos = text.eos_token_id if eos is None else eos
@@ -193,7 +204,27 @@ def _load(transformers: Any, folder: Path, config: dict[str, Any], dtype: str) -
         files={name: folder / name for name in TRAVELLING_FILES if (folder / name).is_file()},
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         bos_token_id=text.bos_token_id,
+        checkpoint=checkpoint,
+        loaded=loaded,
     )
+
+
+def _build(
+    transformers: Any, folder: Path, config: dict[str, Any], text: Any, dtype: str
+) -> tuple[Any, Checkpoint | None, str]:
+    """The model with fake parameters and where their values are, or why it has to be loaded."""
+    if text.model_type != config["model_type"]:
+        return None, None, "the decoder is a part of a larger model"
+    with fake_parameters():
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_config(text, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+    checkpoint, why = locate(model, folder, getattr(torch, dtype))
+    if (folder / "generation_config.json").is_file():
+        with contextlib.suppress(OSError):  # as from_pretrained: the model's own defaults stay
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+    return model, checkpoint and checkpoint.renamed("model."), why
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvgraph.compiler.passes import PassReport
+from kvgraph.contract.manifest import EngineInfo
+
+BUILD_LOG_NAME = "build.json"
+"""How long the parts of this build took: never the same twice, so it is not hashed."""
 
 
 @dataclass
@@ -16,3 +20,5 @@ class Lowered:
     nondeterministic_files: list[str] = field(default_factory=list)
     tools: tuple[str, ...] = ()
     """Distributions whose versions decided the bytes."""
+    engine: EngineInfo | None = None
+    notes: list[str] = field(default_factory=list)

@@ -2,14 +2,15 @@
 
 Decisions: the program is saved as a CPU graph without weights and retargeted where it is loaded,
 so it needs no GPU to make and none to open; cubins come from Triton, which needs no driver and no
-CUDA toolkit. Everything is reproducible byte for byte: the graph's nodes lose what names this
-machine's folders.
+CUDA toolkit. A kernel's file is named after its Variant, which a runtime makes anew from the
+operands of a call (`kernels/launch.py`), without Triton. Everything is reproducible byte for byte
+but the log of compile times: the graph's nodes lose what names this machine's folders.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ from torch.fx import Graph
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import export, symbolic_batch
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
+from kvgraph.compiler.passes.fuse_rms_norm import FUSED as RMS_NORM
+from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
+from kvgraph.compiler.passes.fuse_rope import fuse_rope
+from kvgraph.compiler.passes.fuse_silu_mul import FUSED as SILU_MUL
+from kvgraph.compiler.passes.fuse_silu_mul import fuse_silu_mul
 from kvgraph.compiler.passes.fuse_update_and_attend import (
     FUSED,
     arguments,
@@ -28,13 +35,14 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
     fuse_update_and_attend,
     require_fused,
 )
-from kvgraph.compiler.targets import Lowered
-from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops, save_weights
-from kvgraph.contract.params import KVCacheParams
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
+from kvgraph.compiler.targets.weights import save_weights, stream_weights
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.errors import UnsupportedError
-from kvgraph.kernels import aot
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_dtypes
+from kvgraph.kernels import aot, launch
+from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.launch import Variant
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope, check_dtypes
 from kvgraph.ops import UPDATE_AND_ATTEND
 
 KERNELS_NAME = "kernels.json"
@@ -45,7 +53,7 @@ LOCAL_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "
 def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
     """UnsupportedError for a cache that no kernel supports, before the model is traced."""
     for leaf in plan.params.leaves.values():
-        shape = _cache_shape(leaf, leaf.dtype)
+        shape = CacheShape.of(leaf, leaf.dtype)
         shape.check()
         for arch in archs:
             check_dtypes(shape, arch)
@@ -62,17 +70,29 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`."""
     program = export(model, signature, return_buffers=False)
-    report = fuse_update_and_attend(program.graph)
-    require_fused(program, report, signature, plan)
+    fused = fuse_update_and_attend(program.graph)
+    require_fused(program, fused, signature, plan)
+    rope = fuse_rope(program, signature, model.max_seq_len)
+    reports = [run(program.graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
     shapes = attention_shapes(program, signature, plan)
-    save_weights(program, folder)
+    variants = fusion_variants(program)
+    if model.checkpoint is None:
+        save_weights(program, folder)
+    else:
+        progress("copying weights")
+        stream_weights(program, model.checkpoint, folder)
     _save_program(program, folder / MODEL_NAME)
+    seconds: dict[str, float] = {}
     for arch in archs:
         progress(f"compiling kernels for {arch}")
-        _save_kernels(shapes, arch, folder / "kernels" / arch)
+        used = [variant for shape in shapes for variant in aot.attention_variants(shape, arch)]
+        made = list(aot.compile_all([*used, *variants], arch))
+        seconds |= save_kernels(made, arch, folder)
+    (folder / BUILD_LOG_NAME).write_text(json.dumps({"compile_seconds": seconds}, indent=1) + "\n")
     return Lowered(
         ops=count_ops(program),
-        passes=[report],
+        passes=[fused, rope, *reports],
+        nondeterministic_files=[BUILD_LOG_NAME],
         tools=("torch", "transformers", "triton"),
     )
 
@@ -81,6 +101,13 @@ def attention_shapes(
     program: ExportedProgram, signature: GraphSignature, plan: CachePlan
 ) -> list[AttentionShape]:
     """The distinct constants of the program's attention, in the order of its layers."""
+    return list(dict.fromkeys(attention_of_nodes(program, signature, plan)))
+
+
+def attention_of_nodes(
+    program: ExportedProgram, signature: GraphSignature, plan: CachePlan
+) -> list[AttentionShape]:
+    """The constants of each update_and_attend of the program, in order."""
     leaf_of = buffer_leaves(program, signature)
     shapes = []
     for node in program.graph.nodes:
@@ -91,35 +118,49 @@ def attention_shapes(
             leaf = plan.params.leaves[leaf_of[given["kv_blocks"].name]]
             shapes.append(
                 AttentionShape(
-                    cache=_cache_shape(leaf, dtype),
+                    cache=CacheShape.of(leaf, dtype),
                     heads=query.shape[1],
                     scale=given["scale"],
                     window=given["window"],
                     softcap=given["softcap"],
                     causal=bool(given["causal"]),
                     sinks=given["sinks"] is not None,
+                    rope=_rope(given),
                 )
             )
-    return list(dict.fromkeys(shapes))
+    return shapes
 
 
-def _cache_shape(leaf: KVCacheParams, dtype: str) -> CacheShape:
-    return CacheShape(
-        dtype=dtype,
-        pool_dtype=leaf.pool_dtype,
-        kv_heads=leaf.n_kv_heads_per_device,
-        head_dim=leaf.head_dim,
-        page_size=leaf.page_size,
-        num_layers=leaf.num_layers,
-        v_head_dim=leaf.v_head_dim if leaf.v_head_dim != leaf.head_dim else 0,
-        granularity=leaf.scale_granularity if leaf.quantization else 0,
-    )
+def _rope(given: Mapping[str, Any]) -> Rope | None:
+    table = given["cos_sin"]
+    return None if table is None else Rope(table.meta["val"].shape[1], bool(given["rope_style"]))
+
+
+def fusion_variants(program: ExportedProgram) -> list[Variant]:
+    """Kernels of the program's norms and gates, and of the steps between its runs."""
+    variants = []
+    for node in program.graph.nodes:
+        if node.target in (RMS_NORM, SILU_MUL):
+            result = node.meta["val"]
+            dtype, width = str(result.dtype).removeprefix("torch."), result.shape[-1]
+            variants.append(
+                launch.silu_mul_variant(dtype, width)
+                if node.target is SILU_MUL
+                else launch.rms_norm_variant(
+                    dtype, width, residual=len(node.args) > 2, **node.kwargs
+                )
+            )
+    return [*variants, launch.increment_variant()]
 
 
 def _save_program(program: ExportedProgram, path: Path) -> None:
-    """The program with fake parameters: names, shapes and dtypes, no values."""
+    """The program with fake parameters: names, shapes and dtypes, no values.
+
+    Largest first: torch.export takes fake tensors of a dtype for views of the first one's memory.
+    """
     mode = FakeTensorMode()
-    program._state_dict = {k: mode.from_tensor(v) for k, v in program.state_dict.items()}
+    by_size = sorted(program.state_dict.items(), key=lambda item: -item[1].numel())
+    program._state_dict = {name: mode.from_tensor(value) for name, value in by_size}
     program._example_inputs = None
     _forget_sources(program.graph)
     program.graph_module.recompile()
@@ -133,15 +174,17 @@ def _forget_sources(graph: Graph) -> None:
             node.meta.pop(name, None)
 
 
-def _save_kernels(shapes: Sequence[AttentionShape], arch: str, folder: Path) -> None:
-    """A cubin per kernel, and `kernels.json`: what a launcher needs of each, and its resources."""
-    folder.mkdir(parents=True)
-    described: dict[str, dict[str, Any]] = {}
-    for shape in shapes:
-        for kernel in aot.compile_attention(shape, arch):
-            described[kernel.file_name] = kernel.metadata()
-            (folder / kernel.file_name).write_bytes(kernel.cubin)
-    if not described:
-        raise UnsupportedError("target cuda: expected at least one attention layer, got none")
-    text = json.dumps([described[name] for name in sorted(described)], indent=1)
-    (folder / KERNELS_NAME).write_text(text + "\n")
+def save_kernels(made: Sequence[Compiled], arch: str, folder: Path) -> dict[str, float]:
+    """A cubin per kernel, and `kernels.json`: what a launcher needs of each, and its resources.
+
+    Returns seconds of compiling by file: they are not part of what is reproducible.
+    """
+    kernels = folder / "kernels" / arch
+    kernels.mkdir(parents=True)
+    distinct = {kernel.file_name: kernel for kernel in made}
+    made = [distinct[name] for name in sorted(distinct)]
+    for kernel in made:
+        (kernels / kernel.file_name).write_bytes(kernel.cubin)
+    described = json.dumps([kernel.metadata() for kernel in made], indent=1)
+    (kernels / KERNELS_NAME).write_text(described + "\n")
+    return {f"kernels/{arch}/{kernel.file_name}": round(kernel.seconds, 3) for kernel in made}

@@ -13,7 +13,7 @@ import json
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import export, symbolic_batch
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
@@ -49,18 +51,25 @@ KEPT_WHOLE = ("aten::rms_norm", "aten::silu")
 def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
     """Write `model.onnx` and `weights.safetensors` into `folder`."""
     program = export(model, signature, return_buffers=True)
-    graph = program.graph
-    reports = [fuse_update_and_attend(graph)]
-    require_fused(program, reports[0], signature, plan)
-    reports.append(thread_pool(graph))
+    fused = fuse_update_and_attend(program.graph)
+    require_fused(program, fused, signature, plan)
+    rope = fuse_rope(program, signature, model.max_seq_len)
+    return write(program, signature, [fused, rope], folder)
+
+
+def write(
+    program: ExportedProgram, signature: GraphSignature, fused: Sequence[PassReport], folder: Path
+) -> Lowered:
+    """Write a program whose cache ops are fused, as the reports `fused` say."""
+    threaded = thread_pool(program.graph)
     onnx_model = _translate(_decompose(program), signature)
-    reports.append(tied_projection(onnx_model))
+    tied = tied_projection(onnx_model)
     _clean(onnx_model)
     _save(onnx_model, folder)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     return Lowered(
         ops=dict(sorted(counts.items())),
-        passes=reports,
+        passes=[*fused, threaded, tied],
         tools=("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
     )
 

@@ -14,22 +14,22 @@ import subprocess
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import export, symbolic_batch
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
 from kvgraph.compiler.targets import Lowered
+from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 
-MODEL_NAME, WEIGHTS_NAME = "model.pt2", "weights.safetensors"
+MODEL_NAME = "model.pt2"
 
 INDUCTOR = {"aot_inductor.package_constants_in_so": False}
 
@@ -40,15 +40,16 @@ PORTABLE_X86 = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
     """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler."""
     program = export(model, signature, return_buffers=False)
-    report = fuse_update_and_attend(program.graph)
-    require_fused(program, report, signature, plan)
+    fused = fuse_update_and_attend(program.graph)
+    require_fused(program, fused, signature, plan)
+    rope = fuse_rope(program, signature, model.max_seq_len)
     program.graph_module.recompile()
     ops = count_ops(program)
     save_weights(program, folder)
     _package(program, folder / MODEL_NAME)
     return Lowered(
         ops=ops,
-        passes=[report],
+        passes=[fused, rope],
         nondeterministic_files=[MODEL_NAME],
         tools=("torch", "transformers"),
     )
@@ -62,35 +63,6 @@ def count_ops(program: ExportedProgram) -> dict[str, int]:
         if node.op == "call_function"
     )
     return {name: n for name, n in sorted(counts.items()) if "_assert_" not in name}
-
-
-def save_weights(program: ExportedProgram, folder: Path) -> None:
-    """Write `weights.safetensors`: parameters and buffers by the program's names."""
-    constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
-    tensors, aliases = dense_weights(program.state_dict | constants)
-    save_file(tensors, folder / WEIGHTS_NAME, metadata=aliases or None)
-
-
-def dense_weights(
-    state: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Every tensor once, without overlaps; and tied names with their owners."""
-    tensors: dict[str, torch.Tensor] = {}
-    owners: dict[tuple[object, ...], str] = {}
-    aliases: dict[str, str] = {}
-    storages: set[int] = set()
-    for name, tensor in sorted(state.items()):
-        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        owner = owners.setdefault(view, name)
-        if owner != name:
-            aliases[name] = owner
-            continue
-        storage = tensor.untyped_storage().data_ptr()
-        dense = tensor.detach().contiguous()
-        # Another view of stored memory: the file has no overlaps.
-        tensors[name] = dense.clone() if storage in storages else dense
-        storages.add(storage)
-    return tensors, aliases
 
 
 def _package(program: ExportedProgram, path: Path) -> None:

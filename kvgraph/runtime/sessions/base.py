@@ -23,6 +23,12 @@ ALIGNMENT = 64
 class Session(ABC):
     """A loaded artifact. Not thread-safe: one step at a time."""
 
+    captures = False
+    """Whether `run(..., capture=True)` is faster: the engine then pads decode steps to buckets."""
+
+    limits: Mapping[str, int] = {}
+    """Dim -> most that a step may have of it, where what was compiled has a bound."""
+
     def __init__(self, artifact: Artifact) -> None:
         self.artifact = artifact
         self.signature = artifact.signature
@@ -38,14 +44,17 @@ class Session(ABC):
 
         BindingError where the symbol is not one of the artifact's: its layout parameters differ.
         """
+        self._require_known(symbol)
+        shape = symbol.extents(sizes)
+        return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
+
+    def _require_known(self, symbol: TensorType) -> None:
         expected = {s.name: s for s in self.signature.inputs}.get(symbol.name)
         if expected != symbol:
             raise BindingError(
                 f"{symbol.name}: expected {expected or 'no such input'} from the artifact, "
                 f"got {symbol or 'no such input'}"
             )
-        shape = symbol.extents(sizes)
-        return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
 
     def require_params(self, params: KVCacheParamInterface) -> None:
         """ParamsError at the first layout field of a manager that is not the artifact's."""
@@ -61,10 +70,15 @@ class Session(ABC):
                     f"got {theirs or 'no such input'} from the cache manager"
                 )
 
-    def run(self, inputs: ModelInputs, kv: KVCacheInputs) -> npt.NDArray[np.float32]:
+    def run(
+        self, inputs: ModelInputs, kv: KVCacheInputs, *, capture: bool = False
+    ) -> npt.NDArray[np.float32]:
         """One step of this shard's graph: logits `[num_logits, vocab]`; the pools are mutated.
 
-        `kv` holds one device's record. BindingError names the first value that does not fit.
+        `kv` holds one device's record. `capture` says that steps of these very sizes will come
+        again: a session that can record one does, and replays it. The logits of a session that
+        `captures` are valid until the next call but one. BindingError names the first value that
+        does not fit.
         """
         values = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices, *kv.flatten()]
         if len(values) != len(self.signature.inputs):
@@ -76,11 +90,16 @@ class Session(ABC):
         if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
             return np.empty((len(inputs.logits_indices), self._vocab), np.float32)
         arrays: list[Any] = [getattr(value, "handle", value) for value in values]
-        return self._run([_dense(s, a) for s, a in zip(self.signature.inputs, arrays, strict=True)])
+        dense = [_dense(s, a) for s, a in zip(self.signature.inputs, arrays, strict=True)]
+        return self._run_captured(dense) if capture else self._run(dense)
 
     @abstractmethod
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
-        """Run over dense host arrays in the signature's order."""
+        """Run over dense host arrays, or a device's own, in the signature's order."""
+
+    def _run_captured(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+        """As `_run`, for sizes that come again."""
+        return self._run(arrays)
 
 
 def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
@@ -94,6 +113,8 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
 
 def _dense(symbol: TensorType, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """What may cross by its address: a row-major array; a buffer is never copied to make it so."""
+    if not isinstance(array, np.ndarray):
+        return array  # memory that a session allocated on its device
     if array.flags.c_contiguous and (array.flags.writeable or symbol.kind == "tensor"):
         return array
     if symbol.kind == "tensor":

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError
+from kvgraph.errors import KernelError, MissingDependencyError
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.weights import read_weights
 
 VIEW_DTYPES = {"bfloat16": ("int16", "bfloat16"), "float8_e4m3fn": ("int8", "float8_e4m3fn")}
 """NumPy has these only through ml_dtypes, which torch does not read: cross as plain integers."""
@@ -25,14 +26,14 @@ class TorchSession(Session):
 
     def __init__(self, artifact: Artifact, num_threads: int | None = None) -> None:
         super().__init__(artifact)
-        self._torch = torch = _import()
+        self._torch = torch = import_torch()
         if num_threads:
             torch.set_num_threads(num_threads)
         # Its one warning is that a portable package meets a machine with wider vectors.
         logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
         package = torch._inductor.aoti_load_package(str(artifact.folder / "model.pt2"))
         self._runner = package.loader
-        self._weights = _load_weights(artifact, self._runner.get_constant_fqns())
+        self._weights = read_weights(artifact, self._runner.get_constant_fqns())
         self._runner.load_constants(self._weights, False, True, True)  # user-managed memory
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
@@ -55,7 +56,7 @@ class TorchSession(Session):
         return tensor.view(getattr(self._torch, view)) if view else tensor
 
 
-def _import() -> Any:
+def import_torch() -> Any:
     try:
         import torch
         import torch._inductor
@@ -66,20 +67,3 @@ def _import() -> Any:
     from kvgraph.ops import torch_ops  # noqa: F401  (the package calls the registered ops)
 
     return torch
-
-
-def _load_weights(artifact: Artifact, names: list[str]) -> dict[str, Any]:
-    """The package's constants by name; a tied name is looked up under its owner's."""
-    from safetensors import safe_open
-
-    path = artifact.folder / "weights.safetensors"
-    weights = {}
-    with safe_open(path, framework="pt") as file:
-        owners = file.metadata() or {}
-        stored = set(file.keys())
-        for name in names:
-            owner = owners.get(name, name)
-            if owner not in stored:
-                raise ArtifactError(f"{path}: expected a tensor {owner!r} from model.pt2, got none")
-            weights[name] = file.get_tensor(owner)
-    return weights

@@ -1,0 +1,44 @@
+"""Casts to the dtype that a value already has, and checks of what the trace fixed -> nothing.
+
+Applies to a program that runs as it is, operator by operator: each of these is a call that does
+no work, and a cast to the same dtype is an alias that hides which memory is whose.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from kvgraph.compiler.passes import PassReport
+
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten.to.device, aten.type_as.default)
+CHECK = aten._assert_tensor_metadata.default
+
+
+def drop_no_ops(graph: Graph) -> PassReport:
+    """Rewrite `graph` in place; results that nothing reads go too."""
+    report = PassReport("drop_no_ops")
+    before = len(graph.nodes)
+    for node in list(graph.nodes):
+        if node.target is CHECK:
+            graph.erase_node(node)
+        elif node.target in CASTS and _is_same(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    report.applied = before - len(graph.nodes)
+    return report
+
+
+def _is_same(cast: Node) -> bool:
+    """Whether `cast` returns what it is given: all of a program is on one device.
+
+    A program's results keep their names, so a cast that is one stays.
+    """
+    if any(user.op == "output" for user in cast.users):
+        return False
+    given = cast.args[0]
+    assert isinstance(given, Node)
+    copies = len(cast.args) > 3 or any(cast.kwargs.values())
+    return not copies and given.meta["val"].dtype == cast.meta["val"].dtype

@@ -1,0 +1,65 @@
+"""silu(gate) * up -> kvgraph.silu_mul.
+
+Applies to the gate of a gated MLP where gate and up are row-major tensors of one shape and dtype.
+Gates of another activation are counted by its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.fx import Graph, Node
+
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import (
+    UnmatchedError,
+    any_node,
+    erase_unused,
+    expect,
+    is_dense,
+    node_of,
+    only_user,
+    other_factor,
+    typed,
+    value,
+)
+from kvgraph.ops import torch_fusions
+
+aten = torch.ops.aten
+FUSED = torch_fusions.silu_mul.default
+MUL = aten.mul.Tensor
+OTHERS = (aten.gelu.default, aten.relu.default)
+
+
+def fuse_silu_mul(graph: Graph) -> PassReport:
+    """Rewrite `graph` in place."""
+    report = PassReport("fuse_silu_mul")
+    others: Counter[str] = Counter()
+    for node in list(graph.nodes):
+        if node.target is aten.silu.default:
+            try:
+                _fuse(graph, node)
+            except UnmatchedError as why:
+                report.unmatched.append(f"{node.name}: {why}")
+                continue
+            report.applied += 1
+        elif node.target in OTHERS and any(user.target is MUL for user in node.users):
+            others[node.target.name()] += 1
+    for name, count in others.items():
+        report.unmatched.append(f"{count} gates: expected aten::silu, got {name}")
+    return report
+
+
+def _fuse(graph: Graph, silu: Node) -> None:
+    product = node_of(only_user(silu, "silu(gate)"), [MUL], "a product next")
+    gate, up = any_node(silu.args[0], "a gate"), other_factor(product, silu)
+    types = typed(gate), typed(up)
+    expect({*types} == {typed(product)}, f"expected one type, got {' and '.join(types)}")
+    dense = is_dense(value(gate)) and is_dense(value(up))
+    expect(dense, "expected row-major gate and up, got parts of a larger tensor")
+    with graph.inserting_before(product):
+        fused = graph.call_function(FUSED, (gate, up))
+    fused.meta["val"] = value(product)
+    product.replace_all_uses_with(fused)
+    erase_unused(product)

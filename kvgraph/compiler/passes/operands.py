@@ -1,0 +1,79 @@
+"""What passes over ATen graphs ask of a node; what does not hold is why they do not match."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+class UnmatchedError(Exception):
+    """Why a place is not what a pass rewrites. It never leaves the pass."""
+
+
+def expect(holds: bool, why: str) -> None:
+    if not holds:
+        raise UnmatchedError(why)
+
+
+def node_of(given: object, targets: Container[object], what: str) -> Node:
+    """`given`, if it is a call of one of `targets`; `what` those are comes into the sentence."""
+    if isinstance(given, Node) and given.target in targets:
+        return given
+    raise UnmatchedError(f"expected {what}, got {getattr(given, 'target', given)}")
+
+
+def any_node(given: object, what: str) -> Node:
+    if isinstance(given, Node):
+        return given
+    raise UnmatchedError(f"expected {what}, got {given}")
+
+
+def only_user(node: Node, what: str) -> Node:
+    """The one node that reads `node`; `what` it is comes into the sentence."""
+    users = list(node.users)
+    expect(len(users) == 1, f"expected one use of {what}, got {len(users)}")
+    return users[0]
+
+
+def other_factor(product: Node, factor: Node) -> Node:
+    """The other one of two factors or terms."""
+    others = [x for x in product.args if x is not factor]
+    expect(len(others) == 1, f"expected two different operands of {product.name}")
+    return any_node(others[0], f"a tensor in {product.name}")
+
+
+def value(node: Node) -> torch.Tensor:
+    """The fake tensor of what a node computes."""
+    found = node.meta.get("val")
+    assert isinstance(found, torch.Tensor), f"{node.name}: torch.export notes every value"
+    return found
+
+
+def typed(node: Node) -> str:
+    """dtype and dims of what a node computes: equal texts are equal types."""
+    tensor = value(node)
+    dims = ", ".join(map(str, tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{dims}]"
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is row-major for every value of its symbolic dims."""
+    step: int | torch.SymInt = 1
+    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not statically_known_true(extent == 1) and not statically_known_true(stride == step):
+            return False
+        step = step * extent
+    return True
+
+
+def erase_unused(node: Node) -> None:
+    """Take `node`, which nothing reads, and what only it read out of the graph."""
+    waiting = {node: None}
+    while waiting:
+        node, _ = waiting.popitem()
+        if node.op == "call_function" and not node.users:
+            waiting |= dict.fromkeys(node.all_input_nodes)
+            node.graph.erase_node(node)

@@ -1,0 +1,117 @@
+"""`weights.safetensors` of a program: written from memory, or streamed from a checkpoint.
+
+Decision: the file is laid out as safetensors' own writer does it, by alignment and then by name,
+and written here piece by piece: that library only writes what is in memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.export import ExportedProgram
+
+from kvgraph.compiler.checkpoint import Checkpoint
+
+WEIGHTS_NAME = "weights.safetensors"
+
+STORED_DTYPES = {
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""In the order in which a file has them."""
+
+
+def save_weights(program: ExportedProgram, folder: Path) -> None:
+    """Write parameters and buffers by the program's names."""
+    tensors, aliases = dense_weights(_state(program))
+    save_file(tensors, folder / WEIGHTS_NAME, metadata=aliases or None)
+
+
+def stream_weights(program: ExportedProgram, checkpoint: Checkpoint, folder: Path) -> None:
+    """The same for a program whose parameters are fake: their values come from `checkpoint`.
+
+    ModelError for a number that is not finite in the parameter's dtype.
+    """
+    state = _state(program)
+    tensors, aliases = dense_weights({k: v for k, v in state.items() if not checkpoint.has(k)})
+    owners: dict[int, str] = {}
+    for name in sorted(state.keys() - tensors.keys() - aliases.keys()):
+        owner = owners.setdefault(id(state[name]), name)
+        if owner == name:
+            tensors[name] = state[name]
+        else:
+            aliases[name] = owner
+
+    def pieces(name: str) -> Iterable[torch.Tensor]:
+        stored = checkpoint.has(name)
+        return checkpoint.pieces(name, state[name].dtype) if stored else [tensors[name]]
+
+    write_safetensors(folder / WEIGHTS_NAME, tensors, aliases, pieces)
+
+
+def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
+    return dict(program.state_dict) | constants
+
+
+def dense_weights(
+    state: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Every tensor once, without overlaps; and tied names with their owners."""
+    tensors: dict[str, torch.Tensor] = {}
+    owners: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    storages: set[int] = set()
+    for name, tensor in sorted(state.items()):
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        owner = owners.setdefault(view, name)
+        if owner != name:
+            aliases[name] = owner
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        dense = tensor.detach().contiguous()
+        # Another view of stored memory: the file has no overlaps.
+        tensors[name] = dense.clone() if storage in storages else dense
+        storages.add(storage)
+    return tensors, aliases
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    pieces: Callable[[str], Iterable[torch.Tensor]],
+) -> None:
+    """Write `tensors`, of which dtypes and shapes count; `pieces(name)` gives the elements."""
+    ranks = list(STORED_DTYPES)
+    order = sorted(tensors, key=lambda name: (ranks.index(tensors[name].dtype), name))
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": STORED_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            for piece in pieces(name):
+                file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        assert file.tell() == 8 + len(text) + end, f"{path.name}: a tensor came short"

@@ -1,0 +1,73 @@
+"""The fusions around the cache ops in torch: schemas, fakes, and the same computation on a CPU.
+
+A pass writes them into a program that has kernels for them: on CUDA the runtime registers its
+launches, and nothing stands in where it does not. The CPU form runs the operators that the pass
+replaced, so that a rewritten program can be compared with the original bit by bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvgraph.ops.spec import OPSET_DOMAIN
+
+RMS_NORM = (
+    "rms_norm(Tensor x, Tensor weight, Tensor(a!)? residual=None, *, float epsilon, "
+    "float weight_offset=0.0, bool round_first=False) -> Tensor"
+)
+SILU_MUL = "silu_mul(Tensor gate, Tensor up) -> Tensor"
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    epsilon: float,
+    weight_offset: float = 0.0,
+    round_first: bool = False,
+) -> torch.Tensor:
+    """RMSNorm over the last dim of x `[..., W]` by weight `[W]`, both of one dtype; row-major.
+
+    With `residual`, x's shape and dtype: it becomes `residual + x`, and that is normalised.
+    `round_first`: the normalised rows are rounded to the dtype before the weight is applied.
+    """
+    if residual is not None:
+        x = residual.add_(x)
+    x = x.contiguous()
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    if round_first:
+        normal = normal.to(x.dtype).float()
+    return (normal * (weight.float() + weight_offset)).to(x.dtype)
+
+
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, both `[..., W]` of one dtype, row-major; rounded after either operator."""
+    return torch.nn.functional.silu(gate.contiguous()) * up.contiguous()
+
+
+def _rms_norm_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    **attributes: object,
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _silu_mul_fake(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return gate.new_empty(gate.shape)
+
+
+_LIBRARY = torch.library.Library(OPSET_DOMAIN, "FRAGMENT")
+for _schema, _name, _cpu, _fake in (
+    (RMS_NORM, "rms_norm", _rms_norm, _rms_norm_fake),
+    (SILU_MUL, "silu_mul", _silu_mul, _silu_mul_fake),
+):
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name, _cpu, "CPU")
+    torch.library.register_fake(f"{OPSET_DOMAIN}::{_name}", _fake, lib=_LIBRARY)
+
+rms_norm = torch.ops.kvgraph.rms_norm
+silu_mul = torch.ops.kvgraph.silu_mul

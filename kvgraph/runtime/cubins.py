@@ -1,0 +1,82 @@
+"""The kernels of an artifact's folder, loaded into this machine's GPU. Knows no framework."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvgraph.errors import ArtifactError, KVGraphError
+from kvgraph.kernels.launch import Plan, Variant
+from kvgraph.ops.cuda_native import Kernel, launcher
+from kvgraph.runtime.machine import runnable
+
+MIN_DRIVER = (12, 0)
+"""The cubins' assembler is of CUDA 12: any driver of 12.0 or later takes them."""
+
+
+class Cubins:
+    """Kernels by variant name, of the nearest architecture that GPU `ordinal` takes whole.
+
+    `folder` is `kernels/` of an artifact. Loads into the thread's CUDA context, or the device's
+    primary one. ArtifactError with every architecture's reason where none fits.
+    """
+
+    def __init__(self, folder: Path, ordinal: int = 0) -> None:
+        self._folder = folder
+        self._launcher = launcher()
+        self.multiprocessors = self._launcher.device(ordinal).multiprocessors
+        self.arch, self._kernels = self._load(ordinal)
+
+    def require(self, variants: Iterable[Variant]) -> None:
+        """ArtifactError unless every one of `variants` is here."""
+        for variant in variants:
+            if variant.name not in self._kernels:
+                raise ArtifactError(
+                    f"{self._folder / self.arch}: expected kernel {variant.name} of this kvgraph, "
+                    "got none; compile the model again"
+                )
+
+    def launch(self, plan: Plan, addresses: Mapping[str, int], stream: int) -> None:
+        """Enqueue `plan`. `addresses` of its operands and of its scratch memory, by name."""
+        for one in plan.launches:
+            given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
+            self._launcher.launch(self._kernels[one.variant.name], one.grid, given, stream)
+
+    def _load(self, ordinal: int) -> tuple[str, dict[str, Kernel]]:
+        archs = sorted(path.name for path in self._folder.iterdir() if path.is_dir())
+        refusals = []
+        for arch in runnable(archs, ordinal):
+            try:
+                return arch, self._load_arch(self._folder / arch, ordinal)
+            except KVGraphError as error:
+                refusals.append(f" ({arch}: {error})")
+        major, minor = self._launcher.compute_capability(ordinal)
+        raise ArtifactError(
+            f"{self._folder}: expected kernels that GPU {ordinal} (sm_{major}{minor}) can run, "
+            f"got {archs}{''.join(refusals)}"
+        )
+
+    def _load_arch(self, folder: Path, ordinal: int) -> dict[str, Kernel]:
+        entries = json.loads((folder / "kernels.json").read_bytes())
+        return {Path(e["file"]).stem: self._kernel(folder, e, ordinal) for e in entries}
+
+    def _kernel(self, folder: Path, entry: dict[str, Any], ordinal: int) -> Kernel:
+        image = (folder / entry["file"]).read_bytes()
+        module = self._launcher.load(
+            image, entry["arch"], device=ordinal, sha256=entry["sha256"], min_driver=MIN_DRIVER
+        )
+        types = [_aligned(type_, entry["alignment"]) for _, type_ in entry["parameters"]]
+        return self._launcher.kernel(
+            module,
+            entry["entry"],
+            types,
+            num_warps=entry["num_warps"],
+            shared_bytes=entry["shared"],
+        )
+
+
+def _aligned(type_: str, alignment: int) -> str:
+    """Index tensors alone may start anywhere: they may be views."""
+    return f"{type_}:{alignment}" if type_.startswith("*") and type_ != "*i32" else type_

@@ -1,0 +1,68 @@
+"""Whether this machine can run what an artifact was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvgraph.contract.devices import PORTABLE, Target
+from kvgraph.errors import ArtifactError, DeviceError, KVGraphError
+from kvgraph.ops.cuda_native import launcher
+
+
+def require_machine(target: str, where: str) -> None:
+    """ArtifactError, with both values, unless a session of this machine can run `target`."""
+    parsed = Target.parse(target)
+    if parsed.kind == "cuda":
+        _require_gpu(parsed.archs, target, where)
+    elif target != "cpu":
+        raise ArtifactError(
+            f"{where}: target: expected 'cpu' from this machine's sessions, got {target!r}"
+        )
+
+
+def runnable(archs: Sequence[str], ordinal: int = 0) -> list[str]:
+    """Those whose code GPU `ordinal` may run, the nearest to it first. DeviceError: no GPU."""
+    driver = launcher()
+    major, minor = driver.compute_capability(ordinal)
+    found = [arch for arch in archs if _runs(arch, ordinal)]
+    return sorted(found, key=lambda arch: (arch == f"sm_{major}{minor}", _number(arch)))[::-1]
+
+
+def _require_gpu(archs: Sequence[str], target: str, where: str) -> None:
+    try:
+        driver = launcher()
+        if not driver.device_count():
+            raise DeviceError("the driver has no device")
+        major, minor = driver.compute_capability()
+        found = archs if tuple(archs) == (PORTABLE,) else runnable(archs)
+    except KVGraphError as error:
+        raise ArtifactError(
+            f"{where}: target: expected an NVIDIA GPU for {target!r} from this machine, "
+            f"got none ({error})"
+        ) from error
+    if not found:
+        raise ArtifactError(
+            f"{where}: target: expected code for sm_{major}{minor} of this machine's GPU, "
+            f"got {target!r}{_why(archs)}"
+        )
+
+
+def _runs(arch: str, ordinal: int) -> bool:
+    try:
+        launcher().check_arch(arch, ordinal)
+    except DeviceError:
+        return False
+    return True
+
+
+def _why(archs: Sequence[str]) -> str:
+    """What the driver says of the newest: an old driver is another matter than another GPU."""
+    try:
+        launcher().check_arch(max(archs, key=_number))
+    except DeviceError as error:
+        return f" ({error})"
+    return ""
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_"))

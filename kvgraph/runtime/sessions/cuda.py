@@ -1,0 +1,190 @@
+"""torch session on an NVIDIA GPU: the weightless program, our cubins, CUDA graphs.
+
+    host index tensors -> pinned staging -> fixed device addresses -> program -> pinned logits
+
+Prefill and mixed steps run the program operator by operator, on torch's stream; a decode step of
+a bucket's sizes is captured on first sight and replayed after, without Python between its layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvgraph.contract.dims import TensorType
+from kvgraph.contract.inputs import Buffer
+from kvgraph.errors import CapacityError, KernelError, KVGraphError
+from kvgraph.kernels import launch
+from kvgraph.kv.staging import Upload
+from kvgraph.kv.tiers.copies import Rows
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.cuda_pages import PageCopies
+from kvgraph.runtime.sessions.program import Gpu, load_program
+
+LEAST_CAPACITY = 1 << 13
+"""Elements of an index tensor's first memory: a decode step's tokens never outgrow it."""
+
+MAX_CAPTURED = 256
+"""Graphs kept; the one that was captured first goes first."""
+
+
+class CudaSession(Session):
+    """Runs a `cuda` artifact. `gpu` is what launches: by default GPU 0 of this machine."""
+
+    captures = True
+
+    def __init__(self, artifact: Artifact, gpu: Gpu | None = None) -> None:
+        super().__init__(artifact)
+        if gpu is None:
+            from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
+
+            gpu = CudaGpu(artifact.folder)
+        self.gpu = gpu
+        self._program = load_program(artifact, gpu)
+        gpu.require([launch.increment_variant()])
+        self._pages = PageCopies(gpu.device)
+        self._upload = self.uploader()
+        self._logits = itertools.cycle([_Staging(gpu.device), _Staging(gpu.device)])
+        self._captured: dict[tuple[Any, ...], Callable[[], torch.Tensor]] = {}
+
+    # -- memory
+
+    def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
+        """Zeroed device memory. CapacityError where the device has too little."""
+        self._require_known(symbol)
+        shape = symbol.extents(sizes)
+        dtype = getattr(torch, symbol.dtype)
+        try:
+            handle = torch.zeros(shape, dtype=dtype, device=self.gpu.device)
+        except torch.OutOfMemoryError as error:
+            nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            free = torch.cuda.mem_get_info(self.gpu.device)[0]
+            raise CapacityError(
+                f"{symbol.name}: expected {nbytes} bytes for {list(shape)} on {self.gpu.device}, "
+                f"got {free} free ones"
+            ) from error
+        return Buffer(symbol.dtype, shape, symbol.device, handle)
+
+    def uploader(self) -> Upload:
+        """Copies index tensors to the device, each symbol's to one address for life."""
+        places: dict[str, _Staging] = {}
+
+        def upload(symbol: TensorType, values: npt.NDArray[np.int32], capacity: int) -> Buffer:
+            place = places.setdefault(symbol.name, _Staging(self.gpu.device))
+            handle = place.upload(values, capacity)
+            return Buffer(symbol.dtype, values.shape, symbol.device, handle)
+
+        return upload
+
+    def copy_pages_out(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
+        self._pages.out(buffer, pages, rows)
+
+    def copy_pages_in(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
+        self._pages.into(buffer, pages, rows)
+
+    def pinned_host_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return self._pages.pinned(nbytes)
+
+    def increment(self, cache_lengths: Buffer, row_offsets: Any) -> None:
+        """`cache_lengths += row_offsets[1:] - row_offsets[:-1]` on the device; nothing waits."""
+        offsets = row_offsets
+        if isinstance(row_offsets, np.ndarray):
+            offsets = torch.from_numpy(row_offsets.copy()).to(self.gpu.device)
+        operands = {"cache_lengths": cache_lengths.handle, "input_row_offsets": offsets}
+        self.gpu.launch(launch.plan_increment(cache_lengths.shape[0]), operands)
+
+    # -- a step
+
+    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+        return self._guarded(lambda: self._program(*self._place(arrays))[0])
+
+    def _run_captured(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+        return self._guarded(lambda: self._replay(self._place(arrays)))
+
+    def _guarded(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
+        try:
+            with torch.inference_mode():
+                return next(self._logits).download(step())
+        except KVGraphError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(f"cuda: {str(error).splitlines()[0]}") from error
+        except RuntimeError as error:
+            raise KernelError(f"cuda: {str(error).splitlines()[0]}") from error
+
+    def _place(self, arrays: list[Any]) -> list[torch.Tensor]:
+        """Every input where the program reads it; what is on the device already stays."""
+        return [
+            self._tensor(symbol, array)
+            for symbol, array in zip(self.signature.inputs, arrays, strict=True)
+        ]
+
+    def _tensor(self, symbol: TensorType, array: Any) -> torch.Tensor:
+        if isinstance(array, torch.Tensor):
+            return array
+        if symbol.device.kind == "host":
+            return torch.from_numpy(array if array.flags.writeable else array.copy())
+        handle: torch.Tensor = self._upload(symbol, array, array.size).handle
+        return handle
+
+    def _replay(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
+        key = tuple(_seen(t, on_host) for t, on_host in zip(tensors, host, strict=True))
+        step = self._captured.get(key)
+        if step is None:
+            if len(self._captured) >= MAX_CAPTURED:
+                del self._captured[next(iter(self._captured))]
+            # Values that decide grids are the captured step's own.
+            kept = [t.clone() if h else t for t, h in zip(tensors, host, strict=True)]
+            step = self._captured[key] = self.gpu.capture(lambda: self._program(*kept)[0])
+        return step()
+
+
+def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[Any, ...]:
+    """What a captured step depends on: addresses on the device, values on the host."""
+    if on_host:
+        return tuple(tensor.flatten().tolist())
+    return (tensor.data_ptr(), *tensor.shape)
+
+
+class _Staging:
+    """Device memory at one address beside page-locked host memory, for copies that do not wait.
+
+    Grows when more is asked than its capacity; whoever holds the old address keeps that memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = self._there = torch.empty(0)
+
+    def upload(self, values: npt.NDArray[np.int32], capacity: int) -> torch.Tensor:
+        """`values` on the device; the host copy may be overwritten once the step has run."""
+        if self._there.dtype != torch.int32 or self._there.numel() < values.size:
+            capacity = max(capacity, LEAST_CAPACITY, 2 * self._there.numel())
+            self._host = self._page_locked(capacity, torch.int32)
+            self._there = torch.empty(capacity, dtype=torch.int32, device=self._device)
+        host, there = self._host[: values.size], self._there[: values.size]
+        host.numpy()[:] = values.reshape(-1)
+        there.copy_(host, non_blocking=True)
+        return there.view(values.shape)
+
+    def download(self, values: torch.Tensor) -> npt.NDArray[np.float32]:
+        """`values` on the host, once everything before them on the stream has run."""
+        if values.device.type == "cpu":
+            return values.numpy()
+        if self._host.numel() < values.numel():
+            self._host = self._page_locked(values.numel(), values.dtype)
+        host = self._host[: values.numel()].view(values.shape)
+        host.copy_(values, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        result: npt.NDArray[np.float32] = host.numpy()
+        return result
+
+    def _page_locked(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, pin_memory=self._device.type == "cuda")

@@ -1,0 +1,61 @@
+"""The GPU of this machine: the artifact's cubins on torch's streams, in torch's CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvgraph.errors import MissingDependencyError
+from kvgraph.kernels.launch import Plan, Variant
+from kvgraph.runtime.cubins import Cubins
+from kvgraph.runtime.sessions.program import Operands
+
+
+class CudaGpu:
+    """GPU `ordinal` with the kernels of an artifact's folder, on torch's current stream."""
+
+    def __init__(self, folder: Path, ordinal: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise MissingDependencyError(
+                f"torch: expected a build with CUDA that sees this machine's GPU, got "
+                f"{torch.__version__}; pip install torch"
+            )
+        self.device = torch.device("cuda", ordinal)
+        torch.zeros(1, device=self.device)  # its context is the one that cubins are loaded into
+        self._cubins = Cubins(folder / "kernels", ordinal)
+        self.arch, self.multiprocessors = self._cubins.arch, self._cubins.multiprocessors
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def require(self, variants: Iterable[Variant]) -> None:
+        self._cubins.require(variants)
+
+    def launch(self, plan: Plan, operands: Operands) -> None:
+        """Scratch memory goes back to torch's allocator at once: the stream orders its reuse."""
+        scratch = {
+            name: torch.empty(elements, dtype=torch.float32, device=self.device)
+            for name, elements in plan.scratch.items()
+        }
+        addresses = {name: tensor.data_ptr() for name, tensor in {**operands, **scratch}.items()}
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._cubins.launch(plan, addresses, stream)
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Once for real on a stream of its own, as libraries set themselves up; then recorded."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: copies between tiers go on beside it.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = step()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay

@@ -1,0 +1,224 @@
+"""A weightless program made ready for a device: weights bound, our ops replaced by launches.
+
+Every node of ours becomes a module that knows the constants of its kernels, so a step plans grids
+and launches and decides nothing else. What is launched is a `Gpu`'s matter: cubins, or Triton's
+interpreter in tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.export.passes import move_to_device_pass
+
+from kvgraph.contract.dims import TensorType
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.errors import ArtifactError, KernelError
+from kvgraph.kernels import launch
+from kvgraph.kernels.launch import Plan, Sizes, Variant
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.ops import UPDATE_AND_ATTEND, torch_fusions, torch_ops
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.weights import read_weights
+
+Operands = Mapping[str, torch.Tensor]
+MUTATED = UPDATE_AND_ATTEND.mutated
+"""Written in place, so never copied; sessions allocate them row-major."""
+
+
+class Gpu(Protocol):
+    """What launches and captures. `arch` is the one whose kernels are launched."""
+
+    device: torch.device
+    arch: str
+    multiprocessors: int
+
+    def require(self, variants: Iterable[Variant]) -> None:
+        """ArtifactError unless every one of `variants` can be launched."""
+
+    def launch(self, plan: Plan, operands: Operands) -> None:
+        """Enqueue `plan` on the current stream; operands by the names of kernel parameters."""
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Run `step` and record it: the result replays it over the same memory."""
+
+
+def load_program(artifact: Artifact, gpu: Gpu) -> torch.fx.GraphModule:
+    """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
+    path = artifact.folder / "model.pt2"
+    program = _read_program(path)
+    if gpu.device.type != "cpu":  # saved as a CPU graph
+        program = move_to_device_pass(program, str(gpu.device))
+    names = list(program.state_dict)
+    module = program.module(check_guards=False)  # the signature is checked before every run
+    module.load_state_dict(read_weights(artifact, names, str(gpu.device)), assign=True)
+    leaves = artifact.params().leaves
+    _replace_ops(module, artifact.signature.inputs, leaves, gpu, path)
+    return module
+
+
+def _read_program(path: Path) -> torch.export.ExportedProgram:
+    """Warnings of torch are kept off the screen: they are about how it reads its own file."""
+    logger = logging.getLogger("torch.export.pt2_archive._package")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.load(path)
+    finally:
+        logger.setLevel(level)
+
+
+def _replace_ops(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[TensorType],
+    leaves: Mapping[str, KVCacheParams],
+    gpu: Gpu,
+    path: Path,
+) -> None:
+    graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(inputs):
+        raise ArtifactError(
+            f"{path}: expected {len(inputs)} inputs from the manifest, got {len(placeholders)}"
+        )
+    symbols = dict(zip(placeholders, inputs, strict=True))
+    for node in list(graph.nodes):
+        launches = _launches(node, symbols, leaves, gpu)
+        if launches is not None:
+            gpu.require(launches.variants)
+            module.add_submodule(f"kvgraph_{node.name}", launches)
+            with graph.inserting_before(node):
+                call = graph.call_module(f"kvgraph_{node.name}", node.args)
+            call.meta = node.meta
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
+    module.recompile()
+
+
+def _launches(
+    node: torch.fx.Node,
+    symbols: Mapping[torch.fx.Node, TensorType],
+    leaves: Mapping[str, KVCacheParams],
+    gpu: Gpu,
+) -> Attention | RmsNorm | SiluMul | None:
+    if node.target is torch_ops.update_and_attend.default:
+        pool = symbols[node.args[1]]  # type: ignore[index]
+        return Attention(node, leaves[pool.name.rpartition(".")[0]], gpu)
+    if node.target is torch_fusions.rms_norm.default:
+        return RmsNorm(node, gpu)
+    if node.target is torch_fusions.silu_mul.default:
+        return SiluMul(node, gpu)
+    return None
+
+
+class Attention(nn.Module):
+    """update_and_attend of one layer."""
+
+    def __init__(self, node: torch.fx.Node, leaf: KVCacheParams, gpu: Gpu) -> None:
+        super().__init__()
+        defaults = {a.name: a.default for a in UPDATE_AND_ATTEND.attributes}
+        given: dict[str, Any] = defaults | dict(node.kwargs)
+        names = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
+        operands = dict(zip(names, node.args, strict=False))
+        query = node.args[0].meta["val"]  # type: ignore[union-attr]
+        self._gpu, self._names, self._layer = gpu, names, int(given["layer"])
+        self._stores = operands.get("k") is not None
+        rope = None
+        if operands.get("cos_sin") is not None:
+            table = operands["cos_sin"].meta["val"]  # type: ignore[union-attr]
+            rope = Rope(table.shape[1], bool(given["rope_style"]))
+        self._shape = AttentionShape(
+            cache=CacheShape.of(leaf, str(query.dtype).removeprefix("torch.")),
+            heads=query.shape[1],
+            scale=given["scale"],
+            window=given["window"],
+            softcap=given["softcap"],
+            causal=bool(given["causal"]),
+            sinks=operands.get("sinks") is not None,
+            rope=rope,
+        )
+        self.variants = launch.attention_variants(self._shape, gpu.arch)
+        if self._stores:
+            self.variants += (launch.store_variant(self._shape.cache, self._shape.rope),)
+
+    def forward(self, *args: torch.Tensor | None) -> torch.Tensor:
+        given = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
+        q, table, bounds = given["q"], given["lookup_table"], given.pop("max_lengths")
+        operands = {n: a if n in MUTATED else a.contiguous() for n, a in given.items()}
+        out = q.new_empty(q.shape[0], q.shape[1], self._shape.cache.v_width)
+        longest_new, longest = bounds[0].tolist()
+        if "cos_sin" in given and longest > len(given["cos_sin"]):
+            raise KernelError(
+                f"update_and_attend: max_lengths: expected contexts of at most the "
+                f"{len(given['cos_sin'])} positions of cos_sin, got {longest}"
+            )
+        sizes = Sizes(table.shape[0], q.shape[0], longest_new, longest, table.shape[1])
+        plan = launch.plan_update_and_attend(
+            self._shape,
+            self._gpu.arch,
+            sizes,
+            self._layer,
+            stores=self._stores,
+            multiprocessors=self._gpu.multiprocessors,
+        )
+        self._gpu.launch(plan, {**operands, "out": out})
+        return out
+
+
+class RmsNorm(nn.Module):
+    """rms_norm over the last dim, alone or after the sum with a residual stream."""
+
+    def __init__(self, node: torch.fx.Node, gpu: Gpu) -> None:
+        super().__init__()
+        x = node.args[0].meta["val"]  # type: ignore[union-attr]
+        given = node.kwargs
+        self._gpu = gpu
+        self._variant = launch.rms_norm_variant(
+            str(x.dtype).removeprefix("torch."),
+            x.shape[-1],
+            float(given["epsilon"]),  # type: ignore[arg-type]
+            residual=len(node.args) > 2 and node.args[2] is not None,
+            weight_offset=float(given.get("weight_offset", 0.0)),  # type: ignore[arg-type]
+            round_first=bool(given.get("round_first", False)),
+        )
+        self.variants = (self._variant,)
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        operands = {"x": x, "weight": weight, "out": out}
+        if residual is not None:
+            operands["residual"] = residual
+        rows = x.numel() // x.shape[-1]
+        self._gpu.launch(launch.plan_rms_norm(self._variant, rows), operands)
+        return out
+
+
+class SiluMul(nn.Module):
+    """silu(gate) * up."""
+
+    def __init__(self, node: torch.fx.Node, gpu: Gpu) -> None:
+        super().__init__()
+        gate = node.args[0].meta["val"]  # type: ignore[union-attr]
+        self._gpu = gpu
+        dtype = str(gate.dtype).removeprefix("torch.")
+        self._variant = launch.silu_mul_variant(dtype, gate.shape[-1])
+        self.variants = (self._variant,)
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        rows = gate.numel() // gate.shape[-1]
+        plan = launch.plan_silu_mul(self._variant, rows)
+        self._gpu.launch(plan, {"gate": gate, "up": up, "out": out})
+        return out

@@ -1,0 +1,32 @@
+"""The artifact's `weights.safetensors` by the names that a torch program has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvgraph.errors import ArtifactError
+from kvgraph.runtime.artifact import Artifact
+
+
+def read_weights(artifact: Artifact, names: Iterable[str], device: str = "cpu") -> dict[str, Any]:
+    """Tensors of `names` on `device`; a tied name is looked up under its owner's.
+
+    ArtifactError names the first that the file does not have.
+    """
+    from safetensors import safe_open
+
+    path = artifact.folder / "weights.safetensors"
+    weights: dict[str, Any] = {}
+    with safe_open(path, framework="pt", device=device) as file:
+        owners = file.metadata() or {}
+        stored = set(file.keys())
+        read: dict[str, Any] = {}
+        for name in names:
+            owner = owners.get(name, name)
+            if owner not in stored:
+                raise ArtifactError(f"{path}: expected a tensor {owner!r} from model.pt2, got none")
+            if owner not in read:
+                read[owner] = file.get_tensor(owner)
+            weights[name] = read[owner]
+    return weights

@@ -1,0 +1,420 @@
+"""Everything of the CUDA backend, checked and then timed on one GPU in one run.
+
+    python tests/bench/cuda.py [--only matrix,tokens,decode,prefill,step] [--json FILE]
+
+Correctness first: the conformance matrix, tokens against transformers in float32, attention
+against float64. Then times, medians of replayed or repeated launches:
+- decode attention as a share of the copy bandwidth measured here (bytes: K and V of every context),
+  beside torch's SDPA and FlexAttention over contiguous K and V, which paging has not;
+- prefill in TFLOP/s (4 * pairs * heads * head_dim), beside SDPA;
+- a decode step of an 8B-shaped bf16 model with CUDA graphs, as a share of (weights + K and V) over
+  that bandwidth. Its weights are zeros: the bytes count, not the values.
+`--smoke` runs tiny sizes on Triton's interpreter, to check this script where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+sys.path[0] = str(TESTS)  # instead of this folder, where this very file would hide `cuda.bindings`
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from kvgraph.contract.inputs import ModelInputs  # noqa: E402
+from kvgraph.kernels import aot, launch  # noqa: E402
+from kvgraph.kernels.launch import Plan, Sizes  # noqa: E402
+from kvgraph.kernels.shapes import AttentionShape, CacheShape  # noqa: E402
+
+SECTIONS = ("matrix", "tokens", "decode", "prefill", "step")
+LLAMA_8B = AttentionShape(CacheShape("bfloat16", "bfloat16", 8, 128, 128, 1), 32, 128**-0.5)
+GOALS = {"decode": 0.85, "prefill": 0.8, "step": 0.8}
+SDPA = torch.nn.functional.scaled_dot_product_attention
+console = Console(width=110)
+
+
+@dataclass
+class Run:
+    """The machine, what was asked for, and what was found."""
+
+    arch: str
+    smoke: bool
+    folder: Path
+    launch: Callable[[Plan, dict[str, torch.Tensor]], None]
+    found: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.smoke else "cuda"
+
+    def check(self, what: str, holds: bool, said: str = "") -> None:
+        console.print(f"{'ok    ' if holds else 'FAILED'} {what} {said}")
+        if not holds:
+            self.failures.append(what)
+
+
+# ---- time -------------------------------------------------------------------------------------
+
+
+def micros(run: Run, call: Callable[[], object], repeats: int = 20) -> float:
+    """Median microseconds of `call`: of 4 in a captured graph on a GPU, so launches cost nothing."""
+    if run.smoke:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            call()
+    return _timed(graph.replay, repeats) / 4
+
+
+def _timed(replay: Callable[[], object], repeats: int) -> float:
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)]
+    for _ in range(3):
+        replay()
+    for before, after in pairs:
+        before.record()
+        replay()
+        after.record()
+    torch.cuda.synchronize()
+    times = [float(before.elapsed_time(after)) for before, after in pairs]
+    return statistics.median(times) * 1e3
+
+
+def copy_bandwidth(run: Run) -> float:
+    """Bytes per second read and written by torch's own copy of a buffer beyond any cache."""
+    size = (1 << 20) if run.smoke else (4 << 30)
+    source = torch.zeros(size, dtype=torch.uint8, device=run.device)
+    target = torch.empty_like(source)
+    return 2 * size / micros(run, lambda: target.copy_(source)) * 1e6
+
+
+# ---- correctness ------------------------------------------------------------------------------
+
+
+def matrix(run: Run) -> None:
+    command = [sys.executable, str(TESTS / "kernels" / "matrix.py"), "--arch", run.arch]
+    command += ["--device", run.device, *(["llama-8b"] if run.smoke else [])]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    said = (done.stdout + done.stderr).strip().splitlines()
+    run.check("conformance matrix", done.returncode == 0, said[-1])
+
+
+def tokens(run: Run) -> None:
+    """64 greedy tokens of ragged prompts, float32, equal to transformers'."""
+    from transformers import AutoModelForCausalLM
+
+    import kvgraph
+    from kvgraph import Engine, SamplingParams
+
+    source = TESTS.parent / "examples" / "tiny-llama"
+    if run.smoke:
+        run.check("tokens (skipped: tests/runtime/test_cuda_session.py)", True)
+        return
+    kvgraph.compile(source, run.folder / "tiny", target=f"cuda:{run.arch}", dtype="float32")
+    engine = Engine(run.folder / "tiny", max_batch_size=8)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).cuda()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 200, n).tolist() for n in (1, 5, 17, 64, 100, 130, 33, 2)]
+    sampling = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    found = [c.token_ids for c in engine.generate(prompts, sampling)]
+    for prompt, mine in zip(prompts, found, strict=True):
+        theirs = model.generate(
+            torch.tensor([prompt]).cuda(),
+            max_new_tokens=64,
+            min_new_tokens=64,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        run.check(f"tokens of a prompt of {len(prompt)}", mine == theirs)
+
+
+def reference(q_TND: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor) -> torch.Tensor:
+    """Attention of one row's last T tokens over its C keys, in float64."""
+    groups = q_TND.shape[1] // k_CKD.shape[1]
+    q = q_TND.double().transpose(0, 1)
+    k, v = (x.double().repeat_interleave(groups, 1).transpose(0, 1) for x in (k_CKD, v_CKD))
+    scores = q @ k.transpose(1, 2) * LLAMA_8B.scale
+    count, length = scores.shape[1:]
+    seen = torch.arange(length, device=q.device) <= (
+        torch.arange(count, device=q.device)[:, None] + length - count
+    )
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+# ---- attention --------------------------------------------------------------------------------
+
+
+def operands(run: Run, batch: int, new: int, context: int) -> dict[str, torch.Tensor]:
+    """Paged K and V of `batch` contexts with shuffled pages, and q of their last `new` tokens."""
+    page_size, device = LLAMA_8B.cache.page_size, run.device
+    width = -(-context // page_size)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (batch * width + 1, 2, 1, page_size, LLAMA_8B.cache.kv_heads, 128)
+    table = torch.randperm(batch * width, generator=generator, device=device, dtype=torch.int32)
+    pool = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    pool[-1] = torch.nan  # the null page
+    q_shape = (batch * new, LLAMA_8B.heads, 128)
+    q = torch.randn(q_shape, generator=generator, device=device, dtype=torch.bfloat16)
+    return {
+        "q": q,
+        "kv_blocks": pool,
+        "input_row_offsets": torch.arange(batch + 1, device=device, dtype=torch.int32) * new,
+        "cache_lengths": torch.full((batch,), context - new, device=device, dtype=torch.int32),
+        "lookup_table": table.view(batch, width),
+        "out": torch.empty_like(q),
+    }
+
+
+def attend(run: Run, given: dict[str, torch.Tensor], new: int, context: int) -> Callable[[], None]:
+    batch, width = given["lookup_table"].shape
+    sizes = Sizes(batch, batch * new, new, context, width)
+    count = 16 if run.smoke else torch.cuda.get_device_properties(0).multi_processor_count
+    plan = launch.plan_attention(LLAMA_8B, run.arch, sizes, 0, multiprocessors=count)
+    return lambda: run.launch(plan, given)
+
+
+def contiguous(given: dict[str, torch.Tensor], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[batch, kv_heads, context, head_dim]`, as torch's own attention wants them."""
+    pages = given["kv_blocks"][given["lookup_table"].long()]  # [B, M, 2, 1, S, K, D]
+    k, v = (pages[:, :, i, 0].flatten(1, 2)[:, :context] for i in (0, 1))
+    return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+
+
+def check_attention(run: Run, given: dict[str, torch.Tensor], new: int, context: int) -> float:
+    """Largest error of the first and the last row, as a share of the largest value in float64."""
+    worst = 0.0
+    batch = given["lookup_table"].shape[0]
+    for row in {0, batch - 1}:
+        one = {**given, "lookup_table": given["lookup_table"][row : row + 1]}
+        k, v = (x[0].transpose(0, 1) for x in contiguous(one, context))
+        rows = slice(row * new, (row + 1) * new)
+        want = reference(given["q"][rows], k, v)
+        error = (given["out"][rows].double() - want).abs().max() / want.abs().max()
+        worst = max(worst, float(error))
+    return worst
+
+
+def decode(run: Run) -> None:
+    bandwidth = copy_bandwidth(run)
+    console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + written)")
+    run.found["copy_bytes_per_s"] = bandwidth
+    table = Table("batch", "context", "us", "TB/s", "of copy", "SDPA us", "Flex us", "error")
+    cases = [(b, c) for c in (512, 4096, 32768) for b in (1, 8, 64, 256)]
+    for batch, context in [(2, 300)] if run.smoke else cases:
+        nbytes = batch * context * 2 * 8 * 128 * 2
+        if nbytes > 24 << 30:
+            continue
+        given = operands(run, batch, 1, context)
+        call = attend(run, given, 1, context)
+        call()
+        error = check_attention(run, given, 1, context)
+        run.check(f"decode {batch} x {context}", error < 2e-2, f"error {error:.1e}")
+        ours = micros(run, call)
+        sdpa, flex = _torch_decode(run, given, context)
+        share = nbytes / ours * 1e6 / bandwidth
+        run.found[f"decode/{batch}x{context}"] = {"us": ours, "share": share, "sdpa": sdpa}
+        table.add_row(
+            *(f"{x}" for x in (batch, context)),
+            f"{ours:.1f}", f"{nbytes / ours / 1e6:.2f}", f"{share:.0%}",
+            f"{sdpa:.1f}", "-" if flex is None else f"{flex:.1f}", f"{error:.1e}",
+        )  # fmt: skip
+    console.print(table)
+    _goal(run, "decode", run.found.get("decode/64x4096", {}).get("share"), "batch 64 x 4096")
+
+
+def _torch_decode(
+    run: Run, given: dict[str, torch.Tensor], context: int
+) -> tuple[float, float | None]:
+    k, v = contiguous(given, context)
+    q = given["q"][:, :, None]
+    sdpa = micros(run, partial(SDPA, q, k, v, enable_gqa=True))
+    if run.smoke:
+        return sdpa, None
+    try:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return sdpa, micros(run, lambda: compiled(q, k, v, enable_gqa=True))
+    except Exception as error:  # a baseline that does not run is said, and nothing fails
+        console.print(f"FlexAttention: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+        return sdpa, None
+
+
+def prefill(run: Run) -> None:
+    table = Table("rows", "tokens", "us", "TFLOP/s", "SDPA TFLOP/s", "ratio", "error")
+    ratios = []
+    for batch, new in [(1, 40)] if run.smoke else [(1, 2048), (1, 8192), (4, 2048), (8, 512)]:
+        given = operands(run, batch, new, new)
+        call = attend(run, given, new, new)
+        call()
+        error = check_attention(run, given, new, new)
+        run.check(f"prefill {batch} x {new}", error < 2e-2, f"error {error:.1e}")
+        flops = 4 * batch * new * (new + 1) / 2 * LLAMA_8B.heads * 128
+        ours = flops / micros(run, call) / 1e6
+        k, v = contiguous(given, new)
+        q = given["q"].view(batch, new, -1, 128).transpose(1, 2).contiguous()
+        theirs = flops / micros(run, partial(SDPA, q, k, v, is_causal=True, enable_gqa=True)) / 1e6
+        ratios.append(ours / theirs)
+        run.found[f"prefill/{batch}x{new}"] = {"tflops": ours, "sdpa": theirs}
+        table.add_row(
+            f"{batch}", f"{new}", f"{flops / ours / 1e6:.1f}", f"{ours:.1f}", f"{theirs:.1f}",
+            f"{ours / theirs:.2f}", f"{error:.1e}",
+        )  # fmt: skip
+    console.print(table)
+    _goal(run, "prefill", statistics.median(ratios), "median ratio to SDPA")
+
+
+# ---- a whole step -----------------------------------------------------------------------------
+
+
+def step(run: Run) -> None:
+    """Replayed decode steps of the 8B shape through the session, logits to the host included."""
+    if run.smoke:
+        run.check("step (skipped: needs a GPU)", True)
+        return
+
+    import kvgraph
+    from kvgraph.kv.paged import PagedKVCacheManager
+
+    make_checkpoint = runpy.run_path(str(TESTS / "bench" / "compile.py"))["make_checkpoint"]
+    make_checkpoint("llama-8b", run.folder / "8b")
+    kvgraph.compile(run.folder / "8b", run.folder / "8b.kvg", target=f"cuda:{run.arch}")
+    artifact = kvgraph.load(run.folder / "8b.kvg", verify=False)
+    session: Any = artifact.session()
+    bandwidth = run.found.get("copy_bytes_per_s") or copy_bandwidth(run)
+    weights = (run.folder / "8b.kvg" / "weights.safetensors").stat().st_size
+    embedding = 128256 * 4096 * 2  # a step gathers a few rows of it
+    table = Table("batch", "context", "device ms", "session ms", "bytes GB", "of bandwidth")
+    for batch, context in ((1, 512), (1, 4096), (8, 4096), (64, 4096)):
+        params: Any = artifact.params()
+        pages = batch * -(-context // params.page_size)
+        kv = PagedKVCacheManager(params, session, pages, max_batch_size=batch)
+        inputs, values = _decode_inputs(kv, batch, context)
+        for _ in range(3):
+            session.run(inputs, values, capture=True)
+        whole = _wall(partial(session.run, inputs, values, capture=True))
+        replay = next(reversed(session._captured.values()))
+        device = _timed(replay, 20) / 1e3
+        nbytes = weights - embedding + batch * context * params.bytes_per_page // params.page_size
+        share = nbytes / (device / 1e3) / bandwidth
+        run.found[f"step/{batch}x{context}"] = {"ms": device, "session_ms": whole, "share": share}
+        table.add_row(
+            f"{batch}", f"{context}", f"{device:.2f}", f"{whole:.2f}", f"{nbytes / 1e9:.1f}",
+            f"{share:.0%}",
+        )  # fmt: skip
+        del kv, values
+        session._captured.clear()
+        torch.cuda.empty_cache()
+    console.print(table)
+    _goal(run, "step", run.found["step/64x4096"]["share"], "batch 64 x 4096")
+
+
+def _decode_inputs(kv: Any, batch: int, context: int) -> tuple[ModelInputs, Any]:
+    from kvgraph import TextContext
+
+    rows = [TextContext(i, np.zeros(context, np.int32)) for i in range(batch)]
+    for row in rows:
+        kv.claim(row.request_id)
+        kv.alloc(row)
+        row.skip_processing(context - 1)
+    offsets = np.arange(batch + 1, dtype=np.int32)
+    inputs = ModelInputs(np.zeros(batch, np.int32), offsets, offsets[:-1])
+    return inputs, kv.runtime_inputs([rows])
+
+
+def _wall(call: Callable[[], object], repeats: int = 20) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def _goal(run: Run, name: str, share: float | None, where: str) -> None:
+    if share is not None and not run.smoke:
+        reached = "reached" if share >= GOALS[name] else "NOT reached"
+        console.print(f"goal of {name}: {GOALS[name]:.0%} at {where}: {share:.0%}, {reached}")
+
+
+# ---- the machine ------------------------------------------------------------------------------
+
+
+def launcher(arch: str, smoke: bool, folder: Path) -> Callable[[Plan, dict[str, Any]], None]:
+    """What runs plans of `LLAMA_8B`: cubins compiled here and now, or the interpreter."""
+    if smoke:
+        from kernels.bfloat16 import mend  # type: ignore[import-not-found]
+
+        from kvgraph.kernels.run import run
+
+        mend()
+        return run
+    from kvgraph.compiler.targets.cuda import save_kernels
+    from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
+
+    save_kernels(list(aot.compile_all(_variants(arch), arch)), arch, folder)
+    return CudaGpu(folder).launch
+
+
+def _variants(arch: str) -> Iterator[launch.Variant]:
+    yield launch.store_variant(LLAMA_8B.cache, None)
+    yield from launch.attention_variants(LLAMA_8B, arch)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    if not given.smoke and not torch.cuda.is_available():
+        console.print("no NVIDIA GPU here: nothing was measured (--smoke checks this script)")
+        return 1
+    arch = "sm_90"
+    if not given.smoke:
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        console.print(f"{torch.cuda.get_device_name()}, {arch}, torch {torch.__version__}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run = Run(arch, given.smoke, folder, launcher(arch, given.smoke, folder))
+        for section in given.only.split(","):
+            console.rule(section)
+            {
+                "matrix": matrix,
+                "tokens": tokens,
+                "decode": decode,
+                "prefill": prefill,
+                "step": step,
+            }[section](run)
+    if given.json:
+        given.json.write_text(json.dumps(run.found, indent=1) + "\n")
+    console.print(
+        f"{len(run.failures)} checks failed{': ' if run.failures else ''}" + ", ".join(run.failures)
+    )
+    return 1 if run.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

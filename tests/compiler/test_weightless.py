@@ -1,0 +1,234 @@
+"""Weights that stay in the checkpoint: streamed files equal loaded ones; what has to be loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import COMMON, OVERRIDES, make_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+import kvgraph
+from kvgraph import ModelError
+from kvgraph.compiler import checkpoint
+from kvgraph.compiler.cache import plan_cache
+from kvgraph.compiler.export import export
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.targets.weights import save_weights, stream_weights
+from kvgraph.contract.devices import virtual_devices
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.kernels import aot
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights do not depend on them."""
+    monkeypatch.setattr(aot, "compile_all", lambda variants, arch: [])
+
+
+def exported(model: Model) -> ExportedProgram:
+    plan = plan_cache(
+        model.layers,
+        dtype=model.dtype,
+        quantization=None,
+        page_size=16,
+        devices=virtual_devices("cuda:sm_90"),
+    )
+    model.place(plan)
+    signature = GraphSignature.of(plan.params.get_symbolic_inputs()[0], model.vocab_size)
+    return export(model, signature, return_buffers=False)
+
+
+def parts(path: Path) -> tuple[dict[str, str], bytes]:
+    """A file's metadata, and everything else: safetensors' own writer gives that any order."""
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata() or {})
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header.pop("__metadata__", None)
+    return metadata, json.dumps(header).encode() + content[8 + size :]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [*((name, "bfloat16") for name in OVERRIDES), ("llama", "float32"), ("gemma2", "float16")],
+)
+def test_a_streamed_file_is_the_loaded_one(
+    architecture: str,
+    dtype: str,
+    tmp_path: Path,
+    model_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1 << 10)  # rows of an embedding in many pieces
+    folder = model_folder(architecture)
+    loaded = huggingface.load(folder, dtype)
+    weightless = huggingface.load(folder, dtype, weightless=True)
+    assert weightless.checkpoint is not None
+    assert all(isinstance(p, FakeTensor) for p in weightless.module.parameters())
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = exported(loaded), exported(weightless)
+    assert str(first.graph) == str(second.graph)
+    save_weights(first, tmp_path / "a")
+    stream_weights(second, weightless.checkpoint, tmp_path / "b")
+    files = [tmp_path / name / "weights.safetensors" for name in "ab"]
+    assert parts(files[0]) == parts(files[1])
+    facts = ("layers", "vocab_size", "max_seq_len", "eos_token_ids", "bos_token_id", "files")
+    for fact in facts:
+        assert getattr(loaded, fact) == getattr(weightless, fact)
+
+
+def test_shards(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole = make_model("llama", tmp_path / "whole")
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    made = [compiled(folder, tmp_path / f"{folder.name}.kvg") for folder in (whole, sharded)]
+    assert made[0].files["weights.safetensors"] == made[1].files["weights.safetensors"]
+    assert made[1].notes == []
+
+    index = sharded / "model.safetensors.index.json"
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.rename(tmp_path / "away")
+    assert refused(sharded, tmp_path).startswith(
+        f"{sharded}: cannot read the weights: {shard.name}: "
+    )
+    index.write_text('{"weight_map": 3}')
+    assert "index.json: expected a weight_map, got a damaged file" in refused(sharded, tmp_path)
+
+
+def compiled(folder: Path, out: Path, dtype: str = "float32") -> Any:
+    return kvgraph.compile(folder, out, target="cuda:sm_90", dtype=dtype, page_size=16)
+
+
+def refused(folder: Path, tmp_path: Path, dtype: str = "float32") -> str:
+    with pytest.raises(ModelError) as error:
+        compiled(folder, tmp_path / "out", dtype)
+    assert not (tmp_path / "out").exists()
+    return str(error.value)
+
+
+@pytest.fixture
+def llama(tmp_path: Path, model_folder: Callable[[str], Path]) -> Path:
+    return Path(shutil.copytree(model_folder("llama"), tmp_path / "llama"))
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(NORM), f"got missing_keys such as {NORM}"),
+        (
+            lambda t: t.update({NORM: t[NORM][:3].clone()}),
+            f"got mismatched_keys such as {NORM} [3] for [64]",
+        ),
+    ],
+)
+def test_incomplete_weights(llama: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    change(llama, edit)
+    assert refused(llama, tmp_path) == f"{llama}: expected weights for every parameter, {message}"
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, 100_000])
+def test_truncated_weights(llama: Path, tmp_path: Path, keep: int) -> None:
+    weights = llama / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    assert refused(llama, tmp_path).startswith(f"{llama}: cannot read the weights: model.safe")
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_numbers_that_are_not_finite_are_named(llama: Path, tmp_path: Path, number: str) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EMBEDDING][150, 7] = float(number)
+
+    change(llama, edit)
+    where = f"{llama}/model.safetensors: {EMBEDDING}[150, 7]"
+    assert refused(llama, tmp_path) == (
+        f"{where}: expected a finite number in float32, got {number}"
+    )
+
+
+def test_numbers_that_the_dtype_does_not_hold_are_named(llama: Path, tmp_path: Path) -> None:
+    change(llama, lambda t: t[NORM].__setitem__(5, 70000.0))
+    assert refused(llama, tmp_path, "float16").endswith(
+        f"{NORM}[5]: expected a finite number in float16, got 70000"
+    )
+
+
+def test_a_sum_that_is_too_large_is_no_error(llama: Path, tmp_path: Path) -> None:
+    change(llama, lambda t: t[NORM].__setitem__(slice(0, 4), 2e38))
+    assert compiled(llama, tmp_path / "out").notes == []
+
+
+def test_tensors_of_no_parameter_are_left(llama: Path, tmp_path: Path) -> None:
+    change(llama, lambda t: t.update({"model.rotary_emb.inv_freq": torch.ones(8)}))
+    assert compiled(llama, tmp_path / "out").notes == []
+    stored = load_file(tmp_path / "out" / "weights.safetensors")
+    assert not torch.equal(stored["model.model.rotary_emb.inv_freq"], torch.ones(8))
+
+
+def test_names_that_transformers_converts_pass_through_memory(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = tmp_path / "mixtral"
+    config = AutoConfig.for_model("mixtral", **COMMON, **experts)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    note = "weights: passed through memory: transformers converts model.layers.0."
+    assert [n[: len(note)] for n in compiled(folder, tmp_path / "out").notes] == [note]
+
+
+def test_a_base_model_s_names_pass_through_memory(llama: Path, tmp_path: Path) -> None:
+    """transformers finds `layers.0...` of a checkpoint that was saved without the head."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    made = compiled(llama, tmp_path / "first")
+    change(llama, edit)
+    again = compiled(llama, tmp_path / "second")
+    assert len(again.notes) == 1
+    assert re.match(
+        r"weights: passed through memory: model\.\S+ is not stored under its name", again.notes[0]
+    )
+    assert again.files["weights.safetensors"] == made.files["weights.safetensors"]
+
+
+def test_tied_tensors_that_differ_are_two(tmp_path: Path) -> None:
+    folder = make_model("gemma2", tmp_path / "gemma2")
+    change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING] * 2}))
+    manifest = compiled(folder, tmp_path / "out")
+    assert manifest.notes == [
+        f"weights: passed through memory: tied {EMBEDDING} and lm_head.weight are both stored"
+    ]
+    stored = load_file(tmp_path / "out" / "weights.safetensors")
+    head = stored["model.lm_head.weight"]
+    assert torch.equal(head, stored[f"model.{EMBEDDING}"] * 2)
+
+
+def test_a_type_that_is_no_weight_s_passes_through_memory(llama: Path, tmp_path: Path) -> None:
+    change(llama, lambda t: t.update({NORM: torch.ones(64, dtype=torch.float8_e5m2)}))
+    notes = compiled(llama, tmp_path / "out").notes
+    assert notes == [f"weights: passed through memory: {NORM} is stored as F8_E5M2"]

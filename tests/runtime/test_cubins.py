@@ -1,0 +1,162 @@
+"""An artifact for GPUs on machines that are not what it was compiled for, and on one that is.
+
+The driver is a fake one (tests/fake_driver.c) in a process of its own: which cubins are asked for,
+with which arguments, and what is refused. That they compute is tests/kernels' matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_driver import build
+
+pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
+
+PRELUDE = """
+import ctypes, json, sys
+from pathlib import Path
+import kvgraph
+from kvgraph.errors import KVGraphError
+from kvgraph.kernels import launch
+from kvgraph.kernels.launch import Sizes
+from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.runtime.cubins import Cubins
+folder = Path(sys.argv[1])
+def said(function, *arguments):
+    try:
+        function(*arguments)
+    except KVGraphError as error:
+        return [type(error).__name__, str(error)]
+def log():
+    function = ctypes.CDLL("libcuda.so.1").fake_log
+    function.restype = ctypes.c_char_p
+    return function().decode().splitlines()
+"""
+
+Drive = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(scope="module")
+def artifact(compiled: Callable[..., Path]) -> Path:
+    return compiled("tiny-llama", None, target="cuda:sm_80,sm_90,sm_120", dtype="bfloat16")
+
+
+@pytest.fixture
+def drive(driver: Path, artifact: Path) -> Drive:
+    def run(code: str, folder: Path = artifact, **environment: str) -> Any:
+        given = {**os.environ, "LD_LIBRARY_PATH": str(driver), **environment}
+        script = f"{PRELUDE}\n{code}\nprint(json.dumps(result))"
+        command = [sys.executable, "-c", script, str(folder)]
+        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"LD_LIBRARY_PATH": ""}, r"expected an NVIDIA GPU for '{target}' from this machine, got "
+         r"none \(libcuda\.so\.1: expected an NVIDIA driver on this machine, got none \(.*\)\)"),
+        ({"FAKE_COUNT": "0"}, r"expected an NVIDIA GPU for '{target}' from this machine, got none "
+         r"\(the driver has no device\)"),
+        ({"FAKE_SM": "75"}, r"expected code for sm_75 of this machine's GPU, got '{target}' .*"),
+        ({"FAKE_SM": "100"}, r"expected code for sm_100 of this machine's GPU, got '{target}' .*"),
+        ({"FAKE_DRIVER": "11060"}, r"expected code for sm_90 of this machine's GPU, got '{target}' "
+         r"\(.*driver.*12\.8.*11\.6.*\)"),
+    ],
+    ids=["no-driver", "no-device", "older-gpu", "newer-gpu", "old-driver"],
+)  # fmt: skip
+def test_another_machine_is_refused_with_both_names(
+    drive: Drive, artifact: Path, environment: dict[str, str], message: str
+) -> None:
+    kind, text = drive("result = said(kvgraph.load, folder)", **environment)
+    target = "cuda:sm_80,sm_90,sm_120"
+    expected = f"{artifact}/manifest.json: target: " + message.replace("{target}", target)
+    assert kind == "ArtifactError"
+    assert re.fullmatch(expected, text), text
+
+
+@pytest.mark.parametrize(("sm", "arch"), [("80", "sm_80"), ("89", "sm_80"), ("90", "sm_90")])
+def test_the_nearest_architecture_is_loaded(drive: Drive, sm: str, arch: str) -> None:
+    code = """
+kvgraph.load(folder)
+cubins = Cubins(folder / "kernels")
+kernels = json.loads((folder / "kernels" / cubins.arch / "kernels.json").read_text())
+result = [cubins.arch, cubins.multiprocessors, len(kernels), log()]
+"""
+    found, multiprocessors, count, calls = drive(code, FAKE_SM=sm)
+    assert (found, multiprocessors) == (arch, 132)
+    assert sum(call.startswith("cuModuleLoadData") for call in calls) == count
+
+
+def test_a_step_launches_what_the_plan_says(
+    drive: Drive, model_folder: Callable[[str], Path]
+) -> None:
+    """Grid, block and the values of a decode step; the last two pointers are null."""
+    code = """
+cubins = Cubins(folder / "kernels")
+cache = CacheShape.of(kvgraph.load(folder).params(), "bfloat16")
+shape = AttentionShape(cache, HEADS, cache.head_dim**-0.5)
+cubins.require(launch.attention_variants(shape, "sm_90"))
+sizes = Sizes(3, 3, 1, 900, 57)
+plan = launch.plan_update_and_attend(
+    shape, "sm_90", sizes, 2, multiprocessors=cubins.multiprocessors
+)
+names = {a for one in plan.launches for a in one.arguments if isinstance(a, str)}
+cubins.launch(plan, {name: 4096 * (i + 1) for i, name in enumerate(sorted(names))}, 0x77)
+result = [
+    [[one.variant.kernel.name, *one.grid, 32 * one.variant.num_warps] for one in plan.launches],
+    [line for line in log() if line.startswith("cuLaunchKernel")],
+]
+"""
+    heads = json.loads((model_folder("tiny-llama") / "config.json").read_text())[
+        "num_attention_heads"
+    ]
+    planned, launched = drive(f"HEADS = {heads}\n{code}")
+    assert [name for name, *_ in planned] == ["store_kv", "paged_attention", "merge_parts"]
+    for (name, x, y, threads), line in zip(planned, launched, strict=True):
+        assert line.startswith(f"cuLaunchKernel {name} ")
+        assert f" grid {x},{y},1 block {threads},1,1 " in line
+        assert " stream 77:" in line
+
+
+def test_a_changed_cubin_and_a_missing_kernel_are_named(
+    drive: Drive, artifact: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(artifact, tmp_path / "copy"))
+    cubin = next((folder / "kernels" / "sm_90").glob("merge_parts-*.cubin"))
+    content = bytearray(cubin.read_bytes())
+    content[-1] ^= 1
+    cubin.write_bytes(content)
+    for arch in ("sm_80", "sm_120"):
+        shutil.rmtree(folder / "kernels" / arch)
+    kind, text = drive('result = said(Cubins, folder / "kernels")', folder)
+    assert kind == "ArtifactError"
+    assert text.startswith(
+        f"{folder}/kernels: expected kernels that GPU 0 (sm_90) can run, got ['sm_90'] "
+        "(sm_90: image: expected SHA-256 "
+    )
+    code = """
+cubins = Cubins(folder / "kernels")
+result = said(cubins.require, [launch.rms_norm_variant("float16", 77, 1e-5)])
+"""
+    kind, text = drive(code)
+    assert kind == "ArtifactError"
+    assert "sm_90: expected kernel rms_norm-" in text
+    assert text.endswith("of this kvgraph, got none; compile the model again")
