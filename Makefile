@@ -1,4 +1,5 @@
-# make demo | test | test-all | check | check-kernels | format | bench-kv | bench-pool
+# make demo | test | test-all | check | check-kernels | format
+#      bench-kv | bench-pool | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,8 @@ TORCH ?= torch==2.13.0
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-all check check-kernels format bench-kv bench-pool clean
+.PHONY: demo test test-all check check-kernels format clean
+.PHONY: bench-kv bench-pool bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -40,12 +42,30 @@ bench-kv: $(VENV)/.installed
 bench-pool: $(VENV)/.installed
 	$(BIN)/python tests/bench/pool.py
 
+# 20 GB of disk, most of it sparse.
+bench-compile: $(VENV)/.installed
+	$(BIN)/python tests/bench/compile.py
+
+# On an NVIDIA GPU, about 10 minutes.
+bench-cuda: $(VENV)/.installed
+	$(BIN)/python tests/bench/cuda.py
+
+bench-tensorrt: $(VENV)/.installed
+	$(BIN)/python tests/bench/tensorrt.py
+
+bench-tiers: $(VENV)/.installed
+	$(BIN)/python tests/bench/tiers.py
+
+bench-stores: $(VENV)/.installed
+	$(BIN)/pip install --progress-bar on -q -e ".[bench]"
+	$(BIN)/python tests/bench/stores.py
+
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --progress-bar on -q "$(TORCH)"
-	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda]"
+	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda,tensorrt,tiers]"
 	touch $@
 
 clean:

@@ -46,7 +46,7 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0, **overrides: A
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = COMMON | OVERRIDES[architecture] | overrides
+    settings = COMMON | OVERRIDES.get(architecture, {}) | overrides
     config = AutoConfig.for_model(architecture, **settings)
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.targets import Lowered
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
@@ -92,7 +92,7 @@ def _alive(pid: int) -> bool:
 
 
 def _replace(out: Path, folder: Path) -> None:
-    for name in _files(folder):
+    for name in files_of(folder):
         (folder / name).chmod(0o644)  # safetensors writes for its user alone
     folder.chmod(0o755)
     if not out.exists():
@@ -104,7 +104,8 @@ def _replace(out: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _files(folder: Path) -> list[str]:
+def files_of(folder: Path) -> list[str]:
+    """Every file in a folder, by its path there."""
     return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
 
 
@@ -122,7 +123,7 @@ def emit(
     """Copy the model's travelling files, hash everything, write the manifest."""
     for name, source in model.files.items():
         shutil.copyfile(source, folder / name)
-    files = hash_files(folder, _files(folder))
+    files = hash_files(folder, [name for name in files_of(folder) if name != BUILD_LOG_NAME])
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         kvgraph_version=metadata.version("kvgraph"),
@@ -144,10 +145,11 @@ def emit(
         layers=list(plan.layers),
         ops=lowered.ops,
         passes=[PassEntry(r.name, r.applied, r.unmatched) for r in lowered.passes],
-        notes=notes,
+        notes=[*notes, *lowered.notes],
         files=files,
         nondeterministic_files=lowered.nondeterministic_files,
         tools={name: metadata.version(name) for name in lowered.tools},
+        engine=lowered.engine,
     )
     write_manifest(folder, manifest)
     return manifest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler import emit
 from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
-from kvgraph.contract.devices import Target, virtual_devices
+from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
     POOL_DTYPES,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvgraph.compiler.model import Model
 
-BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch",)}
+BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch", "tensorrt")}
 """Kind of target -> its backends, the default first."""
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128
@@ -66,7 +66,8 @@ def compile(
     emit.require_free(out, force=force)
 
     progress("reading the model")
-    loaded, notes = _load(model, backend, dtype, vocab_size, max_seq_len)
+    weightless = parsed.kind == "cuda" and backend == "torch"
+    loaded, notes = _load(model, backend, dtype, vocab_size, max_seq_len, weightless)
 
     if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
@@ -86,7 +87,7 @@ def compile(
     signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
     loaded.place(plan)
     if parsed.kind == "cuda":
-        _require_kernels(plan, parsed)
+        _require_kernels(plan, parsed, backend)
 
     with emit.staging(out, force=force) as folder:
         progress(f"lowering to {backend}")
@@ -117,6 +118,10 @@ def _check(
         raise UnsupportedError(
             f"backend: expected one of {list(backends)} for target {parsed.kind}, got {backend!r}"
         )
+    if parsed.archs == (PORTABLE,) and backend != "tensorrt":
+        raise UnsupportedError(
+            f"target: expected architectures for backend {backend}, got {target!r}"
+        )
     if cache not in list(KVCacheStrategy):
         kinds = [str(kind) for kind in KVCacheStrategy]
         raise UnsupportedError(f"cache: expected one of {kinds}, got {cache!r}")
@@ -140,8 +145,12 @@ def _load(
     dtype: str | None,
     vocab_size: int | None,
     max_seq_len: int | None,
+    weightless: bool,
 ) -> tuple[Model, list[str]]:
-    """The model in a dtype that the backend computes in, and what was converted."""
+    """The model in a dtype that the backend computes in, and what was converted.
+
+    `weightless`: a checkpoint's weights stay where they are, if they can.
+    """
     if dtype is not None and dtype not in POOL_DTYPES:
         raise UnsupportedError(f"dtype: expected one of {list(POOL_DTYPES)}, got {dtype!r}")
     _require_torch()
@@ -162,7 +171,8 @@ def _load(
             "kernels do not compute in it (the pool's dtype is --cache-dtype)"
         )
         return huggingface.load(folder, "float32"), [note]
-    return huggingface.load(folder, wanted), []
+    loaded = huggingface.load(folder, wanted, weightless=weightless)
+    return loaded, [f"weights: passed through memory: {loaded.loaded}"] if loaded.loaded else []
 
 
 def _require_torch() -> None:
@@ -218,6 +228,10 @@ def _lower(lower: Callable[..., Any], model: Model, *given: Any) -> Any:
 
 
 def _lowering(backend: str, target: Target, progress: Progress) -> Callable[..., Any]:
+    if backend == "tensorrt":
+        from kvgraph.compiler.targets import tensorrt
+
+        return partial(tensorrt.lower, archs=target.archs, progress=progress)
     if target.kind == "cuda":
         from kvgraph.compiler.targets import cuda
 
@@ -231,9 +245,14 @@ def _lowering(backend: str, target: Target, progress: Progress) -> Callable[...,
     return torch.lower
 
 
-def _require_kernels(plan: CachePlan, target: Target) -> None:
+def _require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
     from kvgraph.compiler.targets import cuda
 
     if plan.strategy is not KVCacheStrategy.PAGED:
         raise UnsupportedError(f"cache: expected 'paged' for target cuda, got '{plan.strategy}'")
-    cuda.require_kernels(plan, target.archs)
+    archs = target.archs
+    if backend == "tensorrt":
+        from kvgraph.compiler.targets import tensorrt
+
+        archs = tensorrt.kernel_archs(archs, next(iter(plan.params.leaves.values())).dtype)
+    cuda.require_kernels(plan, archs)

@@ -10,6 +10,8 @@ from kvgraph.errors import DeviceError, UnsupportedError
 
 CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 CPU_ISAS = ("avx2", "avx512")
+PORTABLE = "portable"
+"""Instead of architectures: code that an engine's own compiler finishes where it runs."""
 
 
 class LogicalDevice(NamedTuple):
@@ -33,7 +35,8 @@ def parse_logical(text: str) -> LogicalDevice:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What code is generated for: `Target.parse("cpu")`, `"cpu:avx512"`, `"cuda:sm_80,sm_90"`."""
+    """What code is generated for: `Target.parse("cpu")`, `"cpu:avx512"`, `"cuda:sm_80,sm_90"`, or
+    `"cuda:portable"`, which engines alone are."""
 
     kind: str
     archs: tuple[str, ...] = ()
@@ -45,6 +48,8 @@ class Target:
         known = {"cpu": CPU_ISAS, "cuda": CUDA_ARCHS}.get(kind)
         if known is None:
             raise UnsupportedError(f"target: expected kind cpu or cuda, got {text!r}")
+        if kind == "cuda" and archs == (PORTABLE,):
+            return cls(kind, archs)
         if (kind == "cuda" and not archs) or not set(archs) <= set(known):
             raise UnsupportedError(f"target {text!r}: expected one of {list(known)} for {kind}")
         return cls(kind, archs)

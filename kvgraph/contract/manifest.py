@@ -84,6 +84,34 @@ class PassEntry:
     unmatched: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileInfo:
+    """An optimisation profile of an engine: dim -> extent, at its least, best and most."""
+
+    name: str
+    min: dict[str, int]
+    opt: dict[str, int]
+    max: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """A TensorRT engine: what built it, what runs it, and what must be given to it.
+
+    `module` ("tensorrt_rtx" or "tensorrt") of `version` built it and alone reads it. `archs`: where
+    it runs; none: wherever the module does. `profiles` in the engine's order. `refit`: weights that
+    the engine lacks, by their names in weights.safetensors. `host_code`: the plugins' library is
+    part of the engine, so reading it runs code from it.
+    """
+
+    module: str
+    version: str
+    archs: list[str]
+    profiles: list[ProfileInfo]
+    refit: list[str] = field(default_factory=list)
+    host_code: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     schema_version: int
@@ -103,6 +131,7 @@ class Manifest:
     files: dict[str, FileEntry]
     nondeterministic_files: list[str]
     tools: dict[str, str]
+    engine: EngineInfo | None = None
 
     @property
     def identity(self) -> bytes:

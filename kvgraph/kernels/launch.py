@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -116,10 +117,16 @@ class Variant:
     num_warps: int
     num_stages: int
     absent: frozenset[str] = frozenset()
+    parameters: tuple[Parameter, ...] = field(init=False, compare=False)
+    """The launch ABI, types resolved; two pointers to scratch memory (null) follow it."""
+    name: str = field(init=False, compare=False)
+    """Unique for what is compiled, the same in every process."""
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The launch ABI, types resolved; two pointers to scratch memory (null) follow it."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", self._parameters())
+        object.__setattr__(self, "name", self._name())
+
+    def _parameters(self) -> tuple[Parameter, ...]:
         types = {"*T": f"*{TRITON_TYPES[self.dtype]}", "*P": f"*{TRITON_TYPES[self.pool_dtype]}"}
         return tuple(
             Parameter(p.name, types.get(p.type, p.type))
@@ -127,9 +134,7 @@ class Variant:
             if p.name not in self.absent
         )
 
-    @property
-    def name(self) -> str:
-        """Unique for what is compiled, the same in every process."""
+    def _name(self) -> str:
         said = [
             self.kernel.name,
             self.num_warps,
@@ -177,6 +182,7 @@ class Sizes:
 # ---- variants ---------------------------------------------------------------------------------
 
 
+@lru_cache
 def store_variant(cache: CacheShape, rope: Rope | None) -> Variant:
     constants: dict[str, Constant] = {
         **_pool_constants(cache),
@@ -202,6 +208,7 @@ def decode_variant(shape: AttentionShape, arch: str, *, split: bool) -> Variant:
     return _attention_variant(shape, arch, role, shapes.decode_tiles(shape, arch))
 
 
+@lru_cache
 def merge_variant(shape: AttentionShape, arch: str) -> Variant:
     tiles = shapes.decode_tiles(shape, arch)
     constants: dict[str, Constant] = {
@@ -230,6 +237,7 @@ def attention_variants(shape: AttentionShape, arch: str) -> tuple[Variant, ...]:
     )
 
 
+@lru_cache
 def _attention_variant(shape: AttentionShape, arch: str, role: str, tiles: Tiles) -> Variant:
     cache, split = shape.cache, role == "decode_split"
     constants: dict[str, Constant] = {
@@ -417,6 +425,7 @@ def _plan_decode(
     return Plan((attend, merge), scratch)
 
 
+@lru_cache
 def _decode_tokens(shape: AttentionShape, arch: str) -> int:
     """New tokens that a decode tile takes."""
     return shapes.decode_tiles(shape, arch).block_m // shape.group

@@ -6,25 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from programs import program_of, step
 from torch import nn
 from torch.export import ExportedProgram
 
-from kvgraph.compiler.cache import plan_cache
-from kvgraph.compiler.export import export
-from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from kvgraph.compiler.passes.fuse_silu_mul import fuse_silu_mul
-from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend
-from kvgraph.contract.devices import virtual_devices
-from kvgraph.contract.signature import GraphSignature
 
 RMS_NORM, SILU_MUL = "kvgraph.rms_norm.default", "kvgraph.silu_mul.default"
-PAGE, SLOTS = 16, 7
 LEFT_OVER = ("aten.rsqrt.default", "aten.silu.default", "aten._assert_tensor_metadata.default")
 
 LAYERS = 4
@@ -37,45 +30,6 @@ CASES = {
     "gemma2": (4, 2, GELU),
     "gemma3_text": (6, 4, GELU),
 }
-
-
-def program_of(folder: Path, dtype: str) -> tuple[ExportedProgram, GraphSignature]:
-    model = huggingface.load(folder, dtype)
-    plan = plan_cache(
-        model.layers,
-        dtype=dtype,
-        quantization=None,
-        page_size=PAGE,
-        devices=virtual_devices("cpu"),
-    )
-    model.place(plan)
-    signature = GraphSignature.of(plan.params.get_symbolic_inputs()[0], model.vocab_size)
-    program = export(model, signature, return_buffers=False)
-    fuse_update_and_attend(program.graph)
-    return program, signature
-
-
-def step(signature: GraphSignature, dtype: str, lengths: list[int]) -> list[torch.Tensor]:
-    """Inputs of one ragged step over empty rows; what no row owns is NaN."""
-    random = np.random.default_rng(3)
-    total, rows = sum(lengths), len(lengths)
-    values = {
-        "tokens": random.integers(3, 160, total),
-        "input_row_offsets": np.cumsum([0, *lengths]),
-        "logits_indices": np.arange(total),
-        "cache_lengths": np.zeros(rows, int),
-        "lookup_table": np.array([[3, 0], [1, 5], [2, 4]])[:rows],
-        "max_lengths": np.array([[max(lengths)] * 2]),
-    }
-    tensors = []
-    for symbol in signature.inputs:
-        if symbol.kind == "buffer":
-            shape = [d if isinstance(d, int) else SLOTS for d in symbol.shape]
-            tensors.append(torch.full(shape, torch.nan, dtype=getattr(torch, dtype)))
-        else:
-            given = values[symbol.name.rpartition(".")[2]]
-            tensors.append(torch.from_numpy(given.astype(np.int32)))
-    return tensors
 
 
 def counts(program: ExportedProgram) -> dict[tuple[str, int], int]:

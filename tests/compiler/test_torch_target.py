@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvgraph
-from kvgraph.compiler.targets.torch import dense_weights
+from kvgraph.compiler.targets.weights import dense_weights
 
 Compiled = Callable[..., Path]
 

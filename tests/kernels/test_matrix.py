@@ -17,7 +17,10 @@ TESTS = Path(__file__).parents[1]
 
 
 def matrix(*arguments: str, interpret: bool) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+    }
     environment.pop("TRITON_INTERPRET", None)
     if interpret:
         environment["TRITON_INTERPRET"] = "1"

@@ -36,7 +36,11 @@ old_interpreter = pytest.mark.skipif(
 def interpreted(artifact: Path, tmp_path: Path, **request: Any) -> dict[str, Any]:
     path = tmp_path / "request.json"
     path.write_text(json.dumps({"engine": ENGINE, **request}))
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        "TRITON_INTERPRET": "1",
+    }
     command = [sys.executable, str(TESTS / "runtime" / "interpreted.py"), str(artifact), str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -51,11 +55,11 @@ def eager(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> li
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None  # as `ignore_eos`
     return [
         model.generate(
             torch.tensor([list(prompt)]),
             max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
             do_sample=False,
         )[0, len(prompt) :].tolist()
         for prompt in prompts

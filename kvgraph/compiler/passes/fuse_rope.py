@@ -60,7 +60,9 @@ def fuse_rope(program: ExportedProgram, signature: GraphSignature, positions: in
     for node, rotations in found:
         _fuse(node, rotations, buffers[rotations[0].turn])
         report.applied += 1
-    _erase_checked(program.graph)
+    if found:
+        program.graph.eliminate_dead_code()
+        _erase_checked(program.graph)
     return report
 
 

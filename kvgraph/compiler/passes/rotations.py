@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
@@ -42,9 +42,13 @@ of tensors, or of tuples of them where an operator returns several."""
 
 @dataclass(frozen=True)
 class Columns:
-    """For each rotated element of a head, its factor: a column of `table [.., T, W]`."""
+    """For each rotated element of a head, its factor: a column of `table [.., T, W]`.
 
-    table: Node
+    Tables of one expression are equal, whichever node of them this is.
+    """
+
+    table: Node = field(compare=False)
+    expression: str
     columns: tuple[int, ...]
 
 
@@ -70,7 +74,9 @@ def find_rotation(operand: Node, functions: TokenFunctions) -> Rotation:
     terms = trace.terms(operand)
     if not any((factors.abs() > 1).any() for _, factors in terms):
         _explain(operand, functions)
-        raise UnmatchedError("expected a rotation by the cos and sin of positions, got none")
+        raise UnmatchedError(
+            f"expected a rotation by the cos and sin of positions, got {_computed(operand).target}"
+        )
     whole = _Sum(
         *(torch.stack(torch.broadcast_tensors(*part)) for part in zip(*terms, strict=True))
     )
@@ -93,6 +99,13 @@ def _explain(operand: Node, functions: TokenFunctions) -> None:
         if packet(node) in (*LAYOUT, *ELEMENTWISE, *OUTER):
             waiting += [x for x in node.all_input_nodes if x not in near]
             near |= set(node.all_input_nodes)
+
+
+def _computed(node: Node) -> Node:
+    """What computed the elements that only moved since."""
+    while packet(node) in LAYOUT and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 class _Trace:
@@ -130,7 +143,8 @@ class _Trace:
         same = bool((columns_TNR == columns_TNR[:1, :1]).all())
         inside = bool(((columns_TNR >= 0) & (columns_TNR < width)).all())
         expect(same and inside, "expected one row of factors for each token, equal for all heads")
-        return Columns(table, tuple(columns_TNR[0, 0].tolist()))
+        expression = self._functions.expression(table)
+        return Columns(table, expression, tuple(columns_TNR[0, 0].tolist()))
 
     def terms(self, node: Node) -> list[Term]:
         if node not in self._known:
@@ -233,7 +247,7 @@ def _rotation(
     for style, index, sign in _pairs(rotary):
         if torch.equal(partners_TND[..., :rotary], elements_TND[..., index]):
             cos, sin = cos_TND[..., :rotary], sin_TND[..., :rotary] * sign
-            expect(bool((cos > 0).all() and (sin > 0).all()), "expected a turn in one direction")
+            expect(bool((cos > 1).all() and (sin > 1).all()), "expected a turn in one direction")
             return Rotation(source, dims, style, trace.columns(cos), trace.columns(sin))
     raise UnmatchedError("expected pairs of halves or of neighbours, got others")
 

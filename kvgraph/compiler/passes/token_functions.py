@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from hashlib import sha256
 from itertools import accumulate, product
 from typing import Any
 
@@ -80,7 +81,8 @@ class TokenFunctions:
             and not isinstance(stored[target], FakeTensor)
             and target not in graph_signature.buffers_to_mutate.values()
         }
-        self._positions: list[Node] = []
+        self._positions: dict[Node, None] = {}
+        self._expressions: dict[Node, str] = {}
         self._rows: dict[Node, bool] = {}
         self._found: dict[Node, torch.Tensor | str] = {}
 
@@ -113,6 +115,26 @@ class TokenFunctions:
             result: torch.Tensor = self._run(node, known, positions)
         return result
 
+    def expression(self, node: Node) -> str:
+        """Equal for nodes that compute the same from positions and from equal constants: models
+        write the same embedding down once for q and once for k, or in every layer."""
+        if node not in self._expressions:
+            constant = self._constants.get(node)
+            if node in self._positions:
+                said = "positions"
+            elif constant is not None:
+                content = constant.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                said = f"{constant.dtype} {constant.shape} {sha256(content).hexdigest()}"
+            else:
+                given = map_arg((node.args, dict(node.kwargs)), self._said)
+                said = f"{node.target} {given}"
+            self._expressions[node] = sha256(said.encode()).hexdigest()
+        return self._expressions[node]
+
+    def _said(self, node: Node) -> str:
+        given = node.meta.get("val")
+        return str(given) if isinstance(given, torch.SymInt) else self.expression(node)
+
     def shape(self, node: Node, tokens: int) -> list[int]:
         """Extents of what a node computes in a step of `tokens` tokens."""
         return [self._extent(extent, tokens) for extent in value(node).shape]
@@ -132,7 +154,7 @@ class TokenFunctions:
         if node in self._constants:
             return torch.full(self._constants[node].shape, -1)
         if self._is_position(node):
-            self._positions.append(node)
+            self._positions[node] = None
             return torch.arange(TOKENS)
         kind = packet(node)
         if kind in LAYOUT:

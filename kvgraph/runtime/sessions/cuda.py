@@ -49,7 +49,8 @@ class CudaSession(Session):
         self._program = load_program(artifact, gpu)
         gpu.require([launch.increment_variant()])
         self._pages = PageCopies(gpu.device)
-        self._upload = self.uploader()
+        # Of their own: a long prompt that needs more memory must not move what graphs read.
+        self._upload, self._upload_captured = self.uploader(), self.uploader()
         self._logits = itertools.cycle([_Staging(gpu.device), _Staging(gpu.device)])
         self._captured: dict[tuple[Any, ...], Callable[[], torch.Tensor]] = {}
 
@@ -102,10 +103,10 @@ class CudaSession(Session):
     # -- a step
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
-        return self._guarded(lambda: self._program(*self._place(arrays))[0])
+        return self._guarded(lambda: self._program(*self._place(arrays, self._upload))[0])
 
     def _run_captured(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
-        return self._guarded(lambda: self._replay(self._place(arrays)))
+        return self._guarded(lambda: self._replay(self._place(arrays, self._upload_captured)))
 
     def _guarded(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
         try:
@@ -118,19 +119,19 @@ class CudaSession(Session):
         except RuntimeError as error:
             raise KernelError(f"cuda: {str(error).splitlines()[0]}") from error
 
-    def _place(self, arrays: list[Any]) -> list[torch.Tensor]:
+    def _place(self, arrays: list[Any], upload: Upload) -> list[torch.Tensor]:
         """Every input where the program reads it; what is on the device already stays."""
         return [
-            self._tensor(symbol, array)
+            self._tensor(symbol, array, upload)
             for symbol, array in zip(self.signature.inputs, arrays, strict=True)
         ]
 
-    def _tensor(self, symbol: TensorType, array: Any) -> torch.Tensor:
+    def _tensor(self, symbol: TensorType, array: Any, upload: Upload) -> torch.Tensor:
         if isinstance(array, torch.Tensor):
             return array
         if symbol.device.kind == "host":
             return torch.from_numpy(array if array.flags.writeable else array.copy())
-        handle: torch.Tensor = self._upload(symbol, array, array.size).handle
+        handle: torch.Tensor = upload(symbol, array, array.size).handle
         return handle
 
     def _replay(self, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -28,6 +28,7 @@ class CudaGpu:
         self._cubins = Cubins(folder / "kernels", ordinal)
         self.arch, self.multiprocessors = self._cubins.arch, self._cubins.multiprocessors
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self.device)
 
     def require(self, variants: Iterable[Variant]) -> None:
         self._cubins.require(variants)
@@ -43,16 +44,21 @@ class CudaGpu:
         self._cubins.launch(plan, addresses, stream)
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Once for real on a stream of its own, as libraries set themselves up; then recorded."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        """Once for real, as libraries set themselves up; then recorded, on the same stream.
+
+        One stream for all captures: libraries keep workspaces per stream, and these must not come
+        from the graphs' memory.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             step()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: copies between tiers go on beside it.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = step()
+            # Errors of this thread alone: copies between tiers go on beside it.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                result = step()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
 
         def replay() -> torch.Tensor:
             graph.replay()

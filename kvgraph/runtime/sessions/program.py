@@ -53,14 +53,27 @@ def load_program(artifact: Artifact, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
     path = artifact.folder / "model.pt2"
     program = _read_program(path)
+    _bind_weights(program, artifact, gpu.device)
     if gpu.device.type != "cpu":  # saved as a CPU graph
         program = move_to_device_pass(program, str(gpu.device))
-    names = list(program.state_dict)
     module = program.module(check_guards=False)  # the signature is checked before every run
-    module.load_state_dict(read_weights(artifact, names, str(gpu.device)), assign=True)
     leaves = artifact.params().leaves
     _replace_ops(module, artifact.signature.inputs, leaves, gpu, path)
     return module
+
+
+def _bind_weights(
+    program: torch.export.ExportedProgram, artifact: Artifact, device: torch.device
+) -> None:
+    """Before the program is moved: what is on the device already is not copied, nor held twice."""
+    named = program.state_dict
+    weights = read_weights(artifact, named, str(device))
+    program._state_dict = {
+        name: nn.Parameter(weights[name], requires_grad=False)
+        if isinstance(placeholder, nn.Parameter)
+        else weights[name]
+        for name, placeholder in named.items()
+    }
 
 
 def _read_program(path: Path) -> torch.export.ExportedProgram:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.signature import output_name
 from kvgraph.errors import MissingDependencyError
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
@@ -32,5 +33,10 @@ class ReferenceSession(Session):
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         names = (symbol.name for symbol in self.signature.inputs)
         feeds = dict(zip(names, arrays, strict=True))
-        logits: npt.NDArray[np.float32] = self._evaluator.run(["logits"], feeds)[0]
-        return logits
+        outputs = [output_name(symbol) for symbol in self.signature.outputs]
+        logits, *buffers = self._evaluator.run(outputs, feeds)
+        for symbol, buffer in zip(self.signature.buffers, buffers, strict=True):
+            if buffer is not feeds[symbol.name]:  # plain operators make a new one
+                feeds[symbol.name][...] = buffer
+        result: npt.NDArray[np.float32] = logits
+        return result

@@ -27,6 +27,8 @@ def read_weights(artifact: Artifact, names: Iterable[str], device: str = "cpu") 
             if owner not in stored:
                 raise ArtifactError(f"{path}: expected a tensor {owner!r} from model.pt2, got none")
             if owner not in read:
-                read[owner] = file.get_tensor(owner)
+                tensor = file.get_tensor(owner)
+                # Kernels load 16 bytes at once; a file's tensors may start anywhere.
+                read[owner] = tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
             weights[name] = read[owner]
     return weights

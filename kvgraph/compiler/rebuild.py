@@ -1,0 +1,142 @@
+"""Another engine from a TensorRT artifact: the same graph, weights and plugins, built again here.
+
+For a machine whose TensorRT is another than the one that compiled: an enterprise TensorRT (or that
+of torch-tensorrt) builds for the GPU of its machine. Thin on purpose: everything but the engine
+and, for other architectures, the kernels is copied.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvgraph.compiler import emit
+from kvgraph.compiler.targets import BUILD_LOG_NAME
+from kvgraph.contract.devices import PORTABLE, Target
+from kvgraph.contract.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    hash_files,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedError
+
+Progress = Callable[[str], None]
+
+
+def rebuild(
+    artifact: str | Path,
+    out: str | Path,
+    *,
+    target: str | None = None,
+    force: bool = False,
+    progress: Progress = lambda stage: None,
+) -> Manifest:
+    """Write an artifact like `artifact` into `out`, with an engine of this machine's TensorRT.
+
+    `target` None: that of this machine's GPU for an enterprise TensorRT, else the artifact's. `out`
+    appears whole or not at all. ArtifactError where `artifact` is damaged or not for TensorRT,
+    MissingDependencyError where nothing here builds engines.
+    """
+    from kvgraph.compiler.targets import trt_engine
+
+    folder, out = Path(artifact), Path(out)
+    manifest = read_manifest(folder)
+    if manifest.backend != "tensorrt":
+        raise ArtifactError(
+            f"{folder}: backend: expected 'tensorrt' to build an engine from, "
+            f"got {manifest.backend!r}"
+        )
+    emit.require_free(out, force=force)
+    module = _module()
+    version = trt_engine.require_module(module)
+    archs = _archs(module, target, manifest)
+    progress("hashing")
+    verify_files(folder, manifest)
+    with emit.staging(out, force=force) as made:
+        _copy(folder, made, manifest)
+        _provide_kernels(made, archs, manifest.dtype, progress)
+        progress(f"building the engine with {module} {version}")
+        signature = GraphSignature(
+            tuple(binding.symbol() for binding in manifest.inputs),
+            tuple(binding.symbol() for binding in manifest.outputs),
+        )
+        profiles = trt_engine.profiles_of(signature, manifest.model.max_seq_len)
+        fixed = [] if archs == (PORTABLE,) else list(archs)
+        engine = trt_engine.build_engine(made, signature, profiles, fixed, module=module)
+        rebuilt = replace(
+            manifest,
+            target=str(Target("cuda", archs)),
+            engine=engine,
+            files=hash_files(made, [n for n in emit.files_of(made) if n != BUILD_LOG_NAME]),
+            tools={**manifest.tools, trt_engine.DISTRIBUTIONS[module]: version},
+        )
+        write_manifest(made, rebuilt)
+    return rebuilt
+
+
+def _module() -> str:
+    """What builds engines here: an enterprise TensorRT before TensorRT-RTX."""
+    from kvgraph.compiler.targets.trt_engine import ENTERPRISE, INSTALL, RTX
+
+    for name in (ENTERPRISE, RTX):
+        if importlib.util.find_spec(name) is not None:
+            return name
+    raise MissingDependencyError(
+        f"--from-artifact: expected {ENTERPRISE} or {RTX} to build an engine with, found neither; "
+        f"{INSTALL[ENTERPRISE]} (for this machine's GPU) or {INSTALL[RTX]}"
+    )
+
+
+def _archs(module: str, target: str | None, manifest: Manifest) -> tuple[str, ...]:
+    """Architectures of the engine: what was asked for, this machine's, or the artifact's."""
+    from kvgraph.compiler.targets import tensorrt, trt_engine
+
+    if module == trt_engine.ENTERPRISE:
+        from kvgraph.ops.cuda_native import launcher
+
+        mine = "sm_{}{}".format(*launcher().compute_capability())
+        if target not in (None, f"cuda:{mine}"):
+            raise UnsupportedError(
+                f"target: expected cuda:{mine}, this machine's GPU, which {module} builds for, "
+                f"got {target!r}"
+            )
+        return (mine,)
+    parsed = Target.parse(target or manifest.target)
+    if parsed.kind != "cuda":
+        raise UnsupportedError(f"target: expected kind cuda for backend tensorrt, got {target!r}")
+    tensorrt.kernel_archs(parsed.archs, manifest.dtype)
+    return parsed.archs
+
+
+def _copy(folder: Path, made: Path, manifest: Manifest) -> None:
+    from kvgraph.compiler.targets.trt_engine import ENGINE_NAME
+
+    for name in manifest.files:
+        if name not in (ENGINE_NAME, MANIFEST_NAME):
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, made / name)
+
+
+def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: Progress) -> None:
+    """Keep the artifact's kernels if they are for `archs`, else compile those, with Triton."""
+    from kvgraph.compiler.targets import tensorrt
+    from kvgraph.compiler.targets.trt_build import KERNELS_NAME
+
+    kernels = folder / "kernels"
+    wanted = tensorrt.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
+    present = {path.name for path in kernels.iterdir() if path.is_dir()}
+    if set(wanted) <= present:
+        return
+    described = json.loads((kernels / KERNELS_NAME).read_text())
+    shapes = [tensorrt.shape_of(fields) for fields in described["shapes"]]
+    attention = [shapes[index] for index in described["nodes"].values()]
+    shutil.rmtree(kernels)
+    tensorrt.write_kernels(attention, wanted, folder, progress)

@@ -1,0 +1,147 @@
+"""Backend `tensorrt`: an engine whose cache ops are kvgraph's plugins, built where no GPU is.
+
+Decisions: the artifact keeps the functional ONNX graph and the cubins beside the engine, so another
+machine's TensorRT builds from the same files; the graph's nodes become plugin nodes on their way
+into the builder (trt_build.py). One engine serves every architecture asked for. Two builds of an
+engine are not the same bytes; the manifest names it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from kvgraph.compiler.cache import CachePlan
+from kvgraph.compiler.export import export
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.fuse_rope import fuse_rope
+from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.compiler.targets import onnx as onnx_target
+from kvgraph.compiler.targets.cuda import attention_of_nodes, save_kernels
+from kvgraph.compiler.targets.trt_build import KERNELS_NAME
+from kvgraph.compiler.targets.trt_engine import (
+    DISTRIBUTIONS,
+    ENGINE_NAME,
+    LIBRARY_NAME,
+    RTX,
+    build_engine,
+    profiles_of,
+    require_module,
+)
+from kvgraph.compiler.targets.trt_fields import kernels_text
+from kvgraph.contract.devices import PORTABLE
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import UnsupportedError
+from kvgraph.kernels import aot, shapes
+from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.ops import OPSET_DOMAIN
+from kvgraph.ops.native import library_path
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
+"""That TensorRT-RTX builds for."""
+
+PORTABLE_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")
+"""Whose kernels an engine without a fixed architecture carries: between them they run on all."""
+
+NOTE = "engine: built and checked where no GPU is; no build of it has run on one"
+
+
+def kernel_archs(archs: Sequence[str], dtype: str) -> tuple[str, ...]:
+    """Architectures to compile kernels for. UnsupportedError names one that has no engine."""
+    if tuple(archs) == (PORTABLE,):
+        halves = dtype != "bfloat16"
+        return tuple(a for a in PORTABLE_ARCHS if halves or shapes.capability(a) >= 80)
+    for arch in archs:
+        if arch not in ARCHS:
+            raise UnsupportedError(
+                f"target: expected some of {list(ARCHS)} or {PORTABLE!r} for backend tensorrt "
+                f"(TensorRT-RTX builds for no other), got {arch!r}"
+            )
+    return tuple(archs)
+
+
+def lower(
+    model: Model,
+    signature: GraphSignature,
+    plan: CachePlan,
+    folder: Path,
+    *,
+    archs: Sequence[str],
+    progress: Callable[[str], None],
+) -> Lowered:
+    """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`."""
+    require_module(RTX)
+    program = export(model, signature, return_buffers=True)
+    fused = fuse_update_and_attend(program.graph)
+    require_fused(program, fused, signature, plan)
+    rope = fuse_rope(program, signature, model.max_seq_len)
+    attention = attention_of_nodes(program, signature, plan)
+    lowered = onnx_target.write(program, signature, [fused, rope], folder)
+    seconds = write_kernels(attention, kernel_archs(archs, model.dtype), folder, progress)
+    shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
+
+    progress("building the engine")
+    start = time.perf_counter()
+    lowered.engine = build_engine(
+        folder,
+        signature,
+        profiles_of(signature, model.max_seq_len),
+        [] if tuple(archs) == (PORTABLE,) else list(archs),
+    )
+    log = {"compile_seconds": seconds, "engine_seconds": round(time.perf_counter() - start, 3)}
+    (folder / BUILD_LOG_NAME).write_text(json.dumps(log, indent=1) + "\n")
+    lowered.nondeterministic_files += [BUILD_LOG_NAME, ENGINE_NAME]
+    lowered.tools = (*lowered.tools, "triton", DISTRIBUTIONS[RTX])
+    lowered.notes.append(NOTE)
+    return lowered
+
+
+def write_kernels(
+    attention: Sequence[AttentionShape],
+    archs: Sequence[str],
+    folder: Path,
+    progress: Callable[[str], None],
+) -> dict[str, float]:
+    """Cubins by architecture, and which node of `model.onnx` has which. Returns compile seconds."""
+    distinct = list(dict.fromkeys(attention))
+    made: list[dict[str, list[Compiled]]] = [{} for _ in distinct]
+    seconds: dict[str, float] = {}
+    images: dict[str, str] = {}
+    for arch in archs:
+        progress(f"compiling kernels for {arch}")
+        for shape, kernels in zip(distinct, made, strict=True):
+            kernels[arch] = aot.compile_attention(shape, arch)
+            images |= {k.metadata()["sha256"]: f"{arch}/{k.file_name}" for k in kernels[arch]}
+        seconds |= save_kernels([k for kernels in made for k in kernels[arch]], arch, folder)
+    described = {
+        "shapes": [asdict(shape) for shape in distinct],
+        "kernels": [kernels_text(s, kernels) for s, kernels in zip(distinct, made, strict=True)],
+        "nodes": {
+            name: distinct.index(shape)
+            for name, shape in zip(_cache_nodes(folder), attention, strict=True)
+        },
+        "images": images,
+    }
+    (folder / "kernels" / KERNELS_NAME).write_text(json.dumps(described, indent=1) + "\n")
+    return seconds
+
+
+def shape_of(fields: Mapping[str, Any]) -> AttentionShape:
+    """One of `shapes` of tensorrt.json."""
+    rope = Rope(**fields["rope"]) if fields["rope"] else None
+    return AttentionShape(**{**fields, "cache": CacheShape(**fields["cache"]), "rope": rope})
+
+
+def _cache_nodes(folder: Path) -> list[str]:
+    """The graph's cache ops, by their first outputs, in its order."""
+    model = onnx.load(folder / onnx_target.MODEL_NAME, load_external_data=False)
+    return [node.output[0] for node in model.graph.node if node.domain == OPSET_DOMAIN]

@@ -1,0 +1,239 @@
+"""The process that builds a TensorRT engine: `python -m` this module, with a file as argument.
+
+A process of its own, since TensorRT's parser aborts where it is not content. The file is a Request
+as JSON; the engine is written, and a Result beside the request; its log goes to stderr.
+
+Nodes of domain kvgraph are rewritten on their way in: a plugin's node cannot leave an operand out
+in the middle, so the ones given are listed in a field; kernels and images become fields.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kvgraph.compiler.targets.trt_fields import image_digests, pack_images
+from kvgraph.errors import KVGraphError, UnsupportedError
+from kvgraph.ops import OPSET_DOMAIN, SPECS, OpSpec
+
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+
+KERNELS_NAME = "tensorrt.json"
+"""Beside the cubins: the fields `kernels`, which node has which, and where each image is."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build. `archs`: none is portable. `profiles`: input -> (min, opt, max) shapes, in
+    order. `aliased`: whether pools are declared input and output in one, or read by every layer
+    and handed on by the last alone. `strip`: leave the weights out, to be refitted."""
+
+    module: str
+    model: str
+    kernels: str
+    library: str
+    engine: str
+    archs: list[str]
+    profiles: list[Shapes]
+    aliased: bool = True
+    strip: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was built: the module's version, inputs and outputs in the engine's order with their
+    dims (-1 is dynamic), and the weights that it lacks."""
+
+    version: str
+    inputs: dict[str, list[int]]
+    outputs: dict[str, list[int]]
+    refit: list[str]
+
+
+def main(path: str) -> int:
+    request = Request(**json.loads(Path(path).read_text()))
+    try:
+        answer: dict[str, Any] = asdict(build(request))
+    except KVGraphError as error:
+        answer = {"refused": str(error)}
+    Path(path).with_suffix(".result").write_text(json.dumps(answer))
+    return int("refused" in answer)
+
+
+def build(request: Request) -> Result:
+    """Write the engine. UnsupportedError with what the parser or the builder said."""
+    trt = import_module(request.module)
+    said = Log.of(trt, request.verbose)
+    builder = trt.Builder(said)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    if not builder.get_plugin_registry().load_library(request.library):
+        raise UnsupportedError(f"{request.library}: TensorRT cannot load it: {said.last()}")
+    parser = trt.OnnxParser(network, said)
+    model, refit = plugin_model(request)
+    if not parser.parse(model, request.model):
+        raise UnsupportedError(f"{request.model}: TensorRT refuses it: {said.refusal(request)}")
+    config = _config(trt, builder, request)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None and request.strip and "CUDA_SUCCESS" in said.last():
+        raise UnsupportedError(
+            f"strip: expected a GPU, which {request.module} {trt.__version__} needs to build an "
+            "engine without weights, got none"
+        )
+    if engine is None:
+        raise UnsupportedError(
+            f"{request.model}: TensorRT cannot build it: {said.refusal(request)}"
+        )
+    Path(request.engine).write_bytes(engine)
+    inputs = (network.get_input(i) for i in range(network.num_inputs))
+    outputs = (network.get_output(i) for i in range(network.num_outputs))
+    return Result(
+        trt.__version__,
+        {t.name: list(t.shape) for t in inputs},
+        {t.name: list(t.shape) for t in outputs},
+        refit if request.strip else [],
+    )
+
+
+def _config(trt: Any, builder: Any, request: Request) -> Any:
+    config = builder.create_builder_config()
+    if request.archs:
+        config.num_compute_capabilities = len(request.archs)
+        for index, arch in enumerate(request.archs):
+            capability = getattr(trt.ComputeCapability, arch.replace("sm_", "SM"))
+            config.set_compute_capability(capability, index)
+    if request.aliased:
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else no CUDA graph captures it
+    if request.strip:
+        config.set_flag(trt.BuilderFlag.STRIP_PLAN)
+    if request.verbose:
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    for shapes in request.profiles:
+        profile = builder.create_optimization_profile()
+        for name, (low, mid, high) in shapes.items():
+            profile.set_shape(name, low, mid, high)
+        if config.add_optimization_profile(profile) < 0:
+            raise UnsupportedError(f"profile: TensorRT refuses it: {dict(shapes)}")
+    return config
+
+
+class Log:
+    """What TensorRT said: errors are kept, and with `verbose` everything goes to stderr."""
+
+    errors: list[str]
+
+    @staticmethod
+    def of(trt: Any, verbose: bool) -> Any:
+        least = trt.ILogger.VERBOSE if verbose else trt.ILogger.ERROR
+
+        class Logger(trt.ILogger, Log):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+                self.errors = []
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity <= trt.ILogger.ERROR:
+                    self.errors.append(message)
+                if severity <= least:
+                    print(message, file=sys.stderr)
+
+        return Logger()
+
+    def last(self) -> str:
+        return self.errors[-1].splitlines()[0] if self.errors else "nothing said"
+
+    def refusal(self, request: Request) -> str:
+        """The plugin's sentence, or the first error that is not about a missing device."""
+        return plugin_message(request.library) or next(
+            (e.splitlines()[0] for e in self.errors if "Cuda Runtime" not in e), "nothing said"
+        )
+
+
+def plugin_message(library: str) -> str:
+    """With what a plugin of this process refused last; "" where none did."""
+    import ctypes
+
+    message = ctypes.create_string_buffer(512)
+    ctypes.CDLL(library).kvg_tensorrt_message(message, ctypes.c_size_t(len(message)))
+    return message.value.decode(errors="replace")
+
+
+# ---- the model, as plugins take it ------------------------------------------------------------
+
+
+def plugin_model(request: Request) -> tuple[bytes, list[str]]:
+    """The model with plugin nodes, and the names of its weights outside the graph."""
+    import onnx
+
+    model = onnx.load(request.model, load_external_data=False)
+    folder = Path(request.kernels)
+    described = json.loads((folder / KERNELS_NAME).read_text())
+    graph = model.graph
+    heads = _pool_heads(graph) if not request.aliased else {}
+    carried: set[str] = set()
+    for node in graph.node:
+        if node.domain != OPSET_DOMAIN:
+            continue
+        if node.output[0] not in described["nodes"]:
+            raise UnsupportedError(
+                f"{folder / KERNELS_NAME}: expected kernels for node {node.output[0]!r}, got none"
+            )
+        text = described["kernels"][described["nodes"][node.output[0]]]
+        new = [digest for digest in image_digests(text) if digest not in carried]
+        carried.update(new)
+        images = pack_images((folder / described["images"][digest]).read_bytes() for digest in new)
+        _set(node, kernels=text, images=images)
+        _as_plugin(node, request.aliased, heads, {o.name for o in graph.output})
+    weights = [w.name for w in graph.initializer if w.external_data]
+    return model.SerializeToString(), weights
+
+
+def _as_plugin(node: Any, aliased: bool, heads: Mapping[str, str], results: set[str]) -> None:
+    spec = next(spec for spec in SPECS if spec.name == node.op_type)
+    given = list(node.input) + [""] * (len(spec.inputs) - len(node.input))
+    _defaults(node, spec)
+    inputs = sum(1 << i for i, name in enumerate(given) if name)
+    handed_on = [name for name in node.output[len(spec.results) :] if name]
+    last = any(name in results for name in handed_on)
+    _set(node, inputs=inputs, aliased=int(aliased), pool_out=int(aliased or last))
+    del node.input[:]
+    node.input.extend(heads.get(name, name) for name in given if name)
+    if not aliased and not last:
+        del node.output[len(spec.results) :]
+
+
+def _defaults(node: Any, spec: OpSpec) -> None:
+    given = {attribute.name for attribute in node.attribute}
+    _set(node, **{a.name: a.default for a in spec.attributes if a.name not in given})
+
+
+def _set(node: Any, **attributes: Any) -> None:
+    import onnx
+
+    node.attribute.extend(onnx.helper.make_attribute(n, value) for n, value in attributes.items())
+
+
+def _pool_heads(graph: Any) -> dict[str, str]:
+    """Buffer that a layer hands on -> the graph's input that it is in the end."""
+    heads: dict[str, str] = {}
+    for node in graph.node:
+        if node.domain != OPSET_DOMAIN:
+            continue
+        spec = next(spec for spec in SPECS if spec.name == node.op_type)
+        names = [operand.name for operand in spec.inputs]
+        for output, name in zip(spec.outputs, node.output, strict=False):
+            if output.alias and name:
+                given = node.input[names.index(output.alias)]
+                heads[name] = heads.get(given, given)
+    return heads
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

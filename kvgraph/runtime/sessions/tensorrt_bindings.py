@@ -1,0 +1,116 @@
+"""An engine's inputs and outputs against the manifest's, one fact after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvgraph.contract.dims import TensorType
+from kvgraph.contract.manifest import EngineInfo, ProfileInfo
+from kvgraph.contract.signature import output_name
+from kvgraph.errors import ArtifactError
+from kvgraph.runtime.artifact import Artifact
+
+DTYPES = {
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "int8": "INT8",
+    "float8_e4m3fn": "FP8",
+    "int32": "INT32",
+}
+"""Our names -> those of TensorRT's DataType."""
+
+
+def require_bindings(
+    engine: Any, trt: Any, artifact: Artifact, info: EngineInfo, path: Path
+) -> frozenset[str]:
+    """The names of the inputs that the engine reads on the host.
+
+    ArtifactError at the first input or output that is not the manifest's: name, direction, dtype,
+    dims (symbols are dynamic in the engine), memory, alias, and each profile's range.
+    """
+    found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+    expected = dict(_expected(artifact, trt))
+    for name in [*expected, *sorted(found - set(expected))]:
+        if (name in found) != (name in expected):
+            verb = "an input or output" if name in expected else "no input or output"
+            raise ArtifactError(f"{path}: expected {verb} {name!r} from the manifest, got another")
+        if name in expected:
+            _require_tensor(engine, trt, name, *expected[name], info, path)
+    if engine.num_optimization_profiles != len(info.profiles):
+        raise ArtifactError(
+            f"{path}: expected {len(info.profiles)} optimisation profiles from the manifest, "
+            f"got {engine.num_optimization_profiles}"
+        )
+    for symbol in artifact.signature.inputs:
+        for index, profile in enumerate(info.profiles):
+            _require_range(engine, symbol, index, profile, path)
+    host = trt.TensorLocation.HOST
+    names = (symbol.name for symbol in artifact.signature.inputs)
+    return frozenset(name for name in names if engine.get_tensor_location(name) == host)
+
+
+def _expected(artifact: Artifact, trt: Any) -> Iterator[tuple[str, tuple[TensorType, Any]]]:
+    for symbol in artifact.signature.inputs:
+        yield symbol.name, (symbol, trt.TensorIOMode.INPUT)
+    for symbol in artifact.signature.outputs:
+        yield output_name(symbol), (symbol, trt.TensorIOMode.OUTPUT)
+
+
+def _require_tensor(
+    engine: Any, trt: Any, name: str, symbol: TensorType, mode: Any, info: EngineInfo, path: Path
+) -> None:
+    aliased = getattr(engine, "get_aliased_input_tensor", lambda _: None)(name)
+    is_buffer_out = symbol.kind == "buffer" and mode == trt.TensorIOMode.OUTPUT
+    facts = [
+        ("a tensor that is", mode, engine.get_tensor_mode(name)),
+        ("dtype", getattr(trt.DataType, DTYPES[symbol.dtype]), engine.get_tensor_dtype(name)),
+        ("format", trt.TensorFormat.LINEAR, engine.get_tensor_format(name)),
+        # The manifest has the alias; an engine without the promise still gets one address.
+        ("an alias of", (symbol.name if is_buffer_out else None) if aliased else aliased, aliased),
+    ]
+    if symbol.device.kind != "host":
+        facts.append(("memory", trt.TensorLocation.DEVICE, engine.get_tensor_location(name)))
+    for what, wanted, given in facts:
+        if wanted != given:
+            raise ArtifactError(
+                f"{path}: {name}: expected {what} {_word(wanted)} from the manifest, "
+                f"got {_word(given)}"
+            )
+    dims = tuple(engine.get_tensor_shape(name))
+    if len(dims) != symbol.rank or not all(
+        _dim_fits(symbol, axis, extent, info) for axis, extent in enumerate(dims)
+    ):
+        raise ArtifactError(
+            f"{path}: {name}: expected dims {list(symbol.shape)} from the manifest, got "
+            f"{list(dims)} (-1 is symbolic)"
+        )
+
+
+def _dim_fits(symbol: TensorType, axis: int, extent: int, info: EngineInfo) -> bool:
+    """A symbol is dynamic, or has the one extent that every profile pins it to."""
+    dim = symbol.shape[axis]
+    if isinstance(dim, int) or extent == -1:
+        return extent == (-1 if isinstance(dim, str) else dim)
+    pinned = {
+        symbol.extents(sizes)[axis] for each in info.profiles for sizes in (each.min, each.max)
+    }
+    return pinned == {extent}
+
+
+def _require_range(
+    engine: Any, symbol: TensorType, index: int, profile: ProfileInfo, path: Path
+) -> None:
+    found = [tuple(dims) for dims in engine.get_tensor_profile_shape(symbol.name, index)]
+    wanted = [symbol.extents(sizes) for sizes in (profile.min, profile.opt, profile.max)]
+    if found != wanted:
+        raise ArtifactError(
+            f"{path}: {symbol.name}: expected shapes {wanted} in profile {profile.name!r} of the "
+            f"manifest, got {found}"
+        )
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "name", value))

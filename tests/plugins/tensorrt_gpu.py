@@ -1,0 +1,99 @@
+"""The conformance matrix through TensorRT's plugins on a GPU, by a host of our own.
+
+HARNESS=harness.so PYTHONPATH=tests python tests/plugins/tensorrt_gpu.py [--device cpu] [PART ...]
+
+With `--device cpu` (and a fake driver) launches go nowhere: shows that this script itself works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import conformance
+import torch
+from conformance import Case
+from kernels.matrix import array, shape_of, tensor
+from plugins.tensorrt_host import Plugin, mask
+
+from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
+from kvgraph.errors import UnsupportedError
+from kvgraph.kernels import aot
+from kvgraph.ops.cuda_native import launcher
+
+
+def plugin_of(case: Case, arch: str, given: list[str]) -> Plugin:
+    """UnsupportedError where no compiled kernel supports the case."""
+    shape = shape_of(case)
+    made = aot.compile_attention(shape, arch)
+    attributes = {a.name for a in conformance.SPECS[case.op].attributes}
+    values: dict[str, Any] = {
+        "layer": case.layer, "scale": shape.scale, "window": case.window,
+        "softcap": case.softcap, "causal": case.causal, "v_head_dim": case.v_head_dim,
+        "rope_style": case.rope_style or 0,
+    }  # fmt: skip
+    return Plugin.of(
+        case.op,
+        {name: value for name, value in values.items() if name in attributes}
+        | {
+            "inputs": mask(case.op, given),
+            "kernels": kernels_text(shape, {arch: made}),
+            "images": pack_images(kernel.cubin for kernel in made),
+        },
+    )
+
+
+def run_case(case: Case, arch: str, device: str) -> None:
+    operands = conformance.build(case)
+    dtypes = {n: str(a.dtype) for n, a in operands.inputs.items() if a is not None}
+    given = {n: tensor(a, device) for n, a in operands.inputs.items() if a is not None}
+    mine = plugin_of(case, arch, list(given)).attach()
+    out = None
+    addresses = {name: t.data_ptr() for name, t in given.items()}
+    if case.op != "store_kv":
+        total, width = sum(row[1] for row in case.rows), case.v_head_dim or case.head_dim
+        out = torch.full((total, case.heads, width), torch.nan, dtype=getattr(torch, case.dtype))
+        out = out.to(device)
+        addresses["to out"] = out.data_ptr()
+    for name in ("kv_blocks", "kv_scales"):
+        if name in operands.spec.mutated and name in given:
+            addresses[f"to {name}"] = given[name].data_ptr()
+    described = {name: (dtypes[name], tuple(t.shape)) for name, t in given.items()}
+    workspace = torch.empty(mine.workspace(described) + 1, dtype=torch.uint8, device=device)
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+    refusal = mine.enqueue(described, addresses, workspace.data_ptr(), stream)
+    assert not refusal, refusal
+    if device == "cpu":
+        return
+    torch.cuda.synchronize()
+    for name in operands.spec.mutated & given.keys():
+        operands.inputs[name] = array(given[name], dtypes[name])
+    conformance.check(case, None if out is None else array(out, case.dtype), operands)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("cases", nargs="*")
+    given = parser.parse_args()
+    arch = "sm_{}{}".format(*launcher().compute_capability())
+    wanted = [
+        c for c in conformance.cases() if not given.cases or any(p in c.id for p in given.cases)
+    ]
+    passed = skipped = failed = 0
+    for case in wanted:
+        try:
+            run_case(case, arch, given.device)
+            passed += 1
+        except UnsupportedError:
+            skipped += 1
+        except Exception as error:
+            failed += 1
+            print(f"FAILED {case.id}: {type(error).__name__}: {error}"[:400], flush=True)
+    print(f"{passed} cases passed on {arch}, {skipped} have no kernel, {failed} failed")
+    return int(failed > 0 or passed == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
