@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from kvgraph.contract.plain import to_json, to_plain
-from kvgraph.errors import KVGraphError, ParamsError
+from kvgraph.errors import KVGraphError, ParamsError, RequestError
 
 if TYPE_CHECKING:
     from kvgraph.contract.manifest import Manifest
@@ -32,13 +33,18 @@ app = typer.Typer(
 stdout = Console(highlight=False, markup=False, emoji=False)
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
+cache_app = typer.Typer(no_args_is_help=True, help="The folder of a disk tier.")
+app.add_typer(cache_app, name="cache")
+
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact folder.")]
+CacheFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a disk tier.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 
 
 class Backend(StrEnum):
     onnx = "onnx"
     torch = "torch"
+    tensorrt = "tensorrt"
 
 
 class Dtype(StrEnum):
@@ -83,11 +89,18 @@ def version(
 
 @app.command()
 def compile(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Artifact folder to make.")],
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")
+    ] = None,
+    from_artifact: Annotated[
+        Path | None,
+        typer.Option(help="Build the engine of a tensorrt artifact again, with this TensorRT."),
+    ] = None,
     target: Annotated[
-        str, typer.Option(help="What to compile for: cpu, or cuda:sm_80,sm_90 and the like.")
-    ] = "cpu",
+        str | None,
+        typer.Option(help="What to compile for [default: cpu]: cuda:sm_80,sm_90 and the like."),
+    ] = None,
     backend: Annotated[
         Backend | None, typer.Option(help="What runs it [default: onnx on cpu, torch on cuda].")
     ] = None,
@@ -103,22 +116,39 @@ def compile(
     json: Json = False,
 ) -> None:
     """Compile a model folder into an artifact."""
-    from kvgraph.compiler.pipeline import compile as compile_model
-
     stages = _Stages()
     with stages.status:
-        manifest = compile_model(
-            model,
-            output,
-            target=target,
-            backend=backend.value if backend else None,
-            dtype=dtype.value if dtype else None,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
-            page_size=page_size,
-            cache=cache.value,
-            force=force,
-            progress=stages.next,
-        )
+        if from_artifact is not None:
+            from kvgraph.compiler.rebuild import rebuild
+
+            _refuse_beside_artifact(
+                model=model,
+                backend=backend,
+                dtype=dtype,
+                cache_dtype=cache_dtype,
+                page_size=None if page_size == 128 else page_size,
+                cache=None if cache is Cache.paged else cache,
+            )
+            manifest = rebuild(
+                from_artifact, output, target=target, force=force, progress=stages.next
+            )
+        else:
+            from kvgraph.compiler.pipeline import compile as compile_model
+
+            if model is None:
+                raise RequestError("compile: expected MODEL_DIR or --from-artifact, got neither")
+            manifest = compile_model(
+                model,
+                output,
+                target=target or "cpu",
+                backend=backend.value if backend else None,
+                dtype=dtype.value if dtype else None,
+                cache_dtype=cache_dtype.value if cache_dtype else None,
+                page_size=page_size,
+                cache=cache.value,
+                force=force,
+                progress=stages.next,
+            )
         stages.done()
     for note in manifest.notes:
         stderr.print(f"note: {note}", soft_wrap=True)
@@ -149,11 +179,25 @@ def generate(
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")
     ] = None,
+    prefix: Annotated[
+        Path | None, typer.Option(help="File of kvgraph prefill; PROMPT continues its text.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder that keeps pages from run to run.")
+    ] = None,
+    disk_bytes: Annotated[str, typer.Option(help="Size limit of --disk.")] = "16GiB",
+    remote: Annotated[
+        str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")] = None,
     json: Json = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout."""
     from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.prefix import read_prefix
     from kvgraph.runtime.sampling import SamplingParams
 
     sampling = SamplingParams(
@@ -165,21 +209,74 @@ def generate(
         ignore_eos=ignore_eos,
     )
     with stderr.status("loading the artifact"):
+        bound = read_prefix(prefix) if prefix else None
         engine = Engine(
-            artifact, session=session, num_pages=num_pages, max_batch_size=1, num_threads=threads
+            artifact,
+            session=session,
+            num_pages=num_pages,
+            max_batch_size=1,
+            num_threads=threads,
+            host_memory=_parse_bytes(host_memory) if host_memory else 0,
+            disk=disk,
+            disk_bytes=_parse_bytes(disk_bytes),
+            remote=remote,
+            prefixes=[bound] if bound else [],
         )
+    asked: str | list[int] = prompt
+    if bound is not None:
+        asked = bound.tokens + engine.tokenize(prompt, special_tokens=False)
     start = time.perf_counter()
     if json:
-        completion = engine.generate([prompt], sampling)[0]
-        _print_json(to_plain(completion))
+        _print_json(to_plain(engine.generate([asked], sampling)[0]))
+    else:
+        for piece in engine.stream(asked, sampling):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        seconds = time.perf_counter() - start
+        count = engine.generated_tokens
+        stderr.print(f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s)")
+    with stderr.status("storing pages"):
+        engine.close()
+
+
+@app.command()
+def prefill(
+    artifact: Folder,
+    prompt_file: Annotated[Path, typer.Option(help="Text file to compute ahead of time.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: NAME.kvp.")],
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")] = None,
+    json: Json = False,
+) -> None:
+    """Compute a fixed prefix, such as a system prompt, for `generate --prefix`."""
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.prefix import write_prefix
+
+    try:
+        text = prompt_file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{prompt_file}: expected text in UTF-8, got {error}") from error
+    with stderr.status("loading the artifact"):
+        engine = Engine(artifact, num_pages=num_pages, max_batch_size=1, num_threads=threads)
+    with stderr.status("computing the prefix"):
+        written = write_prefix(engine, text, output)
+    figures = {
+        "prefix": str(output),
+        "tokens": len(written.tokens),
+        "pages": len(written.pages),
+        "bytes": written.nbytes,
+    }
+    if json:
+        _print_json(figures)
         return
-    for piece in engine.stream(prompt, sampling):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    seconds = time.perf_counter() - start
-    count = engine.generated_tokens
-    stderr.print(f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s)")
+    stdout.print(
+        f"{output}: {len(written.tokens)} tokens, {len(written.pages)} pages, "
+        f"{_bytes(written.nbytes)}",
+        soft_wrap=True,
+    )
 
 
 @app.command()
@@ -271,6 +368,71 @@ def verify(artifact: Folder, json: Json = False) -> None:
     stdout.print(f"{artifact}: intact: {len(manifest.files)} files, {_bytes(size)}", soft_wrap=True)
 
 
+@cache_app.command("stat")
+def cache_stat(folder: CacheFolder, json: Json = False) -> None:
+    """Show whose pages the folder holds."""
+    from kvgraph.kv.tiers.tools import describe
+
+    models, versions = describe(folder)
+    if json:
+        _print_json(
+            {
+                "models": [
+                    model._asdict() | {"fingerprint": model.fingerprint.hex()} for model in models
+                ],
+                "other_versions": [path.name for path in versions],
+            }
+        )
+        return
+    table = _table("Pages")
+    for column in ("model and layout", "pages", "bytes", "last used"):
+        table.add_column(column, justify="right" if column in ("pages", "bytes") else "left")
+    for model in models:
+        used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(model.last_used / 1e9))
+        table.add_row(model.fingerprint.hex()[:16], f"{model.pages:,}", f"{model.nbytes:,}", used)
+    stdout.print(table)
+    for path in versions:
+        stdout.print(f"of another version of kvgraph: {path.name}", soft_wrap=True)
+
+
+@cache_app.command("verify")
+def cache_verify(folder: CacheFolder, json: Json = False) -> None:
+    """Check every page and remove the damaged ones; exit code 1 if there were any."""
+    from kvgraph.kv.tiers.tools import describe, verify
+
+    checked = damaged = 0
+    total = sum(model.pages for model in describe(folder)[0])
+    with Progress(console=stderr, transient=True) as progress:
+        task = progress.add_task("checking pages", total=total)
+        for state in verify(folder):
+            checked, damaged = state
+            progress.advance(task)
+    if json:
+        _print_json({"checked": checked, "damaged": damaged})
+    else:
+        stdout.print(f"{folder}: {checked} pages, {damaged} damaged and removed", soft_wrap=True)
+    if damaged:
+        raise typer.Exit(1)
+
+
+@cache_app.command("clear")
+def cache_clear(folder: CacheFolder, json: Json = False) -> None:
+    """Remove the pages of all models."""
+    from kvgraph.kv.tiers.tools import clear
+
+    removed = clear(folder)
+    if json:
+        _print_json({"removed": removed})
+    else:
+        stdout.print(f"{folder}: {removed} pages removed", soft_wrap=True)
+
+
+def _refuse_beside_artifact(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise RequestError(f"{name}: expected none beside --from-artifact, got {value}")
+
+
 class _Stages:
     """The compile's stages on stderr: a spinner for the running one, seconds for each done."""
 
@@ -333,6 +495,12 @@ def _print_facts(manifest: Manifest) -> None:
             f"{cache.n_kv_heads} kv heads x {cache.head_dim}, {cache.page_size} tokens a page"
             f"{window}",
         )
+    if engine := manifest.engine:
+        where = ", ".join(engine.archs) or "any architecture"
+        table.add_row("engine", f"{engine.module} {engine.version}, for {where}")
+        for p in engine.profiles:
+            most = ", ".join(f"{dim} {extent}" for dim, extent in p.max.items())
+            table.add_row(f"profile {p.name}", f"at most {most}")
     for note in manifest.notes:
         table.add_row("note", note)
     stdout.print(table)
@@ -367,16 +535,29 @@ def _print_kernels(folder: Path, manifest: Manifest) -> None:
     paths = [name for name in manifest.files if name.endswith("/kernels.json")]
     if not paths:
         return
-    table = _table("Kernels (bytes of shared memory; bytes of a thread spilled)")
-    for column in ("kernel", "arch", "warps", "registers", "shared", "spills"):
+    seconds = _compile_seconds(folder)
+    table = _table("Kernels (shared memory and a thread's spills in bytes; seconds to compile)")
+    for column in ("kernel", "arch", "warps", "regs", "shared", "spills", "s"):
         table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
     for path in paths:
         for kernel in json.loads((folder / path).read_bytes()):
             name = f"{kernel['kernel']} {kernel['role']}".strip()
-            figures = (kernel["num_warps"], kernel["registers"], kernel["shared"])
+            figures: tuple[Any, ...] = (kernel["num_warps"], kernel["registers"], kernel["shared"])
             spills = kernel["spill_stores"] + kernel["spill_loads"]
-            table.add_row(name, kernel["arch"], *map(str, figures), str(spills))
+            took = seconds.get(str(Path(path).with_name(kernel["file"])))
+            figures += (spills, "" if took is None else f"{took:.2f}")
+            table.add_row(name, kernel["arch"], *map(str, figures))
     stdout.print(table)
+
+
+def _compile_seconds(folder: Path) -> dict[str, float]:
+    """By file, from the log of the build: it is not hashed, and may be gone."""
+    from kvgraph.compiler.targets import BUILD_LOG_NAME
+
+    try:
+        return dict(json.loads((folder / BUILD_LOG_NAME).read_bytes())["compile_seconds"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
 
 
 def _print_files(manifest: Manifest) -> None:

@@ -6,9 +6,11 @@
     |- BindingError (ValueError)             a runtime value that does not fit its symbol
     |- ModelError (ValueError)               a model folder that cannot be read
     |- ArtifactError (ValueError)            an artifact that is damaged or does not fit
+    |- StoreError (ValueError)               a tier's folder, address or limit that cannot be used
     |- UnsupportedError (ValueError)         what no kernel, backend or frontend has
     |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
     |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
+    |- TransferError (RuntimeError)          pages that another engine refused, or did not get
     |- KernelError (RuntimeError)            a native kernel refused its operands
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
     `- MissingDependencyError (ImportError)  an optional package is not installed
@@ -43,6 +45,10 @@ class ArtifactError(KVGraphError, ValueError):
     """An artifact is incomplete, damaged, or does not fit this machine or manager."""
 
 
+class StoreError(KVGraphError, ValueError):
+    """A tier's folder, address, credentials or size limit cannot be used."""
+
+
 class UnsupportedError(KVGraphError, ValueError):
     """No kernel, backend or frontend supports what was asked for."""
 
@@ -60,6 +66,10 @@ class InsufficientPagesError(CapacityError):
     def __init__(self, message: str, *, needed: int, free: int, used: int, total: int) -> None:
         super().__init__(message)
         self.needed, self.free, self.used, self.total = needed, free, used, total
+
+
+class TransferError(KVGraphError, RuntimeError):
+    """Another engine refused pages, or the connection to it broke; both caches are as before."""
 
 
 class KernelError(KVGraphError, RuntimeError):

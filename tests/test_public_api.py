@@ -53,9 +53,11 @@ PUBLIC = [
     "RaggedKVCacheInputs",
     "RequestError",
     "SamplingParams",
+    "StoreError",
     "Target",
     "TensorType",
     "TextContext",
+    "TransferError",
     "UnsupportedError",
     "compile",
     "load",
@@ -64,13 +66,17 @@ PUBLIC = [
 ]
 
 FLAGS = {
-    "compile": "--backend --cache --cache-dtype --dtype --force --json --output --page-size "
-    "--target",
-    "generate": "--ignore-eos --json --max-new-tokens --num-pages --seed --session --temperature "
-    "--threads --top-k --top-p",
+    "cache clear": "--json",
+    "cache stat": "--json",
+    "cache verify": "--json",
+    "compile": "--backend --cache --cache-dtype --dtype --force --from-artifact --json --output "
+    "--page-size --target",
+    "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
+    "--num-pages --prefix --remote --seed --session --temperature --threads --top-k --top-p",
     "inspect": "--json",
     "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
     "--target",
+    "prefill": "--json --num-pages --output --prompt-file --threads",
     "verify": "--json",
 }
 
@@ -84,7 +90,9 @@ def test_public_names() -> None:
 
 
 def test_flags() -> None:
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    commands = dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    group = commands.pop("cache").commands
+    commands |= {f"cache {name}": command for name, command in group.items()}
     found = {
         name: " ".join(sorted(o for p in command.params for o in p.opts if o.startswith("--")))
         for name, command in commands.items()

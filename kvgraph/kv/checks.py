@@ -20,9 +20,11 @@ def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
         own = by_replica[replica.index]
         _verify_rows(replica, own)
         for i, leaf in enumerate(replica.leaves):
-            _verify_pool(leaf.pool, Counter(p for r in own for p in r.pages[i] if p != leaf.null))
+            held = Counter(p for r in own for p in r.pages[i] if p != leaf.null)
+            pins = replica.tiers.pins[leaf] if replica.tiers else Counter[int]()
+            _verify_pool(leaf.pool, held + pins)
             for row in own:
-                _verify_pages(leaf, row, i, replica.settings.prefix_caching)
+                _verify_pages(leaf, row, i, replica.settings.prefix_caching, pins)
         replica.verify_staging()
 
 
@@ -33,7 +35,8 @@ def _verify_rows(replica: Replica, rows: Sequence[Row]) -> None:
     for row in rows:
         assert len({len(pages) for pages in row.pages}) == 1, row.pages
         if not row.is_dummy:
-            assert row.capacity == row.num_pages * replica.settings.page_size, row.capacity
+            tokens = 0 if row.loading else row.num_pages * replica.settings.page_size
+            assert row.capacity == tokens, (row.capacity, tokens)
             assert row.committed <= row.num_pages, (row.committed, row.num_pages)
 
 
@@ -47,7 +50,7 @@ def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
     assert committed == pool.index, (committed, pool.index)
 
 
-def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool) -> None:
+def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool, pins: Counter[int]) -> None:
     """The lookup row holds the pages; null before the window, committed or own after it."""
     pages, passed = row.pages[i], row.passed[i]
     table = leaf.table[row.index].tolist()
@@ -57,8 +60,9 @@ def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool) -> None:
         return
     for at in range(passed, len(pages)):
         digest = leaf.pool.digests[pages[at]]
-        if at < row.committed:
+        # Behind the first page that is on its way there may be some that the device had.
+        if at < row.committed or (row.loading and digest is not None):
             assert digest == row.digests[at], (row.request_id, at)
         else:
             assert digest is None, (row.request_id, at)
-            assert leaf.pool.refs[pages[at]] == 1, (row.request_id, at)
+            assert leaf.pool.refs[pages[at]] == 1 + pins[pages[at]], (row.request_id, at)

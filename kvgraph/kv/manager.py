@@ -110,6 +110,34 @@ class KVCacheManager(ABC):
         is untouched; records of the step before are not valid any more.
         """
 
+    def prefetch(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> list[bool]:
+        """Ask the tiers below the device what the first `alloc` of each request could load.
+
+        False while they are looking, or another request is loading the same pages: call again
+        after `wait`. Without it `alloc` finds only what the device holds.
+        """
+        return [True] * len(contexts)
+
+    def is_loading(self, request_id: RequestID) -> bool:
+        """Whether pages of the request are on their way: it cannot run before `poll` named it."""
+        return False
+
+    def poll(self) -> dict[RequestID, bool]:
+        """Requests whose pages are not on their way any more, each once.
+
+        True: they have landed; `alloc` goes on. False: they have not, and the request is as after
+        `claim`: `alloc` has it computed.
+        """
+        return {}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until `poll` or `prefetch` may have news; False where `timeout` seconds passed."""
+        return True
+
+    def close(self) -> None:
+        """Finish what is queued for the tiers, and let go of them. Idempotent."""
+        return
+
     def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
         """Synonym of `get_runtime_inputs`."""
         return self.get_runtime_inputs(batch, num_steps)

@@ -11,7 +11,10 @@ class KVCacheMetrics:
 
     `input_tokens` are prefill tokens that had to be computed, `cache_tokens` prefill tokens taken
     from the cache. Both are counted when an alloc succeeds; decode tokens are in neither.
-    The rest counts pages (blocks), but for `inflight_ops` and the two kinds of failures.
+    Of a request that waits for a tier `cache_tokens` is counted when its pages have landed.
+    The rest counts pages (blocks; `offload_dropped` too, once for each tier that did not get one),
+    but for `load_failures`, which are requests, and `inflight_ops`, the copies and writes that are
+    queued or running now.
     """
 
     input_tokens: int = 0
@@ -21,6 +24,8 @@ class KVCacheMetrics:
     d2h_blocks_copied: int = 0
     disk_blocks_written: int = 0
     disk_blocks_read: int = 0
+    remote_blocks_written: int = 0
+    remote_blocks_read: int = 0
     evictions: int = 0
     inflight_ops: int = 0
     load_failures: int = 0
@@ -39,4 +44,10 @@ class KVCacheMetrics:
         names = (field.name for field in fields(self))
         return KVCacheMetrics(
             **{name: getattr(self, name) + getattr(other, name) for name in names}
+        )
+
+    def __sub__(self, other: KVCacheMetrics) -> KVCacheMetrics:
+        names = (field.name for field in fields(self))
+        return KVCacheMetrics(
+            **{name: getattr(self, name) - getattr(other, name) for name in names}
         )

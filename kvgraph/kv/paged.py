@@ -8,9 +8,14 @@ Bookkeeping is one pass over the batch per call; pages are touched only where th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import (
@@ -21,7 +26,7 @@ from kvgraph.contract.inputs import (
     Session,
 )
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams, KVCacheStrategy
-from kvgraph.errors import ParamsError, RequestError, UnsupportedError
+from kvgraph.errors import InsufficientPagesError, ParamsError, RequestError
 from kvgraph.kv.checks import verify
 from kvgraph.kv.leaf import Leaf, allocate_shard, require_params, table_width
 from kvgraph.kv.manager import Batches, KVCacheManager
@@ -29,9 +34,16 @@ from kvgraph.kv.memory import most_pages
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.multistep import advance
 from kvgraph.kv.pages import PagePool
-from kvgraph.kv.replica import Replica, Settings, require_steps
+from kvgraph.kv.replica import Plan, Replica, Settings, require_steps
 from kvgraph.kv.requests import RequestID, TextContext
 from kvgraph.kv.rows import UNBOUNDED, Resolved, Row
+from kvgraph.kv.tiering import Tiering
+from kvgraph.kv.tiers.exchange import LeafPages, adopted_pages, held_pages
+from kvgraph.kv.tiers.open import StoreOpener, fingerprint_of, open_tiers
+from kvgraph.kv.tiers.place import Place, place_of
+from kvgraph.kv.tiers.store import StoreStats, page_key
+
+T = TypeVar("T")
 
 WINDOWED_SEQ_LEN = 131072
 """Longest context of a cache with a window when `max_seq_len` is not given, in tokens."""
@@ -55,26 +67,38 @@ class PagedKVCacheManager(KVCacheManager):
     - `identity`: of the model, part of every page's identity; default: the session's
     - `max_seq_len`: longest context in tokens; default: what the pool holds
     - `enable_runtime_checks`: verify all bookkeeping after every call (slow)
+    - `total_num_host_pages`: pages of the host tier, which all replicas share (of each leaf, or by
+      leaf path)
+    - `stores`, `sources`: what opens the tiers below the host, fastest first; `stores` are written
+      through, `sources` only read
 
-    Page counts of a tree are sums over its leaves.
+    With tiers a first `alloc` may find pages that are not on the device: the request is held
+    (`is_loading`) until `poll` says that they have landed. Page counts of a tree are sums over its
+    leaves.
     """
+
+    _tier_threads = True
 
     def __init__(
         self,
         params: KVCacheParamInterface,
         session: Session | None,
         total_num_pages: int | Mapping[str, int],
-        total_num_host_pages: int = 0,
+        total_num_host_pages: int | Mapping[str, int] = 0,
         enable_runtime_checks: bool = False,
         *,
         max_batch_size: int,
         identity: bytes = b"",
         max_seq_len: int | None = None,
+        stores: Sequence[StoreOpener] = (),
+        sources: Sequence[StoreOpener] = (),
     ) -> None:
         if next(iter(params.leaves.values())).cache_strategy is KVCacheStrategy.PAGED:
             require_params(session, params)
-        pages = _pages_by_leaf(params, total_num_pages)
-        _require_sizes(pages, total_num_host_pages, max_batch_size, max_seq_len)
+        pages = _pages_by_leaf("total_num_pages", params, total_num_pages)
+        host_pages = _pages_by_leaf("total_num_host_pages", params, total_num_host_pages)
+        _require_sizes(pages, max_batch_size, max_seq_len)
+        has_tiers = _require_tiers(params, host_pages, bool(stores or sources))
         self.params = params
         self.session = session
         self.max_batch_size = max_batch_size
@@ -84,12 +108,17 @@ class PagedKVCacheManager(KVCacheManager):
         self._paths = list(pages)
         self._claimed: dict[RequestID, Row] = {}
         self._turn = 0
+        self._tiers_before = KVCacheMetrics()
         widths = _widths(params, pages, max_seq_len)
         settings = self._make_settings(widths, max_seq_len)
         self._replicas = [
             self._make_replica(i, settings, pages, widths)
             for i in range(params.data_parallel_degree)
         ]
+        self.total_num_host_pages = sum(host_pages.values())
+        self._tiers: Tiering | None = None
+        if has_tiers:
+            self._open_tiers(host_pages, settings.identity, stores, sources)
 
     # -- lifecycle
 
@@ -114,15 +143,20 @@ class PagedKVCacheManager(KVCacheManager):
         extra = require_steps(num_steps, lookahead)
         row = replica.row_of(data.request_id, self._claimed, "alloc")
         if data.processed_length + data.active_length + extra > row.limit:
-            replica.apply(replica.plan([(data, row)], extra))
+            if self._tiers is None:
+                plan = replica.plan([(data, row)], extra)
+            else:
+                plan = self._plan(lambda: replica.plan([(data, row)], extra))
+            replica.apply(plan)
         self._verify()
 
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
         extra = require_steps(num_steps, lookahead)
-        plans = [
-            (replica, replica.plan_batch(resolved, extra))
-            for replica, resolved in self._resolve(batches, "alloc_batch")
-        ]
+        resolved = self._resolve(batches, "alloc_batch")
+        if self._tiers is None:
+            plans = _plans(resolved, extra)
+        else:
+            plans = self._plan(lambda: _plans(resolved, extra))
         for replica, plan in plans:
             if plan is not None:
                 replica.apply(plan)
@@ -186,10 +220,39 @@ class PagedKVCacheManager(KVCacheManager):
         self._verify()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every committed page that no live request holds."""
+        """Forget every committed page that no live request holds, and empty the tiers.
+
+        Bound prefixes stay; what other models keep in a shared store does too.
+        """
         for replica in self._replicas:
             replica.reset_prefix_cache()
+        if self._tiers is not None:
+            self._tiers.connector.reset()
         self._verify()
+
+    # -- tiers
+
+    def prefetch(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> list[bool]:
+        replica = self._replica(replica_idx, "prefetch")
+        if self._tiers is None:
+            return [True] * len(contexts)
+        return self._tiers.ask(replica, contexts)
+
+    def is_loading(self, request_id: RequestID) -> bool:
+        row = self._claimed.get(request_id)
+        return row is not None and row.loading is not None
+
+    def poll(self) -> dict[RequestID, bool]:
+        ended = {} if self._tiers is None else self._tiers.poll()
+        self._verify()
+        return ended
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._tiers is None or self._tiers.connector.wait(timeout)
+
+    def close(self) -> None:
+        if self._tiers is not None:
+            self._tiers.connector.close()
 
     # -- multistep
 
@@ -228,6 +291,11 @@ class PagedKVCacheManager(KVCacheManager):
         """Usable pages."""
         return sum(pool.num_pages for pool in self._pools(replica_idx, "total_num_blocks"))
 
+    @property
+    def max_context_length(self) -> int:
+        """Tokens that a row's lookup entries reach, in every leaf: no context is longer."""
+        return min(replica.max_width for replica in self._replicas) * self.params.page_size
+
     def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
         """RequestError if a lone request of `tokens` tokens needs more pages than there are.
 
@@ -255,11 +323,30 @@ class PagedKVCacheManager(KVCacheManager):
         return sum(pool.num_used for pool in self._pools(replica_idx, "get_num_used_pages"))
 
     def get_num_host_pages(self, replica_idx: int = 0) -> int:
-        """Pages of the host tier: 0, there is none."""
-        self._replica(replica_idx, "get_num_host_pages")
-        return 0
+        """Pages that the host tier has room for; all replicas share it."""
+        return self._tier("host", replica_idx, "get_num_host_pages").num_pages
 
-    get_num_used_host_pages = get_num_disk_pages = get_num_used_disk_pages = get_num_host_pages
+    def get_num_used_host_pages(self, replica_idx: int = 0) -> int:
+        """Pages that the host tier holds."""
+        return self._tier("host", replica_idx, "get_num_used_host_pages").num_used_pages
+
+    def get_num_disk_pages(self, replica_idx: int = 0) -> int:
+        """Pages (of the largest leaf) that the disk tier's limit allows."""
+        return self._tier("disk", replica_idx, "get_num_disk_pages").num_pages
+
+    def get_num_used_disk_pages(self, replica_idx: int = 0) -> int:
+        """Pages of this model that the disk tier holds."""
+        return self._tier("disk", replica_idx, "get_num_used_disk_pages").num_used_pages
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        """Share of the host tier's pages that hold known content, 0 to 1; 0 without one."""
+        used, total = self.get_num_used_host_pages(), self.get_num_host_pages()
+        return used / total if total else 0.0
+
+    def tier_stats(self) -> dict[str, StoreStats]:
+        """Figures of each tier by name: "host", then the stores below it; empty without tiers."""
+        return {} if self._tiers is None else self._tiers.connector.stats()
 
     def get_pct_used_blocks_after_allocation(self, ctx: TextContext, replica_idx: int = 0) -> float:
         """Percent of pages held after `alloc(ctx)`, above 100 if it would fail.
@@ -284,6 +371,58 @@ class PagedKVCacheManager(KVCacheManager):
         """
         return self._replicas[0].identities(ctx)[1]
 
+    @property
+    def fingerprint(self) -> bytes:
+        """Of model and layout: what tells pages in files and stores apart; 32 bytes."""
+        return fingerprint_of(self._replicas[0].settings.identity)
+
+    def committed_pages(
+        self, ctx: TextContext, replica_idx: int = 0
+    ) -> dict[str, dict[bytes, npt.NDArray[np.uint8]]]:
+        """Copies of the pages that start `ctx`: per leaf, bytes by key in the tiers.
+
+        Those that the device holds, and a request with these tokens would take as its prefix.
+        """
+        found = {}
+        with self.held_pages(ctx, replica_idx) as leaves:
+            for place, digests, pages in leaves:
+                records = [np.empty(place.record_size, np.uint8) for _ in pages]
+                place.copy_out(pages, records)
+                keys = [page_key(digest, place.leaf, place.shards) for digest in digests]
+                found[place.leaf] = dict(zip(keys, records, strict=True))
+        return found
+
+    def places(self, replica_idx: int = 0) -> list[Place]:
+        """Where the pages of each leaf of a replica lie."""
+        leaves = self._replica(replica_idx, "places").leaves
+        return [
+            place_of(leaf, path, self.params.n_shards, self.session)
+            for path, leaf in zip(self._paths, leaves, strict=True)
+        ]
+
+    def held_pages(
+        self, ctx: TextContext, replica_idx: int = 0
+    ) -> AbstractContextManager[list[LeafPages]]:
+        """The committed pages that start `ctx`, per leaf; none is reallocated within the scope."""
+        replica = self._replica(replica_idx, "held_pages")
+        digests = replica.identities(ctx)[1]
+        digests = digests[: replica.hits.joint(digests)]
+        visible = [
+            digests[replica.hits.first_visible(leaf, len(digests)) :] for leaf in replica.leaves
+        ]
+        return held_pages(replica.leaves, self.places(replica_idx), visible)
+
+    def adopted_pages(
+        self, digests: Sequence[Sequence[bytes]], replica_idx: int = 0
+    ) -> AbstractContextManager[list[LeafPages]]:
+        """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
+
+        At its end they are committed and free; after an error they are free as before.
+        InsufficientPagesError if too few are free.
+        """
+        leaves = self._replica(replica_idx, "adopted_pages").leaves
+        return adopted_pages(leaves, self.places(replica_idx), digests)
+
     def get_device_buffer(self, replica_idx: int = 0) -> ReplicaBuffers:
         """The replica's raw pools, for transfers: `.all_buffers`."""
         leaves = self._replica(replica_idx, "get_device_buffer").leaves
@@ -297,12 +436,21 @@ class PagedKVCacheManager(KVCacheManager):
         return self.params.get_symbolic_inputs(devices, num_layers)
 
     def get_metrics_aggregated(self) -> KVCacheMetrics:
-        """Sum over all replicas."""
-        return sum((replica.read_metrics() for replica in self._replicas), KVCacheMetrics())
+        """Sum over all replicas, and what the tiers did."""
+        total = sum((replica.read_metrics() for replica in self._replicas), KVCacheMetrics())
+        return total + self._read_tiers() - self._tiers_before
 
     def reset_metrics(self) -> None:
         for replica in self._replicas:
             replica.reset_metrics()
+        self._tiers_before = replace(self._read_tiers(), inflight_ops=0)
+
+    def _read_tiers(self) -> KVCacheMetrics:
+        return KVCacheMetrics() if self._tiers is None else self._tiers.connector.metrics()
+
+    def _tier(self, name: str, replica_idx: int, call: str) -> StoreStats:
+        self._replica(replica_idx, call)
+        return self.tier_stats().get(name, StoreStats())
 
     # -- construction
 
@@ -332,7 +480,8 @@ class PagedKVCacheManager(KVCacheManager):
             self._make_leaf(index, path, leaf, pages[path], widths[path])
             for path, leaf in self.params.leaves.items()
         ]
-        return Replica(index, leaves, settings, getattr(self.session, "upload", None))
+        uploader = getattr(self.session, "uploader", None)
+        return Replica(index, leaves, settings, uploader and uploader())
 
     def _make_leaf(
         self, replica: int, path: str, params: KVCacheParams, num_pages: int, width: int
@@ -350,6 +499,42 @@ class PagedKVCacheManager(KVCacheManager):
     def _extra_sizes(self) -> dict[str, int]:
         """Extents of further symbolic dims of the pools."""
         return {}
+
+    def _open_tiers(
+        self,
+        host_pages: Mapping[str, int],
+        identity: bytes,
+        stores: Sequence[StoreOpener],
+        sources: Sequence[StoreOpener],
+    ) -> None:
+        places = [self.places(replica.index) for replica in self._replicas]
+        connector = open_tiers(
+            places,
+            {place.leaf: leaf.pool.num_pages for place, leaf in self._pools_at(places)},
+            host_pages,
+            identity,
+            stores,
+            sources,
+            threads=self._tier_threads,
+        )
+        self._tiers = Tiering(connector, dict(self._pools_at(places)), places)
+        for replica in self._replicas:
+            replica.tiers = self._tiers
+        weakref.finalize(self, connector.close)
+
+    def _pools_at(self, places: Sequence[Sequence[Place]]) -> Iterator[tuple[Place, Leaf]]:
+        for own, replica in zip(places, self._replicas, strict=True):
+            yield from zip(own, replica.leaves, strict=True)
+
+    def _plan(self, plan: Callable[[], T]) -> T:
+        """`plan()`, once the tiers have given up the pages that they hold if it needs them."""
+        while True:
+            try:
+                return plan()
+            except InsufficientPagesError:
+                if self._tiers is None or not self._tiers.connector.yield_pages():
+                    raise
+                self._tiers.settle()
 
     # -- checks of arguments
 
@@ -402,27 +587,28 @@ class PagedKVCacheManager(KVCacheManager):
             verify(self._replicas, self._claimed.values())
 
 
+def _plans(
+    resolved: Sequence[tuple[Replica, Resolved]], extra: int
+) -> list[tuple[Replica, Plan | None]]:
+    return [(replica, replica.plan_batch(batch, extra)) for replica, batch in resolved]
+
+
 def _is_flat(batches: Batches | Sequence[TextContext], call: str) -> bool:
     """Whether these are requests rather than batches; an empty list is, where `step` gets it."""
     return isinstance(batches[0], TextContext) if batches else call == "step"
 
 
-def _pages_by_leaf(params: KVCacheParamInterface, pages: int | Mapping[str, int]) -> dict[str, int]:
+def _pages_by_leaf(
+    name: str, params: KVCacheParamInterface, pages: int | Mapping[str, int]
+) -> dict[str, int]:
     if isinstance(pages, int):
         return dict.fromkeys(params.leaves, pages)
     if set(pages) != set(params.leaves):
-        raise ParamsError(
-            f"total_num_pages: expected the leaves {list(params.leaves)}, got {list(pages)}"
-        )
+        raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(pages)}")
     return {path: pages[path] for path in params.leaves}
 
 
-def _require_sizes(
-    pages: Mapping[str, int],
-    total_num_host_pages: int,
-    max_batch_size: int,
-    max_seq_len: int | None,
-) -> None:
+def _require_sizes(pages: Mapping[str, int], max_batch_size: int, max_seq_len: int | None) -> None:
     for name, value in (
         *(("total_num_pages" + f"[{path!r}]" * bool(path), n) for path, n in pages.items()),
         ("max_batch_size", max_batch_size),
@@ -430,10 +616,20 @@ def _require_sizes(
     ):
         if value < 1:
             raise ParamsError(f"{name}: expected >= 1, got {value}")
-    if total_num_host_pages:
-        raise UnsupportedError(
-            f"total_num_host_pages: expected 0 (there is no host tier), got {total_num_host_pages}"
-        )
+
+
+def _require_tiers(
+    params: KVCacheParamInterface, host_pages: Mapping[str, int], has_stores: bool
+) -> bool:
+    """Whether there are tiers below the device; ParamsError where there can be none."""
+    for path, count in host_pages.items():
+        if count < 0:
+            where = f"[{path!r}]" if path else ""
+            raise ParamsError(f"total_num_host_pages{where}: expected >= 0, got {count}")
+    has_tiers = has_stores or any(host_pages.values())
+    if has_tiers and not params.enable_prefix_caching:
+        raise ParamsError("tiers: expected enable_prefix_caching=True, got False")
+    return has_tiers
 
 
 def _widths(

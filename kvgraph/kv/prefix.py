@@ -34,6 +34,18 @@ def chain(
     return digests
 
 
+class Either:
+    """What one of two indexes holds."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Container[bytes], second: Container[bytes]) -> None:
+        self._first, self._second = first, second
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._first or digest in self._second
+
+
 def longest_run(digests: Sequence[bytes], index: Container[bytes]) -> int:
     """Pages from the root that `index` holds without a gap."""
     for count, digest in enumerate(digests):

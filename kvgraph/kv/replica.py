@@ -6,6 +6,7 @@ they differ in which pages a window has left behind.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,12 +14,14 @@ from typing import NamedTuple
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import BatchCharacteristics, RaggedKVCacheInputs
 from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
+from kvgraph.kv.hits import Hits
 from kvgraph.kv.leaf import Leaf
 from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.prefix import chain, chain_root, deepest_window, longest_run
+from kvgraph.kv.prefix import chain, chain_root
 from kvgraph.kv.requests import RequestID, TextContext
 from kvgraph.kv.rows import UNBOUNDED, Resolved, Row
 from kvgraph.kv.staging import MAX_STEPS, Extents, Staging, Upload
+from kvgraph.kv.tiering import Tiering
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,10 @@ class Settings:
 
 
 class Growth(NamedTuple):
-    """What one row will get: `hit` cached pages first, then fresh ones up to `num_pages`."""
+    """What one row will get: `hit` cached pages first, then fresh ones up to `num_pages`.
+
+    `loads[leaf]`: positions among the hits whose pages come from a tier below; empty if none do.
+    """
 
     ctx: TextContext
     row: Row
@@ -42,6 +48,7 @@ class Growth(NamedTuple):
     num_pages: int
     root: bytes
     digests: list[bytes]
+    loads: Sequence[Sequence[int]] = ()
 
 
 class Plan(NamedTuple):
@@ -60,6 +67,7 @@ class Replica:
         self.index = index
         self.leaves = leaves
         self.settings = settings
+        self.hits = Hits(leaves, settings.page_size)
         self.metrics = KVCacheMetrics()
         self.free_rows = list(reversed(range(settings.max_batch_size)))
         self._last = Resolved([], [])
@@ -67,6 +75,7 @@ class Replica:
         self._windows = [(i, leaf.window) for i, leaf in enumerate(leaves) if leaf.window]
         self._steps_matter = settings.prefix_caching or bool(self._windows)
         self._evictions_before = 0
+        self.tiers: Tiering | None = None
 
     # -- rows
 
@@ -89,6 +98,9 @@ class Replica:
 
     def close_row(self, row: Row) -> None:
         """Free all pages of the row, tail first, and the row itself."""
+        if self.tiers is not None and not row.is_dummy:
+            self.tiers.forget(row)
+            self.tiers.touch(self, row)
         for i, leaf in enumerate(self.leaves):
             leaf.clear(row, i)
         self.free_rows.append(row.index)
@@ -149,25 +161,36 @@ class Replica:
 
     def plan(self, pending: Sequence[tuple[TextContext, Row]], extra: int) -> Plan:
         """Growth to `processed + active + extra` tokens; raises what `alloc` raises."""
-        growths = [self._plan_row(ctx, row, extra) for ctx, row in pending]
+        growths = [self._plan_row(ctx, row, extra, self.tiers) for ctx, row in pending]
         plan = Plan(growths, self._costs(growths))
+        if self.tiers is not None:
+            plan = self._affordable(plan, extra)
         self._require_free(plan)
         return plan
 
     def forecast(self, ctx: TextContext, row: Row | None) -> list[int]:
         """Free pages that `alloc` would cost in each leaf, whether there are as many or not."""
         row = Row(ctx.request_id, self, 0, len(self.leaves)) if row is None else row
-        return self._costs([] if row.is_dummy else [self._plan_row(ctx, row, 0)])
+        growths = [] if row.is_dummy else [self._plan_row(ctx, row, 0, self.tiers)]
+        return self._affordable(Plan(growths, self._costs(growths)), 0).costs
 
     def apply(self, plan: Plan) -> None:
         """Cannot fail. Hits first, so that no other growth reallocates them."""
         for growth in plan.growths:
-            if growth.row.capacity == 0:
+            if growth.row.capacity == 0 and not growth.row.loading:
                 self._open(growth)
         for growth in plan.growths:
             self._extend(growth)
 
-    def _plan_row(self, ctx: TextContext, row: Row, extra: int) -> Growth:
+    def _affordable(self, plan: Plan, extra: int) -> Plan:
+        """The plan, without loads where it costs more pages than there are."""
+        free = (leaf.pool.num_free for leaf in self.leaves)
+        if all(map(operator.le, plan.costs, free)) or not any(g.loads for g in plan.growths):
+            return plan
+        growths = [self._plan_row(g.ctx, g.row, extra, None) for g in plan.growths]
+        return Plan(growths, self._costs(growths))
+
+    def _plan_row(self, ctx: TextContext, row: Row, extra: int, tiers: Tiering | None) -> Growth:
         processed, active = ctx.processed_length, ctx.active_length
         if not 0 <= active <= ctx.current_length - processed:
             raise RequestError(
@@ -175,11 +198,16 @@ class Replica:
                 f"{ctx.current_length - processed} unprocessed tokens, got {active}"
             )
         hit, root, digests = 0, row.root, row.digests
+        loads: Sequence[Sequence[int]] = ()
         if row.capacity == 0:
+            if row.loading:
+                return Growth(ctx, row, 0, row.num_pages, root, digests)
             self._require_unprocessed(ctx)
             if self.settings.prefix_caching:
                 root, digests = self.identities(ctx)
-                hit = self._joint_hit(digests)
+                hit = self.hits.joint(digests)
+                if tiers is not None and ctx.asked is not None and ctx.asked.lookup.done:
+                    hit, loads = self.hits.deeper(digests, hit, ctx.asked.present())
                 processed = hit * self.settings.page_size
                 active = min(active, ctx.current_length - processed)
         total = processed + active + extra
@@ -190,7 +218,7 @@ class Replica:
                 f"(processed {processed} + active {active} + further steps {extra})"
             )
         num_pages = max(ceildiv(total, self.settings.page_size), row.num_pages, hit)
-        return Growth(ctx, row, hit, num_pages, root, digests)
+        return Growth(ctx, row, hit, num_pages, root, digests, loads)
 
     def _require_unprocessed(self, ctx: TextContext) -> None:
         if ctx.processed_length:
@@ -206,31 +234,12 @@ class Replica:
         full = (ctx.current_length - 1) // given.page_size
         return root, chain(root, ctx.tokens, given.page_size, 0, full)
 
-    def _joint_hit(self, digests: list[bytes]) -> int:
-        """Pages of the longest prefix that every leaf can continue from: a fixed point."""
-        if len(self.leaves) == 1:
-            return self._leaf_hit(self.leaves[0], digests)
-        hit, before = len(digests), -1
-        while hit != before:
-            before = hit
-            for leaf in self.leaves:
-                hit = self._leaf_hit(leaf, digests[:hit])
-        return hit
-
-    def _leaf_hit(self, leaf: Leaf, digests: list[bytes]) -> int:
-        if leaf.window is None:
-            return longest_run(digests, leaf.pool.index)
-        return deepest_window(digests, leaf.pool.index, self._window_pages(leaf.window))
-
-    def _window_pages(self, window: int) -> int:
-        """Pages before a page edge that the first query after it sees."""
-        return ceildiv(window - 1, self.settings.page_size)
-
     def _hit_pages(self, leaf: Leaf, growth: Growth) -> list[int]:
-        """The cached pages that the row will read in this leaf: the last of its `hit` pages."""
-        index, digests, hit = leaf.pool.index, growth.digests, growth.hit
-        first = 0 if leaf.window is None else max(0, hit - self._window_pages(leaf.window))
-        return [index[digest] for digest in digests[first:hit]]
+        """The cached pages that the row will read in this leaf and the device has."""
+        index, visible = leaf.pool.index, self.hits.visible(leaf, growth.digests, growth.hit)
+        if growth.loads:
+            return [index[digest] for digest in visible if digest in index]
+        return [index[digest] for digest in visible]
 
     def _costs(self, growths: Sequence[Growth]) -> list[int]:
         """Per leaf: fresh pages, and cached ones that leave the free queue (each once)."""
@@ -238,7 +247,11 @@ class Replica:
         hits = [g for g in growths if g.hit]
         if not hits:
             return [fresh] * len(self.leaves)
-        return [fresh + self._revived(leaf, hits) for leaf in self.leaves]
+        costs = [fresh + self._revived(leaf, hits) for leaf in self.leaves]
+        for growth in hits:
+            for i, positions in enumerate(growth.loads):
+                costs[i] += len(positions)
+        return costs
 
     def _revived(self, leaf: Leaf, hits: Sequence[Growth]) -> int:
         refs = leaf.pool.refs
@@ -265,7 +278,7 @@ class Replica:
         at = self.leaves.index(leaf)
         for growth in plan.growths:
             row = growth.row
-            passed = row.passed[at] if row.num_pages else self._passed_by_hit(leaf, growth.hit)
+            passed = row.passed[at] if row.num_pages else self.hits.first_visible(leaf, growth.hit)
             if growth.num_pages - passed > leaf.pool.num_pages:
                 return (
                     f"alloc of {row.request_id!r}: expected a request of at most the whole pool of "
@@ -273,26 +286,31 @@ class Replica:
                 )
         return ""
 
-    def _passed_by_hit(self, leaf: Leaf, hit: int) -> int:
-        return 0 if leaf.window is None else max(0, hit - self._window_pages(leaf.window))
-
     def _open(self, growth: Growth) -> None:
-        """First pages of a row: what the cache gave, with null pages before a window."""
+        """First pages of a row: what the cache gave, with null pages before a window.
+
+        Null pages also stand where pages are to be loaded, until `_extend` takes them.
+        """
         ctx, row, hit = growth.ctx, growth.row, growth.hit
         row.root, row.digests, row.committed = growth.root, growth.digests, hit
         ctx.cached_prefix_length = row.counted = hit * self.settings.page_size
         if not hit:
             return
+        served = 0
         for i, leaf in enumerate(self.leaves):
             pages = self._hit_pages(leaf, growth)
             leaf.pool.hold(pages)
+            served += len(pages)
+            if growth.loads:
+                visible = self.hits.visible(leaf, growth.digests, hit)
+                pages = [leaf.pool.index.get(digest, leaf.null) for digest in visible]
             row.passed[i] = hit - len(pages)
             leaf.extend(row, i, [leaf.null] * row.passed[i] + pages)
-            self.metrics.device_blocks_served += len(pages)
         chunk = ctx.active_length
         ctx.skip_processing(ctx.cached_prefix_length)
         ctx.active_length = min(chunk, ctx.active_length)
-        self.metrics.cache_tokens += ctx.cached_prefix_length
+        if not growth.loads:
+            self._count_hit(hit, served)
 
     def _extend(self, growth: Growth) -> None:
         ctx, row = growth.ctx, growth.row
@@ -302,6 +320,10 @@ class Replica:
                 leaf.extend(row, i, leaf.pool.take(fresh))
             for staging in self._staging:
                 staging.dirty.add(row)
+        if growth.loads:
+            self._start_loads(growth)
+        if row.loading:
+            return
         row.capacity = growth.num_pages * self.settings.page_size
         row.prefill_end = row.prefill_end or ctx.current_length
         end = min(ctx.processed_length + ctx.active_length, row.prefill_end)
@@ -310,6 +332,36 @@ class Replica:
             row.counted = end
         done = row.counted >= row.prefill_end
         row.limit = min(row.capacity, self.settings.max_seq_len) if done else 0
+
+    def _count_hit(self, hit: int, served: int) -> None:
+        self.metrics.device_blocks_served += served
+        self.metrics.cache_tokens += hit * self.settings.page_size
+
+    # -- pages from tiers
+
+    def _start_loads(self, growth: Growth) -> None:
+        assert self.tiers is not None
+        row = growth.row
+        row.committed = min(positions[0] for positions in growth.loads if positions)
+        self.tiers.start(self, row, growth.ctx, growth.loads, growth.hit)
+
+    def land(self, row: Row, hit: int, loaded: int) -> None:
+        """The first `hit` pages of the row are known content, `loaded` of them from the tiers."""
+        row.committed = hit
+        row.capacity = row.num_pages * self.settings.page_size
+        self._count_hit(hit, sum(hit - passed for passed in row.passed) - loaded)
+
+    def roll_back(self, row: Row) -> None:
+        """A load failed: the row owns no page, as after `claim`."""
+        for i, leaf in enumerate(self.leaves):
+            leaf.clear(row, i)
+            row.pages[i] = []
+        row.passed = [0] * len(self.leaves)
+        row.root, row.digests = b"", []
+        row.committed = row.counted = row.capacity = row.limit = row.wake = 0
+        self.metrics.load_failures += 1
+        for staging in self._staging:
+            staging.dirty.add(row)
 
     # -- values for a graph
 
@@ -357,6 +409,11 @@ class Replica:
         return min(leaf.max_width for leaf in self.leaves)
 
     def _too_few_pages(self, row: Row, tokens: int) -> CapacityError:
+        if row.loading:
+            return CapacityError(
+                f"runtime_inputs of {row.request_id!r}: expected a request whose pages have "
+                "landed, got one whose pages are on their way; call `poll` first"
+            )
         return CapacityError(
             f"runtime_inputs of {row.request_id!r}: expected pages for {tokens} tokens, "
             f"got {row.num_pages} for {row.capacity}; call `alloc` first"
@@ -399,6 +456,8 @@ class Replica:
         for ctx, row in zip(resolved.contexts, resolved.rows, strict=True):
             if ctx.processed_length >= row.wake:
                 self._advance(ctx, row)
+        if self.tiers is not None:
+            self.tiers.offload_offers()
 
     def _advance(self, ctx: TextContext, row: Row) -> None:
         if row.capacity == 0:
@@ -429,7 +488,9 @@ class Replica:
             for at in range(max(first, row.passed[i]), full):
                 known = commit(pages[at], row.digests[at])
                 if known != pages[at]:
-                    self._point(row, i, at, known)
+                    self.point(row, i, at, known)
+                elif self.tiers is not None:
+                    self.tiers.offer(self, i, known, row.digests[at])
         row.committed = full
 
     def _slide(self, ctx: TextContext, row: Row, i: int, window: int) -> None:
@@ -441,11 +502,12 @@ class Replica:
         leaf, pages = self.leaves[i], row.pages[i]
         gone = pages[row.passed[i] : passed]
         for at in range(row.passed[i], passed):
-            self._point(row, i, at, leaf.null)
+            self.point(row, i, at, leaf.null)
         row.passed[i] = passed
         leaf.pool.drop(gone)
 
-    def _point(self, row: Row, i: int, at: int, page: int) -> None:
+    def point(self, row: Row, i: int, at: int, page: int) -> None:
+        """Position `at` of the row is `page` from now on, in leaf `i`."""
         leaf = self.leaves[i]
         row.pages[i][at] = page
         leaf.table[row.index, at] = page

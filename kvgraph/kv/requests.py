@@ -7,11 +7,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvgraph.kv.tiers.asked import Asked
 
 RequestID = Hashable
 """Any hashable key; an engine uses strings."""
@@ -36,6 +40,7 @@ class TextContext:
         "_tokens",
         "active_length",
         "adapter",
+        "asked",
         "cache_salt",
         "cached_prefix_length",
         "current_length",
@@ -55,6 +60,7 @@ class TextContext:
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.adapter = adapter
+        self.asked: Asked | None = None  # what the tiers below the device were asked
         self.current_length = self.active_length = self._tokens.size
         self.processed_length = self.cached_prefix_length = 0
 
@@ -106,6 +112,7 @@ class TextContext:
         """Nothing is processed any more: recompute from the start, after the row was released."""
         self.processed_length = self.cached_prefix_length = 0
         self.active_length = self.current_length
+        self.asked = None
 
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:

@@ -13,6 +13,7 @@ from kvgraph.kv.requests import RequestID, TextContext
 
 if TYPE_CHECKING:
     from kvgraph.kv.replica import Replica
+    from kvgraph.kv.tiering import Loading
 
 UNBOUNDED = sys.maxsize
 
@@ -27,6 +28,7 @@ class Row:
     - `wake`: step needs nothing below this many processed tokens
     - `digests`: of the pages hashed so far, after `root`; `committed`: pages offered to the index
     - `prefill_end`, `counted`: tokens that are prefill, and how many of them metrics have seen
+    - `loading`: while first pages are on their way from a tier; until then `capacity` is 0
     """
 
     __slots__ = (
@@ -37,6 +39,7 @@ class Row:
         "index",
         "is_dummy",
         "limit",
+        "loading",
         "pages",
         "passed",
         "position",
@@ -60,6 +63,7 @@ class Row:
         self.digests: list[bytes] = []
         self.committed = 0
         self.prefill_end = self.counted = 0
+        self.loading: Loading | None = None
 
     def become_dummy(self, null_pages: Sequence[int]) -> None:
         """Every call on it does nothing from now on; its lookup row is all null pages."""

@@ -26,7 +26,7 @@ Extents = tuple[list[int], int, int, int, int]
 """cache lengths, longest new run, longest context, table width, steps: a batch measured."""
 
 Upload = Callable[[TensorType, npt.NDArray[np.int32], int], Buffer]
-"""(symbol, values, most elements that it will have) -> the device's copy, at one address for life."""
+"""(symbol, values, most elements it will have) -> the device's copy, at one address for life."""
 
 MAX_STEPS = 1 << 16
 """Most steps of one call; the bound that an exported program assumes too."""

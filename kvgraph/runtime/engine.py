@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import ArtifactError, RequestError
@@ -20,12 +24,18 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
+from kvgraph.runtime.prefix import Prefix, read_prefix
 from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
-from kvgraph.runtime.scheduler import FinishReason, Request, Scheduler
+from kvgraph.runtime.scheduler import Batch, FinishReason, Request, Scheduler
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.tiers import DEFAULT_DISK_BYTES, tier_options
 
 DEFAULT_CACHE_BYTES = 1 << 30
 """Pool size where none is given; memory is only touched as pages are used."""
+
+MOST_WAIT_SECONDS = 0.05
+"""How long an engine without anything to run waits for tiers before it looks again."""
 
 SEEN_BY_DECODER = 8
 """Tokens of the prompt that decide how the first generated ones read."""
@@ -61,8 +71,14 @@ class Engine:
     `artifact` is a folder or a loaded Artifact. The pool has `num_pages` pages, of each
     leaf (default: what fits `cache_memory` bytes, or fewer where `max_batch_size` requests of
     maximum length need fewer; leaves with a window get what their windows need).
-    `max_batch_tokens` bounds the new tokens of a step. `enable_prefix_caching` is on by default
-    where the kind of cache can share pages. Over a padded cache requests run one after the other.
+    `max_batch_tokens` bounds the new tokens of a step; what was compiled may bound both further.
+    `enable_prefix_caching` is on by default where the kind of cache can share pages. Over a padded
+    cache requests run one after the other.
+
+    Tiers hold pages that leave the pool: `total_num_host_pages` pages (of each leaf) or
+    `host_memory` bytes of host memory, `disk_bytes` bytes in the folder `disk`, a server `remote`
+    (a URL) that many machines share, and `prefixes`, the files of `kvgraph prefill`. An engine
+    with tiers has threads: `close` it, or use it in a `with` statement.
     Not thread-safe.
     """
 
@@ -77,6 +93,12 @@ class Engine:
         max_batch_tokens: int = 2048,
         enable_prefix_caching: bool | None = None,
         num_threads: int | None = None,
+        total_num_host_pages: int | None = None,
+        host_memory: int = 0,
+        disk: str | Path | None = None,
+        disk_bytes: int = DEFAULT_DISK_BYTES,
+        remote: str | None = None,
+        prefixes: Sequence[str | Path | Prefix] = (),
     ) -> None:
         if not isinstance(artifact, Artifact):
             artifact = artifacts.load(artifact)
@@ -92,6 +114,11 @@ class Engine:
         params = artifact.params(enable_prefix_caching=enable_prefix_caching)
         if params.cache_strategy is KVCacheStrategy.PADDED:
             max_batch_size = 1  # rows of a rectangle move in lockstep
+        max_batch_size = min(max_batch_size, session.limits.get(BATCH_SIZE, max_batch_size))
+        max_batch_tokens = min(
+            max_batch_tokens, session.limits.get(TOTAL_SEQ_LEN, max_batch_tokens)
+        )
+        captures = session.captures and params.cache_strategy is KVCacheStrategy.PAGED
         self.kv = _make_manager(
             params,
             session,
@@ -100,8 +127,22 @@ class Engine:
             max_batch_size,
             max_batch_tokens,
             self.model.max_seq_len,
+            dummy_rows(max_batch_size) if captures else 0,
+            tier_options(
+                params,
+                total_num_host_pages=total_num_host_pages,
+                host_memory=host_memory,
+                disk=disk,
+                disk_bytes=disk_bytes,
+                remote=remote,
+                prefixes=[p if isinstance(p, Prefix) else read_prefix(p) for p in prefixes],
+            ),
         )
         session.require_symbols(self.kv.input_symbols()[0])
+        self._buckets: DecodeBuckets | None = None
+        if captures:
+            assert isinstance(self.kv, PagedKVCacheManager)
+            self._buckets = DecodeBuckets(self.kv, max_batch_size, self.model.max_seq_len)
         self.scheduler = Scheduler(self.kv, max_batch_size, max_batch_tokens)
         self._tokenizer = _load_tokenizer(artifact.folder)
         self._decoders: dict[str, Any] = {}
@@ -124,10 +165,12 @@ class Engine:
         Empty when idle (see `busy`), and where a batch was nothing but chunks of prompts.
         """
         batch = self.scheduler.schedule()
+        while batch is None and self.scheduler.busy:
+            self.kv.wait(MOST_WAIT_SECONDS)  # all requests wait for pages from a tier
+            batch = self.scheduler.schedule()
         if batch is None:
             return self._take_held()
-        kv_inputs = self.kv.runtime_inputs(batch.requests)
-        logits = self.session.run(batch.inputs, kv_inputs)
+        logits = self._run(batch)
         tokens = sample(logits[: len(batch.sampled)], [row.source for row in batch.sampled])
         batch.update(tokens)  # requests grow first
         self.kv.step(batch.requests)  # then full pages join the prefix cache
@@ -215,7 +258,7 @@ class Engine:
                 self._forget(request_id)
         return [_completion(request_id, generated) for request_id, generated in tokens.items()]
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
         if self._tokenizer is None:
             raise ArtifactError(
@@ -226,8 +269,26 @@ class Engine:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: expected text in Unicode, got {error}") from error
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
+
+    def close(self) -> None:
+        """Finish what is queued for the tiers, and let go of them. Idempotent."""
+        self.kv.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Logits of the batch's rows, then of dummies: a decode step is run at a bucket's size."""
+        padded = self._buckets.pad(batch) if self._buckets else None
+        if padded is None:
+            return self.session.run(batch.inputs, self.kv.runtime_inputs(batch.requests))
+        kv_inputs = self.kv.runtime_inputs(padded.requests, batch_characteristics=padded.bounds)
+        return self.session.run(padded.inputs, kv_inputs, capture=True)
 
     def _step_for(self, ids: Collection[str]) -> list[Token]:
         """A step's tokens of `ids`; those of other requests are held for who asks for them."""
@@ -296,8 +357,10 @@ def _make_manager(
     max_batch_size: int,
     max_batch_tokens: int,
     max_seq_len: int,
+    num_dummies: int,
+    tiers: Mapping[str, Any],
 ) -> KVCacheManager:
-    """The manager of the artifact's cache kind."""
+    """The manager of the artifact's cache kind, with rows for `num_dummies` beside requests."""
     if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:
         if num_pages is not None:
             raise RequestError(
@@ -311,7 +374,12 @@ def _make_manager(
         plan = plan_leaves(params, cache_memory, max_batch_size, max_seq_len, max_batch_tokens)
         pages = plan.pages
     return PagedKVCacheManager(
-        params, session, pages, max_batch_size=max_batch_size, max_seq_len=max_seq_len
+        params,
+        session,
+        pages,
+        max_batch_size=max_batch_size + num_dummies,
+        max_seq_len=max_seq_len,
+        **tiers,
     )
 
 

@@ -1,7 +1,8 @@
 """Which tokens run in the next step: admission by pages, chunks by budget, preemption when dry.
 
-    submit -> waiting (first come, first served) -> running (oldest first) -> retired
-                  ^------------- preempted: newest first, recomputed ----'
+    submit -> waiting (first come, first served) ---------> running (oldest first) -> retired
+                  ^   '-> loading (pages come from a tier) ---^ |
+                  '------ preempted: newest first, recomputed --'
 
 Running requests go before waiting ones, and only the head of the queue may be admitted, so no
 request starves. A step that preempts admits nobody.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -21,6 +23,9 @@ from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.sampling import TokenSource
+
+LOOK_AHEAD = 8
+"""Waiting requests that the tiers are asked about before they come to the head of the queue."""
 
 FinishReason = Literal["stop", "length"]
 
@@ -80,6 +85,7 @@ class Scheduler:
     max_batch_size: int
     max_batch_tokens: int
     waiting: deque[Request] = field(default_factory=deque)
+    loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     preemptions: int = 0
 
@@ -89,17 +95,29 @@ class Scheduler:
         self.kv.require_room(request.context.request_id, tokens, self.max_batch_tokens)
         self.waiting.append(request)
 
+    @property
+    def busy(self) -> bool:
+        """Whether any request is left; where `schedule` gives None all the same, tiers are asked.
+
+        Then `kv.wait()` blocks until there is news.
+        """
+        return bool(self.running or self.loading or self.waiting)
+
     def schedule(self) -> Batch | None:
-        """The next step, or None when nothing is left to do."""
-        if not self.running and not self.waiting:
+        """The next step, or None when nothing can run now."""
+        if not self.busy:
             return None
+        self._settle_loads()
         budget = self.max_batch_tokens
         rows, preempted = self._continue_running(budget)
         budget -= sum(row.context.active_length for row in rows)
         if not preempted:
             rows += self._admit(budget)
-        assert rows, "the oldest request always fits: submit() refused it otherwise"
-        return _batch(rows)
+        assert rows or self._is_held(), "the oldest always fits: submit() refused it otherwise"
+        return _batch(rows) if rows else None
+
+    def _is_held(self) -> bool:
+        return bool(self.loading) or not all(self.kv.prefetch([self.waiting[0].context]))
 
     def retire(self) -> list[Request]:
         """Release finished requests and return them."""
@@ -117,11 +135,27 @@ class Scheduler:
                 self.kv.release(row.context.request_id)
                 self.running.remove(row)
                 return True
+        for row in self.loading:
+            if row.request_id == request_id:
+                self.kv.release(row.context.request_id)
+                self.loading.remove(row)
+                return True
         for row in self.waiting:
             if row.request_id == request_id:
                 self.waiting.remove(row)
                 return True
         return False
+
+    def _settle_loads(self) -> None:
+        """Requests whose pages have landed run on; where they have not, they are computed."""
+        ended = self.kv.poll()
+        for request in [r for r in self.loading if r.context.request_id in ended]:
+            self.loading.remove(request)
+            if ended[request.context.request_id]:
+                self.running.append(request)
+            else:
+                self.kv.release(request.context.request_id)
+                self.waiting.appendleft(request)
 
     def _continue_running(self, budget: int) -> tuple[list[Request], bool]:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
@@ -132,25 +166,28 @@ class Scheduler:
                 self.kv.alloc_batch([[row.context for row in rows]])
                 return rows, preempted
             except InsufficientPagesError:
-                self._preempt(self.running[-1])
+                self._preempt(self.loading or self.running)
                 preempted = True
 
-    def _preempt(self, victim: Request) -> None:
-        """Release it and put it at the head of the queue; its tokens are recomputed, not lost."""
+    def _preempt(self, candidates: list[Request]) -> None:
+        """Release the newest and queue it first; its tokens are recomputed, not lost."""
+        victim = candidates.pop()
         self.kv.release(victim.context.request_id)
         victim.context.rewind()
-        self.running.remove(victim)
         self.waiting.appendleft(victim)
         self.preemptions += 1
 
     def _admit(self, budget: int) -> list[Request]:
         admitted: list[Request] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_batch_size:
+        self.kv.prefetch([request.context for request in islice(self.waiting, LOOK_AHEAD)])
+        while self.waiting and budget > 0 and self._num_claimed < self.max_batch_size:
             request = self.waiting[0]
             context = request.context
+            if not all(self.kv.prefetch([context])):
+                break
             # Room for the whole prompt, not only its first chunk: else prompts evict each other.
             # Alone, a first chunk is enough: windows give pages back as the prompt goes on.
-            if self.running and not self.kv.has_room(context):
+            if self._num_claimed and not self.kv.has_room(context):
                 break
             self.kv.claim(context.request_id)
             context.active_length = min(context.active_length, budget)
@@ -160,11 +197,18 @@ class Scheduler:
                 self.kv.release(context.request_id)
                 context.rewind()
                 break
-            budget -= context.active_length
             self.waiting.popleft()
+            if self.kv.is_loading(context.request_id):
+                self.loading.append(request)
+                continue
+            budget -= context.active_length
             self.running.append(request)
             admitted.append(request)
         return admitted
+
+    @property
+    def _num_claimed(self) -> int:
+        return len(self.running) + len(self.loading)
 
 
 def _within_budget(running: Iterable[Request], budget: int) -> list[Request]:

@@ -28,7 +28,7 @@ import kvgraph
 from kvgraph.errors import KVGraphError
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
-from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.runtime.cubins import Cubins
 folder = Path(sys.argv[1])
 def said(function, *arguments):
@@ -112,7 +112,8 @@ def test_a_step_launches_what_the_plan_says(
     code = """
 cubins = Cubins(folder / "kernels")
 cache = CacheShape.of(kvgraph.load(folder).params(), "bfloat16")
-shape = AttentionShape(cache, HEADS, cache.head_dim**-0.5)
+rope = Rope(cache.head_dim, False)
+shape = AttentionShape(cache, HEADS, cache.head_dim**-0.5, rope=rope)
 cubins.require(launch.attention_variants(shape, "sm_90"))
 sizes = Sizes(3, 3, 1, 900, 57)
 plan = launch.plan_update_and_attend(

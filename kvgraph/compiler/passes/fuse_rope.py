@@ -36,7 +36,7 @@ TABLE_BYTES = 128 << 20
 def fuse_rope(program: ExportedProgram, signature: GraphSignature, positions: int) -> PassReport:
     """Rewrite `program` in place, after `fuse_update_and_attend`.
 
-    A new buffer `rope.cos_sin_{i}` of the program is each table `[positions, rotary_dim]`.
+    A new buffer `kvgraph.cos_sin_{i}` of the program is each table `[positions, rotary_dim]`.
     """
     report = PassReport("fuse_rope")
     functions = TokenFunctions(program, signature)
@@ -54,7 +54,7 @@ def fuse_rope(program: ExportedProgram, signature: GraphSignature, positions: in
                 continue
             found.append((node, rotations))
     buffers = {
-        turn: add_buffer(program, f"rope.cos_sin_{i}", table)
+        turn: add_buffer(program, f"kvgraph.cos_sin_{i}", table)
         for i, (turn, table) in enumerate(tables.items())
     }
     for node, rotations in found:

@@ -187,12 +187,11 @@ class _Trace:
     def _factors(self, node: Node) -> torch.Tensor:
         """Numbers of a table's entries: views and casts of one are the same table."""
         sources = [x for x in node.all_input_nodes if not _is_extent(x)]
-        if all(_is_tensor(x) and self._functions.depends_on_token(x) for x in sources):
-            if packet(node) in CASTS:
-                return self._factors(sources[0])
-            if packet(node) in LAYOUT:
-                moved: torch.Tensor = self._functions.moved(node, self._factors)
-                return moved
+        if packet(node) in CASTS:
+            return self._factors(sources[0])
+        if packet(node) in LAYOUT and all(map(self._is_table, sources)):
+            moved: torch.Tensor = self._functions.moved(node, self._factors)
+            return moved
         tokens = self._functions.tokens(node)
         rows = tokens.reshape(-1, tokens.shape[-1])
         whole = rows.shape[0] == TOKENS and bool((rows == torch.arange(TOKENS)[:, None]).all())
@@ -201,6 +200,9 @@ class _Trace:
             self._tables[node] = self._next_factor
             self._next_factor += tokens.numel()
         return (self._tables[node] + torch.arange(tokens.numel())).reshape(tokens.shape)
+
+    def _is_table(self, node: Node) -> bool:
+        return _is_tensor(node) and self._functions.depends_on_token(node)
 
     def _moved(self, node: Node) -> list[Term]:
         parts = {x: self.terms(x) for x in node.all_input_nodes if not _is_extent(x)}

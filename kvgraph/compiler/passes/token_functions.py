@@ -161,7 +161,8 @@ class TokenFunctions:
             moved: torch.Tensor = self.moved(node, self.tokens)
             return moved
         if kind in ELEMENTWISE:
-            return _joined(node, [self.tokens(x) for x in node.all_input_nodes])
+            given = node.all_input_nodes[:1] if kind in CASTS else node.all_input_nodes
+            return _joined(node, [self.tokens(x) for x in given])
         if kind in OUTER:
             column, row = (self.tokens(x) for x in node.all_input_nodes)
             expect(column.shape[-1] == 1, f"{node.name}: expected an outer product")
@@ -183,9 +184,10 @@ class TokenFunctions:
         return terms == {"index": 1, "offset": -1, "length": 1}
 
     def _term(self, node: Node) -> str:
-        if packet(node) is aten.arange and len(node.args) == 1:
-            given = getattr(node.args[0], "meta", {}).get("val")
-            return "index" if str(given) == self._count else ""
+        if packet(node) is aten.arange:
+            counts = [str(x.meta["val"]) for x in node.all_input_nodes]
+            bounds = [x for x in node.args if not isinstance(x, Node)]
+            return "index" if counts == [self._count] and bounds in ([], [0], [0, 1]) else ""
         if packet(node) is not aten.index:
             return ""
         source, rows = node.args

@@ -1,0 +1,77 @@
+"""Which pages a new row can take: from the device, and from the tiers below it.
+
+full attention   the run of known pages from the root
+a window         the deepest point whose last pages are known, or a run from the root
+several leaves   a fixed point: the deepest that all of them can continue from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from kvgraph.contract.dims import ceildiv
+from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.prefix import Either, deepest_window, longest_run
+
+
+class Hits:
+    """Over the leaves of one replica; lengths are in pages."""
+
+    __slots__ = ("_leaves", "_page_size")
+
+    def __init__(self, leaves: Sequence[Leaf], page_size: int) -> None:
+        self._leaves = leaves
+        self._page_size = page_size
+
+    def joint(
+        self, digests: Sequence[bytes], below: Sequence[Container[bytes]] | None = None
+    ) -> int:
+        """Pages of the longest prefix that every leaf can continue from.
+
+        From the pages that the device holds and, per leaf, those in `below`.
+        """
+        leaves = self._leaves
+        if len(leaves) == 1 and below is None:
+            return self._of_leaf(leaves[0], digests, leaves[0].pool.index)
+        known: list[Container[bytes]] = [leaf.pool.index for leaf in leaves]
+        if below is not None:
+            known = [Either(*pair) for pair in zip(known, below, strict=True)]
+        hit, before = len(digests), -1
+        while hit != before:
+            before = hit
+            for leaf, index in zip(leaves, known, strict=True):
+                hit = self._of_leaf(leaf, digests[:hit], index)
+        return hit
+
+    def deeper(
+        self, digests: Sequence[bytes], hit: int, below: Sequence[Container[bytes]]
+    ) -> tuple[int, Sequence[Sequence[int]]]:
+        """The hit with the tiers' pages, and per leaf the positions of those that it needs."""
+        deeper = self.joint(digests, below)
+        if deeper <= hit:
+            return hit, ()
+        return deeper, [
+            [
+                at
+                for at in range(self.first_visible(leaf, deeper), deeper)
+                if digests[at] not in leaf.pool.index
+            ]
+            for leaf in self._leaves
+        ]
+
+    def first_visible(self, leaf: Leaf, hit: int) -> int:
+        """The first of `hit` pages that a query behind them sees in this leaf."""
+        return 0 if leaf.window is None else max(0, hit - self._window_pages(leaf.window))
+
+    def visible(self, leaf: Leaf, digests: Sequence[bytes], hit: int) -> Sequence[bytes]:
+        """Digests of the pages that a row with this hit reads in this leaf: the last of them."""
+        return digests[self.first_visible(leaf, hit) : hit]
+
+    def _of_leaf(self, leaf: Leaf, digests: Sequence[bytes], index: Container[bytes]) -> int:
+        if leaf.window is None:
+            return longest_run(digests, index)
+        return deepest_window(digests, index, self._window_pages(leaf.window))
+
+    def _window_pages(self, window: int) -> int:
+        """Pages before a page edge that the first query after it sees."""
+        return ceildiv(window - 1, self._page_size)

@@ -1,0 +1,1 @@
+"""Tiers: pages that outlive the device, the process and the machine."""

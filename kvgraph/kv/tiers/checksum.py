@@ -1,0 +1,31 @@
+"""The checksum that ties a record to its key, its model and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvgraph.errors import MissingDependencyError
+
+try:
+    import xxhash
+except ImportError as error:
+    raise MissingDependencyError(
+        "xxhash: needed by the disk and remote tiers, not installed; pip install 'kvgraph[tiers]'"
+    ) from error
+
+DIGEST_BYTES = 16
+
+
+def checksum(fingerprint: bytes, key: bytes, parts: Iterable[memoryview]) -> bytes:
+    """XXH3-128 over fingerprint, key, size and bytes of a record: against damage, not malice.
+
+    Measured over 16 MiB on one core: XXH3 15 to 41 GiB/s, CRC-32 5.9, SHA-256 1.7, BLAKE2b 1.2;
+    a file system's cache copies 3 to 17.
+    """
+    state = xxhash.xxh3_128(fingerprint + key)
+    size = 0
+    for part in parts:
+        state.update(part)
+        size += part.nbytes
+    state.update(size.to_bytes(8, "little"))
+    return state.digest()

@@ -1,0 +1,97 @@
+"""What moves pages between the device and the tiers below it, as a manager sees it.
+
+Order of a step: load, offload, run. Nothing here waits for a copy or for I/O but the calls that
+say so, and nothing raises for a tier that fails: what it held is missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.tiers.place import Place
+from kvgraph.kv.tiers.store import StoreStats
+
+
+class Move(NamedTuple):
+    """One page of one place, and its key in the tiers."""
+
+    key: bytes
+    place: Place
+    page: int
+
+
+class Lookup:
+    """Which of `keys` (key, record size) the tiers hold: `present` once `done`; only advice."""
+
+    __slots__ = ("done", "keys", "present")
+
+    def __init__(self, keys: Sequence[tuple[bytes, int]] = ()) -> None:
+        self.keys = keys
+        self.present: set[bytes] = set()
+        self.done = not keys
+
+
+class Transfer:
+    """Moves that end together: a load, `ok` if all its pages landed, or an offload."""
+
+    __slots__ = ("is_cancelled", "is_load", "moves", "ok")
+
+    def __init__(self, moves: Sequence[Move], *, is_load: bool) -> None:
+        self.moves = moves
+        self.is_load = is_load
+        self.ok = self.is_cancelled = False
+
+
+class Connector(Protocol):
+    """What a manager asks of the tiers, from one thread."""
+
+    def lookup(self, asked: Sequence[Sequence[tuple[bytes, int]]]) -> list[Lookup]:
+        """For each request, which pages (key, record size) could be loaded.
+
+        Done at once where no store is asked; those that are not are asked together.
+        """
+
+    def load(self, moves: Sequence[Move]) -> Transfer:
+        """Copy pages to the device: all of them, or the transfer is not `ok`.
+
+        The caller keeps the pages held until `poll` returns the transfer.
+        """
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Nobody waits for this load any more: end it soon, landed or not."""
+
+    def offload(self, moves: Sequence[Move]) -> list[Move]:
+        """Queue copies of committed pages; returns those that it took.
+
+        The caller keeps these pages held until `poll` returns them; the rest is known below
+        already, or dropped and counted.
+        """
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """These pages were used; the last of them is the most precious."""
+
+    def poll(self) -> Sequence[Transfer]:
+        """What ended since the last call."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until `poll` has something to return or a look-up is done; False: timed out."""
+
+    def yield_pages(self) -> bool:
+        """The device is short of pages: end what holds them, soonest. False if nothing does.
+
+        Waits for copies that go on; drops offloads that wait for slots.
+        """
+
+    def reset(self) -> None:
+        """Empty every tier but the bound prefixes; returns when that is done."""
+
+    def metrics(self) -> KVCacheMetrics:
+        """Counters of copies and I/O since the start; `inflight_ops` is now's."""
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Figures of each tier by its name, from the host down."""
+
+    def close(self) -> None:
+        """Finish what is queued, end the threads and close the stores. Idempotent."""

@@ -1,0 +1,81 @@
+"""Committed pages read from, and put into, the pools of a replica outside of any request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from kvgraph.errors import InsufficientPagesError
+from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.tiers.place import Place
+
+
+class LeafPages(NamedTuple):
+    """Pages of one leaf and what they hold: `pages[i]` the end of the prefix `digests[i]`."""
+
+    place: Place
+    digests: Sequence[bytes]
+    pages: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.place.record_size * len(self.pages)
+
+    def only(self, at: Sequence[int]) -> LeafPages:
+        """Those at these positions."""
+        return LeafPages(self.place, [self.digests[i] for i in at], [self.pages[i] for i in at])
+
+
+@contextmanager
+def held_pages(
+    leaves: Sequence[Leaf], places: Sequence[Place], digests: Sequence[Sequence[bytes]]
+) -> Iterator[list[LeafPages]]:
+    """The committed pages of `digests[leaf]`; none is reallocated within the scope."""
+    held = [
+        LeafPages(place, own, [leaf.pool.index[digest] for digest in own])
+        for leaf, place, own in zip(leaves, places, digests, strict=True)
+    ]
+    for leaf, one in zip(leaves, held, strict=True):
+        leaf.pool.hold(one.pages)
+    try:
+        yield held
+    finally:
+        for leaf, one in zip(leaves, held, strict=True):
+            leaf.pool.drop(reversed(one.pages))
+
+
+@contextmanager
+def adopted_pages(
+    leaves: Sequence[Leaf], places: Sequence[Place], digests: Sequence[Sequence[bytes]]
+) -> Iterator[list[LeafPages]]:
+    """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
+
+    At its end they are committed and free; after an error they are free as before.
+    InsufficientPagesError if too few are free.
+    """
+    pools = [leaf.pool for leaf in leaves]
+    missing = [
+        [digest for digest in own if digest not in pool.index]
+        for pool, own in zip(pools, digests, strict=True)
+    ]
+    for pool, own in zip(pools, missing, strict=True):
+        if len(own) > pool.num_free:
+            raise InsufficientPagesError(
+                f"pages of another engine: expected {len(own)} free pages, got {pool.num_free} "
+                f"({pool.num_used} used of {pool.num_pages} in total)",
+                needed=len(own),
+                free=pool.num_free,
+                used=pool.num_used,
+                total=pool.num_pages,
+            )
+    held = [pool.take(len(own)) for pool, own in zip(pools, missing, strict=True)]
+    try:
+        yield [LeafPages(*one) for one in zip(places, missing, held, strict=True)]
+        held = [
+            list(map(pool.commit, pages, own))
+            for pool, pages, own in zip(pools, held, missing, strict=True)
+        ]
+    finally:
+        for pool, pages in zip(pools, held, strict=True):
+            pool.drop(reversed(pages))

@@ -1,0 +1,332 @@
+"""Which slot holds which page: a SQLite database that processes share.
+
+    free     no key, no owner     takes no room; its blocks were given back
+    claimed  owner                a live process writes to it, or died
+    held     model, key           a page, if the bytes still have its checksum
+
+All changes are transactions: whatever kills the process, a slot is in one of these states. What
+the index says is never believed without the checksum of the bytes; so a stale or damaged one
+costs hits, and nothing else.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvgraph.kv.tiers.slabs import Slot
+
+LOCK_SECONDS = 1.0
+"""Longest wait for another process's transaction; then the call misses or drops."""
+
+# No shared memory (as WAL has): a file that is cut short under us must be an error, not a SIGBUS.
+# Nothing is forced to the medium: the kernel keeps what a killed process wrote, and after a power
+# cut checksums tell.
+PRAGMAS = "PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=OFF; PRAGMA trusted_schema=OFF;"
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS slots (
+  stride INTEGER, slot INTEGER, model BLOB, key BLOB, size INTEGER, sum BLOB, used INTEGER,
+  owner TEXT, PRIMARY KEY (stride, slot)
+) WITHOUT ROWID, STRICT;
+CREATE UNIQUE INDEX IF NOT EXISTS pages ON slots (model, key) WHERE key IS NOT NULL;
+CREATE INDEX IF NOT EXISTS ages ON slots (used) WHERE key IS NOT NULL;
+CREATE INDEX IF NOT EXISTS free ON slots (stride) WHERE key IS NULL AND owner IS NULL;
+CREATE INDEX IF NOT EXISTS claims ON slots (owner) WHERE owner IS NOT NULL;
+CREATE TABLE IF NOT EXISTS taken (nbytes INTEGER) STRICT;
+"""
+
+PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_INTERRUPT,
+}
+"""Errors that say nothing about the file itself."""
+
+
+class DamagedIndexError(Exception):
+    """The database cannot be read, or says what cannot be."""
+
+
+class Held(NamedTuple):
+    """Where a page is, and what its bytes must sum to."""
+
+    at: Slot
+    size: int
+    sum: bytes
+
+
+class Fresh(NamedTuple):
+    """A page that was written and is to be published."""
+
+    at: Slot
+    key: bytes
+    size: int
+    sum: bytes
+    used: int
+
+
+class Index:
+    """The index at `path`. Calls raise DamagedIndexError, or sqlite3.Error for what may pass.
+
+    `model` is the fingerprint of the pages that the calls are about; times are in ns. `give_back`
+    takes the blocks of a slot that becomes free, before anybody else can claim it.
+    """
+
+    def __init__(self, path: Path, model: bytes, give_back: Callable[[Slot], None]) -> None:
+        self._model = model
+        self._give_back = give_back
+        self.taken = 0
+        """Bytes of all slots that are not free, as last seen."""
+        with _damage():
+            self._db = sqlite3.connect(
+                path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._open()
+            except BaseException:
+                self._db.close()
+                raise
+
+    def _open(self) -> None:
+        self._db.executescript(PRAGMAS)
+        with self._transaction():
+            for statement in SCHEMA.split(";"):
+                self._db.execute(statement)
+            problems = self._db.execute("PRAGMA integrity_check(1)").fetchall()
+            if problems != [("ok",)]:
+                raise DamagedIndexError(str(problems))
+            self._db.execute("DELETE FROM taken")
+            self._db.execute(
+                "INSERT INTO taken SELECT ifnull(sum(stride), 0) FROM slots "
+                "WHERE key IS NOT NULL OR owner IS NOT NULL"
+            )
+
+    # -- questions
+
+    def find(self, key: bytes) -> Held | None:
+        with _damage():
+            row = self._db.execute(
+                "SELECT stride, slot, size, sum FROM slots WHERE model = ? AND key = ?",
+                (self._model, key),
+            ).fetchone()
+        if row is None:
+            return None
+        at, (size, sum_) = _slot(*row[:2]), row[2:]
+        if not (type(size) is int and type(sum_) is bytes):
+            raise DamagedIndexError(f"page of {size!r} bytes, sum {sum_!r}")
+        return Held(at, size, sum_)
+
+    def counts(self) -> tuple[int, int]:
+        """Pages of this model, and of others."""
+        with _damage():
+            own, all_ = self._db.execute(
+                "SELECT count(CASE WHEN model = ? THEN 1 END), count(*) FROM slots "
+                "WHERE key IS NOT NULL",
+                (self._model,),
+            ).fetchone()
+            self.taken = self._taken()
+        return own, all_ - own
+
+    def models(self) -> list[tuple[bytes, int, int, int]]:
+        """Fingerprint, pages, bytes of records and time of the last use, of each model."""
+        with _damage():
+            return self._db.execute(
+                "SELECT model, count(*), sum(size), max(used) FROM slots WHERE key IS NOT NULL "
+                "GROUP BY model ORDER BY max(used) DESC"
+            ).fetchall()
+
+    def all_keys(self) -> list[bytes]:
+        with _damage():
+            rows = self._db.execute(
+                "SELECT key FROM slots WHERE model = ? AND key IS NOT NULL", (self._model,)
+            ).fetchall()
+        return [key for (key,) in rows]
+
+    def owners(self) -> list[str]:
+        """Tokens of those that claim slots, dead or alive."""
+        with _damage():
+            rows = self._db.execute(
+                "SELECT DISTINCT owner FROM slots WHERE owner IS NOT NULL"
+            ).fetchall()
+        return [owner for (owner,) in rows]
+
+    # -- changes
+
+    def publish(self, pages: Iterable[Fresh], owner: str) -> tuple[int, list[Slot]]:
+        """Turn slots that `owner` claims into pages.
+
+        Returns how many, and the slots that it still claims: another process wrote those pages.
+        """
+        published = 0
+        spare = []
+        with self._transaction():
+            for page in pages:
+                done = self._db.execute(
+                    "UPDATE OR IGNORE slots SET model = ?, key = ?, size = ?, sum = ?, used = ?, "
+                    "owner = NULL WHERE stride = ? AND slot = ? AND owner = ?",
+                    (self._model, page.key, page.size, page.sum, page.used, *page.at, owner),
+                )
+                published += done.rowcount
+                if not done.rowcount and self._is_claimed(page.at, owner):
+                    spare.append(page.at)
+        return published, spare
+
+    def claim(
+        self, stride: int, count: int, limit: int, owner: str
+    ) -> tuple[list[Slot], Sequence[bytes]]:
+        """Up to `count` slots for `owner`, below `limit` bytes in all: fewer if all is claimed.
+
+        Also returns the models of the pages that were evicted for them.
+        """
+        claimed: list[Slot] = []
+        evicted: list[bytes] = []
+        with self._transaction():
+            taken = self._taken()
+            while len(claimed) < count:
+                if taken + stride <= limit:
+                    claimed.append(self._claim(stride, owner))
+                    taken += stride
+                    continue
+                victim = self._evict(reuse=stride)
+                if victim is None:
+                    break
+                taken -= victim[0].stride
+                evicted.append(victim[1])
+            self._take(taken)
+        return claimed, evicted
+
+    def shrink(self, limit: int) -> int:
+        """Evict until no more than `limit` bytes are taken; returns how many pages."""
+        evicted = 0
+        with self._transaction():
+            taken = self._taken()
+            while taken > limit and (victim := self._evict()) is not None:
+                taken -= victim[0].stride
+                evicted += 1
+            self._take(taken)
+        return evicted
+
+    def touch(self, used: Mapping[bytes, int]) -> None:
+        """When pages were used last, as far as this process knows."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE slots SET used = max(used, ?) WHERE model = ? AND key = ?",
+                [(time, self._model, key) for key, time in used.items()],
+            )
+
+    def remove(self, held: Held) -> int:
+        """Free a damaged page's slot; 0 if the page is not there any more."""
+        return self._free("stride = ? AND slot = ? AND sum = ?", (*held.at, held.sum))
+
+    def release(self, owners: Iterable[str]) -> None:
+        """Free what these claim."""
+        for owner in owners:
+            self._free("owner = ?", (owner,))
+
+    def clear(self) -> int:
+        """Free the model's pages; returns how many."""
+        return self._free("model = ? AND key IS NOT NULL", (self._model,))
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- within a transaction
+
+    def _taken(self) -> int:
+        row = self._db.execute("SELECT nbytes FROM taken").fetchone()
+        if row is None or type(row[0]) is not int:
+            raise DamagedIndexError(f"{row!r} bytes taken")
+        return row[0]
+
+    def _claim(self, stride: int, owner: str) -> Slot:
+        row = self._db.execute(
+            "SELECT slot FROM slots INDEXED BY free WHERE stride = ? AND key IS NULL "
+            "AND owner IS NULL LIMIT 1",
+            (stride,),
+        ).fetchone()
+        if row is None:
+            last = self._db.execute(
+                "SELECT slot FROM slots WHERE stride = ? ORDER BY slot DESC LIMIT 1", (stride,)
+            ).fetchone()
+            row = (0,) if last is None else (_slot(stride, last[0]).slot + 1,)
+        at = _slot(stride, row[0])
+        self._db.execute(
+            "INSERT INTO slots (stride, slot, owner) VALUES (?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET owner = excluded.owner",
+            (*at, owner),
+        )
+        return at
+
+    def _is_claimed(self, at: Slot, owner: str) -> bool:
+        row = self._db.execute("SELECT owner FROM slots WHERE stride = ? AND slot = ?", at)
+        return bool(row.fetchone() == (owner,))
+
+    def _take(self, nbytes: int) -> None:
+        self.taken = nbytes
+        self._db.execute("UPDATE taken SET nbytes = ?", (nbytes,))
+
+    def _evict(self, reuse: int = 0) -> tuple[Slot, bytes] | None:
+        """Free the page that was used longest ago, of any size and model, which is returned."""
+        row = self._db.execute(
+            "SELECT stride, slot, model FROM slots INDEXED BY ages WHERE key IS NOT NULL "
+            "ORDER BY used LIMIT 1"
+        ).fetchone()
+        if row is None:
+            return None
+        at = _slot(*row[:2])
+        if at.stride != reuse:
+            self._give_back(at)
+        self._db.execute(
+            "UPDATE slots SET model = NULL, key = NULL WHERE stride = ? AND slot = ?", at
+        )
+        return at, row[2]
+
+    def _free(self, where: str, values: Sequence[Any]) -> int:
+        with self._transaction():
+            rows = self._db.execute(f"SELECT stride, slot FROM slots WHERE {where}", values)
+            slots = [_slot(*row) for row in rows.fetchall()]
+            for slot in slots:
+                self._give_back(slot)
+            self._db.execute(
+                f"UPDATE slots SET model = NULL, key = NULL, owner = NULL WHERE {where}", values
+            )
+            self._take(self._taken() - sum(slot.stride for slot in slots))
+        return len(slots)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _damage():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        raise
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in PASSING:
+            raise
+        raise DamagedIndexError(str(error)) from error
+
+
+def _slot(stride: object, slot: object) -> Slot:
+    if not (type(stride) is int and type(slot) is int):
+        raise DamagedIndexError(f"slot {stride!r}, {slot!r}")
+    if not (stride > 0 and slot >= 0 and stride * (slot + 1) < 1 << 62):
+        raise DamagedIndexError(f"slot {stride}, {slot}")
+    return Slot(stride, slot)

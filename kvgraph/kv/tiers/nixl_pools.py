@@ -1,0 +1,95 @@
+"""Pages by NIXL: the sender writes into the receiver's pools, without a copy on the way."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from kvgraph.contract.inputs import Buffer
+from kvgraph.errors import DeviceError, MissingDependencyError, TransferError
+from kvgraph.kv.tiers.exchange import LeafPages
+
+TIMEOUT_SECONDS = 60.0
+"""Longest time of one transfer."""
+
+Extent = tuple[int, int, int]
+"""Address, bytes, device: what NIXL calls a descriptor."""
+
+
+class NixlPools:
+    """One NIXL agent over a replica's pools, which are registered for its life.
+
+    DeviceError for pools that are not host memory; MissingDependencyError without NIXL.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            if not isinstance(buffer.handle, np.ndarray):
+                raise DeviceError(
+                    f"nixl: expected pools in host memory, got one of {buffer.device}"
+                )
+        try:
+            nixl = import_module("nixl._api")
+        except ImportError as error:
+            raise MissingDependencyError(
+                "nixl: needed for this transfer, not installed; pip install 'kvgraph[nixl]'"
+            ) from error
+        config = nixl.nixl_agent_config(backends=["UCX"])
+        self._agent = nixl.nixl_agent(f"kvgraph-{uuid.uuid4().hex}", config)
+        pools = [(b.handle.ctypes.data, b.handle.nbytes, 0, "") for b in buffers]
+        self._registered = self._agent.register_memory(pools, "DRAM")
+
+    def describe(self, leaves: Sequence[LeafPages]) -> dict[str, Any]:
+        """Who this is, and where the pages of `leaves` lie: what `write` takes."""
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return {"agent": metadata, "extents": extents(leaves)}
+
+    def write(self, leaves: Sequence[LeafPages], other: dict[str, Any]) -> None:
+        """Copy the pages of `leaves` to where `describe` of the other side says."""
+        mine, theirs = extents(leaves), [tuple(extent) for extent in other["extents"]]
+        if [size for _, size, _ in mine] != [extent[1] for extent in theirs]:
+            raise TransferError(
+                f"nixl: expected {len(mine)} pieces of the same sizes, got {len(theirs)}"
+            )
+        if not mine:
+            return
+        agent = self._agent
+        peer = agent.add_remote_agent(base64.b64decode(other["agent"]))
+        try:
+            handle = agent.initialize_xfer(
+                "WRITE",
+                agent.get_xfer_descs(mine, "DRAM"),
+                agent.get_xfer_descs(theirs, "DRAM"),
+                peer,
+            )
+            try:
+                self._finish(handle)
+            finally:
+                agent.release_xfer_handle(handle)
+        finally:
+            agent.remove_remote_agent(peer)
+
+    def _finish(self, handle: Any) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        state = self._agent.transfer(handle)
+        while state == "PROC" and time.monotonic() < deadline:
+            time.sleep(0.0001)
+            state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise TransferError(f"nixl: expected a transfer that ends, got state {state}")
+
+
+def extents(leaves: Sequence[LeafPages]) -> list[Extent]:
+    """Every page of every buffer of `leaves`: page after page, buffer after buffer."""
+    return [
+        (buffer.handle.ctypes.data + page * size, size, 0)
+        for leaf in leaves
+        for page in leaf.pages
+        for buffer, size in zip(leaf.place.buffers, leaf.place.sizes, strict=True)
+    ]

@@ -1,0 +1,67 @@
+"""Opens the tiers of a manager: sizes of the host's slab, and the stores below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+
+from kvgraph.kv.tiers.host import HostStore
+from kvgraph.kv.tiers.place import Place
+from kvgraph.kv.tiers.store import PageStore
+from kvgraph.kv.tiers.tiered import TieredConnector
+
+StoreOpener = Callable[[bytes, int], PageStore]
+"""`opener(fingerprint, page_bytes)`: of the model, layout and format; of the largest record."""
+
+STAGING_BYTES = 64 << 20
+"""Of each leaf: host memory through which pages pass to and from the stores."""
+
+LEAST_STAGING = 4
+"""Slots, where pages are larger than that."""
+
+
+def fingerprint_of(identity: bytes) -> bytes:
+    """What tells stores of different models, layouts and formats apart; 32 bytes."""
+    return sha256(b"kvgraph-tier-1\0" + identity).digest()
+
+
+def open_tiers(
+    places: Sequence[Sequence[Place]],
+    num_pages: Mapping[str, int],
+    host_pages: Mapping[str, int],
+    identity: bytes,
+    stores: Sequence[StoreOpener],
+    sources: Sequence[StoreOpener],
+    *,
+    threads: bool = True,
+) -> TieredConnector:
+    """The connector of `places[replica][leaf]`; pages of the pools and of the host by leaf path.
+
+    `identity`: of model and layout. StoreError for what a user can mend; then nothing stays open.
+    """
+    sizes = {place.leaf: place.record_size for place in places[0]}
+    pages: dict[int, int] = {}
+    staging: dict[int, int] = {}
+    for leaf, size in sizes.items():
+        room = max(LEAST_STAGING, min(num_pages[leaf], STAGING_BYTES // size))
+        pages[size] = pages.get(size, 0) + host_pages[leaf]
+        staging[size] = staging.get(size, 0) + (room if stores else 1)
+    fingerprint, largest = fingerprint_of(identity), max(sizes.values())
+    opened: list[PageStore] = []
+    try:
+        for opener in (*sources, *stores):
+            opened.append(opener(fingerprint, largest))
+        host = HostStore(pages, staging, places[0][0].copier.pinned_host_bytes)
+    except BaseException:
+        for store in opened:
+            store.close()
+        raise
+    return TieredConnector(
+        host,
+        opened[len(sources) :],
+        opened[: len(sources)],
+        largest=largest,
+        max_offloads=sum(num_pages.values()) * len(places),
+        max_writes=sum(staging.values()) + sum(pages.values()) // 2,
+        threads=threads,
+    )

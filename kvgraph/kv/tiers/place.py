@@ -1,0 +1,67 @@
+"""Where a page lies on a device: the pools of one leaf of one replica."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.contract.inputs import Buffer
+from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.tiers.copies import PageCopier, copier_of
+
+Records = Sequence[npt.NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Pools whose pages together make a record: of each shard `kv_blocks`, then `kv_scales`.
+
+    `shards` says which of how many, such as "0-2/2"; `leaf` is the path in a tree.
+    """
+
+    leaf: str
+    shards: str
+    buffers: tuple[Buffer, ...]
+    copier: PageCopier
+
+    sizes: tuple[int, ...] = field(init=False)
+    """Bytes of a page in each buffer."""
+    record_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = tuple(page_nbytes(buffer) for buffer in self.buffers)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "record_size", sum(sizes))
+
+    def copy_out(self, pages: Sequence[int], records: Records) -> None:
+        """`records[i] =` page `pages[i]`."""
+        start = 0
+        for buffer, size in zip(self.buffers, self.sizes, strict=True):
+            rows = [record[start : start + size] for record in records]
+            self.copier.copy_pages_out(buffer, pages, rows)
+            start += size
+
+    def copy_in(self, pages: Sequence[int], records: Records) -> None:
+        """Page `pages[i] = records[i]`."""
+        start = 0
+        for buffer, size in zip(self.buffers, self.sizes, strict=True):
+            rows = [record[start : start + size] for record in records]
+            self.copier.copy_pages_in(buffer, pages, rows)
+            start += size
+
+
+def page_nbytes(buffer: Buffer) -> int:
+    """Bytes of one page of a pool."""
+    return math.prod(buffer.shape[1:]) * NUMPY_DTYPES[buffer.dtype].itemsize
+
+
+def place_of(leaf: Leaf, path: str, num_shards: int, session: object) -> Place:
+    """The place of a replica's leaf; DeviceError where the session cannot copy its pages."""
+    buffers = tuple(buffer for shard in leaf.shards for buffer in shard.all_buffers)
+    shards = f"0-{len(leaf.shards)}/{num_shards}"
+    return Place(path, shards, buffers, copier_of(session, buffers))

@@ -1,0 +1,270 @@
+"""Pages in a Valkey or Redis server, which machines share.
+
+A record is one string: the bytes of a page and their checksum (16 bytes), under
+`kvgraph-1:<model>:<key>`. The server bounds its memory and evicts (`maxmemory`,
+`maxmemory-policy allkeys-lru`); reads and TOUCH tell it what is used. Whatever goes wrong is a
+miss, and the server is then left alone for a while: `PAUSE_SECONDS`, twice as long after each
+further failure, `LONGEST_PAUSE_SECONDS` at most.
+
+LMCache or Mooncake would be other implementations of `PageStore`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from kvgraph.errors import MissingDependencyError, StoreError
+from kvgraph.kv.tiers.checksum import DIGEST_BYTES, checksum
+from kvgraph.kv.tiers.store import StoreStats
+
+try:
+    import redis
+except ImportError as error:
+    raise MissingDependencyError(
+        "redis: needed by the remote tier, not installed; pip install 'kvgraph[tiers]'"
+    ) from error
+
+from kvgraph.kv.tiers.wire import Wire
+
+TIMEOUT_SECONDS = 1.0
+"""Longest time of one exchange with the server, connecting included."""
+
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
+
+SCAN_COUNT, COUNT_SECONDS = 1000, 10.0
+"""Keys that a SCAN looks at, and how often the pages are counted."""
+
+log = logging.getLogger("kvgraph.tiers")
+
+
+class RemoteStore:
+    """A `PageStore` (see there) at `url`: redis://, rediss:// (TLS) or unix://.
+
+    An exchange with the server ends within `timeout` seconds. A call is one of them, a write two;
+    when the store connects again or counts, up to four more; `clear` one for 1,000 keys. Whatever
+    fails ends the call. Name resolution is the system's, and not bounded.
+
+    StoreError for a malformed address, a name that nobody knows, credentials or a certificate that
+    are refused, and a server that speaks something else. A server that does not answer is no
+    error: the store starts dead, and recovers.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self, url: str, fingerprint: bytes, page_bytes: int, *, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        self._server = server_of(url)
+        self._fingerprint = fingerprint
+        self._prefix = f"kvgraph-1:{fingerprint.hex()[:32]}:".encode()
+        self._page_bytes = page_bytes
+        self._timeout = timeout
+        self._usable_at = self._writable_at = self._counted_at = 0.0
+        self._pause = PAUSE_SECONDS
+        self._num_read = self._written = self._missed = self._damaged = 0
+        self._foreign = self._dropped = 0
+        self._num_pages = self._num_used = self._nbytes = 0
+        try:
+            self._wire = Wire(url, timeout)
+        except (ValueError, TypeError) as error:
+            raise StoreError(
+                f"remote tier: expected an address such as redis://host:6379/0, got one for "
+                f"{self._server} that is malformed: {error}"
+            ) from error
+        try:
+            self._connect()
+        except (redis.RedisError, OSError) as error:
+            reason = _reason(error)
+            if reason:
+                self._wire.close()
+                raise StoreError(
+                    f"remote tier {self._server}: expected a Valkey or Redis server that lets us "
+                    f"in, got: {reason}"
+                ) from error
+            self._fail(error)
+
+    # -- the protocol
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if keys and self._is_ready():
+            with self._degrading():
+                return [
+                    found == 1
+                    for found in self._wire.ask(*(("EXISTS", self._name(k)) for k in keys))
+                ]
+        return [False] * len(keys)
+
+    def read(self, key: bytes, out: memoryview) -> bool:
+        if self._is_ready():
+            with self._degrading():
+                (value,) = self._wire.ask(("GET", self._name(key)))
+                if value is not None and self._is_page(key, value, out):
+                    self._num_read += 1
+                    return True
+        self._missed += 1
+        return False
+
+    def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        if self._is_ready() and time.monotonic() >= self._writable_at:
+            with self._degrading():
+                if self._wire.ask(("TOUCH", self._name(key))) == [1] or self._set(key, parts):
+                    return True
+        self._dropped += 1
+        return False
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if keys and self._is_ready():
+            with self._degrading():
+                self._wire.ask(("TOUCH", *map(self._name, keys)))
+
+    def flush(self) -> None:
+        """Nothing waits to be written; now and then, refresh the figures."""
+        if time.monotonic() > self._counted_at + COUNT_SECONDS and self._is_ready():
+            with self._degrading():
+                self._count()
+
+    def clear(self) -> None:
+        if self._is_ready():
+            with self._degrading():
+                for names in self._scan(self._prefix + b"*"):
+                    if names:
+                        self._wire.ask(("UNLINK", *names))
+                self._num_used = 0
+
+    def stats(self) -> StoreStats:
+        """Figures; the server's are `COUNT_SECONDS` old or older, and 0 if it does not tell.
+
+        `num_pages` is 0 for a server without `maxmemory`; `nbytes` is all that it uses.
+        """
+        return StoreStats(
+            num_pages=self._num_pages,
+            num_used_pages=self._num_used,
+            nbytes=self._nbytes,
+            read=self._num_read,
+            written=self._written,
+            missed=self._missed,
+            damaged=self._damaged,
+            foreign=self._foreign,
+            dropped=self._dropped,
+        )
+
+    def close(self) -> None:
+        self._usable_at = float("inf")
+        self._wire.close()
+
+    # -- records
+
+    def _name(self, key: bytes) -> bytes:
+        return self._prefix + key
+
+    def _is_page(self, key: bytes, value: object, out: memoryview) -> bool:
+        """Copy a record's bytes to `out`, then check them; remove what is damaged."""
+        if isinstance(value, bytes):
+            page, digest = memoryview(value)[:-DIGEST_BYTES], value[-DIGEST_BYTES:]
+            has_size = len(page) == len(out)
+            if has_size:
+                out[:] = page
+            if checksum(self._fingerprint, key, [out if has_size else page]) == digest:
+                self._foreign += not has_size
+                return has_size
+        elif isinstance(value, Exception) and not str(value).startswith("WRONGTYPE"):
+            raise value
+        self._damaged += 1
+        self._wire.ask(("UNLINK", self._name(key)))
+        return False
+
+    def _set(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        digest = checksum(self._fingerprint, key, parts)
+        (answer,) = self._wire.ask(("SET", self._name(key), b"".join([*parts, digest])))
+        if isinstance(answer, Exception):  # its memory is full, it is a replica, ...
+            log.warning("remote tier %s: takes no pages: %s", self._server, answer)
+            self._writable_at = time.monotonic() + LONGEST_PAUSE_SECONDS
+            return False
+        self._written += 1
+        self._num_used += 1
+        return True
+
+    # -- the server
+
+    def _is_ready(self) -> bool:
+        """Whether to ask the server; False while it is left alone after a failure."""
+        if time.monotonic() < self._usable_at:
+            return False
+        if not self._wire.is_connected:
+            with self._degrading():
+                self._connect()
+        return self._wire.is_connected
+
+    def _connect(self) -> None:
+        self._wire.connect()
+        self._count()
+        self._pause = PAUSE_SECONDS
+
+    def _count(self) -> None:
+        self._counted_at = time.monotonic()
+        (found,) = self._wire.ask(("INFO", "memory"))
+        if isinstance(found, bytes):
+            fields = dict(line.split(b":", 1) for line in found.splitlines() if b":" in line)
+            self._num_pages = int(fields.get(b"maxmemory", 0)) // self._page_bytes
+            self._nbytes = int(fields.get(b"used_memory", 0))
+        own = others = 0
+        for names in self._scan(b"kvgraph-*"):
+            mine = sum(name.startswith(self._prefix) for name in names)
+            own, others = own + mine, others + len(names) - mine
+            if time.monotonic() > self._counted_at + self._timeout:  # the rest goes uncounted
+                break
+        self._num_used = own
+        self._foreign = max(self._foreign, others)
+
+    def _scan(self, pattern: bytes) -> Iterator[list[bytes]]:
+        cursor: object = b"0"
+        while True:
+            (found,) = self._wire.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT))
+            if not isinstance(found, list):  # not allowed
+                return
+            cursor, names = found
+            yield names
+            if cursor == b"0":
+                return
+
+    @contextmanager
+    def _degrading(self) -> Iterator[None]:
+        try:
+            yield
+        except (redis.RedisError, OSError) as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._wire.close()
+        self._usable_at = time.monotonic() + self._pause
+        log.warning("remote tier %s: pauses for %.0f s: %s", self._server, self._pause, error)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
+
+def server_of(url: str) -> str:
+    """What a message may say of an address: no credentials."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
+    except ValueError:
+        return "a server"
+
+
+def _reason(error: Exception) -> str:
+    """Why no retry will help; empty where one may."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
+        return f"credentials refused ({error})"
+    if isinstance(error, redis.InvalidResponse):
+        return "an answer in another protocol"
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"a certificate that is not trusted ({cause.verify_message})"
+    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+        return "a name that nobody knows"
+    return ""

@@ -1,0 +1,68 @@
+"""Slots in files: slab `stride` is one file of slots of `stride` bytes, reused and never moved."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+BLOCK = 4096
+"""Slots start on a block of the file system, so that an evicted one gives its blocks back."""
+
+KEEP_SIZE_AND_PUNCH_HOLE = 1 | 2  # fallocate(2)
+
+
+class Slot(NamedTuple):
+    """Bytes `[slot * stride, (slot + 1) * stride)` of slab `stride`."""
+
+    stride: int
+    slot: int
+
+
+def stride_of(size: int) -> int:
+    """Bytes of a slot that holds a record of `size` bytes."""
+    return max(1, -(-size // BLOCK)) * BLOCK
+
+
+class Slabs:
+    """The slab files of one folder. All calls may raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, int] = {}
+        self._libc = ctypes.CDLL(None)
+
+    def write(self, at: Slot, parts: Sequence[memoryview]) -> None:
+        """Not forced to the medium: a checksum tells what did not get there."""
+        size = sum(part.nbytes for part in parts)
+        if os.pwritev(self._file(at.stride), parts, at.slot * at.stride) != size:
+            raise OSError(errno.ENOSPC, "the page was written in part")
+
+    def read(self, at: Slot, out: memoryview) -> bool:
+        """Fill `out`; False if the file ends before."""
+        return os.preadv(self._file(at.stride), [out], at.slot * at.stride) == out.nbytes
+
+    def free(self, at: Slot) -> None:
+        """Give a slot's blocks back to the file system, where it can do so (ext4, XFS, tmpfs...).
+
+        Elsewhere the file keeps its size until the slot is reused.
+        """
+        span = (ctypes.c_int64(at.slot * at.stride), ctypes.c_int64(at.stride))
+        self._libc.fallocate(self._file(at.stride), KEEP_SIZE_AND_PUNCH_HOLE, *span)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):
+                os.close(file)
+        self._files.clear()
+
+    def _file(self, stride: int) -> int:
+        file = self._files.get(stride)
+        if file is None:
+            path = self._folder / f"{stride}.pages"
+            file = self._files[stride] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        return file

@@ -1,0 +1,86 @@
+"""What the command line does with the folder of a disk tier; engines may use it meanwhile."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from kvgraph.errors import StoreError
+from kvgraph.kv.tiers.checksum import checksum
+from kvgraph.kv.tiers.generation import FORMAT, Generation, generations, other_versions
+from kvgraph.kv.tiers.index import DamagedIndexError
+
+
+class ModelPages(NamedTuple):
+    """What the folder holds of one model and layout; `last_used` in ns since 1970."""
+
+    fingerprint: bytes
+    pages: int
+    nbytes: int
+    last_used: int
+
+
+class Progress(NamedTuple):
+    checked: int
+    damaged: int
+
+
+def describe(folder: Path) -> tuple[list[ModelPages], list[Path]]:
+    """Each model's pages, the last used first, and stores of other versions of kvgraph."""
+    with _opened(folder, b"") as files:
+        found = [ModelPages(*row) for row in files.index.models()]
+    return found, other_versions(folder)
+
+
+def verify(folder: Path) -> Iterator[Progress]:
+    """Check every page, one by one, and remove the damaged ones."""
+    checked = damaged = 0
+    for model in describe(folder)[0]:
+        with _opened(folder, model.fingerprint) as files:
+            for key in files.index.all_keys():
+                damaged += not _check(files, model.fingerprint, key)
+                checked += 1
+                yield Progress(checked, damaged)
+
+
+def _check(files: Generation, fingerprint: bytes, key: bytes) -> bool:
+    held = files.index.find(key)
+    if held is None:
+        return True  # evicted meanwhile
+    if held.size <= held.at.stride:  # else the index lies
+        out = memoryview(bytearray(held.size))
+        if files.slabs.read(held.at, out) and checksum(fingerprint, key, [out]) == held.sum:
+            return True
+    return not (files.index.find(key) == held and files.index.remove(held))
+
+
+def clear(folder: Path) -> int:
+    """Remove the pages of all models; returns how many."""
+    removed = 0
+    for model in describe(folder)[0]:
+        with _opened(folder, model.fingerprint) as files:
+            removed += files.index.clear()
+    return removed
+
+
+@contextmanager
+def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
+    found = generations(folder) if folder.is_dir() else []
+    if not found:
+        raise StoreError(f"{folder}: expected the folder of a disk tier, got one without pages")
+    try:
+        files = Generation(folder / f"{FORMAT}.{found[-1]}", fingerprint)
+        try:
+            yield files
+        finally:
+            files.close()
+    except DamagedIndexError as error:
+        raise StoreError(
+            f"{folder}: expected a whole index, got a damaged one ({error}); the next engine that "
+            f"opens the folder starts anew"
+        ) from error
+    except sqlite3.Error as error:
+        raise StoreError(f"{folder}: expected an index to read, got: {error}") from error

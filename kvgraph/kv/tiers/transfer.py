@@ -1,0 +1,271 @@
+"""Pages from one engine to another: prefill here, decode there.
+
+    sender                                    receiver
+    model, layout, digests, way     ->
+                                    <-        refused, and why | which pages it lacks
+    their bytes, the chosen way     ->
+                                    <-        how many it took
+
+Both talk over a `multiprocessing.connection` (TCP or a Unix socket, authenticated by its authkey);
+the bytes go over it as well, through shared memory, or by NIXL straight from pool to pool. What was
+received waits as cached pages: the next request with the same tokens takes it as its prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kvgraph.errors import KVGraphError, TransferError
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from kvgraph.kv.tiers.exchange import LeafPages
+
+FORMAT = "kvgraph-transfer-1"
+MOST_HEADER = 64 << 20
+"""Bytes of a message that is no page; a page list of a million pages is a tenth more."""
+
+Way = Literal["connection", "shared_memory", "nixl"]
+
+
+class PageTransfer:
+    """Sends pages of one replica of `manager`, or receives them, on the manager's thread.
+
+    Both sides need the same model and layout, tensor-parallel layout included. Errors leave both
+    caches as they were, and the connection unusable where it broke. With `nixl` a side can also
+    send and receive by NIXL, which registers the pools (host memory only).
+    """
+
+    def __init__(
+        self, manager: PagedKVCacheManager, *, replica_idx: int = 0, nixl: bool = False
+    ) -> None:
+        self._manager = manager
+        self._replica = replica_idx
+        self._nixl: Any = None
+        if nixl:
+            from kvgraph.kv.tiers.nixl_pools import NixlPools
+
+            self._nixl = NixlPools(manager.get_device_buffer(replica_idx).all_buffers)
+
+    def send(self, ctx: TextContext, connection: Connection, *, way: Way = "connection") -> int:
+        """Send the committed pages that start `ctx`; returns how many the receiver took.
+
+        It takes none that it has. TransferError: refused (layout, model, room), or a broken
+        connection.
+        """
+        with self._manager.held_pages(ctx, self._replica) as leaves, _unbroken(connection):
+            _send(connection, self._header(leaves, way))
+            answer = _receive(connection)
+            if "refused" in answer:
+                raise TransferError(str(answer["refused"]))
+            wanted = [leaf.only(at) for leaf, at in zip(leaves, answer["wanted"], strict=True)]
+            return self._give(connection, wanted, way, answer)
+
+    def receive(self, connection: Connection) -> int:
+        """Take what the other side is sending, waiting for it; returns the number of pages.
+
+        TransferError as `send` raises it, on both sides.
+        """
+        with _unbroken(connection):
+            header = _receive(connection)
+            try:
+                wanted = self._check(header)
+                with self._manager.adopted_pages(wanted, self._replica) as leaves:
+                    self._take(connection, header, leaves)
+                    taken = sum(len(leaf.pages) for leaf in leaves)
+            except KVGraphError as error:
+                _send(connection, {"refused": f"transfer: {error}"})
+                raise TransferError(f"transfer: {error}") from error
+            _send(connection, {"taken": taken})
+            return taken
+
+    def _give(
+        self,
+        connection: Connection,
+        leaves: Sequence[LeafPages],
+        way: Way,
+        answer: dict[str, Any],
+    ) -> int:
+        if way == "shared_memory":
+            with _filled_block(leaves) as name:
+                _send(connection, {"block": name})
+                return _count(_receive(connection))
+        if way == "nixl":
+            try:
+                self._nixl.write(leaves, answer["nixl"])
+            except TransferError:
+                connection.close()  # the receiver waits for the end
+                raise
+            _send(connection, {"done": True})
+        else:
+            for record in _records(leaves):
+                connection.send_bytes(record)
+        return _count(_receive(connection))
+
+    def _header(self, leaves: Sequence[LeafPages], way: Way) -> dict[str, Any]:
+        if way == "nixl" and self._nixl is None:
+            raise TransferError("transfer: expected PageTransfer(nixl=True) for NIXL, got none")
+        return {
+            "format": FORMAT,
+            "fingerprint": self._manager.fingerprint.hex(),
+            "way": way,
+            "leaves": [
+                {
+                    "path": leaf.place.leaf,
+                    "shards": leaf.place.shards,
+                    "bytes": leaf.place.record_size,
+                    "digests": [digest.hex() for digest in leaf.digests],
+                }
+                for leaf in leaves
+            ],
+        }
+
+    def _check(self, header: dict[str, Any]) -> list[list[bytes]]:
+        """Digests that the sender has, per leaf; TransferError by name where it does not fit."""
+        _require("format", FORMAT, header.get("format"))
+        places = self._manager.places(self._replica)
+        theirs = header["leaves"]
+        _require("caches", [p.leaf for p in places], [leaf["path"] for leaf in theirs])
+        for place, leaf in zip(places, theirs, strict=True):
+            where = f"cache {place.leaf!r}: " if place.leaf else ""
+            _require(f"{where}tensor-parallel shards", place.shards, leaf["shards"])
+            _require(f"{where}bytes of a page", place.record_size, leaf["bytes"])
+        mine = self._manager.fingerprint.hex()
+        _require("model and layout (fingerprint)", mine, header.get("fingerprint"))
+        if header["way"] == "nixl" and self._nixl is None:
+            raise TransferError("way: expected one that the receiver has, got nixl")
+        return [[bytes.fromhex(digest) for digest in leaf["digests"]] for leaf in theirs]
+
+    def _take(
+        self, connection: Connection, header: dict[str, Any], leaves: Sequence[LeafPages]
+    ) -> None:
+        """Ask for the pages of `leaves`, and copy them in."""
+        answer: dict[str, Any] = {"wanted": []}
+        for leaf, offer in zip(leaves, header["leaves"], strict=True):
+            lacking = {digest.hex() for digest in leaf.digests}
+            answer["wanted"].append([i for i, d in enumerate(offer["digests"]) if d in lacking])
+        if header["way"] == "nixl":
+            answer["nixl"] = self._nixl.describe(leaves)
+            _send(connection, answer)
+            _receive(connection)
+            return
+        _send(connection, answer)
+        if header["way"] == "shared_memory":
+            name = str(_receive(connection)["block"])
+            with _opened_block(name, leaves) as block:
+                _copy_in(leaves, iter(block))
+        else:
+            _copy_in(leaves, _received(connection, leaves))
+
+
+def _require(name: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise TransferError(
+            f"{name}: expected {expected} from the receiver, got {found} from the sender"
+        )
+
+
+# -- messages and bytes
+
+
+@contextmanager
+def _unbroken(connection: Connection) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, KVGraphError):
+            raise
+        connection.close()
+        raise TransferError(
+            f"transfer: expected the other side to follow the protocol to its end, "
+            f"got {type(error).__name__} {error}"
+        ) from error
+
+
+def _send(connection: Connection, message: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def _receive(connection: Connection) -> dict[str, Any]:
+    message = json.loads(connection.recv_bytes(MOST_HEADER))
+    if not isinstance(message, dict):
+        raise ValueError(f"a message that is no object: {message!r}")
+    return message
+
+
+def _count(answer: dict[str, Any]) -> int:
+    if "refused" in answer:
+        raise TransferError(str(answer["refused"]))
+    return int(answer["taken"])
+
+
+def _records(leaves: Sequence[LeafPages]) -> Iterator[Any]:
+    """The bytes of each page in turn; each is valid until the next."""
+    for leaf in leaves:
+        record = np.empty(leaf.place.record_size, np.uint8)
+        for page in leaf.pages:
+            leaf.place.copy_out([page], [record])
+            yield record
+
+
+def _received(connection: Connection, leaves: Sequence[LeafPages]) -> Iterator[Any]:
+    for leaf in leaves:
+        record = np.empty(leaf.place.record_size, np.uint8)
+        for _ in leaf.pages:
+            size = connection.recv_bytes_into(record.data)
+            if size != len(record):
+                raise ValueError(f"a page of {size} bytes instead of {len(record)}")
+            yield record
+
+
+def _copy_in(leaves: Sequence[LeafPages], records: Iterator[Any]) -> None:
+    for leaf in leaves:
+        for page in leaf.pages:
+            leaf.place.copy_in([page], [next(records)])
+
+
+# -- shared memory: a file of a memory file system, mapped by both
+
+
+def _memory_folder() -> Path:
+    """Where files are memory; elsewhere than on Linux the system's temporary folder."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+@contextmanager
+def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
+    """The name of a block that holds the pages one after the other, until the scope ends."""
+    size = sum(leaf.nbytes for leaf in leaves)
+    with tempfile.NamedTemporaryFile(dir=_memory_folder(), prefix="kvgraph-") as file:
+        file.truncate(max(1, size))
+        with mmap.mmap(file.fileno(), max(1, size)) as block:
+            start = 0
+            for leaf in leaves:
+                for page in leaf.pages:
+                    end = start + leaf.place.record_size
+                    record = np.frombuffer(block, np.uint8)[start:end]
+                    leaf.place.copy_out([page], [record])
+                    del record  # a mapping with views cannot be closed
+                    start = end
+        yield os.path.basename(file.name)
+
+
+@contextmanager
+def _opened_block(name: str, leaves: Sequence[LeafPages]) -> Iterator[list[Any]]:
+    """The pages of the other side's block, as arrays."""
+    sizes = [leaf.place.record_size for leaf in leaves for _ in leaf.pages]
+    path = _memory_folder() / os.path.basename(name)
+    if path.stat().st_size < sum(sizes):
+        raise ValueError(f"a block of {path.stat().st_size} bytes instead of {sum(sizes)}")
+    block = np.memmap(path, np.uint8, "r", shape=(max(1, sum(sizes)),))
+    yield np.split(block[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []

@@ -1,0 +1,178 @@
+"""Precomputed prefixes: the pages of a fixed prompt in a file, checked like an artifact.
+
+A `.kvp` is a safetensors file. Per leaf (by path, "" for a single cache):
+
+    pages.<leaf>  uint8 [n, record]  of each page the bytes that tiers exchange
+    keys.<leaf>   uint8 [n, 32]      their keys in the tiers
+    tokens        int32 [tokens]     the prompt; what fills no page is computed again
+
+and metadata: format, identity and architecture of the artifact, fingerprint (model and layout),
+and the SHA-256 of everything else. Bound to an engine it is a tier that is only read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from kvgraph.kv.tiers.store import KEY_BYTES, StoreStats
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.engine import Engine
+
+FORMAT = "kvgraph-prefix-1"
+FIELDS = ("format", "identity", "architecture", "fingerprint")
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A verified `.kvp`: its token ids, and pages by their keys."""
+
+    path: Path
+    metadata: Mapping[str, str]
+    tokens: list[int]
+    pages: Mapping[bytes, npt.NDArray[np.uint8]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(page.nbytes for page in self.pages.values())
+
+
+def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) -> Prefix:
+    """Compute `prompt` (text or token ids) on an idle engine, and write its pages to `path`.
+
+    RequestError: a prompt that fills no page, or a cache that shares no pages.
+    """
+    from safetensors.numpy import save
+
+    from kvgraph.runtime.sampling import SamplingParams
+
+    kv, path = engine.kv, Path(path)
+    if not (isinstance(kv, PagedKVCacheManager) and kv.params.enable_prefix_caching):
+        raise RequestError("prefix: expected a paged cache with prefix caching, got one without")
+    tokens = engine.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+    size = kv.params.page_size
+    if len(tokens) < size:
+        raise RequestError(f"prefix: expected at least a page of {size} tokens, got {len(tokens)}")
+    done = engine.generate([tokens], SamplingParams(max_new_tokens=1, ignore_eos=True))[0]
+    committed = kv.committed_pages(TextContext("prefix", tokens + done.token_ids))
+    tensors: dict[str, npt.NDArray[Any]] = {"tokens": np.array(tokens, np.int32)}
+    for leaf, pages in committed.items():
+        tensors[f"pages.{leaf}"] = np.stack(list(pages.values()))
+        tensors[f"keys.{leaf}"] = np.frombuffer(b"".join(pages), np.uint8).reshape(-1, KEY_BYTES)
+    metadata = {
+        "format": FORMAT,
+        "identity": kv.identity.hex(),
+        "architecture": engine.model.architecture,
+        "fingerprint": kv.fingerprint.hex(),
+    }
+    metadata["sha256"] = _digest(metadata, tensors)
+    path.write_bytes(save(dict(tensors), metadata))
+    return _prefix(path, metadata, tensors)
+
+
+def read_prefix(path: str | Path) -> Prefix:
+    """Read and verify a file of `write_prefix`; ArtifactError where it is damaged or is none."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(
+            f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"
+        ) from error
+    if metadata.get("format") != FORMAT:
+        raise ArtifactError(
+            f"{path}: format: expected {FORMAT!r} from this kvgraph, "
+            f"got {metadata.get('format', 'none')!r}"
+        )
+    found = _digest(metadata, tensors)
+    if metadata.get("sha256") != found:
+        raise ArtifactError(
+            f"{path}: sha256: expected {metadata.get('sha256')} from its metadata, got {found}"
+        )
+    return _prefix(path, metadata, tensors)
+
+
+class PrefixStore:
+    """A prefix as a page store that is only read. ArtifactError where it is of another artifact."""
+
+    name = "prefix"
+
+    def __init__(self, prefix: Prefix, fingerprint: bytes, page_bytes: int) -> None:
+        found = prefix.metadata.get("fingerprint")
+        if found != fingerprint.hex():
+            raise ArtifactError(
+                f"{prefix.path}: expected a prefix of this artifact and layout (fingerprint "
+                f"{fingerprint.hex()[:16]}), got one of {prefix.metadata.get('architecture')}, "
+                f"artifact {str(prefix.metadata.get('identity'))[:16]} "
+                f"(fingerprint {str(found)[:16]})"
+            )
+        self._prefix = prefix
+        self._read = 0
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._prefix.pages for key in keys]
+
+    def read(self, key: bytes, out: memoryview) -> bool:
+        page = self._prefix.pages.get(key)
+        if page is None or page.nbytes != out.nbytes:
+            return False
+        np.frombuffer(out, np.uint8)[:] = page
+        self._read += 1
+        return True
+
+    def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        return False
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Pages of a prefix never leave."""
+
+    def flush(self) -> None:
+        """Nothing is written."""
+
+    def clear(self) -> None:
+        """A prefix was bound on purpose: it stays."""
+
+    def stats(self) -> StoreStats:
+        count = len(self._prefix.pages)
+        return StoreStats(count, count, self._prefix.nbytes, read=self._read)
+
+    def close(self) -> None:
+        """The file is closed already."""
+
+
+def _prefix(path: Path, metadata: Mapping[str, str], tensors: Tensors) -> Prefix:
+    pages: dict[bytes, npt.NDArray[np.uint8]] = {}
+    for name, keys in tensors.items():
+        if name.startswith("keys."):
+            records = tensors["pages." + name.removeprefix("keys.")]
+            pages.update(zip(map(bytes, keys), records, strict=True))
+    return Prefix(path, metadata, tensors["tokens"].tolist(), pages)
+
+
+def _digest(metadata: Mapping[str, str], tensors: Tensors) -> str:
+    """Of every field and tensor, with names, dtypes and shapes."""
+    whole = sha256(json.dumps([metadata.get(name) for name in FIELDS]).encode())
+    for name in sorted(tensors):
+        tensor = np.ascontiguousarray(tensors[name])
+        whole.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode())
+        whole.update(tensor.data)
+    return whole.hexdigest()

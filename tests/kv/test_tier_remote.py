@@ -1,0 +1,355 @@
+"""The remote tier: a server that machines share, and all that can be wrong with it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import redis
+from kv.redis_server import RedisServer
+
+from kvgraph.errors import StoreError
+from kvgraph.kv.tiers import remote
+from kvgraph.kv.tiers.remote import RemoteStore
+
+MODEL, OTHER = sha256(b"model").digest(), sha256(b"other").digest()
+SIZE = 20_000
+KEYS = [sha256(f"key {i}".encode()).digest() for i in range(64)]
+
+
+def page(i: int, size: int = SIZE) -> bytes:
+    return (KEYS[i] * (size // 32 + 1))[:size]
+
+
+def put(store: RemoteStore, *which: int) -> list[bool]:
+    return [store.write(KEYS[i], [memoryview(page(i))]) for i in which]
+
+
+def got(store: RemoteStore, i: int, size: int = SIZE) -> bytes | None:
+    """The page as read into poisoned memory."""
+    out = bytearray(b"\xff" * size)
+    return bytes(out) if store.read(KEYS[i], memoryview(out)) else None
+
+
+def name(i: int) -> bytes:
+    return f"kvgraph-1:{MODEL.hex()[:32]}:".encode() + KEYS[i]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(shared: RedisServer) -> RedisServer:
+    """An empty one."""
+    redis.Redis.from_url(shared.url()).flushall()
+    return shared
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RedisServer]:
+    """One to freeze and to kill, not started yet."""
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url()) as client:
+        yield client
+
+
+def recover(store: RemoteStore) -> None:
+    """As if the pause were over."""
+    store._usable_at = store._writable_at = 0.0
+
+
+def test_machines_share_pages(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (RemoteStore(server.url(), MODEL, SIZE) for _ in range(2))
+    content = memoryview(page(0))
+    assert one.write(KEYS[0], [content[:100], content[100:]])
+    assert two.contains(KEYS[:2]) == [True, False]
+    assert (got(two, 0), got(two, 1)) == (page(0), None)
+    two.touch(KEYS[:2])
+    assert put(two, 0, 1) == [True, True]
+    assert two.stats().written == 1, "what another machine wrote is not written again"
+    stats = two.stats()
+    assert (stats.read, stats.missed, stats.dropped) == (1, 1, 0)
+    monkeypatch.setattr(two, "_counted_at", 0.0)
+    two.flush()
+    assert two.stats().num_used_pages == 2
+    one.clear()
+    assert two.contains(KEYS[:2]) == [False, False]
+    for store in (one, two):
+        store.close()
+        store.close()
+        assert got(store, 0) is None
+
+
+def test_another_model_is_ignored_counted_and_never_mixed(
+    server: RedisServer, client: redis.Redis
+) -> None:
+    other = RemoteStore(server.url(), OTHER, SIZE)
+    put(other, 0, 1)
+    client.set("somebody's", "else")
+    store = RemoteStore(server.url(), MODEL, SIZE)
+    assert (store.stats().foreign, store.stats().num_used_pages) == (2, 0)
+    assert got(store, 0) is None
+    put(store, 5)
+    stolen = client.get(f"kvgraph-1:{OTHER.hex()[:32]}:".encode() + KEYS[0])
+    client.set(name(0), stolen)
+    assert got(store, 0) is None
+    assert store.stats().damaged == 1
+    store.clear()
+    assert other.contains(KEYS[:2]) == [True, True]
+    assert client.get("somebody's") == b"else"
+    store.close()
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut", "empty", "longer", "key", "type"])
+def test_a_damaged_record_is_a_miss_and_is_removed(
+    kind: str, server: RedisServer, client: redis.Redis
+) -> None:
+    store = RemoteStore(server.url(), MODEL, SIZE)
+    put(store, 0, 1)
+    value = client.get(name(0))
+    flipped = bytearray(value)
+    flipped[777] ^= 1
+    if kind == "type":
+        client.delete(name(0))
+        client.lpush(name(0), value)
+    else:
+        kinds = {
+            "flip": bytes(flipped),
+            "cut": value[:-1],
+            "empty": b"",
+            "longer": value + b"\0",
+            "key": client.get(name(1)),
+        }
+        client.set(name(0), kinds[kind])
+    assert got(store, 0) is None
+    assert store.stats().damaged == 1
+    assert not client.exists(name(0))
+    assert put(store, 0) == [True]
+    assert (got(store, 0), got(store, 1)) == (page(0), page(1))
+    store.close()
+
+
+def test_a_record_of_another_size_is_left(server: RedisServer) -> None:
+    store = RemoteStore(server.url(), MODEL, SIZE)
+    put(store, 0)
+    assert got(store, 0, SIZE + 16) is None
+    assert store.stats().foreign == 1
+    assert got(store, 0) == page(0)
+    store.close()
+
+
+def test_a_server_that_is_full_drops(own: RedisServer) -> None:
+    own.start()
+    with redis.Redis.from_url(own.url()) as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 30 * SIZE)
+        store = RemoteStore(own.url(), MODEL, SIZE)
+        assert store.stats().num_pages > 0
+        wrote = put(store, *range(60))
+        assert 0 < wrote.count(True) < 60
+        assert wrote == sorted(wrote, reverse=True)
+        assert store.stats().dropped == wrote.count(False)
+        assert got(store, 0) == page(0), "what it holds is still served"
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        recover(store)
+        assert all(put(store, *range(60)))
+        assert got(store, 59) == page(59)
+        store.close()
+
+
+def test_a_server_that_is_dead_at_first(own: RedisServer) -> None:
+    store = RemoteStore(own.url(), MODEL, SIZE)
+    assert put(store, 0) == [False]
+    assert got(store, 0) is None
+    assert store.contains(KEYS[:1]) == [False]
+    own.start()
+    assert put(store, 0) == [False], "it is left alone for a while"
+    recover(store)
+    assert put(store, 0) == [True]
+    assert got(store, 0) == page(0)
+    assert (store.stats().dropped, store.stats().missed) == (2, 1)
+    store.close()
+
+
+def test_a_restart_in_the_middle(own: RedisServer) -> None:
+    own.start()
+    store = RemoteStore(own.url(), MODEL, SIZE)
+    put(store, 0, 1)
+    own.kill()
+    assert got(store, 0) is None
+    assert put(store, 2) == [False]
+    store.touch(KEYS[:1])
+    store.flush()
+    store.clear()
+    own.start()
+    recover(store)
+    assert store.contains(KEYS[:3]) == [False] * 3
+    assert store.stats().num_used_pages == 0
+    assert put(store, 2) == [True]
+    assert got(store, 2) == page(2)
+    store.close()
+
+
+def test_pauses_grow_and_end(own: RedisServer) -> None:
+    store = RemoteStore(own.url(), MODEL, SIZE)
+    pauses = []
+    for _ in range(8):
+        pauses.append(store._pause)
+        recover(store)
+        got(store, 0)
+    assert pauses == [2, 4, 8, 16, 30, 30, 30, 30]
+    own.start()
+    recover(store)
+    put(store, 0)
+    assert store._pause == remote.PAUSE_SECONDS
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["contains", "read", "write", "touch", "clear"])
+def test_a_server_that_hangs_is_given_up(call: str, own: RedisServer) -> None:
+    own.start()
+    store = RemoteStore(own.url(), MODEL, SIZE, timeout=0.1)
+    put(store, 0)
+    own.freeze()
+    calls = {
+        "contains": lambda: store.contains(KEYS[:1]) == [False],
+        "read": lambda: got(store, 0) is None,
+        "write": lambda: put(store, 1) == [False],
+        "touch": lambda: store.touch(KEYS[:1]) is None,
+        "clear": lambda: store.clear() is None,
+    }
+    assert calls[call]()
+    assert store._usable_at > time.monotonic(), "left alone for a while"
+    own.thaw()
+    recover(store)
+    assert got(store, 0) == page(0), "not the answer to an earlier question"
+    store.close()
+
+
+@contextmanager
+def listening(answer: bytes, pace: float = 0.0) -> Iterator[tuple[str, list[int]]]:
+    """A server that answers whatever it is sent, a byte each `pace` seconds; counts bytes sent."""
+    sent = [0]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        for i in range(len(answer)):
+                            connection.sendall(answer[i : i + 1])
+                            sent[0] += 1
+                            time.sleep(pace)
+                except OSError:
+                    if listener.fileno() < 0:
+                        return
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}", sent
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_a_server_that_trickles_is_given_up() -> None:
+    with listening(b"$1000000\r\n" + bytes(3000), pace=0.02) as (url, sent):
+        store = RemoteStore(url, MODEL, SIZE, timeout=0.2)
+        assert got(store, 0) is None
+        assert 0 < sent[0] < 1000, "every byte came in time, all of them would not have"
+        store.close()
+
+
+def test_a_server_of_another_protocol() -> None:
+    with (
+        listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as (url, _),
+        pytest.raises(
+            StoreError, match=r"remote tier 127\.0\.0\.1:\d+: expected a Valkey or Redis "
+        ),
+    ):
+        RemoteStore(url, MODEL, SIZE)
+
+
+@pytest.mark.parametrize("credentials", ["", "someone:", ":wrong-secret@", "someone:wrong-secret@"])
+def test_wrong_credentials(
+    credentials: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path, "--requirepass", "right-secret")
+    server.start()
+    try:
+        with pytest.raises(StoreError, match="lets us in, got: credentials refused") as caught:
+            RemoteStore(server.url(credentials and credentials.rstrip("@") + "@"), MODEL, SIZE)
+        assert "secret" not in str(caught.value) + caplog.text
+        store = RemoteStore(server.url(":right-secret@"), MODEL, SIZE)
+        assert put(store, 0) == [True]
+        with redis.Redis.from_url(server.url(":right-secret@")) as client:
+            client.config_set("requirepass", "another-secret")
+            client.client_kill_filter(skipme=True)
+        assert got(store, 0) is None, "refused later: misses"
+        recover(store)
+        assert got(store, 0) is None
+        store.close()
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host:6379",
+        "host:6379",
+        "redis://host:port",
+        "redis://user:secret@host:99999",
+        "redis://user:secret@host/0?colour=red",
+        "redis://user:secret@host/0?socket_timeout=soon",
+    ],
+)
+def test_a_malformed_address(url: str) -> None:
+    with pytest.raises(StoreError, match="expected an address such as redis://host") as caught:
+        RemoteStore(url, MODEL, SIZE)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(StoreError, match=r"remote tier nohost:7000: .* a name that nobody knows"):
+        RemoteStore("redis://user:secret@nohost:7000/0", MODEL, SIZE)
+
+
+def test_a_port_that_nobody_listens_to_is_no_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    store = RemoteStore(f"redis://127.0.0.1:{port}", MODEL, SIZE)
+    assert put(store, 0) == [False]
+    store.close()
+
+
+@pytest.mark.parametrize(("module", "package"), [("remote", "redis"), ("disk", "xxhash")])
+def test_a_package_that_is_not_installed(module: str, package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import kvgraph.kv.tiers.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"MissingDependencyError: {package}: needed by the" in done.stderr
+    assert "pip install 'kvgraph[tiers]'" in done.stderr

@@ -1,0 +1,68 @@
+"""A program's modules on a GPU: what they plan and refuse, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from programs import PAGE, program_of, step
+
+from kvgraph import KernelError, KVCacheParams
+from kvgraph.compiler.passes.fuse_rope import fuse_rope
+from kvgraph.compiler.passes.fuse_update_and_attend import FUSED
+from kvgraph.kernels.launch import Plan, Variant
+from kvgraph.runtime.sessions.program import Attention, Operands
+
+POSITIONS = 40
+
+
+class Recorder:
+    """Launches nothing."""
+
+    device, arch, multiprocessors = torch.device("cpu"), "sm_90", 132
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Plan, Operands]] = []
+
+    def require(self, variants: Iterable[Variant]) -> None: ...
+
+    def launch(self, plan: Plan, operands: Operands) -> None:
+        self.launched.append((plan, operands))
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        raise NotImplementedError
+
+
+def test_rope_reaches_every_kernel_and_ends_with_its_table(
+    model_folder: Callable[[str], Path],
+) -> None:
+    program, signature = program_of(model_folder("llama"), "float32")
+    assert fuse_rope(program, signature, POSITIONS).applied == 4
+    node = next(n for n in program.graph.nodes if n.target is FUSED)
+    gpu = Recorder()
+    attention = Attention(node, KVCacheParams("float32", 2, 16, 4, page_size=PAGE), gpu)
+
+    def attend(longest: int) -> None:
+        _, offsets, _, pool, lengths, table, most = step(signature, "float32", [2, 1])
+        q, k, v = torch.zeros(3, 4, 16), torch.zeros(3, 2, 16), torch.zeros(3, 2, 16)
+        most[0, 1] = longest
+        cos_sin = program.state_dict["kvgraph.cos_sin_0"]
+        attention(q, pool, offsets, lengths, table, most, k, v, cos_sin, None, None)
+
+    attend(POSITIONS)
+    (plan, operands) = gpu.launched[0]
+    assert tuple(operands["cos_sin"].shape) == (POSITIONS, 16)
+    kernels = {one.variant.kernel.name: one.variant for one in plan.launches}
+    assert {*kernels} >= {"store_kv", "paged_attention"}
+    for name in ("store_kv", "paged_attention"):
+        assert kernels[name].constants["ROTARY"] == 16
+        assert "cos_sin" in [parameter.name for parameter in kernels[name].parameters]
+        assert kernels[name] in attention.variants
+    with pytest.raises(KernelError) as error:
+        attend(POSITIONS + 1)
+    assert str(error.value) == (
+        f"update_and_attend: max_lengths: expected contexts of at most the {POSITIONS} positions "
+        f"of cos_sin, got {POSITIONS + 1}"
+    )
