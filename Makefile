@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Pinned: an open torch requirement takes the newest build, which may bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# Without the scripts' own folder on the path, where cuda.py and tensorrt.py would hide packages.
+BENCH := PYTHONSAFEPATH=1 PYTHONPATH=tests $(BIN)/python tests/bench
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
@@ -37,28 +39,28 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 
 bench-kv: $(VENV)/.installed
-	$(BIN)/python tests/bench/kv.py
+	$(BENCH)/kv.py
 
 bench-pool: $(VENV)/.installed
-	$(BIN)/python tests/bench/pool.py
+	$(BENCH)/pool.py
 
 # 20 GB of disk, most of it sparse.
 bench-compile: $(VENV)/.installed
-	$(BIN)/python tests/bench/compile.py
+	$(BENCH)/compile.py
 
 # On an NVIDIA GPU, about 10 minutes.
 bench-cuda: $(VENV)/.installed
-	$(BIN)/python tests/bench/cuda.py
+	$(BENCH)/cuda.py
 
 bench-tensorrt: $(VENV)/.installed
-	$(BIN)/python tests/bench/tensorrt.py
+	$(BENCH)/tensorrt.py
 
 bench-tiers: $(VENV)/.installed
-	$(BIN)/python tests/bench/tiers.py
+	$(BENCH)/tiers.py
 
 bench-stores: $(VENV)/.installed
 	$(BIN)/pip install --progress-bar on -q -e ".[bench]"
-	$(BIN)/python tests/bench/stores.py
+	$(BENCH)/stores.py
 
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml $(NATIVE)

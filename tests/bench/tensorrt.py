@@ -3,7 +3,7 @@
     python tests/bench/tensorrt.py [--shape llama-1b] [--targets sm_86,sm_89] [--dtype bfloat16]
 
 One compile of a random checkpoint, in a process of its own. The baseline is the same compile's ONNX
-half, which every backend pays; the limits are those of issue 5 (10 minutes, 16 GiB). The reference
+half, which every backend pays; the goals are 10 minutes and 16 GiB. The reference
 check: hashes of the artifact, the engine's bindings as the signature has them (compile refuses
 others), every kernel image in the engine, and its weights, by size. The physical limit of an engine
 is its weights: what it has beside them is printed.

@@ -350,7 +350,7 @@ def undisturbed(turns: list[list[float]], part: slice) -> float:
 def serve(
     engine: Engine, prompts: list[list[int]]
 ) -> tuple[list[float], list[float], tuple[Any, ...]]:
-    """Of each step (two of prefill, then decode, of 8 rows) seconds, and its thread's; all tokens."""
+    """Seconds of each step (two of prefill, then decode), and of its thread; all tokens."""
     for prompt in prompts:
         engine.submit(prompt, SamplingParams(max_new_tokens=140, ignore_eos=True))
     walls, works, tokens = [], [], []
