@@ -1,5 +1,5 @@
 # make demo | test | test-all | check | check-kernels | format
-#      bench-kv | bench-pool | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores
+#      bench-kv | bench-pool | bench-attention | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 .PHONY: demo test test-all check check-kernels format clean
-.PHONY: bench-kv bench-pool bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores
+.PHONY: bench-kv bench-pool bench-attention bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -43,6 +43,9 @@ bench-kv: $(VENV)/.installed
 
 bench-pool: $(VENV)/.installed
 	$(BENCH)/pool.py
+
+bench-attention: $(VENV)/.installed
+	$(BENCH)/attention.py
 
 # 20 GB of disk, most of it sparse.
 bench-compile: $(VENV)/.installed

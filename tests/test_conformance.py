@@ -9,6 +9,7 @@ import conformance
 import numpy as np
 import pytest
 from conformance import Case, Operands
+from isa import forced_isa
 
 from kvgraph.contract.dims import NUMPY_DTYPES
 
@@ -21,6 +22,21 @@ def native(operands: Operands) -> Array | None:
 
     out = run(operands.spec, *operands.arrays, **operands.attributes)
     return None if isinstance(out, tuple) else out
+
+
+def avx2(operands: Operands) -> Array | None:
+    with forced_isa("avx2"):
+        return native(operands)
+
+
+def avx512(operands: Operands) -> Array | None:
+    with forced_isa("avx512"):
+        return native(operands)
+
+
+def avx512_bf16(operands: Operands) -> Array | None:
+    with forced_isa("avx512_bf16"):
+        return native(operands)
 
 
 def onnxruntime(operands: Operands) -> Array | None:
@@ -53,7 +69,10 @@ def as_tensor(torch: Any, array: Array) -> Any:
     return torch.from_numpy(raw).view(getattr(torch, name))
 
 
-@pytest.mark.parametrize("backend", [native, onnxruntime, torch], ids=lambda b: b.__name__)
+BACKENDS = [native, avx2, avx512, avx512_bf16, onnxruntime, torch]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.__name__)
 @pytest.mark.parametrize("case", conformance.cases(), ids=lambda c: c.id)
 def test_equals_the_reference(case: Case, backend: Backend) -> None:
     operands = conformance.build(case)

@@ -80,7 +80,7 @@ FLAGS = {
     "verify": "--json",
 }
 
-ENVIRONMENT: set[str] = set()
+ENVIRONMENT = {"KVGRAPH_CPU_ISA"}
 """Environment variables that kvgraph reads."""
 
 

@@ -30,12 +30,18 @@ struct Kernels {
   const char* name;
   Dtype dtypes[KVG_INT32];  // by kvg_dtype
 
-  // scores[m][j] = q[m] . key[j]. The keys are rows of `dtype`, which attends() takes.
+  // scores[m][j] = q[m] . key[j]. The keys are rows of `dtype`, which reads_as_stored() takes; those
+  // of q are `stride` apart.
   void (*dot)(const float* q_MD, const void* const* key_J, int32_t dtype, float* scores_MJ,
-              int64_t rows, int64_t width, int64_t keys);
-  // out[m] += sum over j of weight[m][j] value[j].
+              int64_t rows, int64_t width, int64_t stride, int64_t keys);
+  // out[m] += sum over j of weight[m][j] value[j]; the rows of out are `stride` apart.
   void (*add)(const float* weight_MJ, const void* const* value_J, int32_t dtype, float* out_ME,
-              int64_t rows, int64_t width, int64_t keys);
+              int64_t rows, int64_t width, int64_t stride, int64_t keys);
+  // The same of bfloat16 queries, keys and values, with weights rounded to bfloat16; nullptr: none.
+  void (*dot_bf16)(const uint16_t* q_MD, const void* const* key_J, float* scores_MJ, int64_t rows,
+                   int64_t width, int64_t keys);
+  void (*add_bf16)(const float* weight_MJ, const void* const* value_J, float* out_ME, int64_t rows,
+                   int64_t width, int64_t keys);
   // Turns scores of keys [begin, end) into weights, and all others into 0, whatever they hold; scales
   // the row's output so far to the new top. softcap > 0: scores come divided by it.
   void (*weigh)(float* score_J, int64_t begin, int64_t end, int64_t keys, float softcap,
@@ -47,14 +53,15 @@ struct Kernels {
   void (*scale)(float* x, float factor, int64_t count);
 };
 
-// The best that this processor runs.
+// The best that this processor runs, or those that KVGRAPH_CPU_ISA names; throws a Refusal where
+// they are unknown here.
 const Kernels& kernels();
 
 inline const Dtype& dtype(int32_t code) { return kernels().dtypes[code]; }
 
 // Whether dot and add read rows of this dtype as they are stored.
 inline bool reads_as_stored(int32_t code) {
-  return code == KVG_FLOAT32 || code == KVG_BFLOAT16 || code == KVG_FLOAT16;
+  return code == KVG_FLOAT32 || code == KVG_BFLOAT16 || code == KVG_FLOAT16 || code == KVG_INT8;
 }
 
 // Largest magnitude that a quantised element stores; 0 for dtypes that are stored as they are.

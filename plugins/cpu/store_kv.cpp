@@ -90,6 +90,7 @@ class Writer {
 }  // namespace
 
 void store(const Store& job) {
+  kernels();  // refuses here, before anything is written
   const int64_t total = job.rows.begin(job.rows.count);
   const int64_t elements = job.pool.kv_heads * (job.pool.head_dim + job.v_head_dim);
   const int64_t chunk = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, elements));

@@ -82,6 +82,22 @@ inline Vector load(Float16, const uint16_t* from) {
   return v;
 }
 
+inline Vector load(Int8, const int8_t* from) {
+  Vector v;
+#if defined(__AVX512F__)
+  const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m512 x = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, row));
+  std::memcpy(&v, &x, sizeof v);
+#elif defined(__AVX2__)
+  const __m128i row = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(row));
+  std::memcpy(&v, &x, sizeof v);
+#else
+  for (int i = 0; i < kLanes; ++i) v[i] = Int8::decode(from[i]);
+#endif
+  return v;
+}
+
 // Of four vectors at once: to[i] = the sum of the lanes of the i-th. Two rounds add neighbours
 // within groups of four lanes, which leaves each group with a part of all four sums.
 inline void sums(Vector a, Vector b, Vector c, Vector d, float* to) {

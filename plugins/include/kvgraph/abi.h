@@ -67,6 +67,10 @@ KVG_EXPORT int32_t kvg_cpu_update_and_attend(const kvg_call* call, char* message
 // Results do not depend on it, bit for bit.
 KVG_EXPORT void kvg_cpu_set_num_threads(uint32_t count);
 KVG_EXPORT uint32_t kvg_cpu_num_threads(void);
+// The instruction set of the kernels that this process runs: avx2, avx512, avx512_bf16 or baseline;
+// KVGRAPH_CPU_ISA forces one, read once. "": that one is unknown or not of this processor, and every
+// kernel refuses with a sentence that names both.
+KVG_EXPORT const char* kvg_cpu_isa(void);
 
 #ifdef __cplusplus
 }

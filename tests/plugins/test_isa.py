@@ -1,0 +1,135 @@
+"""Which instruction set's kernels run, and that forcing one does force it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from conformance import Case, build
+from isa import forced_isa, isa_of, load
+
+from kvgraph.errors import KernelError
+from kvgraph.ops import native
+
+X86 = ("avx512_bf16", "avx512", "avx2")
+FLAGS = {
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl", "avx512_bf16"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl"},
+    "avx2": {"avx2"},
+}
+CASE = Case("paged_attention", "bfloat16", "bfloat16", head_dim=128, rows=((700, 1), (40, 9)))
+
+
+def processor() -> set[str]:
+    """Flags of this processor, as the kernel tells them: not through cpuid, as the library asks."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags: set[str] = set(next((x for x in lines if x.startswith("flags")), "").split())
+    if "avx2" not in flags:
+        pytest.skip("needs /proc/cpuinfo of an x86-64 processor with AVX2")
+    return flags
+
+
+def attend(case: Case = CASE) -> Any:
+    operands = build(case)
+    return native.run(operands.spec, *operands.arrays, **operands.attributes)
+
+
+def refusal(isa: str) -> str:
+    """The sentence of a call under KVGRAPH_CPU_ISA=`isa`, which must fail."""
+    with (
+        mock.patch.dict(os.environ, KVGRAPH_CPU_ISA=isa),
+        mock.patch.object(native, "library", return_value=load(isa)),
+        pytest.raises(KernelError) as raised,
+    ):
+        attend()
+    return str(raised.value)
+
+
+def test_the_best_of_this_processor_is_chosen() -> None:
+    flags = processor()
+    assert isa_of(load("")) == next(name for name in X86 if flags >= FLAGS[name])
+
+
+@pytest.mark.parametrize("name", X86)
+def test_a_forced_one_runs_or_is_refused(name: str) -> None:
+    flags = processor()
+    if flags >= FLAGS[name]:
+        assert isa_of(load(name)) == name
+        return
+    have = ", ".join(isa for isa in X86 if flags >= FLAGS[isa])
+    assert refusal(name) == (
+        f"KVGRAPH_CPU_ISA: expected one of {have} of this processor, got {name}"
+    )
+
+
+def test_an_unknown_one_is_refused_and_nothing_is_written() -> None:
+    processor()
+    want = "KVGRAPH_CPU_ISA: expected one of avx512_bf16, avx512, avx2, got sse9"
+    assert refusal("sse9") == want
+    operands = build(Case("update_and_attend"))
+    before = operands.copy().inputs["kv_blocks"]
+    with (
+        mock.patch.dict(os.environ, KVGRAPH_CPU_ISA="sse9"),
+        mock.patch.object(native, "library", return_value=load("sse9")),
+        pytest.raises(KernelError, match="got sse9"),
+    ):
+        native.run(operands.spec, *operands.arrays, **operands.attributes)
+    after = operands.inputs["kv_blocks"]
+    assert before is not None
+    assert after is not None
+    assert after.tobytes() == before.tobytes()
+
+
+def test_the_variants_are_different_code() -> None:
+    """They add in different orders: float32 results agree closely, and not bit for bit."""
+    case = Case("paged_attention", head_dim=128, rows=((700, 1), (40, 9)))
+    results = []
+    for name in ("avx2", "avx512"):
+        with forced_isa(name):
+            results.append(attend(case))
+    np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+    assert results[0].tobytes() != results[1].tobytes()
+
+
+def test_the_variable_is_read_from_the_environment() -> None:
+    code = (
+        "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).kvg_cpu_isa; "
+        "f.restype = ctypes.c_char_p; print(f().decode())"
+    )
+    processor()
+    env = os.environ | {"KVGRAPH_CPU_ISA": "avx2"}
+    command = [sys.executable, "-c", code, str(native.library_path("cpu"))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "avx2"
+
+
+@pytest.mark.parametrize("name", X86)
+@pytest.mark.parametrize("pool", ["bfloat16", "int8"])
+def test_results_do_not_depend_on_threads_or_on_other_rows(name: str, pool: str) -> None:
+    rows = ((3000, 1), (40, 5), (0, 90), (700, 1))
+    groups = 64 if pool == "int8" else 0
+    case = Case("paged_attention", "bfloat16", pool, 8, 2, 128, rows=rows, granularity=groups)
+    with forced_isa(name) as library:
+        results = []
+        for threads in (1, 3):
+            library.dll.kvg_cpu_set_num_threads(threads)
+            results.append(attend(case))
+        library.dll.kvg_cpu_set_num_threads(0)
+        operands = build(case)
+        alone = [operands.inputs[i.name] for i in operands.spec.inputs]
+        alone[0], alone[2], alone[3], alone[4] = (
+            operands.inputs["q"][:1],  # type: ignore[index]
+            np.array([0, 1], np.int32),
+            np.array([3000], np.int32),
+            operands.inputs["lookup_table"][:1],  # type: ignore[index]
+        )
+        single = native.run(operands.spec, *alone, **operands.attributes)
+    assert results[0].tobytes() == results[1].tobytes()
+    assert single.tobytes() == results[0][:1].tobytes()
