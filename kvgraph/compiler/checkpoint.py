@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ModelError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -102,17 +103,11 @@ def _read_header(path: Path) -> list[Stored]:
     try:
         with safe_open(path, framework="numpy"):
             pass  # the header is sound, and the file as long as it says
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
+        layout = read_layout(path)
     except (SafetensorError, OSError) as error:
         why = str(error).splitlines()[0]
         raise ModelError(f"{path.parent}: cannot read the weights: {path.name}: {why}") from error
-    header.pop("__metadata__", None)
-    return [
-        Stored(path, name, of["dtype"], tuple(of["shape"]), 8 + size + of["data_offsets"][0])
-        for name, of in header.items()
-    ]
+    return [Stored(path, name, at.dtype, at.shape, at.offset) for name, at in layout.items()]
 
 
 def _spans(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:

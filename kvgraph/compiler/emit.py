@@ -92,7 +92,7 @@ def _alive(pid: int) -> bool:
 
 
 def _replace(out: Path, folder: Path) -> None:
-    for name in files_of(folder):
+    for name in _files(folder):
         (folder / name).chmod(0o644)  # safetensors writes for its user alone
     folder.chmod(0o755)
     if not out.exists():
@@ -104,8 +104,12 @@ def _replace(out: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def files_of(folder: Path) -> list[str]:
-    """Every file in a folder, by its path there."""
+def hash_all(folder: Path) -> dict[str, FileEntry]:
+    """Entries of every file in a folder but the log of its making, which differs each time."""
+    return hash_files(folder, [name for name in _files(folder) if name != BUILD_LOG_NAME])
+
+
+def _files(folder: Path) -> list[str]:
     return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
 
 
@@ -123,7 +127,7 @@ def emit(
     """Copy the model's travelling files, hash everything, write the manifest."""
     for name, source in model.files.items():
         shutil.copyfile(source, folder / name)
-    files = hash_files(folder, [name for name in files_of(folder) if name != BUILD_LOG_NAME])
+    files = hash_all(folder)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         kvgraph_version=metadata.version("kvgraph"),

@@ -15,17 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvgraph.compiler import emit
-from kvgraph.compiler.targets import BUILD_LOG_NAME
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
     Manifest,
-    hash_files,
     read_manifest,
     verify_files,
     write_manifest,
 )
-from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedError
 
 Progress = Callable[[str], None]
@@ -64,10 +61,7 @@ def rebuild(
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)
         progress(f"building the engine with {module} {version}")
-        signature = GraphSignature(
-            tuple(binding.symbol() for binding in manifest.inputs),
-            tuple(binding.symbol() for binding in manifest.outputs),
-        )
+        signature = manifest.signature
         profiles = trt_engine.profiles_of(signature, manifest.model.max_seq_len)
         fixed = [] if archs == (PORTABLE,) else list(archs)
         engine = trt_engine.build_engine(made, signature, profiles, fixed, module=module)
@@ -75,7 +69,7 @@ def rebuild(
             manifest,
             target=str(Target("cuda", archs)),
             engine=engine,
-            files=hash_files(made, [n for n in emit.files_of(made) if n != BUILD_LOG_NAME]),
+            files=emit.hash_all(made),
             tools={**manifest.tools, trt_engine.DISTRIBUTIONS[module]: version},
         )
         write_manifest(made, rebuilt)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.plain import from_plain, to_json, to_plain
+from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
@@ -132,6 +133,13 @@ class Manifest:
     nondeterministic_files: list[str]
     tools: dict[str, str]
     engine: EngineInfo | None = None
+
+    @property
+    def signature(self) -> GraphSignature:
+        return GraphSignature(
+            tuple(binding.symbol() for binding in self.inputs),
+            tuple(binding.symbol() for binding in self.outputs),
+        )
 
     @property
     def identity(self) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvgraph.contract.devices import CUDA_ARCHS
 from kvgraph.contract.dims import itemsize
@@ -159,6 +161,23 @@ class AttentionShape:
     causal: bool = True
     sinks: bool = False
     rope: Rope | None = None
+
+    @classmethod
+    def of(cls, leaf: KVCacheParams, given: Mapping[str, Any]) -> AttentionShape:
+        """Of an update_and_attend in a torch graph: `given` are its arguments by name, nodes whose
+        `meta["val"]` has dtype and shape. The same where kernels are compiled and launched."""
+        query, table = given["q"].meta["val"], given["cos_sin"]
+        rotary_dim = None if table is None else table.meta["val"].shape[1]
+        return cls(
+            cache=CacheShape.of(leaf, str(query.dtype).removeprefix("torch.")),
+            heads=query.shape[1],
+            scale=given["scale"],
+            window=given["window"],
+            softcap=given["softcap"],
+            causal=bool(given["causal"]),
+            sinks=given["sinks"] is not None,
+            rope=None if rotary_dim is None else Rope(rotary_dim, bool(given["rope_style"])),
+        )
 
     @property
     def group(self) -> int:

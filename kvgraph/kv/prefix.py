@@ -17,7 +17,11 @@ _DOMAIN = b"kvgraph-page-1"
 
 def chain_root(identity: bytes, adapter: str, hash_seed: bytes | None, cache_salt: bytes) -> bytes:
     """What the chain of a request starts from; 32 bytes."""
-    parts = (_DOMAIN, identity, adapter.encode(), hash_seed or b"", cache_salt)
+    return digest_of(_DOMAIN, identity, adapter.encode(), hash_seed or b"", cache_salt)
+
+
+def digest_of(*parts: bytes) -> bytes:
+    """SHA-256 of the parts, each length-prefixed; 32 bytes."""
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,13 @@ class OpSpec:
     def mutated(self) -> frozenset[str]:
         """Names of the inputs that the op writes: those that an output aliases."""
         return frozenset(out.alias for out in self.outputs if out.alias)
+
+    def arguments(self, args: Sequence[Any], attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call passes, by name: inputs left out are None, attributes their defaults."""
+        names = [operand.name for operand in self.inputs]
+        defaults = {a.name: a.default for a in self.attributes}
+        given = dict(zip(names, args, strict=False))
+        return defaults | dict.fromkeys(names) | given | dict(attributes)
 
     @property
     def results(self) -> tuple[Operand, ...]:

@@ -39,10 +39,7 @@ class Artifact:
 
     @property
     def signature(self) -> GraphSignature:
-        return GraphSignature(
-            tuple(binding.symbol() for binding in self.manifest.inputs),
-            tuple(binding.symbol() for binding in self.manifest.outputs),
-        )
+        return self.manifest.signature
 
     def params(
         self,

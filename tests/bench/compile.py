@@ -22,36 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-# The script's folder comes off the path: cuda.py beside it is not the package that torch imports.
-sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
+# Instead of the script's folder, whose cuda.py is not the package that torch imports.
+sys.path[0] = str(Path(__file__).parents[1])
+
+from bench.shapes import SHAPES  # noqa: E402
 
 LIMIT_SECONDS, LIMIT_BYTES = 300, 8 << 30
 POOL_BYTES, DATA_BYTES = 60 << 30, 16 << 30
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-    "small": {
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}
 
 
 def make_checkpoint(shape: str, folder: Path) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import runpy
 import statistics
 import subprocess
 import sys
@@ -307,10 +306,11 @@ def step(run: Run) -> None:
         run.check("step (skipped: needs a GPU)", True)
         return
 
+    from bench.compile import make_checkpoint
+
     import kvgraph
     from kvgraph.kv.paged import PagedKVCacheManager
 
-    make_checkpoint = runpy.run_path(str(TESTS / "bench" / "compile.py"))["make_checkpoint"]
     make_checkpoint("llama-8b", run.folder / "8b")
     kvgraph.compile(run.folder / "8b", run.folder / "8b.kvg", target=f"cuda:{run.arch}")
     artifact = kvgraph.load(run.folder / "8b.kvg", verify=False)

@@ -19,37 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-# The script's folder comes off the path: tensorrt.py beside it is not a vendor's package.
-sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
+# Instead of the script's folder, where this very file is not a vendor's package.
+sys.path[0] = str(Path(__file__).parents[1])
+
+from bench.shapes import SHAPES  # noqa: E402
 
 LIMIT_SECONDS, LIMIT_BYTES = 600, 16 << 30
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "small": {
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
-}
 
 
 def make_checkpoint(shape: str, dtype: str, folder: Path) -> None:

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 from kv.builders import make_params, snapshot
 
+from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import CapacityError, InsufficientPagesError, KVGraphError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -58,6 +59,20 @@ class Request:
         return ctx.processed_length, ctx.active_length, ctx.current_length, ctx.cached_prefix_length
 
 
+def params_of(
+    replicas: int, page_size: int, windows: tuple[int | None, ...], caching: bool
+) -> KVCacheParams | MultiKVCacheParams:
+    """A single cache, or a tree with a leaf for each window."""
+    leaves = [
+        make_params(
+            dp=replicas, page_size=page_size, window_size=window, enable_prefix_caching=caching
+        )
+        for window in windows
+    ]
+    tree = MultiKVCacheParams.from_params({f"leaf{i}": leaf for i, leaf in enumerate(leaves)})
+    return leaves[0] if len(leaves) == 1 else tree
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random lifecycles of requests whose prompts share prefixes."""
 
@@ -76,14 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
         caching: bool,
         pages: int,
     ) -> None:
-        leaves = [
-            make_params(
-                dp=replicas, page_size=page_size, window_size=window, enable_prefix_caching=caching
-            )
-            for window in windows
-        ]
-        tree = MultiKVCacheParams.from_params({f"leaf{i}": leaf for i, leaf in enumerate(leaves)})
-        params = leaves[0] if len(leaves) == 1 else tree
+        params = params_of(replicas, page_size, windows, caching)
         self.page_size, self.windows, self.pages = page_size, windows, pages
         self.manager = PagedKVCacheManager(
             params, None, pages, enable_runtime_checks=True, max_batch_size=ROWS

@@ -17,12 +17,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
-from kv.builders import make_params, snapshot
+from kv.builders import snapshot
 from kv.stores import MemoryStore, opener
-from kv.test_kv_model import ROWS, CacheMachine, Request
+from kv.test_kv_model import ROWS, CacheMachine, Request, params_of
 
 from kvgraph.contract.inputs import Buffer
-from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers import asked, tiered
@@ -73,13 +72,6 @@ class TierMachine(CacheMachine):
         faults: float,
         seed: int,
     ) -> None:
-        leaves = [
-            make_params(
-                dp=replicas, page_size=page_size, window_size=window, enable_prefix_caching=True
-            )
-            for window in windows
-        ]
-        tree = MultiKVCacheParams.from_params({f"leaf{i}": leaf for i, leaf in enumerate(leaves)})
         self.page_size, self.windows, self.pages = page_size, windows, pages
         self.cells = np.full((replicas, len(windows), pages + 1, page_size), -1, np.int64)
         self.rng = Random(seed)
@@ -88,7 +80,7 @@ class TierMachine(CacheMachine):
             for name in ("disk", "remote")[:stores]
         ]
         self.manager = Unthreaded(
-            leaves[0] if len(leaves) == 1 else tree,
+            params_of(replicas, page_size, windows, True),
             Cells([self.cells[r, i] for r in range(replicas) for i in range(len(windows))]),
             pages,
             host_pages or (0 if stores else 3),

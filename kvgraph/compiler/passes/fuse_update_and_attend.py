@@ -92,10 +92,7 @@ def _require_window(given: dict[str, Any], leaf: str, window: int | None) -> Non
 
 def arguments(spec: OpSpec, node: Node) -> dict[str, Any]:
     """Inputs and attributes of `node` by the names of its spec (None where left out)."""
-    names = [operand.name for operand in spec.inputs]
-    defaults = {a.name: a.default for a in spec.attributes}
-    given = dict(zip(names, node.args, strict=False))
-    return defaults | dict.fromkeys(names) | given | dict(node.kwargs)
+    return spec.arguments(node.args, node.kwargs)
 
 
 def _same_cache(store: Node, attend: Node) -> bool:

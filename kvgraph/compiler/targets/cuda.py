@@ -10,9 +10,8 @@ but the log of compile times: the graph's nodes lose what names this machine's f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,20 +19,18 @@ from torch.export import ExportedProgram
 from torch.fx import Graph
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import export, symbolic_batch
+from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rms_norm import FUSED as RMS_NORM
 from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
-from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_silu_mul import FUSED as SILU_MUL
 from kvgraph.compiler.passes.fuse_silu_mul import fuse_silu_mul
 from kvgraph.compiler.passes.fuse_update_and_attend import (
     FUSED,
     arguments,
     buffer_leaves,
-    fuse_update_and_attend,
-    require_fused,
 )
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
 from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
@@ -42,7 +39,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.kernels import aot, launch
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.launch import Variant
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope, check_dtypes
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_dtypes
 from kvgraph.ops import UPDATE_AND_ATTEND
 
 KERNELS_NAME = "kernels.json"
@@ -69,11 +66,8 @@ def lower(
     progress: Callable[[str], None],
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`."""
-    program = export(model, signature, return_buffers=False)
-    fused = fuse_update_and_attend(program.graph)
-    require_fused(program, fused, signature, plan)
-    rope = fuse_rope(program, signature, model.max_seq_len)
-    reports = [run(program.graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
+    program, reports = export_fused(model, signature, plan, return_buffers=False)
+    reports += [run(program.graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
     shapes = attention_shapes(program, signature, plan)
     variants = fusion_variants(program)
     if model.checkpoint is None:
@@ -91,7 +85,7 @@ def lower(
     (folder / BUILD_LOG_NAME).write_text(json.dumps({"compile_seconds": seconds}, indent=1) + "\n")
     return Lowered(
         ops=count_ops(program),
-        passes=[fused, rope, *reports],
+        passes=reports,
         nondeterministic_files=[BUILD_LOG_NAME],
         tools=("torch", "transformers", "triton"),
     )
@@ -113,27 +107,9 @@ def attention_of_nodes(
     for node in program.graph.nodes:
         if node.target is FUSED:
             given = arguments(UPDATE_AND_ATTEND, node)
-            query = given["q"].meta["val"]
-            dtype = str(query.dtype).removeprefix("torch.")
             leaf = plan.params.leaves[leaf_of[given["kv_blocks"].name]]
-            shapes.append(
-                AttentionShape(
-                    cache=CacheShape.of(leaf, dtype),
-                    heads=query.shape[1],
-                    scale=given["scale"],
-                    window=given["window"],
-                    softcap=given["softcap"],
-                    causal=bool(given["causal"]),
-                    sinks=given["sinks"] is not None,
-                    rope=_rope(given),
-                )
-            )
+            shapes.append(AttentionShape.of(leaf, given))
     return shapes
-
-
-def _rope(given: Mapping[str, Any]) -> Rope | None:
-    table = given["cos_sin"]
-    return None if table is None else Rope(table.meta["val"].shape[1], bool(given["rope_style"]))
 
 
 def fusion_variants(program: ExportedProgram) -> list[Variant]:

@@ -9,7 +9,6 @@ so that equal models give equal bytes.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import warnings
 from collections import Counter
@@ -27,14 +26,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import export, symbolic_batch
+from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.fuse_rope import fuse_rope
-from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
 from kvgraph.compiler.targets import Lowered
+from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND
 from kvgraph.ops.onnx_ops import register_schemas
@@ -50,11 +49,8 @@ KEPT_WHOLE = ("aten::rms_norm", "aten::silu")
 
 def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
     """Write `model.onnx` and `weights.safetensors` into `folder`."""
-    program = export(model, signature, return_buffers=True)
-    fused = fuse_update_and_attend(program.graph)
-    require_fused(program, fused, signature, plan)
-    rope = fuse_rope(program, signature, model.max_seq_len)
-    return write(program, signature, [fused, rope], folder)
+    program, reports = export_fused(model, signature, plan, return_buffers=True)
+    return write(program, signature, reports, folder)
 
 
 def write(
@@ -201,13 +197,13 @@ def _save(model: ir.Model, folder: Path) -> None:
     }
     path = folder / WEIGHTS_NAME
     save_file({name: _array(value) for name, value in large.items()}, path)
-    offsets = _offsets(path)
+    layout = read_layout(path)
     for name, value in large.items():
         tensor = value.const_value
         assert tensor is not None
         value.const_value = ir.ExternalTensor(
             WEIGHTS_NAME,
-            offsets[name],
+            layout[name].offset,
             tensor.nbytes,
             tensor.dtype,
             shape=tensor.shape,  # type: ignore[arg-type]
@@ -220,18 +216,6 @@ def _save(model: ir.Model, folder: Path) -> None:
 def _array(value: ir.Value) -> np.ndarray[Any, Any]:
     assert value.const_value is not None
     return np.ascontiguousarray(value.const_value.numpy())
-
-
-def _offsets(path: Path) -> dict[str, int]:
-    """Byte offset of every tensor in a safetensors file (its header: u64 length, then JSON)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {
-        name: 8 + length + entry["data_offsets"][0]
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
 
 
 def _op_name(node: ir.Node) -> str:

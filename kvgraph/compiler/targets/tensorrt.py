@@ -19,10 +19,8 @@ from typing import Any
 import onnx
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import export
+from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.passes.fuse_rope import fuse_rope
-from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, save_kernels
@@ -80,12 +78,9 @@ def lower(
 ) -> Lowered:
     """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`."""
     require_module(RTX)
-    program = export(model, signature, return_buffers=True)
-    fused = fuse_update_and_attend(program.graph)
-    require_fused(program, fused, signature, plan)
-    rope = fuse_rope(program, signature, model.max_seq_len)
+    program, reports = export_fused(model, signature, plan, return_buffers=True)
     attention = attention_of_nodes(program, signature, plan)
-    lowered = onnx_target.write(program, signature, [fused, rope], folder)
+    lowered = onnx_target.write(program, signature, reports, folder)
     seconds = write_kernels(attention, kernel_archs(archs, model.dtype), folder, progress)
     shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
 

@@ -20,10 +20,9 @@ import torch
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import export, symbolic_batch
+from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.passes.fuse_rope import fuse_rope
-from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.contract.signature import GraphSignature
@@ -39,17 +38,14 @@ PORTABLE_X86 = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 
 def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
     """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler."""
-    program = export(model, signature, return_buffers=False)
-    fused = fuse_update_and_attend(program.graph)
-    require_fused(program, fused, signature, plan)
-    rope = fuse_rope(program, signature, model.max_seq_len)
+    program, reports = export_fused(model, signature, plan, return_buffers=False)
     program.graph_module.recompile()
     ops = count_ops(program)
     save_weights(program, folder)
     _package(program, folder / MODEL_NAME)
     return Lowered(
         ops=ops,
-        passes=[fused, rope],
+        passes=reports,
         nondeterministic_files=[MODEL_NAME],
         tools=("torch", "transformers"),
     )

@@ -38,13 +38,13 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
 from kvgraph.kv.tiers.generation import Generation, open_newest, other_versions
 from kvgraph.kv.tiers.index import DamagedIndexError, Fresh, Held
-from kvgraph.kv.tiers.open import StoreOpener
 from kvgraph.kv.tiers.slabs import Slot, stride_of
 from kvgraph.kv.tiers.store import StoreStats
 
@@ -58,11 +58,6 @@ RECOUNT_SECONDS = 1.0
 """How old figures may be at a `flush` that concern what other processes do."""
 
 log = logging.getLogger("kvgraph.tiers")
-
-
-def disk_store(folder: Path, limit: int) -> StoreOpener:
-    """Opens the store in `folder` of at most `limit` bytes."""
-    return lambda fingerprint, page_bytes: DiskStore(folder, limit, fingerprint, page_bytes)
 
 
 class DiskStore:
@@ -82,11 +77,8 @@ class DiskStore:
                 f"{stride_of(page_bytes)} bytes, got {limit}"
             )
         self._folder, self._limit, self._fingerprint = folder, limit, fingerprint
-        self._num_pages = limit // stride_of(page_bytes)
         self._usable_at = self._writable_at = self._counted_at = 0.0
-        self._num_read = self._written = self._missed = self._damaged = 0
-        self._foreign = self._dropped = self._evicted = 0
-        self._num_used = self._nbytes = 0
+        self._stats = StoreStats(num_pages=limit // stride_of(page_bytes))
         self._pending: dict[bytes, Fresh] = {}
         self._spare: dict[int, list[Slot]] = {}  # claimed
         self._used: dict[bytes, int] = {}  # to tell the index
@@ -112,17 +104,17 @@ class DiskStore:
     def read(self, key: bytes, out: memoryview) -> bool:
         with self._degrading() as files:
             if files is not None and self._read(files, key, out):
-                self._num_read += 1
+                self._stats.read += 1
                 self._use(files, [key])
                 return True
-        self._missed += 1
+        self._stats.missed += 1
         return False
 
     def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         with self._degrading(is_write=True) as files:
             if files is not None and self._write(files, key, parts):
                 return True
-        self._dropped += 1
+        self._stats.dropped += 1
         return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -148,18 +140,7 @@ class DiskStore:
                 self._recount(files)
 
     def stats(self) -> StoreStats:
-        return StoreStats(
-            num_pages=self._num_pages,
-            num_used_pages=self._num_used,
-            nbytes=self._nbytes,
-            read=self._num_read,
-            written=self._written,
-            missed=self._missed,
-            damaged=self._damaged,
-            foreign=self._foreign,
-            dropped=self._dropped,
-            evicted=self._evicted,
-        )
+        return replace(self._stats)
 
     def close(self) -> None:
         self.flush()
@@ -178,13 +159,13 @@ class DiskStore:
         if held is None:
             return False
         if held.size != out.nbytes:
-            self._foreign += 1
+            self._stats.foreign += 1
             return False
         if self._is_whole(files, held, key, out):
             return True
         if files.index.find(key) == held and files.index.remove(held):  # not evicted meanwhile
-            self._damaged += 1
-            self._num_used -= 1
+            self._stats.damaged += 1
+            self._stats.num_used_pages -= 1
         return False
 
     def _is_whole(self, files: Generation, held: Held, key: bytes, out: memoryview) -> bool:
@@ -203,7 +184,7 @@ class DiskStore:
         digest = checksum(self._fingerprint, key, parts)
         files.slabs.write(spare[-1], parts)
         self._pending[key] = Fresh(spare.pop(), key, size, digest, time.time_ns())
-        self._written += 1
+        self._stats.written += 1
         if len(self._pending) >= self._batch(stride):
             self._publish(files)
         return True
@@ -228,8 +209,8 @@ class DiskStore:
         )
         slots.reverse()  # taken from the end: written in ascending order
         self._spare.setdefault(stride, []).extend(slots)
-        self._evicted += len(evicted)
-        self._num_used -= evicted.count(self._fingerprint)
+        self._stats.evicted += len(evicted)
+        self._stats.num_used_pages -= evicted.count(self._fingerprint)
         return bool(slots)
 
     def _batch(self, stride: int) -> int:
@@ -243,9 +224,9 @@ class DiskStore:
             try:
                 published, spare = files.index.publish(pages.values(), files.owner.token)
             finally:
-                self._dropped += len(pages) - published
-            self._dropped -= len(spare)  # another process wrote these
-            self._num_used += published
+                self._stats.dropped += len(pages) - published
+            self._stats.dropped -= len(spare)  # another process wrote these
+            self._stats.num_used_pages += published
             for slot in spare:
                 self._spare.setdefault(slot.stride, []).append(slot)
 
@@ -265,8 +246,8 @@ class DiskStore:
     def _open(self) -> None:
         self._begin()
         self._files = files = open_newest(self._folder, self._fingerprint)
-        self._evicted += files.index.shrink(self._limit)
-        self._foreign += self._recount(files) + len(other_versions(self._folder))
+        self._stats.evicted += files.index.shrink(self._limit)
+        self._stats.foreign += self._recount(files) + len(other_versions(self._folder))
 
     def _begin(self) -> None:
         """Nothing is claimed or to be published."""
@@ -276,14 +257,14 @@ class DiskStore:
 
     def _recount(self, files: Generation) -> int:
         """Refresh the figures; returns how many pages are of other models."""
-        self._num_used, others = files.index.counts()
+        self._stats.num_used_pages, others = files.index.counts()
         self._counted_at = time.monotonic()
         self._measure(files)
         return others
 
     def _measure(self, files: Generation) -> None:
         spare = sum(stride * len(slots) for stride, slots in self._spare.items())
-        self._nbytes = files.index.taken - spare
+        self._stats.nbytes = files.index.taken - spare
 
     @contextmanager
     def _degrading(self, is_write: bool = False) -> Iterator[Generation | None]:
@@ -300,7 +281,7 @@ class DiskStore:
             yield
         except DamagedIndexError as error:  # or another process abandoned the generation
             log.warning("disk tier %s: %s", self._folder, error)
-            self._damaged += 1
+            self._stats.damaged += 1
             self._let_go()
         except (OSError, sqlite3.Error) as error:
             self._pause(error, is_write)

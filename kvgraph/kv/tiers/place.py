@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,18 +40,19 @@ class Place:
 
     def copy_out(self, pages: Sequence[int], records: Records) -> None:
         """`records[i] =` page `pages[i]`."""
-        start = 0
-        for buffer, size in zip(self.buffers, self.sizes, strict=True):
-            rows = [record[start : start + size] for record in records]
+        for buffer, rows in self._parts(records):
             self.copier.copy_pages_out(buffer, pages, rows)
-            start += size
 
     def copy_in(self, pages: Sequence[int], records: Records) -> None:
         """Page `pages[i] = records[i]`."""
+        for buffer, rows in self._parts(records):
+            self.copier.copy_pages_in(buffer, pages, rows)
+
+    def _parts(self, records: Records) -> Iterator[tuple[Buffer, Records]]:
+        """Each buffer with its part of every record."""
         start = 0
         for buffer, size in zip(self.buffers, self.sizes, strict=True):
-            rows = [record[start : start + size] for record in records]
-            self.copier.copy_pages_in(buffer, pages, rows)
+            yield buffer, [record[start : start + size] for record in records]
             start += size
 
 

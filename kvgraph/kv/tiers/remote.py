@@ -17,6 +17,7 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from kvgraph.errors import MissingDependencyError, StoreError
@@ -67,9 +68,7 @@ class RemoteStore:
         self._timeout = timeout
         self._usable_at = self._writable_at = self._counted_at = 0.0
         self._pause = PAUSE_SECONDS
-        self._num_read = self._written = self._missed = self._damaged = 0
-        self._foreign = self._dropped = 0
-        self._num_pages = self._num_used = self._nbytes = 0
+        self._stats = StoreStats()
         try:
             self._wire = Wire(url, timeout)
         except (ValueError, TypeError) as error:
@@ -105,9 +104,9 @@ class RemoteStore:
             with self._degrading():
                 (value,) = self._wire.ask(("GET", self._name(key)))
                 if value is not None and self._is_page(key, value, out):
-                    self._num_read += 1
+                    self._stats.read += 1
                     return True
-        self._missed += 1
+        self._stats.missed += 1
         return False
 
     def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
@@ -115,7 +114,7 @@ class RemoteStore:
             with self._degrading():
                 if self._wire.ask(("TOUCH", self._name(key))) == [1] or self._set(key, parts):
                     return True
-        self._dropped += 1
+        self._stats.dropped += 1
         return False
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -135,24 +134,14 @@ class RemoteStore:
                 for names in self._scan(self._prefix + b"*"):
                     if names:
                         self._wire.ask(("UNLINK", *names))
-                self._num_used = 0
+                self._stats.num_used_pages = 0
 
     def stats(self) -> StoreStats:
         """Figures; the server's are `COUNT_SECONDS` old or older, and 0 if it does not tell.
 
         `num_pages` is 0 for a server without `maxmemory`; `nbytes` is all that it uses.
         """
-        return StoreStats(
-            num_pages=self._num_pages,
-            num_used_pages=self._num_used,
-            nbytes=self._nbytes,
-            read=self._num_read,
-            written=self._written,
-            missed=self._missed,
-            damaged=self._damaged,
-            foreign=self._foreign,
-            dropped=self._dropped,
-        )
+        return replace(self._stats)
 
     def close(self) -> None:
         self._usable_at = float("inf")
@@ -171,11 +160,11 @@ class RemoteStore:
             if has_size:
                 out[:] = page
             if checksum(self._fingerprint, key, [out if has_size else page]) == digest:
-                self._foreign += not has_size
+                self._stats.foreign += not has_size
                 return has_size
         elif isinstance(value, Exception) and not str(value).startswith("WRONGTYPE"):
             raise value
-        self._damaged += 1
+        self._stats.damaged += 1
         self._wire.ask(("UNLINK", self._name(key)))
         return False
 
@@ -186,8 +175,8 @@ class RemoteStore:
             log.warning("remote tier %s: takes no pages: %s", self._server, answer)
             self._writable_at = time.monotonic() + LONGEST_PAUSE_SECONDS
             return False
-        self._written += 1
-        self._num_used += 1
+        self._stats.written += 1
+        self._stats.num_used_pages += 1
         return True
 
     # -- the server
@@ -211,16 +200,16 @@ class RemoteStore:
         (found,) = self._wire.ask(("INFO", "memory"))
         if isinstance(found, bytes):
             fields = dict(line.split(b":", 1) for line in found.splitlines() if b":" in line)
-            self._num_pages = int(fields.get(b"maxmemory", 0)) // self._page_bytes
-            self._nbytes = int(fields.get(b"used_memory", 0))
+            self._stats.num_pages = int(fields.get(b"maxmemory", 0)) // self._page_bytes
+            self._stats.nbytes = int(fields.get(b"used_memory", 0))
         own = others = 0
         for names in self._scan(b"kvgraph-*"):
             mine = sum(name.startswith(self._prefix) for name in names)
             own, others = own + mine, others + len(names) - mine
             if time.monotonic() > self._counted_at + self._timeout:  # the rest goes uncounted
                 break
-        self._num_used = own
-        self._foreign = max(self._foreign, others)
+        self._stats.num_used_pages = own
+        self._stats.foreign = max(self._stats.foreign, others)
 
     def _scan(self, pattern: bytes) -> Iterator[list[bytes]]:
         cursor: object = b"0"

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Protocol
+
+from kvgraph.kv.prefix import digest_of
 
 KEY_BYTES = 32
 
@@ -21,13 +22,12 @@ def page_key(digest: bytes, leaf: str, shards: str) -> bytes:
 
     `shards` says which shards of how many the record holds, such as "0-2/2".
     """
-    parts = (b"kvgraph-tier-1", digest, leaf.encode(), shards.encode())
-    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+    return digest_of(b"kvgraph-tier-1", digest, leaf.encode(), shards.encode())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreStats:
-    """Figures of one store. Counters are this process's, since the store was opened.
+    """Figures of a store, which hands out copies. Counters are this process's, since it was opened.
 
     - `num_pages`: pages of `page_bytes` that the size limit allows; `num_used_pages`: pages of
       this fingerprint that it holds now (of a shared store: as last seen); `nbytes`: what all

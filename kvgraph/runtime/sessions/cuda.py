@@ -49,6 +49,7 @@ class CudaSession(Session):
         self._program = load_program(artifact, gpu)
         gpu.require([launch.increment_variant()])
         self._pages = PageCopies(gpu.device)
+        self._on_host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
         # Of their own: a long prompt that needs more memory must not move what graphs read.
         self._upload, self._upload_captured = self.uploader(), self.uploader()
         self._logits = itertools.cycle([_Staging(gpu.device), _Staging(gpu.device)])
@@ -135,7 +136,7 @@ class CudaSession(Session):
         return handle
 
     def _replay(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
+        host = self._on_host
         key = tuple(_seen(t, on_host) for t, on_host in zip(tensors, host, strict=True))
         step = self._captured.get(key)
         if step is None:
@@ -162,11 +163,11 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host = self._there = torch.empty(0)
+        self._host = self._there = torch.empty(0, dtype=torch.int32)
 
     def upload(self, values: npt.NDArray[np.int32], capacity: int) -> torch.Tensor:
         """`values` on the device; the host copy may be overwritten once the step has run."""
-        if self._there.dtype != torch.int32 or self._there.numel() < values.size:
+        if self._there.numel() < values.size:
             capacity = max(capacity, LEAST_CAPACITY, 2 * self._there.numel())
             self._host = self._page_locked(capacity, torch.int32)
             self._there = torch.empty(capacity, dtype=torch.int32, device=self._device)

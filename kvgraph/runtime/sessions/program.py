@@ -22,7 +22,7 @@ from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Plan, Sizes, Variant
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_fusions, torch_ops
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.weights import read_weights
@@ -137,27 +137,11 @@ class Attention(nn.Module):
 
     def __init__(self, node: torch.fx.Node, leaf: KVCacheParams, gpu: Gpu) -> None:
         super().__init__()
-        defaults = {a.name: a.default for a in UPDATE_AND_ATTEND.attributes}
-        given: dict[str, Any] = defaults | dict(node.kwargs)
-        names = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
-        operands = dict(zip(names, node.args, strict=False))
-        query = node.args[0].meta["val"]  # type: ignore[union-attr]
-        self._gpu, self._names, self._layer = gpu, names, int(given["layer"])
-        self._stores = operands.get("k") is not None
-        rope = None
-        if operands.get("cos_sin") is not None:
-            table = operands["cos_sin"].meta["val"]  # type: ignore[union-attr]
-            rope = Rope(table.shape[1], bool(given["rope_style"]))
-        self._shape = AttentionShape(
-            cache=CacheShape.of(leaf, str(query.dtype).removeprefix("torch.")),
-            heads=query.shape[1],
-            scale=given["scale"],
-            window=given["window"],
-            softcap=given["softcap"],
-            causal=bool(given["causal"]),
-            sinks=operands.get("sinks") is not None,
-            rope=rope,
-        )
+        given = UPDATE_AND_ATTEND.arguments(node.args, node.kwargs)
+        self._gpu, self._layer = gpu, int(given["layer"])
+        self._names = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
+        self._stores = given["k"] is not None
+        self._shape = AttentionShape.of(leaf, given)
         self.variants = launch.attention_variants(self._shape, gpu.arch)
         if self._stores:
             self.variants += (launch.store_variant(self._shape.cache, self._shape.rope),)
@@ -192,15 +176,11 @@ class RmsNorm(nn.Module):
     def __init__(self, node: torch.fx.Node, gpu: Gpu) -> None:
         super().__init__()
         x = node.args[0].meta["val"]  # type: ignore[union-attr]
-        given = node.kwargs
+        has_residual = len(node.args) > 2 and node.args[2] is not None
+        constants: dict[str, Any] = dict(node.kwargs)
         self._gpu = gpu
         self._variant = launch.rms_norm_variant(
-            str(x.dtype).removeprefix("torch."),
-            x.shape[-1],
-            float(given["epsilon"]),  # type: ignore[arg-type]
-            residual=len(node.args) > 2 and node.args[2] is not None,
-            weight_offset=float(given.get("weight_offset", 0.0)),  # type: ignore[arg-type]
-            round_first=bool(given.get("round_first", False)),
+            str(x.dtype).removeprefix("torch."), x.shape[-1], residual=has_residual, **constants
         )
         self.variants = (self._variant,)
 

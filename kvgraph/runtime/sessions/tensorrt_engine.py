@@ -7,8 +7,8 @@ itself says what it dislikes only to a logger, so its last words are part of our
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.safetensors import TensorAt, read_layout
 from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, UnsupportedError
 from kvgraph.ops.native import library_path
 from kvgraph.runtime.artifact import Artifact
@@ -109,7 +110,7 @@ class LoadedEngine:
     def _refit(self, path: Path) -> None:
         """Give the engine the weights that it was built without; they are read where they lie."""
         refitter = self.trt.Refitter(self.engine, self._logger)
-        tensors, raw = _tensors(path), _mapped(path)
+        tensors, raw = read_layout(path), _mapped(path)
         for name in self.info.refit:
             self._refit_one(refitter, path, name, raw, tensors)
         missing = list(refitter.get_missing_weights())
@@ -120,20 +121,18 @@ class LoadedEngine:
             )
 
     def _refit_one(
-        self, refitter: Any, path: Path, name: str, raw: Any, tensors: dict[str, Any]
+        self, refitter: Any, path: Path, name: str, raw: Any, tensors: Mapping[str, TensorAt]
     ) -> None:
-        entry = tensors.get(name, {})
-        if entry.get("dtype") not in SAFETENSORS:
-            raise ArtifactError(
-                f"{path}: {name}: expected a tensor from {ENGINE_NAME}, got {entry or None}"
-            )
-        kind = getattr(self.trt.DataType, DTYPES[SAFETENSORS[entry["dtype"]]])
-        count = math.prod(entry["shape"])
-        weights = self.trt.Weights(kind, raw.ctypes.data + entry["at"], count)
+        at = tensors.get(name)
+        if at is None or at.dtype not in SAFETENSORS:
+            raise ArtifactError(f"{path}: {name}: expected a tensor from {ENGINE_NAME}, got {at}")
+        kind = getattr(self.trt.DataType, DTYPES[SAFETENSORS[at.dtype]])
+        count = math.prod(at.shape)
+        weights = self.trt.Weights(kind, raw.ctypes.data + at.offset, count)
         if not refitter.set_named_weights(name, weights):
             raise ArtifactError(
                 f"{path}: {name}: expected the weights that {ENGINE_NAME} lacks, got "
-                f"{entry['dtype']} {entry['shape']}: {self.said()}"
+                f"{at.dtype} {list(at.shape)}: {self.said()}"
             )
 
 
@@ -143,15 +142,6 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
         return np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # missing, or empty
         raise ArtifactError(f"{path}: expected a file from the manifest, got {error}") from error
-
-
-def _tensors(path: Path) -> dict[str, Any]:
-    """Name -> dtype, shape and byte position (safetensors: u64 header length, header, data)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {n: e | {"at": 8 + length + e["data_offsets"][0]} for n, e in header.items()}
 
 
 def _engine_info(artifact: Artifact) -> EngineInfo:
