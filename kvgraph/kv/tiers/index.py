@@ -186,18 +186,21 @@ class Index:
         """
         claimed: list[Slot] = []
         evicted: list[bytes] = []
+        warm: list[Slot] = []  # evicted and still with their blocks: to be claimed before others
         with self._transaction():
             taken = self._taken()
             while len(claimed) < count:
                 if taken + stride <= limit:
-                    claimed.append(self._claim(stride, owner))
+                    claimed.append(self._claim(stride, owner, warm))
                     taken += stride
                     continue
-                victim = self._evict(reuse=stride)
+                victim = self._evict(warm, stride)
                 if victim is None:
                     break
                 taken -= victim[0].stride
                 evicted.append(victim[1])
+            for slot in warm:
+                self._give_back(slot)
             self._take(taken)
         return claimed, evicted
 
@@ -206,7 +209,7 @@ class Index:
         evicted = 0
         with self._transaction():
             taken = self._taken()
-            while taken > limit and (victim := self._evict()) is not None:
+            while taken > limit and (victim := self._evict([])) is not None:
                 taken -= victim[0].stride
                 evicted += 1
             self._take(taken)
@@ -244,7 +247,17 @@ class Index:
             raise DamagedIndexError(f"{row!r} bytes taken")
         return row[0]
 
-    def _claim(self, stride: int, owner: str) -> Slot:
+    def _claim(self, stride: int, owner: str, warm: list[Slot]) -> Slot:
+        """A slot of `warm`, else a free one, else a new one."""
+        at = warm.pop() if warm else self._free_slot(stride)
+        self._db.execute(
+            "INSERT INTO slots (stride, slot, owner) VALUES (?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET owner = excluded.owner",
+            (*at, owner),
+        )
+        return at
+
+    def _free_slot(self, stride: int) -> Slot:
         row = self._db.execute(
             "SELECT slot FROM slots INDEXED BY free WHERE stride = ? AND key IS NULL "
             "AND owner IS NULL LIMIT 1",
@@ -255,13 +268,7 @@ class Index:
                 "SELECT slot FROM slots WHERE stride = ? ORDER BY slot DESC LIMIT 1", (stride,)
             ).fetchone()
             row = (0,) if last is None else (_slot(stride, last[0]).slot + 1,)
-        at = _slot(stride, row[0])
-        self._db.execute(
-            "INSERT INTO slots (stride, slot, owner) VALUES (?, ?, ?) "
-            "ON CONFLICT DO UPDATE SET owner = excluded.owner",
-            (*at, owner),
-        )
-        return at
+        return _slot(stride, row[0])
 
     def _is_claimed(self, at: Slot, owner: str) -> bool:
         row = self._db.execute("SELECT owner FROM slots WHERE stride = ? AND slot = ?", at)
@@ -271,8 +278,11 @@ class Index:
         self.taken = nbytes
         self._db.execute("UPDATE taken SET nbytes = ?", (nbytes,))
 
-    def _evict(self, reuse: int = 0) -> tuple[Slot, bytes] | None:
-        """Free the page that was used longest ago, of any size and model, which is returned."""
+    def _evict(self, warm: list[Slot], stride: int = 0) -> tuple[Slot, bytes] | None:
+        """Free the page that was used longest ago, of any size and model, which is returned.
+
+        Its blocks are given back, but those of a slot of `stride`: it is added to `warm`.
+        """
         row = self._db.execute(
             "SELECT stride, slot, model FROM slots INDEXED BY ages WHERE key IS NOT NULL "
             "ORDER BY used LIMIT 1"
@@ -280,7 +290,9 @@ class Index:
         if row is None:
             return None
         at = _slot(*row[:2])
-        if at.stride != reuse:
+        if at.stride == stride:
+            warm.append(at)
+        else:
             self._give_back(at)
         self._db.execute(
             "UPDATE slots SET model = NULL, key = NULL WHERE stride = ? AND slot = ?", at
