@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvgraph.errors import RequestError
+from kvgraph.runtime import sampling
 from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
 
 PROBABILITIES = (0.05, 0.4, 0.15, 0.25, 0.1, 0.05)
@@ -212,6 +215,120 @@ def test_a_token_of_no_probability_is_never_drawn() -> None:
     logits = np.array([[0, -np.inf, 0.1, -np.inf], [0, -BIG, 0.1, -np.inf]], np.float32)
     sources = [Last(SamplingParams(temperature=1)) for _ in logits]
     assert sample(logits, sources) == [0, 0]
+
+
+# -- long rows: a head decides as the whole row does
+
+
+def sorted_whole(logits_RV: Any, draws: list[tuple[SamplingParams, float]]) -> list[int]:
+    """The definition: every row sorted, weighed and summed whole, in float64."""
+    chosen = []
+    for row, (params, uniform) in zip(logits_RV, draws, strict=True):
+        order = np.argsort(-row, kind="stable")
+        scaled = row[order].astype(np.float64) / max(params.temperature, 1e-30)
+        weights = np.exp(scaled - scaled[0])
+        weights[params.top_k or len(row) :] = 0
+        weights /= weights.sum()
+        before = np.cumsum(weights) - weights
+        weights[(before >= params.top_p) & (np.arange(len(row)) > 0)] = 0
+        total = np.cumsum(weights)
+        rank = int((total <= uniform * total[-1]).sum())
+        chosen.append(int(order[min(rank, int((weights > 0).sum()) - 1)]))
+    return chosen
+
+
+class Given(TokenSource):
+    """A source whose number is given."""
+
+    def __init__(self, params: SamplingParams, number: float) -> None:
+        super().__init__(params)
+        self.number = number
+
+    def uniform(self) -> float:
+        return self.number
+
+
+def long_rows(kind: str, vocab: int, count: int, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (count, vocab)).astype(np.float32)
+    if kind == "trained":
+        for row in logits:
+            row[rng.integers(0, vocab, 60)] += rng.exponential(4, 60).astype(np.float32) + 6
+    if kind == "ties":
+        logits = np.round(logits)
+    if kind == "equal":
+        logits[:] = logits[0, 0]
+    if kind == "zeros":
+        logits *= np.where(rng.random(logits.shape) < 0.5, np.float32(0), np.float32(-0.0))
+    if kind == "masked":
+        logits[:, rng.random(vocab) < 0.9] = -np.inf
+    return logits
+
+
+@given(
+    kind=st.sampled_from(["trained", "flat", "ties", "equal", "zeros", "masked"]),
+    vocab=st.sampled_from([2047, 2048, 2049, 5000, 9001]),
+    fields=st.lists(
+        st.fixed_dictionaries(
+            {
+                "temperature": st.sampled_from([1e-300, 0.01, 0.7, 1.0, 2.0, 60.0, 1e30, 1e300]),
+                "top_k": st.sampled_from([0, 1, 5, 127, 128, 129, 1000, 1024, 1025, 10**6]),
+                "top_p": st.sampled_from([1.0, 0.999, 0.95, 0.5, 1e-3]),
+            }
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=150, deadline=None)
+def test_long_rows_are_sampled_as_if_sorted_whole(
+    kind: str, vocab: int, fields: list[dict[str, Any]], seed: int
+) -> None:
+    logits = long_rows(kind, vocab, len(fields), seed)
+    before = logits.copy()
+    numbers = np.random.default_rng(seed).random(len(fields)).tolist()
+    draws = [(SamplingParams(**each), u) for each, u in zip(fields, numbers, strict=True)]
+    assert sample(logits, [Given(*draw) for draw in draws]) == sorted_whole(logits, draws)
+    np.testing.assert_array_equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [({"top_k": 50, "top_p": 0.95}, 0), ({"top_p": 0.95}, 8), ({}, 8), ({"top_k": 5000}, 64)],
+)
+def test_rows_like_a_trained_models_are_seldom_sorted_whole(
+    fields: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sorted_rows = []
+    whole = sampling._whole
+    monkeypatch.setattr(sampling, "_whole", lambda row: sorted_rows.append(1) or whole(row))
+    logits = long_rows("trained", 32000, 64, 3)
+    sources = [TokenSource(SamplingParams(temperature=0.7, seed=i, **fields)) for i in range(64)]
+    sample(logits, sources)
+    assert len(sorted_rows) <= most
+    assert (fields.get("top_k", 0) > 1024) == (len(sorted_rows) == 64)
+
+
+def test_a_choice_that_rounding_may_decide_is_made_of_the_whole_row() -> None:
+    """Numbers on the very edge between two tokens, where a sum in float32 would be off."""
+    logits = long_rows("trained", 9000, 1, 5)
+    order = np.argsort(-logits[0], kind="stable")
+    weights = np.exp(logits[0][order].astype(np.float64))
+    edges = np.cumsum(weights) / weights.sum()
+    params = SamplingParams(temperature=1.0)
+    for edge in edges[:20]:
+        for number in (edge - 1e-9, edge + 1e-9):
+            expected = sorted_whole(logits, [(params, number)])
+            assert sample(logits, [Given(params, number)]) == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 40}, {"top_p": 0.9}])
+def test_a_broken_models_logits_give_a_token_all_the_same(fields: dict[str, Any]) -> None:
+    logits = np.full((2, 5000), np.nan, np.float32)
+    logits[1, :100] = 1
+    sources = [TokenSource(SamplingParams(temperature=1, seed=0, **fields)) for _ in logits]
+    assert all(0 <= token < 5000 for token in sample(logits, sources))
 
 
 # -- bad parameters

@@ -1,0 +1,113 @@
+"""What a step must read and compute at the least, counted from the manifest and the weights file.
+
+    decode bytes of a step  = W + B * kv(context)          W: all weights but lookup tables
+    prefill flops           = 2 * M * B * P + 2 * H * B    M, H: elements of matrices, of the head
+    share of the read limit = decode bytes / seconds / (read GB/s * 1e9)
+    share of the GEMM limit = prefill flops / seconds / (GFLOP/s * 1e9)
+
+B rows of P tokens; only the last token of a row meets the head. kv(context) is what the pool holds
+of `context` tokens (of a window, at most its length), in bytes. Lookup tables (the embedding, the
+rotary ones) are read by rows and not counted; a tied embedding is the head, and is. Attention's own
+flops, the activations, the sampler and the small tensors that stay in the graph's own file are not
+counted, so shares err downwards; a mixture of experts counts every expert, so its shares err
+upwards. Packed weights count with their padding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.safetensors import TensorAt, read_layout
+from kvgraph.contract.trees import params_from_layout
+from kvgraph.ops._linear import COLUMNS
+
+CLASSES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""Manifest's `weights` -> class of precision, where that is not its name already."""
+
+PACKED = ".packed"
+"""End of the names of packed weights (`kvgraph.linear`)."""
+
+GEMM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int8"}
+"""Class -> the dtype that its matrix products can run in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """`precision`: class of the weights; `weight_bytes` W, `matrices` M and `head` H of above."""
+
+    precision: str
+    file_bytes: int
+    weight_bytes: int
+    matrices: int
+    head: int
+    kv_bytes: dict[int, float]
+    """Window (0: none) -> bytes of the pool for one token of one row, scales included."""
+
+    def decode_bytes(self, batch: int, context: float) -> float:
+        """Bytes of one step of `batch` rows that have `context` tokens each."""
+        kv = sum(
+            each * (min(context, window) if window else context)
+            for window, each in self.kv_bytes.items()
+        )
+        return self.weight_bytes + batch * kv
+
+    def prefill_flops(self, batch: int, prompt: float) -> float:
+        """Flops of `batch` prompts of `prompt` tokens; a multiply and an add are two."""
+        return 2.0 * self.matrices * batch * prompt + 2.0 * self.head * batch
+
+
+def count(folder: Path, manifest: Manifest) -> Counts:
+    """Counts of an artifact; only the header of its weights file is read."""
+    path = folder / "weights.safetensors"
+    vocab = manifest.model.vocab_size
+    tensors = read_layout(path)
+    with_vocab = [name for name, at in tensors.items() if _has_vocab(name, at, vocab)]
+    read = {name: at for name, at in tensors.items() if not _is_table(name, with_vocab)}
+    four_bits = manifest.weights == "int4"
+    elements = {n: _elements(n, at, four_bits) for n, at in read.items() if _is_matrix(n, at)}
+    head = sum(number for name, number in elements.items() if name in with_vocab)
+    return Counts(
+        CLASSES.get(manifest.weights, manifest.weights),
+        path.stat().st_size,
+        sum(at.nbytes for at in read.values()),
+        sum(elements.values()) - head,
+        head,
+        _kv_bytes(manifest),
+    )
+
+
+def _has_vocab(name: str, at: TensorAt, vocab: int) -> bool:
+    """Whether a matrix has a row or column for every token: an embedding or a head."""
+    if name.endswith(PACKED):
+        return at.shape[0] == ceildiv(vocab, COLUMNS)
+    return vocab in at.shape and len(at.shape) > 1
+
+
+def _is_table(name: str, with_vocab: list[str]) -> bool:
+    """Whether steps read a few rows: rotary tables, and an embedding beside a head of its own."""
+    if "cos_sin" in name:
+        return True
+    if name not in with_vocab or name.endswith(PACKED) or len(with_vocab) < 2:
+        return False
+    return "embed" in name or any(other.endswith(PACKED) for other in with_vocab)
+
+
+def _is_matrix(name: str, at: TensorAt) -> bool:
+    return len(at.shape) > 1 and not name.endswith((".scales", ".multipliers", ".packed_bias"))
+
+
+def _elements(name: str, at: TensorAt, four_bits: bool) -> int:
+    """Weights of a matrix, its padding included; a packed byte may hold two."""
+    return math.prod(at.shape) * (2 if four_bits and name.endswith(PACKED) else 1)
+
+
+def _kv_bytes(manifest: Manifest) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for leaf in params_from_layout(manifest.layout).leaves.values():
+        window = leaf.window_size or 0
+        found[window] = found.get(window, 0.0) + leaf.bytes_per_page / leaf.page_size
+    return found

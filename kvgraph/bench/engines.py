@@ -1,0 +1,203 @@
+"""The engines of a run, artifacts and peers, each in a process of its own; events -> results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from kvgraph.bench.machine import thread_environment
+
+WORKER = Path(__file__).with_name("worker.py")
+SECONDS_TO_LEAVE = 30.0
+"""That a process has to end after its last word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What is run: `adapter` (a file) by the interpreter `python` on `model`.
+
+    `ours` are artifacts, which alone are measured against the limits. `prepares`: the adapter
+    makes a form of its own of the model first.
+    """
+
+    name: str
+    ours: bool
+    precision: str
+    adapter: Path
+    python: str
+    model: Path
+    prepares: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CaseResult:
+    """Seconds of every repeat, or why there are none. `rss_bytes`: the peak up to here."""
+
+    t1_s: list[float] = field(default_factory=list)
+    tn_s: list[float] = field(default_factory=list)
+    first_ids: list[int] = field(default_factory=list)
+    rss_bytes: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class EngineResult:
+    """All that an engine's processes said. `starts_s`: process start to first token, of each."""
+
+    name: str
+    ours: bool
+    precision: str
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: str = ""
+    pool_dtype: str = ""
+    pool_bytes: int | None = None
+    model_bytes: int | None = None
+    prepare_s: float | None = None
+    starts_s: list[float] = field(default_factory=list)
+    peak_rss_bytes: int | None = None
+    cases: dict[str, CaseResult] = field(default_factory=dict)
+    error: str | None = None
+
+
+def run_engine(
+    spec: EngineSpec,
+    job: Mapping[str, Any],
+    *,
+    timeout: float,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> EngineResult:
+    """Prepare, start once for the first token alone, start again and measure all cases.
+
+    What fails is in the result: `error` of the engine, or of a case. `timeout` is in seconds, of
+    each process.
+    """
+    result = EngineResult(spec.name, spec.ours, spec.precision)
+    full = dict(job) | {
+        "adapter": str(spec.adapter),
+        "model": str(spec.model),
+        "precision": spec.precision,
+    }
+    phases: list[dict[str, Any]] = [{"phase": "prepare"}] if spec.prepares else []
+    phases += [{"phase": "measure", "cases": []}, {"phase": "measure"}]
+    for phase in phases:
+        result.error = _run_process(spec, full | phase, result, timeout, progress)
+        if result.error:
+            break
+    return result
+
+
+def _run_process(
+    spec: EngineSpec,
+    job: dict[str, Any],
+    result: EngineResult,
+    timeout: float,
+    progress: Callable[[str], None],
+) -> str | None:
+    """One worker from start to end; why it failed, or None."""
+    progress("preparing the model" if job["phase"] == "prepare" else "starting")
+    with tempfile.TemporaryDirectory(prefix="kvgraph-bench-") as folder:
+        path = Path(folder, "job.json")
+        path.write_text(json.dumps(job))
+        log = Path(folder, "log")
+        with log.open("wb") as file, _worker(spec, path, file, job["threads"]) as process:
+            began = time.monotonic()
+            expired = threading.Event()
+            timer = threading.Timer(timeout, _expire, (process, expired))
+            timer.start()
+            try:
+                said = _take_events(process, began, result, progress)
+                with suppress(subprocess.TimeoutExpired):  # all is said: it is ended by force
+                    process.wait(SECONDS_TO_LEAVE)
+            finally:
+                timer.cancel()
+        if expired.is_set():
+            return f"expected to end within {timeout:g} s, did not"
+        return _reason(process.returncode, log) if said == "" else said
+
+
+@contextmanager
+def _worker(
+    spec: EngineSpec, job: Path, log: IO[bytes], threads: int
+) -> Iterator[subprocess.Popen[str]]:
+    environment = thread_environment(threads) | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **spec.environment,
+    }
+    if not spec.ours:
+        environment.pop("PYTHONPATH", None)  # this interpreter's packages are not the peer's
+    process = subprocess.Popen(
+        [spec.python, str(WORKER), str(job)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        _kill(process)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _expire(process: subprocess.Popen[str], expired: threading.Event) -> None:
+    expired.set()
+    _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End the process and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _take_events(
+    process: subprocess.Popen[str],
+    began: float,
+    result: EngineResult,
+    progress: Callable[[str], None],
+) -> str | None:
+    """Fill `result`. None: it said that it was done; "": it fell silent; else its own reason."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = json.loads(line)
+        match event["event"]:
+            case "prepared":
+                result.prepare_s = event["seconds"]
+            case "first_token":
+                result.starts_s.append(event["at"] - began)
+                for name, value in event["about"].items():
+                    setattr(result, name, value)
+            case "started":
+                progress(event["name"])
+            case "case":
+                fields = {k: v for k, v in event.items() if k not in ("event", "name")}
+                result.cases[event["name"]] = CaseResult(**fields)
+            case "error":
+                return str(event["message"])
+            case "done":
+                result.peak_rss_bytes = event["peak_rss_bytes"]
+                return None
+    return ""
+
+
+def _reason(status: int, log: Path) -> str:
+    """Why a worker ended without a word: its signal, or the last line that it printed."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"the process ended with {how}" + (f": {lines[-1].strip()[:300]}" if lines else "")

@@ -1,0 +1,135 @@
+"""What the machine itself can do, read on the spot: memory in GB/s, matrix products in GFLOP/s.
+
+    python -m kvgraph.bench.limits THREADS BYTES    one JSON line
+
+A process of its own for each reading, so that the thread settings of the BLAS libraries hold and no
+memory stays. GB and GFLOP are 1e9.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvgraph.bench.machine import last_level_cache, thread_environment
+from kvgraph.contract.plain import from_plain
+from kvgraph.errors import KVGraphError
+
+LEAST_READ_BYTES = 1 << 30
+CACHES = 4
+"""The buffer is as large as so many last-level caches, and at least `LEAST_READ_BYTES`."""
+GEMM_SIZE = 2048
+READS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """Square products of `GEMM_SIZE`, by a library."""
+
+    dtype: str
+    library: str
+    gflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """One reading. `missing`: why there are no rates of other dtypes, or none."""
+
+    read_gbs: float
+    read_bytes: int
+    gemms: list[Gemm]
+    missing: str | None = None
+
+    def gflops(self, dtype: str) -> float | None:
+        """The fastest library's."""
+        return max((gemm.gflops for gemm in self.gemms if gemm.dtype == dtype), default=None)
+
+
+def read_limits(threads: int, read_bytes: int | None = None) -> Limits:
+    """Read the limits in a fresh process; the best of a few runs each."""
+    command = [sys.executable, "-m", "kvgraph.bench.limits", str(threads)]
+    command.append(str(read_bytes or buffer_bytes()))
+    done = subprocess.run(
+        command, env=thread_environment(threads), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise KVGraphError(f"limits: expected a reading, got exit status {done.returncode}: {last}")
+    return from_plain(Limits, json.loads(done.stdout))
+
+
+def buffer_bytes() -> int:
+    """Large enough to leave every cache: a server's hold hundreds of MB."""
+    return max(LEAST_READ_BYTES, CACHES * last_level_cache())
+
+
+def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Callable[[], object]:
+    """Reads `size` bytes of one buffer, an equal share on every thread.
+
+    By the largest of int32 elements: of NumPy's reductions it keeps one core closest to its
+    memory's speed (a float32 sum reaches 60 % of that). The memory is written first, as what was
+    not is one page of zeros in a cache.
+    """
+    parts = np.array_split(np.ones(size // 4, np.int32), threads)
+    if threads == 1:
+        return parts[0].max
+    return lambda: list(workers.map(np.max, parts))
+
+
+def best_seconds(call: Callable[[], object], repeats: int = READS) -> float:
+    """Of the calls behind a first one."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    threads, size = int(sys.argv[1]), int(sys.argv[2])
+    with ThreadPoolExecutor(threads) as workers:
+        read_gbs = size / best_seconds(reader(size, threads, workers)) / 1e9
+    gemms, missing = [_gemm("float32", "numpy", _numpy_gemm())], None
+    try:
+        import torch
+    except ImportError:
+        missing = "bfloat16 and int8 rates: torch is not installed"
+    else:
+        torch.set_num_threads(threads)
+        gemms += [_gemm(dtype, "torch", call) for dtype, call in _torch_gemms(torch).items()]
+    fields = [{"dtype": g.dtype, "library": g.library, "gflops": g.gflops} for g in gemms]
+    reading = {"read_gbs": read_gbs, "read_bytes": size, "gemms": fields, "missing": missing}
+    print(json.dumps(reading))
+
+
+def _gemm(dtype: str, library: str, call: Callable[[], object]) -> Gemm:
+    return Gemm(dtype, library, 2 * GEMM_SIZE**3 / best_seconds(call) / 1e9)
+
+
+def _numpy_gemm() -> Callable[[], object]:
+    a = np.random.default_rng(0).standard_normal((GEMM_SIZE, GEMM_SIZE), dtype=np.float32)
+    return lambda: a @ a
+
+
+def _torch_gemms(torch: Any) -> dict[str, Callable[[], object]]:
+    a = torch.randn(GEMM_SIZE, GEMM_SIZE)
+    b, c = a.bfloat16(), (a * 20).to(torch.int8)
+    return {
+        "float32": lambda: a @ a,
+        "bfloat16": lambda: b @ b,
+        "int8": lambda: torch._int_mm(c, c),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""onnxruntime-genai: a Generator over a static batch, of a model that its own builder makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+NEEDS = {
+    "onnxruntime_genai": "onnxruntime-genai",
+    "onnx_ir": "onnx-ir",
+    "torch": "torch",
+    "transformers": "transformers",
+}
+PRECISIONS = ("fp32", "int4")
+
+
+def prepare(job: dict[str, Any]) -> None:
+    """Run the builder, whole or not at all."""
+    folder = _folder(job)
+    if folder.exists():
+        return
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
+    command += ["-i", job["model"], "-o", str(partial), "-p", job["precision"], "-e", "cpu"]
+    command += ["-c", str(folder.with_name("onnxruntime-genai-cache"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    sys.stderr.write(done.stdout + done.stderr)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise RuntimeError(f"onnxruntime_genai builder: exit status {done.returncode}: {last}")
+    os.rename(partial, folder)
+
+
+def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import numpy as np
+    import onnxruntime_genai as genai
+
+    folder = _folder(job)
+    _set_threads(folder / "genai_config.json", job["threads"])
+    model = genai.Model(str(folder))
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        length = len(prompts[0])
+        if any(len(prompt) != length for prompt in prompts):
+            raise NotImplementedError("a Generator takes rows of one length only")
+        params = genai.GeneratorParams(model)
+        total = length + new_tokens
+        params.set_search_options(
+            max_length=total, min_length=total, batch_size=len(prompts), do_sample=False
+        )
+        generator = genai.Generator(model, params)
+        generator.append_tokens(np.array(prompts, np.int32))
+        for _ in range(new_tokens):
+            generator.generate_next_token()
+        return [list(generator.get_sequence(row))[length:] for row in range(len(prompts))]
+
+    about = {
+        "versions": {"onnxruntime-genai": genai.__version__},
+        "settings": "Generator, static batch",
+        "pool_dtype": "float32",
+        "model_bytes": sum(path.stat().st_size for path in folder.glob("*.onnx*")),
+    }
+    return generate, about
+
+
+def _set_threads(path: Path, threads: int) -> None:
+    config = json.loads(path.read_text())
+    options = config["model"]["decoder"]["session_options"]
+    options |= {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+    path.write_text(json.dumps(config, indent=1))
+
+
+def _folder(job: dict[str, Any]) -> Path:
+    return Path(job["folder"]) / f"onnxruntime-genai-{job['precision']}"

@@ -1,0 +1,88 @@
+"""OpenVINO GenAI: ContinuousBatchingPipeline on the CPU, of a model that optimum-cli exports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+NEEDS = {
+    "openvino_genai": "openvino-genai",
+    "openvino": "openvino",
+    "optimum.intel": "'optimum-intel[openvino]'",
+    "nncf": "nncf",
+}
+PRECISIONS = ("fp32", "bf16", "int8", "int4")
+WEIGHTS = {"fp32": "fp32", "bf16": "fp32", "int8": "int8", "int4": "int4"}
+"""Of --weight-format; float32 weights become bfloat16 at load, with the precision hint."""
+GIB = 1 << 30
+
+
+def prepare(job: dict[str, Any]) -> None:
+    """Export the checkpoint, whole or not at all."""
+    folder = _folder(job)
+    if folder.exists():
+        return
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    command = [
+        str(Path(sys.executable).with_name("optimum-cli")),
+        *("export", "openvino", "-m", job["model"], "--task", "text-generation-with-past"),
+        *("--weight-format", WEIGHTS[job["precision"]], str(partial)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    sys.stderr.write(done.stdout + done.stderr)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise RuntimeError(f"optimum-cli export: exit status {done.returncode}: {last}")
+    os.rename(partial, folder)
+
+
+def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    hint = "f32" if job["precision"] == "fp32" else "bf16"
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = job["cache_bytes"] * 5 // 4 // GIB + 1
+    scheduler.max_num_batched_tokens = job["step_tokens"]
+    scheduler.max_num_seqs = len(job["rows"])
+    scheduler.enable_prefix_caching = False
+    scheduler.dynamic_split_fuse = True
+    properties = {
+        "INFERENCE_PRECISION_HINT": hint,
+        "INFERENCE_NUM_THREADS": job["threads"],
+    }
+    pipeline = genai.ContinuousBatchingPipeline(str(_folder(job)), scheduler, "CPU", properties)
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        config = genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = new_tokens
+        config.ignore_eos, config.eos_token_id, config.do_sample = True, -1, False
+        rows = [ov.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
+        done = pipeline.generate(rows, [config] * len(rows))
+        return [list(each.m_generation_ids[0]) for each in done]
+
+    about = {
+        "versions": {"openvino-genai": genai.__version__},
+        "settings": f"ContinuousBatchingPipeline, {hint} compute",
+        "pool_dtype": _default_pool_dtype(ov),
+        "model_bytes": sum(path.stat().st_size for path in _folder(job).rglob("*.bin")),
+    }
+    return generate, about
+
+
+def _default_pool_dtype(ov: Any) -> str:
+    try:
+        found = ov.Core().get_property("CPU", "KV_CACHE_PRECISION")
+        return str(getattr(found, "get_type_name", lambda: found)())
+    except RuntimeError:
+        return "default"
+
+
+def _folder(job: dict[str, Any]) -> Path:
+    return Path(job["folder"]) / f"openvino-{WEIGHTS[job['precision']]}"

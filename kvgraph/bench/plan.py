@@ -1,0 +1,242 @@
+"""What a run measures: engines, cases, and the job of each. All that can be refused, is here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvgraph.bench import peers as peer_adapters
+from kvgraph.bench.counts import Counts, count
+from kvgraph.bench.engines import EngineSpec
+from kvgraph.bench.protocol import Case, Settings, check_lengths, make_prompts, plan_cases
+from kvgraph.contract.devices import Target
+from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.trees import params_from_layout
+from kvgraph.errors import MissingDependencyError, ModelError, RequestError
+from kvgraph.runtime import artifact as artifacts
+from kvgraph.runtime.artifact import Artifact
+
+OURS = Path(__file__).with_name("ours.py")
+FIRST_PROMPT_TOKENS = 16
+"""Of the prompt whose first token ends a cold start."""
+SECONDS_TO_ANSWER = 120.0
+
+FIND_MODULES = """
+import importlib.util, json, sys
+def found(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+print(json.dumps([name for name in sys.argv[1:] if not found(name)]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Engines in the order in which they run; `counts` of those that are ours, by name."""
+
+    settings: Settings
+    cases: list[Case]
+    engines: list[EngineSpec]
+    counts: dict[str, Counts]
+    job: dict[str, Any]
+
+
+def make_plan(
+    folders: Sequence[Path],
+    settings: Settings,
+    *,
+    peers: Sequence[str] = (),
+    model: Path | None = None,
+    work: Path,
+) -> Plan:
+    """Engines and cases of a run; reads manifests, asks the peers' interpreters, measures nothing.
+
+    `peers` are texts NAME[:CLASS[+CLASS]]=PYTHON, `model` is their Hugging Face folder, `work`
+    where they keep it in formats of their own. RequestError, ArtifactError, ModelError or
+    MissingDependencyError names what does not fit.
+    """
+    loaded = {name: artifacts.load(folder) for name, folder in _names(folders).items()}
+    counts = {name: count(each.folder, each.manifest) for name, each in loaded.items()}
+    manifest = _common_model(loaded)
+    check_lengths(settings, min(each.manifest.model.max_seq_len for each in loaded.values()))
+    cases = plan_cases(settings)
+    job = _job(settings, cases, manifest, work)
+    engines = [
+        EngineSpec(
+            name=name,
+            ours=True,
+            precision=counts[name].precision,
+            adapter=OURS,
+            python=sys.executable,
+            model=each.folder.resolve(),
+        )
+        for name, each in loaded.items()
+    ]
+    classes = list(dict.fromkeys(each.precision for each in counts.values()))
+    if peers:
+        checkpoint = _checkpoint(model, manifest)
+        for text in peers:
+            engines += _peer_engines(text, classes, checkpoint, job)
+    return Plan(settings, cases, engines, counts, job)
+
+
+def _names(folders: Sequence[Path]) -> dict[str, Path]:
+    """Folders by their own names, or by their paths where two have one name."""
+    if len(set(folders)) < len(folders):
+        raise RequestError("artifacts: expected each folder once, got one twice")
+    names = [folder.resolve().name for folder in folders]
+    whole = len(set(names)) < len(names)
+    return {str(f) if whole else name: f for name, f in zip(names, folders, strict=True)}
+
+
+def _common_model(loaded: dict[str, Artifact]) -> Manifest:
+    """The first manifest; all must be for the CPU, and of one vocabulary."""
+    first = next(iter(loaded.values())).manifest
+    for each in loaded.values():
+        if Target.parse(each.manifest.target).kind != "cpu":
+            raise RequestError(
+                f"{each.folder}: expected an artifact for cpu, got one for {each.manifest.target}"
+            )
+        if each.manifest.model.vocab_size != first.model.vocab_size:
+            raise RequestError(
+                f"{each.folder}: expected artifacts of one model with vocabulary "
+                f"{first.model.vocab_size}, got {each.manifest.model.vocab_size}"
+            )
+    return first
+
+
+def _checkpoint(model: Path | None, manifest: Manifest) -> Path:
+    if model is None:
+        raise RequestError("model: expected a Hugging Face folder for --peers, got none")
+    path = model / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{model}: expected config.json in a model folder, got none")
+    try:
+        found = json.loads(path.read_bytes()).get("vocab_size")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
+    if found != manifest.model.vocab_size:
+        raise RequestError(
+            f"{path}: vocab_size: expected {manifest.model.vocab_size} as the artifact has, "
+            f"got {found}"
+        )
+    return model.resolve()
+
+
+def _peer_engines(
+    text: str, classes: Sequence[str], model: Path, job: dict[str, Any]
+) -> list[EngineSpec]:
+    """One for each class of precision: those named, or those of the artifacts that it can run."""
+    left, equals, python = text.partition("=")
+    name, colon, wanted = left.partition(":")
+    if not (equals and python):
+        raise RequestError(f"peers: expected NAME=PYTHON, got {text!r}")
+    if name not in peer_adapters.PEERS:
+        raise RequestError(f"peers: expected one of {list(peer_adapters.PEERS)}, got {name!r}")
+    adapter = peer_adapters.adapter(name)
+    can = adapter.PRECISIONS
+    chosen = wanted.split("+") if colon else [each for each in classes if each in can]
+    if not chosen or not set(chosen) <= set(can):
+        got = wanted if colon else f"artifacts of {'+'.join(classes)}"
+        raise RequestError(
+            f"peers: {name}: expected one of its classes {list(can)}, got {got}; "
+            f"name one: {name}:{can[0]}=PYTHON"
+        )
+    _check_interpreter(name, python, adapter.NEEDS)
+    specs = []
+    for precision in dict.fromkeys(chosen):
+        cache = cache_bytes(job, precision)
+        environment = {}
+        if hasattr(adapter, "environment"):
+            environment = adapter.environment(job | {"cache_bytes": cache})
+        specs.append(
+            EngineSpec(
+                name=f"{name} {precision}",
+                ours=False,
+                precision=precision,
+                adapter=Path(adapter.__file__),
+                python=python,
+                model=model,
+                prepares=hasattr(adapter, "prepare"),
+                environment=environment,
+            )
+        )
+    return specs
+
+
+def _check_interpreter(name: str, python: str, needs: dict[str, str]) -> None:
+    """RequestError without an interpreter, MissingDependencyError without the engine's packages."""
+    command = [python, "-c", FIND_MODULES, *needs]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
+        missing = json.loads(done.stdout)
+    except OSError as error:
+        raise RequestError(
+            f"peers: {name}: expected a Python interpreter at {python}, got none ({error.strerror})"
+        ) from error
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        raise RequestError(
+            f"peers: {name}: expected a Python interpreter at {python}, got a program that does "
+            "not answer as one"
+        ) from error
+    if missing:
+        packages = " ".join(needs[module] for module in missing)
+        raise MissingDependencyError(
+            f"peers: {name}: expected {', '.join(missing)} in {python}, not installed; "
+            f"{python} -m pip install {packages}"
+        )
+
+
+def _job(
+    settings: Settings, cases: Sequence[Case], manifest: Manifest, work: Path
+) -> dict[str, Any]:
+    """What all engines get. `rows`: tokens of each row, longest first, that hold every case."""
+    model = manifest.model
+    lengths = [
+        sorted((length + case.new_tokens for length in case.lengths), reverse=True)
+        for case in cases
+    ]
+    rows = [
+        max(each[i] for each in lengths if i < len(each)) for i in range(max(map(len, lengths)))
+    ]
+    first = Case("first token", "batch", (FIRST_PROMPT_TOKENS,), 1, 1)
+    prompts = make_prompts(first, model.vocab_size, model.bos_token_id, settings.seed)
+    leaves = params_from_layout(manifest.layout).leaves.values()
+    return {
+        "threads": settings.threads,
+        "step_tokens": settings.step_tokens,
+        "rows": rows,
+        "folder": str(work),
+        "first_prompt": prompts[0],
+        "cache_elements": sum(
+            leaf.kv_dim * leaf.num_layers * leaf.n_kv_heads * leaf.head_dim for leaf in leaves
+        )
+        * sum(rows),
+        "cases": [
+            {
+                "name": case.name,
+                "kind": case.kind,
+                "prompts": make_prompts(case, model.vocab_size, model.bos_token_id, settings.seed),
+                "new_tokens": case.new_tokens,
+                "repeats": case.repeats,
+            }
+            for case in cases
+        ],
+    }
+
+
+def cache_bytes(job: dict[str, Any], precision: str) -> int:
+    """Of a cache for all rows, in float32 for its class and in 16 bits for the others."""
+    return int(job["cache_elements"]) * (4 if precision == "fp32" else 2)
+
+
+def engine_job(plan: Plan, spec: EngineSpec) -> dict[str, Any]:
+    """The job of one engine."""
+    return plan.job | {"cache_bytes": cache_bytes(plan.job, spec.precision)}

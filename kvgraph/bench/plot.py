@@ -1,0 +1,85 @@
+"""Decode throughput over batch and over context, as an SVG or PNG picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvgraph.bench.figures import Figure
+from kvgraph.bench.run import Report
+from kvgraph.errors import MissingDependencyError, RequestError
+
+SUFFIXES = (".svg", ".png")
+
+
+def check_plot(path: Path) -> None:
+    """RequestError for another kind of file, MissingDependencyError without matplotlib."""
+    if path.suffix not in SUFFIXES:
+        raise RequestError(f"plot: expected a file {' or '.join(SUFFIXES)}, got {path}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "matplotlib: needed for --plot, not installed; pip install 'kvgraph[bench]'"
+        ) from error
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """Two panels with one line an engine: batch at the prompt's length, context at one batch."""
+    from matplotlib.figure import Figure as Picture
+
+    settings, cases = report.plan.settings, {case.name: case for case in report.plan.cases}
+    decode = [figure for figure in report.figures if figure.what == "decode"]
+    most = max(settings.batches)
+    by_batch = [f for f in decode if cases[f.case].kind == "batch"]
+    by_context = [f for f in decode if cases[f.case].batch == most]
+    picture = Picture(figsize=(11, 4.6), layout="constrained")
+    left, right = picture.subplots(1, 2)
+    engines = list(dict.fromkeys(figure.engine for figure in decode))
+    _panel(left, by_batch, engines, lambda figure: cases[figure.case].batch)
+    left.set(xlabel="batch", title=f"prompts of {settings.prompt} tokens")
+    _panel(right, by_context, engines, lambda figure: cases[figure.case].lengths[0])
+    right.set(xlabel="tokens of prompt", title=f"batch {most}")
+    left.set_ylabel("decode, tokens/s (median)")
+    picture.suptitle(
+        f"Decode throughput: {settings.new_tokens} new tokens, {settings.threads} threads, "
+        f"{report.machine['processor']}"
+    )
+    handles, labels = left.get_legend_handles_labels()
+    if handles:
+        picture.legend(handles, labels, loc="outside right center", frameon=False)
+    picture.savefig(path, dpi=150)
+
+
+def _panel(
+    axes: Any,
+    figures: Sequence[Figure],
+    engines: Sequence[str],
+    position: Callable[[Figure], int],
+) -> None:
+    ticks = sorted({position(figure) for figure in figures})
+    for index, engine in enumerate(engines):
+        points = sorted(
+            (position(f), f.tokens_per_s, f.ours, f.precision, f.pool_dtype)
+            for f in figures
+            if f.engine == engine and f.tokens_per_s
+        )
+        if not points:
+            continue
+        _, _, ours, precision, pool = points[0]
+        axes.plot(
+            [point[0] for point in points],
+            [point[1] for point in points],
+            color=f"C{index % 10}",
+            linestyle="-" if ours else "--",
+            marker="o",
+            linewidth=2.2 if ours else 1.4,
+            label=f"{engine}\n{precision} weights, {pool} pool",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

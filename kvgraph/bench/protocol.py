@@ -1,0 +1,131 @@
+"""What every engine is asked, token by token: cases and prompts, from settings and a seed.
+
+Greedy, end tokens ignored, prefix caching off, the same token ids for every engine. t(n): seconds
+until B rows have n new tokens each. Of a case with P tokens of prompt a row and N new ones:
+
+    prefill tokens/s = B * P / t(1)
+    decode tokens/s  = B * (N - 1) / (t(N) - t(1))      both of one repeat
+    ragged tokens/s  = requests * N / t(N)              requests submitted together
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvgraph.errors import RequestError
+
+Kind = Literal["batch", "context", "ragged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured. `contexts` are prompts in tokens, at the largest batch.
+
+    Ragged requests have prompts of `prompt / 2` to `prompt * 3 / 2` tokens. `step_tokens` bounds
+    the new tokens of a step, in every engine that has such a setting.
+    """
+
+    threads: int
+    prompt: int = 512
+    new_tokens: int = 128
+    batches: tuple[int, ...] = (1, 8)
+    contexts: tuple[int, ...] = (128, 1024)
+    requests: int = 32
+    repeats: int = 3
+    step_tokens: int = 4096
+    seed: int = 7
+
+    def __post_init__(self) -> None:
+        least = {"prompt": 2, "new_tokens": 2, "repeats": 1, "step_tokens": 1, "requests": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise RequestError(f"{name}: expected >= {bound}, got {getattr(self, name)}")
+        if not self.batches:
+            raise RequestError("batches: expected at least one batch size, got none")
+        for name, values, bound in (("batches", self.batches, 1), ("context", self.contexts, 2)):
+            for value in values:
+                if value < bound:
+                    raise RequestError(f"{name}: expected each >= {bound}, got {value}")
+
+
+QUICK: dict[str, Any] = {
+    "prompt": 64,
+    "new_tokens": 16,
+    "contexts": (32, 128),
+    "requests": 8,
+    "repeats": 5,
+}
+"""`--quick`: for a look, not for a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Prompts of `lengths` tokens together, `new_tokens` more of each, `repeats` times."""
+
+    name: str
+    kind: Kind
+    lengths: tuple[int, ...] = field(repr=False)
+    new_tokens: int
+    repeats: int
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows at their longest: what a pool must hold."""
+        return sum(self.lengths) + self.batch * self.new_tokens
+
+
+def plan_cases(settings: Settings) -> list[Case]:
+    """Batches at the prompt's length, contexts at the largest batch, then the ragged requests."""
+    n, repeats, prompt = settings.new_tokens, settings.repeats, settings.prompt
+    cases = [
+        Case(f"batch {b} x {prompt}", "batch", (prompt,) * b, n, repeats)
+        for b in dict.fromkeys(settings.batches)
+    ]
+    most = max(settings.batches)
+    cases += [
+        Case(f"batch {most} x {context}", "context", (context,) * most, n, repeats)
+        for context in dict.fromkeys(settings.contexts)
+        if context != prompt
+    ]
+    if settings.requests:
+        chosen = random.Random(f"{settings.seed} lengths")
+        lengths = [chosen.randint(prompt // 2, prompt * 3 // 2) for _ in range(settings.requests)]
+        name = f"{settings.requests} ragged"
+        cases.append(Case(name, "ragged", tuple(lengths), n, repeats))
+    return cases
+
+
+def check_lengths(settings: Settings, max_seq_len: int) -> None:
+    """RequestError naming the setting whose prompts leave no room for the new tokens."""
+    ragged = settings.prompt * 3 // 2 if settings.requests else 0
+    asked = {
+        "prompt": (settings.prompt, ""),
+        "context": (max(settings.contexts, default=0), ""),
+        "requests": (ragged, "ragged prompts of up to "),
+    }
+    for name, (tokens, what) in asked.items():
+        if tokens + settings.new_tokens > max_seq_len:
+            raise RequestError(
+                f"{name}: expected at most {max_seq_len} tokens with the new ones (the model's "
+                f"max_seq_len), got {what}{tokens} + {settings.new_tokens}"
+            )
+
+
+def make_prompts(case: Case, vocab_size: int, bos: int | None, seed: int) -> list[list[int]]:
+    """Token ids of every row: `bos` if the model has one, then draws from the vocabulary's middle.
+
+    Its ends hold special tokens. Equal arguments give equal ids on every machine.
+    """
+    low, high = vocab_size // 8, vocab_size - vocab_size // 8
+    rows = []
+    for row, length in enumerate(case.lengths):
+        chosen = random.Random(f"{seed} {case.name} {row}")
+        ids = [chosen.randrange(low, high) for _ in range(length)]
+        rows.append(ids if bos is None else [bos, *ids[1:]])
+    return rows

@@ -1,0 +1,136 @@
+"""The measuring side of the protocol: run as a script by the interpreter of each engine.
+
+    python worker.py JOB.json
+
+Standard library only, Python 3.9 or newer: a peer's interpreter has no kvgraph. An adapter (a file
+of peers/) has `load(job)`, which returns `generate(prompts, new_tokens) -> new ids of each row` and
+a dictionary about the engine; and, where needed, `prepare(job)`, `environment(job)`.
+
+Events are JSON lines on stdout; whatever the engine prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, Callable  # noqa: UP035  (Python 3.9)
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+Say = Callable[..., None]
+
+WARM_UP_TOKENS = 2
+
+
+def main() -> None:
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(event: str, **fields: Any) -> None:
+        lines.write(json.dumps({"event": event, **fields}) + "\n")
+        lines.flush()
+
+    with open(sys.argv[1], encoding="utf-8") as file:
+        job = json.load(file)
+    # Files beside this one would hide packages of their names.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    try:
+        adapter = read_adapter(job["adapter"])
+        phase = {"prepare": prepare, "measure": measure}[job["phase"]]
+        phase(job, adapter, say)
+    except Exception as error:  # an engine's own, whatever it is: one line of the table
+        traceback.print_exc()
+        say("error", message=one_line(error))
+        sys.exit(1)
+    say("done", peak_rss_bytes=peak_rss())
+
+
+def read_adapter(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("kvgraph_bench_adapter", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prepare(job: dict[str, Any], adapter: Any, say: Say) -> None:
+    """Bring the model into the engine's own format, where it has one and is not there yet."""
+    start = time.perf_counter()
+    if hasattr(adapter, "prepare"):
+        adapter.prepare(job)
+    say("prepared", seconds=time.perf_counter() - start)
+
+
+def measure(job: dict[str, Any], adapter: Any, say: Say) -> None:
+    """The first token of a short prompt, then every case."""
+    generate, about = adapter.load(job)
+    check(generate([job["first_prompt"]], 1), 1, 1)
+    # A monotonic clock is the system's, not the process's: the parent knows when this one began.
+    say("first_token", at=time.monotonic(), rss_bytes=peak_rss(), about=about)
+    for case in job["cases"]:
+        try:
+            fields = time_case(generate, case, say)
+        except NotImplementedError as error:
+            fields = {"error": one_line(error)}
+        say("case", name=case["name"], rss_bytes=peak_rss(), **fields)
+
+
+def time_case(generate: Generate, case: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Seconds of each repeat: t(1) (not of ragged requests) and t(N); the first row's first ids."""
+    prompts, count = case["prompts"], case["new_tokens"]
+    say("started", name=case["name"])
+    generate(prompts, WARM_UP_TOKENS)
+    one: list[float] = []
+    all_of_them: list[float] = []
+    ids: list[list[int]] = []
+    for _ in range(case["repeats"]):
+        if case["kind"] != "ragged":
+            one.append(timed(generate, prompts, 1)[0])
+        seconds, ids = timed(generate, prompts, count)
+        all_of_them.append(seconds)
+    return {"t1_s": one, "tn_s": all_of_them, "first_ids": ids[0][:8]}
+
+
+def timed(
+    generate: Generate, prompts: list[list[int]], count: int
+) -> tuple[float, list[list[int]]]:
+    start = time.perf_counter()
+    ids = generate(prompts, count)
+    seconds = time.perf_counter() - start
+    check(ids, len(prompts), count)
+    return seconds, [[int(token) for token in row] for row in ids]
+
+
+def check(ids: list[list[int]], rows: int, count: int) -> None:
+    found = [len(row) for row in ids]
+    if found != [count] * rows:
+        raise ValueError(f"new tokens: expected {count} of each of {rows} rows, got {found}")
+
+
+def peak_rss() -> int | None:
+    """Most bytes that were resident, of this process alone; None where the system does not say.
+
+    The peak that getrusage tells begins with that of the process that started this one.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:400]
+
+
+if __name__ == "__main__":
+    main()

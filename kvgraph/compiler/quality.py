@@ -1,0 +1,123 @@
+"""The compile side of an artifact's quality: a held-out text, and the checkpoint's scores of it.
+
+Decision: the text is read from Python's own language reference, as examples/tiny-llama was trained
+on it; nothing is copied or downloaded. It differs from one Python to the next, so its name and hash
+stand beside every figure. The checkpoint is scored in float32 by transformers' own attention, which
+shares no code with what was compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.scores import Scores, joined, score
+from kvgraph.errors import MissingDependencyError, ModelError, RequestError
+
+HELD_SHARE = 0.05
+WINDOW_TOKENS = 512
+"""Context of a score: the text is cut into pieces of this length, each a request of its own."""
+
+Windows = Sequence[npt.NDArray[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text to score, its name in the manifest, and the SHA-256 of its UTF-8 bytes."""
+
+    name: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+def read_text(path: Path | None) -> Text:
+    """The text of a UTF-8 file, or the held-out text where no path is given."""
+    if path is None:
+        return held_out_text()
+    try:
+        return Text(path.name, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: expected text in UTF-8, got {error}") from error
+
+
+def held_out_text() -> Text:
+    """The last paragraphs of each topic of Python's reference: what tiny-llama was not trained on.
+
+    A paragraph counts where it is first seen, longest topic first, since topics quote each other.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise MissingDependencyError(
+            "pydoc_data: the default text comes from it, not in this Python; give a text file"
+        ) from error
+    seen: set[str] = set()
+    held = []
+    for _, content in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
+        parts = [p for p in dict.fromkeys(content.strip("\n").split("\n\n")) if p not in seen]
+        seen.update(parts)
+        held.append("\n\n".join(parts[len(parts) - round(HELD_SHARE * len(parts)) :]))
+    name = f"pydoc_data.topics of Python {platform.python_version()}, last 5 % of each topic"
+    return Text(name, "\n\n".join(part for part in held if part))
+
+
+def cut_windows(text: Text, source: Path, bos: int | None, length: int, most: int) -> Windows:
+    """At most `most` tokens to foretell, in windows of `length`, each behind the `bos` token.
+
+    ModelError: `source` has no tokenizer.json. RequestError: a text of fewer than two tokens.
+    """
+    tokens = _tokenize(text, source)
+    start = [] if bos is None else [bos]
+    step = length - len(start)
+    # Without a first token of its own a window cannot foretell its first.
+    given = tokens[: most if start else most + -(-most // (step - 1))]
+    windows = [
+        np.array(start + given[at : at + step], np.int32) for at in range(0, len(given), step)
+    ]
+    windows = [window for window in windows if len(window) > 1]
+    if not windows:
+        raise RequestError(f"{text.name}: expected at least two tokens, got {len(tokens)}")
+    return windows
+
+
+def _tokenize(text: Text, source: Path) -> list[int]:
+    path = source / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{source}: expected tokenizer.json to measure quality with, got none")
+    from tokenizers import Tokenizer
+
+    ids: list[int] = (
+        Tokenizer.from_file(str(path)).encode(text.content, add_special_tokens=False).ids
+    )
+    return ids
+
+
+def score_reference(source: Path, windows: Windows) -> Scores:
+    """The checkpoint's scores in float32. It is in memory only until this returns."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{source}: cannot read the weights: {first}") from error
+    parts = []
+    with torch.inference_mode():
+        for window in windows:
+            ids = torch.from_numpy(window[:-1].astype(np.int64))[None]
+            logits_NV = model(input_ids=ids, use_cache=False).logits[0].numpy()
+            parts.append(score(logits_NV, window[1:]))
+    return joined(parts)

@@ -1,0 +1,313 @@
+"""`kvgraph bench` as a user runs it, on tiny-llama: what it prints and writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from command_line import Outcome, run
+
+import kvgraph
+from kvgraph.bench import machine
+from kvgraph.bench.limits import Gemm, Limits
+from kvgraph.bench.protocol import Case, make_prompts
+
+Compiled = Callable[..., Path]
+ModelFolder = Callable[[str], Path]
+
+TINY: list[Any] = ["--threads", 1, "--prompt", 24, "--new-tokens", 4, "--batches", "1,3"]
+TINY += ["--context", 40, "--requests", 4, "--repeats", 2]
+READING = Limits(1e-3, 1, [Gemm("float32", "numpy", 1.0)], "no torch here")
+CASES = ["batch 1 x 24", "batch 3 x 24", "batch 3 x 40", "4 ragged"]
+
+FAILING_VLLM = """
+__version__ = "0.0"
+SamplingParams = TokensPrompt = None
+def LLM(*arguments, **settings):
+    print("noise that is no event")
+    raise RuntimeError("no cache\\n  for this model")
+"""
+
+
+@pytest.fixture(scope="module")
+def artifact(compiled: Compiled) -> Path:
+    return compiled("tiny-llama")
+
+
+def interpreter(folder: Path, **packages: str) -> Path:
+    """A Python that finds `packages` (name -> source) before all others."""
+    for name, source in packages.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(source)
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(
+    artifact: Path, model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, dict[str, Any], Path]:
+    """One run beside transformers, and a peer that fails: screen, JSON and the pictures' folder."""
+    folder = tmp_path_factory.mktemp("bench")
+    python = interpreter(folder / "environment", vllm=FAILING_VLLM)
+    command = ["bench", artifact, *TINY, "--model", model_folder("tiny-llama")]
+    command += ["--peers", f"transformers={sys.executable}", "--peers", f"vllm:bf16={python}"]
+    command += ["--save", folder / "out.json", "--plot", folder / "out.svg"]
+    with mock.patch("kvgraph.bench.run.read_limits", return_value=READING):
+        outcome = run(*command)
+    assert outcome.code in (0, None), outcome
+    return outcome, json.loads((folder / "out.json").read_text()), folder
+
+
+def test_the_table(measured: tuple[Outcome, dict[str, Any], Path], artifact: Path) -> None:
+    """Every kind of figure with its engines, class and pool; 100 columns hold it uncut."""
+    out = measured[0].out
+    assert "…" not in out
+    table = out[: out.index("Engines")]
+    assert max(map(len, table.splitlines())) <= 100
+    titles = [f"{what}, {case}" for case in CASES[:3] for what in ("prefill", "decode")]
+    headings = [line.strip() for line in table.splitlines() if re.match(r"  ?\S", line)]
+    assert [line for line in headings if line in [*titles, CASES[3]]] == [*titles, CASES[3]]
+    for name in (artifact.name, "transformers fp32"):
+        rows = re.findall(rf"^ +{re.escape(name)} +fp32 +float32 +\S", table, re.MULTILINE)
+        assert len(rows) == 7
+    prefill = re.findall(r"^ +prefill.*\n( +\S+ .*)", table, re.MULTILINE)
+    assert [re.fullmatch(r".* \d+% +\S+x +\S+x *", line) is not None for line in prefill] == [
+        True
+    ] * 3
+
+
+def test_a_peer_that_fails_is_a_line_with_its_reason(
+    measured: tuple[Outcome, dict[str, Any], Path],
+) -> None:
+    outcome, data, _ = measured
+    assert "failed: no cache for this model" in " ".join(outcome.out.split())
+    assert data["engines"][2]["error"] == "no cache for this model"
+    assert data["engines"][2]["cases"] == {}
+
+
+def test_the_json_holds_everything(
+    measured: tuple[Outcome, dict[str, Any], Path], artifact: Path
+) -> None:
+    data = measured[1]
+    assert data["settings"]["prompt"] == 24
+    assert data["settings"]["threads"] == 1
+    assert data["machine"]["flags"]
+    assert [each["name"] for each in data["cases"]] == CASES
+    assert len(data["limits"]) == 4  # before, between and after three engines
+    assert data["limits"][0]["gemms"] == [{"dtype": "float32", "library": "numpy", "gflops": 1.0}]
+    ours, peer, _ = data["engines"]
+    assert ours["versions"].keys() == {"kvgraph", "onnxruntime"}
+    assert (ours["pool_dtype"], ours["precision"]) == ("float32", "fp32")
+    assert peer["versions"].keys() == {"transformers", "torch"}
+    for engine in (ours, peer):
+        assert len(engine["starts_s"]) == 2
+        assert all(start > 0 for start in engine["starts_s"])
+        assert engine["peak_rss_bytes"] >= engine["cases"][CASES[0]]["rss_bytes"] > 1 << 20
+        for name in CASES:
+            case = engine["cases"][name]
+            assert len(case["tn_s"]) == 2
+            assert len(case["t1_s"]) == (0 if name == CASES[3] else 2)
+    manifest = kvgraph.load(artifact).manifest
+    page = 2 * 4 * 16 * 4 * 16 * 4  # kinds, layers, tokens, heads, head_dim, bytes
+    assert ours["pool_bytes"] % page == 0
+    assert data["counts"][artifact.name]["head"] == manifest.model.vocab_size * 128
+
+
+def test_all_engines_got_the_same_ids(
+    measured: tuple[Outcome, dict[str, Any], Path], artifact: Path
+) -> None:
+    """In float32 they generate the same, what the engine generates for the protocol's prompts."""
+    ours, peer, _ = measured[1]["engines"]
+    assert {name: ours["cases"][name]["first_ids"] for name in CASES} == {
+        name: peer["cases"][name]["first_ids"] for name in CASES
+    }
+    case = Case(CASES[1], "batch", (24,) * 3, 4, 2)
+    prompts = make_prompts(case, 2048, 0, 7)
+    engine = kvgraph.Engine(artifact, num_pages=64)
+    done = engine.generate(prompts, kvgraph.SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert ours["cases"][CASES[1]]["first_ids"] == done[0].token_ids
+
+
+def test_the_picture(measured: tuple[Outcome, dict[str, Any], Path]) -> None:
+    """Both panels and the legend: what they say is in the file as comments."""
+    text = (measured[2] / "out.svg").read_text()
+    assert text.startswith("<?xml")
+    for word in ("transformers fp32", "batch", "tokens of prompt"):
+        assert f"<!-- {word}" in text
+
+
+def test_json_on_stdout_and_png(artifact: Path, tmp_path: Path) -> None:
+    options = ("--requests", 0, "--batches", 1, "--prompt", 8, "--new-tokens", 2, "--repeats", 1)
+    with mock.patch("kvgraph.bench.run.read_limits", return_value=READING):
+        command = ("bench", artifact, *options, "--context", "", "--plot", tmp_path / "a.png")
+        outcome = run(*command, "--json")
+    data = json.loads(outcome.out)
+    assert [each["name"] for each in data["cases"]] == ["batch 1 x 8"]
+    assert data["limits"][0]["missing"] == "no torch here"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_artifact_that_fails_is_a_line_too_and_exit_code_1(
+    artifact: Path, tmp_path: Path
+) -> None:
+    with mock.patch("kvgraph.bench.run.read_limits", return_value=READING):
+        outcome = run("bench", artifact, *TINY, "--timeout", 0.01)
+    assert outcome.code == 1
+    assert "failed: expected to end within 0.01 s, did not" in " ".join(outcome.out.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "pool"),
+    [
+        ("tiny-llama", {"cache": "continuous"}, "float32"),
+        ("tiny-llama", {"cache": "padded"}, "float32"),
+        ("gemma2", {"cache_dtype": "int8"}, "int8"),
+    ],
+    ids=["continuous", "padded", "windows of int8"],
+)
+def test_every_kind_of_cache(
+    compiled: Compiled, tmp_path: Path, model: str, options: dict[str, Any], pool: str
+) -> None:
+    artifact, save = compiled(model, **options), tmp_path / "a.json"
+    small = ("--prompt", 20, "--new-tokens", 3, "--batches", "1,2", "--context", 60)
+    with mock.patch("kvgraph.bench.run.read_limits", return_value=READING):
+        outcome = run("bench", artifact, *small, "--requests", 3, "--repeats", 1, "--save", save)
+    assert outcome.code in (0, None), outcome
+    (engine,) = json.loads(save.read_text())["engines"]
+    assert engine["pool_dtype"] == pool
+    assert engine["error"] is None
+    assert all(case["error"] is None for case in engine["cases"].values())
+    assert len(engine["cases"]) == 4
+
+
+def test_several_artifacts(compiled: Compiled, tmp_path: Path) -> None:
+    """Measured in turn, named by their paths where their folders have one name."""
+    folders = [compiled("tiny-llama"), compiled("tiny-llama", cache="continuous")]
+    small = ("--prompt", 8, "--new-tokens", 2, "--batches", 1, "--context", "", "--requests", 0)
+    save = tmp_path / "a.json"
+    with mock.patch("kvgraph.bench.run.read_limits", return_value=READING):
+        outcome = run("bench", *folders, *small, "--repeats", 1, "--save", save)
+    assert outcome.code in (0, None), outcome
+    data = json.loads(save.read_text())
+    assert [engine["name"] for engine in data["engines"]] == [str(folder) for folder in folders]
+    ids = [engine["cases"]["batch 1 x 8"]["first_ids"] for engine in data["engines"]]
+    assert ids[0] == ids[1]
+    assert "vs class" not in outcome.out  # there are no peers
+
+
+# -- bad input
+
+
+def refused(artifact: Path, *options: Any) -> str:
+    """The one sentence of a refusal that came before anything was measured."""
+    with mock.patch("kvgraph.bench.run.run_engine", side_effect=AssertionError("measured")):
+        outcome = run("bench", artifact, *options)
+    assert outcome.code == 2, outcome
+    assert outcome.out == ""
+    assert re.fullmatch(r"kvgraph: \S[^\n]*\n", outcome.err), outcome.err
+    return outcome.err.removeprefix("kvgraph: ").removesuffix("\n")
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+def test_threads_beyond_the_machine(artifact: Path, threads: int) -> None:
+    most = machine.processors()
+    expected = f"threads: expected 1 to {most} from the processors of this machine, got {threads}"
+    assert refused(artifact, "--threads", threads) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "got"),
+    [
+        (("--prompt", 2000), "prompt", "2000 + 128"),
+        (("--context", "64,2040"), "context", "2040 + 128"),
+        (("--prompt", 1300), "requests", "ragged prompts of up to 1950 + 128"),
+        (("--new-tokens", 2000), "prompt", "512 + 2000"),
+    ],
+)
+def test_beyond_max_seq_len(artifact: Path, options: Any, name: str, got: str) -> None:
+    expected = (
+        f"{name}: expected at most 2048 tokens with the new ones (the model's max_seq_len), "
+        f"got {got}"
+    )
+    assert refused(artifact, *options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--batches", "1,x"), "batches: expected numbers such as 1,8, got '1,x'"),
+        (("--batches", ""), "batches: expected at least one batch size, got none"),
+        (("--batches", "0"), "batches: expected each >= 1, got 0"),
+        (("--context", "1"), "context: expected each >= 2, got 1"),
+        (("--new-tokens", 1), "new_tokens: expected >= 2, got 1"),
+        (("--repeats", 0), "repeats: expected >= 1, got 0"),
+        (("--requests", -1), "requests: expected >= 0, got -1"),
+    ],
+)
+def test_settings_out_of_range(artifact: Path, options: Any, expected: str) -> None:
+    assert refused(artifact, *options) == expected
+
+
+def test_peers_that_are_none(artifact: Path, model_folder: ModelFolder, tmp_path: Path) -> None:
+    model = ("--model", model_folder("tiny-llama"))
+    known = "['llama.cpp', 'onnxruntime-genai', 'openvino', 'transformers', 'vllm']"
+    for text, expected in {
+        "sglang=/bin/python": f"peers: expected one of {known}, got 'sglang'",
+        "vllm": "peers: expected NAME=PYTHON, got 'vllm'",
+        "vllm=": "peers: expected NAME=PYTHON, got 'vllm='",
+        f"vllm={tmp_path}/python": f"peers: vllm: expected a Python interpreter at "
+        f"{tmp_path}/python, got none (No such file or directory)",
+        "vllm=/bin/true": "peers: vllm: expected a Python interpreter at /bin/true, got a program "
+        "that does not answer as one",
+        "vllm:int4=x": "peers: vllm: expected one of its classes ['fp32', 'bf16'], got int4; "
+        "name one: vllm:fp32=PYTHON",
+        f"llama.cpp={sys.executable}": f"peers: llama.cpp: expected llama_cpp in {sys.executable}, "
+        f"not installed; {sys.executable} -m pip install llama-cpp-python",
+    }.items():
+        assert refused(artifact, *model, "--peers", text) == expected
+
+
+def test_the_peers_model(artifact: Path, model_folder: ModelFolder, tmp_path: Path) -> None:
+    peers = ("--peers", f"transformers={sys.executable}")
+    expected = "model: expected a Hugging Face folder for --peers, got none"
+    assert refused(artifact, *peers) == expected
+    expected = f"{tmp_path}: expected config.json in a model folder, got none"
+    assert refused(artifact, *peers, "--model", tmp_path) == expected
+    other = model_folder("llama")
+    expected = f"{other}/config.json: vocab_size: expected 2048 as the artifact has, got 160"
+    assert refused(artifact, *peers, "--model", other) == expected
+
+
+def test_artifacts_that_do_not_belong_together(
+    artifact: Path, compiled: Compiled, tmp_path: Path
+) -> None:
+    other = compiled("llama")
+    expected = f"{other}: expected artifacts of one model with vocabulary 2048, got 160"
+    assert refused(artifact, other) == expected
+    assert refused(artifact, artifact) == "artifacts: expected each folder once, got one twice"
+    expected = f"{tmp_path}: expected manifest.json in an artifact, got none"
+    assert refused(tmp_path).startswith(expected)
+
+
+def test_files_that_cannot_be_written(artifact: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere" / "a.svg"
+    for option in ("--plot", "--save"):
+        expected = f"{nowhere}: expected a file in a folder that exists, got none there"
+        assert refused(artifact, option, nowhere) == expected
+    expected = f"plot: expected a file .svg or .png, got {tmp_path}/a.pdf"
+    assert refused(artifact, "--plot", tmp_path / "a.pdf") == expected
+
+
+def test_matplotlib_missing(artifact: Path, tmp_path: Path) -> None:
+    with mock.patch.dict(sys.modules, {"matplotlib": None}):
+        text = refused(artifact, "--plot", tmp_path / "a.svg")
+    assert text == "matplotlib: needed for --plot, not installed; pip install 'kvgraph[bench]'"
