@@ -1,5 +1,5 @@
 # make demo | test | test-all | check | check-kernels | format
-#      bench-kv | bench-pool | bench-attention | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 .PHONY: demo test test-all check check-kernels format clean
-.PHONY: bench-kv bench-pool bench-attention bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -47,6 +47,9 @@ bench-pool: $(VENV)/.installed
 bench-attention: $(VENV)/.installed
 	$(BENCH)/attention.py
 
+bench-linear: $(VENV)/.installed
+	$(BENCH)/linear.py
+
 # 20 GB of disk, most of it sparse.
 bench-compile: $(VENV)/.installed
 	$(BENCH)/compile.py
@@ -64,6 +67,13 @@ bench-tiers: $(VENV)/.installed
 bench-stores: $(VENV)/.installed
 	$(BIN)/pip install --progress-bar on -q -e ".[bench]"
 	$(BENCH)/stores.py
+
+# 3 GB of disk, about 3 minutes. With an artifact at hand: ARTIFACT=DIR make bench-step.
+bench-step: $(VENV)/.installed
+	$(BENCH)/step.py $(ARTIFACT)
+
+bench-start: $(VENV)/.installed
+	$(BENCH)/start.py $(ARTIFACT)
 
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml $(NATIVE)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvgraph.bench.command import bench
 from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.errors import KVGraphError, ParamsError, RequestError
+from kvgraph.show import quality_line, show, titled
 
 if TYPE_CHECKING:
     from kvgraph.contract.manifest import Manifest
@@ -59,6 +60,13 @@ class Cache(StrEnum):
     padded = "padded"
 
 
+class Weights(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    int8 = "int8"
+    int4 = "int4"
+
+
 class CacheDtype(StrEnum):
     float32 = "float32"
     float16 = "float16"
@@ -78,9 +86,9 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def version(
-    show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    wanted: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    if show:
+    if wanted:
         from importlib import metadata
 
         stdout.print(f"kvgraph {metadata.version('kvgraph')}")
@@ -107,15 +115,31 @@ def compile(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
     ] = None,
+    weights: Annotated[
+        Weights | None,
+        typer.Option(help="Linear layers on cpu [default: bf16 if the checkpoint is, else fp32]."),
+    ] = None,
     cache_dtype: Annotated[
         CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
     cache: Annotated[Cache, typer.Option(help="Kind of the cache.")] = Cache.paged,
+    quality: Annotated[
+        bool | None,
+        typer.Option(
+            help="Measure perplexity beside the checkpoint's in float32 [default: with --weights "
+            "bf16, int8 or int4]."
+        ),
+    ] = None,
+    quality_text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
     json: Json = False,
 ) -> None:
     """Compile a model folder into an artifact."""
+    if quality is None:
+        quality = quality_text is not None or weights not in (None, Weights.fp32)
     stages = _Stages()
     with stages.status:
         if from_artifact is not None:
@@ -125,6 +149,7 @@ def compile(
                 model=model,
                 backend=backend,
                 dtype=dtype,
+                weights=weights,
                 cache_dtype=cache_dtype,
                 page_size=None if page_size == 128 else page_size,
                 cache=None if cache is Cache.paged else cache,
@@ -143,13 +168,18 @@ def compile(
                 target=target or "cpu",
                 backend=backend.value if backend else None,
                 dtype=dtype.value if dtype else None,
+                weights=weights.value if weights else None,
                 cache_dtype=cache_dtype.value if cache_dtype else None,
                 page_size=page_size,
                 cache=cache.value,
                 force=force,
                 progress=stages.next,
             )
+            if quality:
+                manifest = _measured(output, model, quality_text, manifest, stages.next)
         stages.done()
+    if manifest.quality:
+        stderr.print(f"quality: {quality_line(manifest.quality)}", soft_wrap=True)
     for note in manifest.notes:
         stderr.print(f"note: {note}", soft_wrap=True)
     _warn_unmatched(manifest)
@@ -161,6 +191,23 @@ def compile(
     )
     if json:
         _print_json(_summary(output, manifest))
+
+
+def _measured(
+    output: Path,
+    model: Path,
+    text: Path | None,
+    manifest: Manifest,
+    progress: Callable[[str], None],
+) -> Manifest:
+    """The manifest with the artifact's quality, or as it is where that cannot be measured here."""
+    from kvgraph.quality import measure, record
+
+    try:
+        return record(output, measure(output, model, text, progress=progress))
+    except KVGraphError as why:
+        stderr.print(f"note: quality not measured: {why}", soft_wrap=True)
+        return manifest
 
 
 @app.command()
@@ -288,11 +335,7 @@ def inspect(artifact: Folder, json: Json = False) -> None:
     if json:
         _print_json(to_plain(manifest))
         return
-    _print_facts(manifest)
-    _print_bindings(manifest)
-    _print_ops(manifest)
-    _print_kernels(artifact, manifest)
-    _print_files(manifest)
+    show(artifact, manifest, stdout)
 
 
 @app.command()
@@ -368,6 +411,9 @@ def verify(artifact: Folder, json: Json = False) -> None:
     stdout.print(f"{artifact}: intact: {len(manifest.files)} files, {_bytes(size)}", soft_wrap=True)
 
 
+app.command()(bench)
+
+
 @cache_app.command("stat")
 def cache_stat(folder: CacheFolder, json: Json = False) -> None:
     """Show whose pages the folder holds."""
@@ -384,7 +430,7 @@ def cache_stat(folder: CacheFolder, json: Json = False) -> None:
             }
         )
         return
-    table = _table("Pages")
+    table = titled("Pages")
     for column in ("model and layout", "pages", "bytes", "last used"):
         table.add_column(column, justify="right" if column in ("pages", "bytes") else "left")
     for model in models:
@@ -469,110 +515,6 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "files": sorted(manifest.files),
         "notes": manifest.notes,
     }
-
-
-def _print_facts(manifest: Manifest) -> None:
-    from kvgraph.contract.trees import params_from_layout
-
-    model, params = manifest.model, params_from_layout(manifest.layout)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    rows = {
-        "model": f"{model.architecture}, vocabulary {model.vocab_size}, "
-        f"at most {model.max_seq_len} tokens",
-        "backend": f"{manifest.backend} on {manifest.target}, {manifest.dtype} activations",
-        "identity": manifest.identity.hex(),
-        "made by": f"kvgraph {manifest.kvgraph_version} ("
-        + ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
-        + ")",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    for leaf, cache in params.leaves.items():
-        window = f", window {cache.window_size}" if cache.window_size else ""
-        table.add_row(
-            f"cache {leaf}",
-            f"{cache.pool_dtype} {cache.cache_strategy}: {cache.num_layers} layers x "
-            f"{cache.n_kv_heads} kv heads x {cache.head_dim}, {cache.page_size} tokens a page"
-            f"{window}",
-        )
-    if engine := manifest.engine:
-        where = ", ".join(engine.archs) or "any architecture"
-        table.add_row("engine", f"{engine.module} {engine.version}, for {where}")
-        for p in engine.profiles:
-            most = ", ".join(f"{dim} {extent}" for dim, extent in p.max.items())
-            table.add_row(f"profile {p.name}", f"at most {most}")
-    for note in manifest.notes:
-        table.add_row("note", note)
-    stdout.print(table)
-
-
-def _print_bindings(manifest: Manifest) -> None:
-    table = _table("Bindings (* is memory that ops write: one address for input and output)")
-    for column in ("", "name", "dtype", "dims", "device"):
-        table.add_column(column, no_wrap=column != "dims", overflow="fold")
-    for way, bindings in (("in", manifest.inputs), ("out", manifest.outputs)):
-        for b in bindings:
-            dims = " x ".join(map(str, b.dims))
-            name = f"{b.name} *" if b.kind == "buffer" else b.name
-            table.add_row(way, name, b.dtype, dims, b.device)
-    stdout.print(table)
-
-
-def _print_ops(manifest: Manifest) -> None:
-    table = _table("Ops of the graph")
-    table.add_column("op")
-    table.add_column("count", justify="right")
-    for name, count in manifest.ops.items():
-        table.add_row(name, str(count))
-    stdout.print(table)
-    for entry in manifest.passes:
-        why = "".join(f"; {sentence}" for sentence in entry.unmatched)
-        stdout.print(f"pass {entry.name}: {entry.applied} rewrites{why}", soft_wrap=True)
-
-
-def _print_kernels(folder: Path, manifest: Manifest) -> None:
-    """Of a CUDA artifact: what each cubin takes of a multiprocessor."""
-    paths = [name for name in manifest.files if name.endswith("/kernels.json")]
-    if not paths:
-        return
-    seconds = _compile_seconds(folder)
-    table = _table("Kernels (shared memory and a thread's spills in bytes; seconds to compile)")
-    for column in ("kernel", "arch", "warps", "regs", "shared", "spills", "s"):
-        table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
-    for path in paths:
-        for kernel in json.loads((folder / path).read_bytes()):
-            name = f"{kernel['kernel']} {kernel['role']}".strip()
-            figures: tuple[Any, ...] = (kernel["num_warps"], kernel["registers"], kernel["shared"])
-            spills = kernel["spill_stores"] + kernel["spill_loads"]
-            took = seconds.get(str(Path(path).with_name(kernel["file"])))
-            figures += (spills, "" if took is None else f"{took:.2f}")
-            table.add_row(name, kernel["arch"], *map(str, figures))
-    stdout.print(table)
-
-
-def _compile_seconds(folder: Path) -> dict[str, float]:
-    """By file, from the log of the build: it is not hashed, and may be gone."""
-    from kvgraph.compiler.targets import BUILD_LOG_NAME
-
-    try:
-        return dict(json.loads((folder / BUILD_LOG_NAME).read_bytes())["compile_seconds"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-
-
-def _print_files(manifest: Manifest) -> None:
-    table = _table("Files")
-    for column in ("file", "bytes", "SHA-256 of chunk 0", "same bytes again"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", no_wrap=True)
-    for name, entry in manifest.files.items():
-        same = "no" if name in manifest.nondeterministic_files else "yes"
-        digest = entry.chunks[0][:16] if entry.chunks else ""
-        table.add_row(name, f"{entry.size:,}", digest, same)
-    stdout.print(table)
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
 
 
 def _print_json(value: Any) -> None:

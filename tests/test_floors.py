@@ -17,8 +17,11 @@ FLOORS = {
     "kv": 2,
     "compiler": 3,
     "runtime": 3,
-    "cli": 4,
+    "bench": 4,
+    "quality": 4,
     "serve": 4,
+    "show": 4,
+    "cli": 5,
 }
 
 FRAMEWORKS = {
@@ -30,7 +33,7 @@ FRAMEWORKS = {
     "transformers",
     "safetensors",
 }
-FRAMEWORK_FREE = ("errors", "contract", "kv", "cli")
+FRAMEWORK_FREE = ("errors", "contract", "kv", "bench", "cli")
 """Parts that import no framework when they are imported themselves."""
 
 

@@ -66,11 +66,13 @@ PUBLIC = [
 ]
 
 FLAGS = {
+    "bench": "--batches --context --json --model --new-tokens --peer-models --peers --plot "
+    "--prompt --quick --repeats --requests --save --step-tokens --threads --timeout",
     "cache clear": "--json",
     "cache stat": "--json",
     "cache verify": "--json",
     "compile": "--backend --cache --cache-dtype --dtype --force --from-artifact --json --output "
-    "--page-size --target",
+    "--page-size --quality --quality-text --target --weights",
     "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
     "--num-pages --prefix --remote --seed --session --temperature --threads --top-k --top-p",
     "inspect": "--json",

@@ -122,6 +122,7 @@ def emit(
     lowered: Lowered,
     target: Target,
     backend: str,
+    weights: str,
     notes: list[str],
 ) -> Manifest:
     """Copy the model's travelling files, hash everything, write the manifest."""
@@ -143,6 +144,7 @@ def emit(
         backend=backend,
         target=str(target),
         dtype=model.dtype,
+        weights=weights,
         layout=plan.params.layout_dict(),
         inputs=[Binding.of(symbol) for symbol in signature.inputs],
         outputs=[Binding.of(symbol, output=True) for symbol in signature.outputs],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.cache import CachePlan
@@ -11,6 +13,7 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import ModelError
 
 
 def export_fused(
@@ -18,9 +21,21 @@ def export_fused(
 ) -> tuple[ExportedProgram, list[PassReport]]:
     """Export, one update_and_attend for each layer, rotary embeddings into it where they fit.
 
-    UnsupportedError as `export` and `require_fused` raise it.
+    UnsupportedError as `export` and `require_fused` raise it; ModelError for a weight in memory
+    that is not finite (one that is streamed is checked on its way).
     """
+    for name, weight in model.module.state_dict().items():
+        if weight.is_floating_point() and not isinstance(weight, FakeTensor):
+            require_finite(name, weight)
     program = export(model, signature, return_buffers=return_buffers)
     fused = fuse_update_and_attend(program.graph)
     require_fused(program, fused, signature, plan)
     return program, [fused, fuse_rope(program, signature, model.max_seq_len)]
+
+
+def require_finite(name: str, weight: torch.Tensor) -> None:
+    """ModelError for a weight with a NaN or an infinity, which names the first."""
+    finite = torch.isfinite(weight)
+    if not finite.all():
+        at = (~finite).nonzero()[0].tolist()
+        raise ModelError(f"{name}: expected finite weights, got {weight[tuple(at)]} at {at}")

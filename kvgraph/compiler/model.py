@@ -40,6 +40,8 @@ class Model:
     bos_token_id: int | None = None
     checkpoint: Checkpoint | None = None
     """Where the values are of a module whose parameters are fake."""
+    stored_dtype: str = ""
+    """Of the checkpoint's weights, where the module has them in another dtype."""
     loaded: str = ""
     """Why a module has its values in memory that was asked for without them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,14 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
+from kvgraph.ops._linear import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from torch import nn
 
     from kvgraph.compiler.model import Model
 
-BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch", "tensorrt")}
+BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch", "tensorrt", "onnx")}
 """Kind of target -> its backends, the default first."""
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128
@@ -42,6 +44,7 @@ def compile(
     target: str = "cpu",
     backend: str | None = None,
     dtype: str | None = None,
+    weights: str | None = None,
     cache_dtype: str | None = None,
     page_size: int = DEFAULT_PAGE_SIZE,
     cache: str = "paged",
@@ -53,11 +56,13 @@ def compile(
 ) -> Manifest:
     """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
 
-    `dtype` is the activation and weight type (default: the checkpoint's), `cache_dtype` the
-    pool's (default: `dtype`), `page_size` in tokens, `cache` "paged",
-    "continuous" or "padded". An nn.Module needs `params`, `vocab_size` and
-    `max_seq_len`. The cache is described by a NullKVCacheManager on a virtual device: no KV memory
-    is allocated, and any pool size can be bound later. `out` appears whole or not at all.
+    `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
+    layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
+    for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
+    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
+    nn.Module needs `params`, `vocab_size` and `max_seq_len`. The cache is described by a
+    NullKVCacheManager on a virtual device: no KV memory is allocated, and any pool size can be
+    bound later. `out` appears whole or not at all.
 
     Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
     """
@@ -67,7 +72,11 @@ def compile(
 
     progress("reading the model")
     weightless = parsed.kind == "cuda" and backend == "torch"
-    loaded, notes = _load(model, backend, dtype, vocab_size, max_seq_len, weightless)
+    _check_weights(weights, parsed, dtype)
+    float32 = parsed.kind == "cpu" and (backend == "onnx" or weights is not None)
+    loaded, notes = _load(model, float32, dtype, vocab_size, max_seq_len, weightless)
+    if float32 and weights is None:
+        weights = "bf16" if loaded.stored_dtype == "bfloat16" else "fp32"
 
     if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
@@ -91,7 +100,8 @@ def compile(
 
     with emit.staging(out, force=force) as folder:
         progress(f"lowering to {backend}")
-        lowered = _lower(_lowering(backend, parsed, progress), loaded, signature, plan, folder)
+        lowering = _lowering(backend, parsed, weights, progress)
+        lowered = _lower(lowering, loaded, signature, plan, folder)
         progress("writing the artifact")
         return emit.emit(
             folder,
@@ -101,6 +111,7 @@ def compile(
             lowered=lowered,
             target=parsed,
             backend=backend,
+            weights=weights or loaded.dtype,
             notes=notes,
         )
 
@@ -139,9 +150,26 @@ def _check(
     return parsed, backend
 
 
+def _check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
+    known = ["fp32", *WEIGHT_BITS]
+    if weights is None:
+        return
+    if weights not in known:
+        raise UnsupportedError(f"weights: expected one of {known}, got {weights!r}")
+    if target.kind != "cpu":
+        raise UnsupportedError(
+            f"weights: expected none for target {target.kind}, whose weights have the activations' "
+            f"--dtype, got {weights!r}"
+        )
+    if dtype not in (None, "float32"):
+        raise UnsupportedError(
+            f"dtype: expected float32 activations beside weights {weights!r}, got {dtype!r}"
+        )
+
+
 def _load(
     model: Any,
-    backend: str,
+    float32: bool,
     dtype: str | None,
     vocab_size: int | None,
     max_seq_len: int | None,
@@ -149,6 +177,7 @@ def _load(
 ) -> tuple[Model, list[str]]:
     """The model in a dtype that the backend computes in, and what was converted.
 
+    `float32`: it computes in nothing else, as ONNX Runtime's CPU kernels.
     `weightless`: a checkpoint's weights stay where they are, if they can.
     """
     if dtype is not None and dtype not in POOL_DTYPES:
@@ -158,19 +187,20 @@ def _load(
 
     if not isinstance(model, str | Path):
         loaded = module.load(model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype)
-        if backend == "onnx" and loaded.dtype != "float32":
+        if float32 and loaded.dtype != "float32":
             raise UnsupportedError(
-                f"dtype: expected float32 activations for backend onnx on cpu, got {loaded.dtype}"
+                "dtype: expected float32 activations for backend onnx on cpu and for packed "
+                f"weights, got {loaded.dtype}"
             )
         return loaded, []
     folder = Path(model)
     wanted = dtype or huggingface.checkpoint_dtype(folder)
-    if backend == "onnx" and wanted != "float32":
+    if float32 and wanted != "float32":
         note = (
-            f"activations and weights: {wanted} converted to float32, since ONNX Runtime's CPU "
-            "kernels do not compute in it (the pool's dtype is --cache-dtype)"
+            f"activations: {wanted} converted to float32, since the CPU kernels compute in it "
+            "(the pool's dtype is --cache-dtype, that of weights --weights)"
         )
-        return huggingface.load(folder, "float32"), [note]
+        return replace(huggingface.load(folder, "float32"), stored_dtype=wanted), [note]
     loaded = huggingface.load(folder, wanted, weightless=weightless)
     return loaded, [f"weights: passed through memory: {loaded.loaded}"] if loaded.loaded else []
 
@@ -227,11 +257,18 @@ def _lower(lower: Callable[..., Any], model: Model, *given: Any) -> Any:
         ) from error
 
 
-def _lowering(backend: str, target: Target, progress: Progress) -> Callable[..., Any]:
+def _lowering(
+    backend: str, target: Target, weights: str | None, progress: Progress
+) -> Callable[..., Any]:
+    weight_bits = WEIGHT_BITS.get(weights or "")
     if backend == "tensorrt":
         from kvgraph.compiler.targets import tensorrt
 
         return partial(tensorrt.lower, archs=target.archs, progress=progress)
+    if target.kind == "cuda" and backend == "onnx":
+        from kvgraph.compiler.targets import onnx_cuda
+
+        return partial(onnx_cuda.lower, archs=target.archs, progress=progress)
     if target.kind == "cuda":
         from kvgraph.compiler.targets import cuda
 
@@ -239,10 +276,10 @@ def _lowering(backend: str, target: Target, progress: Progress) -> Callable[...,
     if backend == "onnx":
         from kvgraph.compiler.targets import onnx
 
-        return onnx.lower
+        return partial(onnx.lower, weight_bits=weight_bits)
     from kvgraph.compiler.targets import torch
 
-    return torch.lower
+    return partial(torch.lower, weight_bits=weight_bits)
 
 
 def _require_kernels(plan: CachePlan, target: Target, backend: str) -> None:

@@ -22,7 +22,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CHUNK_BYTES = 16 << 20
 
 
@@ -114,7 +114,31 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QualityInfo:
+    """How an artifact foretells a text, beside its checkpoint in float32 under transformers.
+
+    `text` names the text, `sha256` is of its UTF-8 bytes; `tokens` of it were foretold, each from
+    the true ones before it. `agreement`: share of the positions, in [0, 1], where artifact and
+    checkpoint hold the same token for the likeliest.
+    """
+
+    text: str
+    sha256: str
+    tokens: int
+    perplexity: float
+    reference_perplexity: float
+    agreement: float
+
+    @property
+    def loss(self) -> float:
+        """Perplexity given up: 0.01 is one percent more than the checkpoint's."""
+        return self.perplexity / self.reference_perplexity - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
+    """`dtype` of the activations; `weights`: fp32, bf16, int8 or int4 on a CPU, else that dtype."""
+
     schema_version: int
     kvgraph_version: str
     op_abi_version: int
@@ -122,6 +146,7 @@ class Manifest:
     backend: str
     target: str
     dtype: str
+    weights: str
     layout: dict[str, Any]
     inputs: list[Binding]
     outputs: list[Binding]
@@ -133,6 +158,7 @@ class Manifest:
     nondeterministic_files: list[str]
     tools: dict[str, str]
     engine: EngineInfo | None = None
+    quality: QualityInfo | None = None
 
     @property
     def signature(self) -> GraphSignature:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
 from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, OpSpec
 
 SPECS: tuple[OpSpec, ...] = (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND)
-"""In the order of their C entry points."""
+"""The cache ops, in the order of their C entry points."""
+
+CPU_SPECS: tuple[OpSpec, ...] = (LINEAR,)
+"""What only graphs for a CPU hold; after the cache ops in every table."""
+
+ALL_SPECS = SPECS + CPU_SPECS
 
 
 def __getattr__(name: str) -> Any:
-    if name in {spec.name for spec in SPECS}:
+    if name in {spec.name for spec in ALL_SPECS}:
         from kvgraph.ops import torch_ops
 
         return getattr(torch_ops, name)
@@ -26,6 +32,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ALL_SPECS",
+    "CPU_SPECS",
+    "LINEAR",
     "OPSET_DOMAIN",
     "OPSET_VERSION",
     "PAGED_ATTENTION",

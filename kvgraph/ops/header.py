@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvgraph.contract.dims import NUMPY_DTYPES
-from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, SPECS
+from kvgraph.ops import ALL_SPECS, OPSET_DOMAIN, OPSET_VERSION, SPECS
 from kvgraph.ops.spec import Operand, OpSpec
 
 ABI_VERSION = 1
@@ -58,23 +58,30 @@ typedef struct kvg_op {
 
 def header() -> str:
     """The whole file."""
-    dims = list(dict.fromkeys(_symbol(d) for op in SPECS for o in _operands(op) for d in o.dims))
+    dims = list(
+        dict.fromkeys(_symbol(d) for op in ALL_SPECS for o in _operands(op) for d in o.dims)
+    )
     symbols = [d for d in dims if d]
     lines = [PREAMBLE, *_constants(symbols), STRUCTS]
-    for op in SPECS:
+    for op in ALL_SPECS:
         lines += _op_tables(op, symbols)
-    names = ", ".join(f"&KVG_OP_{op.name.upper()}" for op in SPECS)
-    lines.append(f"static const kvg_op* const KVG_OPS[KVG_NUM_OPS] = {{{names}}};\n")
+    names = [f"&KVG_OP_{op.name.upper()}" for op in ALL_SPECS]
+    lines.append("// The cache ops, which every backend has; then those that only the CPU has.\n")
+    lines.append("static const kvg_op* const KVG_OPS[KVG_NUM_OPS] = {")
+    lines.append(f"{', '.join(names[: len(SPECS)])}}};\n")
+    lines.append("static const kvg_op* const KVG_CPU_OPS[KVG_NUM_CPU_OPS] = {")
+    lines.append(f"{', '.join(names)}}};\n")
     lines.append("\n#endif  // KVGRAPH_CONTRACT_H_\n")
     return "".join(lines)
 
 
 def _constants(symbols: list[str]) -> Iterator[str]:
-    rank = max(len(o.dims) for op in SPECS for o in _operands(op))
+    rank = max(len(o.dims) for op in ALL_SPECS for o in _operands(op))
     yield f"#define KVG_ABI_VERSION {ABI_VERSION}\n"
     yield f'#define KVG_DOMAIN "{OPSET_DOMAIN}"\n'
     yield f"#define KVG_OPSET_VERSION {OPSET_VERSION}\n"
-    yield f"#define KVG_MAX_RANK {rank}\n#define KVG_NUM_OPS {len(SPECS)}\n\n"
+    yield f"#define KVG_MAX_RANK {rank}\n#define KVG_NUM_OPS {len(SPECS)}\n"
+    yield f"#define KVG_NUM_CPU_OPS {len(ALL_SPECS)}\n\n"
     codes = ", ".join(f"KVG_{name.upper()} = {code}" for name, code in DTYPE_CODES.items())
     yield f"typedef enum kvg_dtype {{ {codes} }} kvg_dtype;\n\n"
     yield "static const char* const KVG_DTYPE_NAMES[] = {"

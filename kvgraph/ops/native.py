@@ -22,7 +22,7 @@ import numpy.typing as npt
 import kvgraph
 from kvgraph.contract.dims import NUMPY_DTYPES
 from kvgraph.errors import KernelError
-from kvgraph.ops import SPECS
+from kvgraph.ops import ALL_SPECS
 from kvgraph.ops.header import ABI_VERSION, DTYPE_CODES
 from kvgraph.ops.spec import Operand, OpSpec
 
@@ -32,7 +32,7 @@ NativeOperand = tuple[int, str, tuple[int, ...]] | None
 Array = npt.NDArray[Any]
 
 INSTALL = "pip install --force-reinstall kvgraph"
-MAX_RANK = max(len(o.dims) for spec in SPECS for o in spec.inputs + spec.outputs)
+MAX_RANK = max(len(o.dims) for spec in ALL_SPECS for o in spec.inputs + spec.outputs)
 MESSAGE_BYTES = 512
 
 # kvg_tensor is an address, then dtype, rank and shape; of kvg_call all fields are written once.
@@ -61,15 +61,16 @@ def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
         None if array is None else _described(spec, operand, array)
         for operand, array in zip(spec.inputs, given, strict=True)
     ]
-    results = [
-        np.empty(_shape(spec, out, operands, attributes), NUMPY_DTYPES[_dtype(spec, out, operands)])
-        for out in spec.results
-    ]
-    fresh = iter(results)
+    results = []
     for out in spec.outputs:
-        operands.append(None if out.alias else _described(spec, out, next(fresh)))
+        if out.alias or (out.optional and not attributes.get(str(out.dims[-1]))):
+            operands.append(None)
+            continue
+        shape = _shape(spec, out, operands, attributes)
+        results.append(np.empty(shape, NUMPY_DTYPES[_dtype(spec, out, operands)]))
+        operands.append(_described(spec, out, results[-1]))
     call(spec, operands, attributes)
-    return results[0] if results else ()
+    return () if not results else results[0] if len(results) == 1 else tuple(results)
 
 
 def library_path(name: str) -> Path:
@@ -236,10 +237,12 @@ def _described(spec: OpSpec, operand: Operand, array: Array) -> NativeOperand:
 
 
 def _dtype(spec: OpSpec, out: Operand, operands: Sequence[NativeOperand]) -> str:
-    """The dtype of the first given input of `out`'s type variable."""
+    """The dtype of the first given input of `out`'s type variable, or its only one."""
+    if out.type_variable is None:
+        return out.dtypes[0]
     return next(
         given[1]
-        for operand, given in zip(spec.inputs, operands, strict=True)
+        for operand, given in zip(spec.inputs, operands, strict=False)
         if given and operand.type_variable == out.type_variable
     )
 
@@ -249,8 +252,9 @@ def _shape(
 ) -> tuple[int, ...]:
     """Extents of a result: an attribute of the dim's name if it is not 0, else the inputs'."""
     sizes: dict[str | int, int] = {}
-    for operand, given in zip(spec.inputs, operands, strict=True):
+    for operand, given in zip(spec.inputs, operands, strict=False):
         for dim, extent in zip(operand.dims, given[2] if given else (), strict=False):
             sizes.setdefault(dim, extent)
-    sizes["v_head_dim"] = int(attributes.get("v_head_dim", 0)) or sizes["head_dim"]
+    sizes.setdefault("v_head_dim", sizes.get("head_dim", 0))
+    sizes |= {name: int(value) for name, value in attributes.items() if name in out.dims and value}
     return tuple(sizes[dim] for dim in out.dims)

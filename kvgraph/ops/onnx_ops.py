@@ -13,15 +13,18 @@ import onnx
 from onnx.defs import OpSchema
 from onnx.reference.op_run import OpRun
 
-from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, SPECS, OpSpec
+from kvgraph.ops import ALL_SPECS, OPSET_DOMAIN, OPSET_VERSION, OpSpec
 from kvgraph.ops.spec import Operand
 
 ONNX_TYPES = {"float8_e4m3fn": "float8e4m3fn", "float32": "float"}
 
+KERNEL_ATTRIBUTES = {"kernels": OpSchema.AttrType.STRING, "images": OpSchema.AttrType.TENSOR}
+"""Of nodes for a GPU: what their kernels were compiled for, and their cubins. Optional."""
+
 
 def register_schemas() -> None:
     """Make the ops known to onnx's checker and shape inference; registering twice is harmless."""
-    for spec in SPECS:
+    for spec in ALL_SPECS:
         if not onnx.defs.has(spec.name, OPSET_DOMAIN):
             onnx.defs.register_schema(schema(spec))
 
@@ -39,7 +42,13 @@ def schema(spec: OpSpec) -> OpSchema:
             (variable, _types(dtypes), f"dtype of {', '.join(names)}")
             for variable, (dtypes, names) in _type_variables(spec).items()
         ],
-        attributes=[_attribute(a.name, a.kind, a.default) for a in spec.attributes],
+        attributes=[
+            *(_attribute(a.name, a.kind, a.default) for a in spec.attributes),
+            *(
+                OpSchema.Attribute(name, kind, required=False)
+                for name, kind in KERNEL_ATTRIBUTES.items()
+            ),
+        ],
     )
     built.set_type_and_shape_inference_function(_inference(spec))
     return built
@@ -86,8 +95,8 @@ def _inference(spec: OpSpec) -> Callable[[Any], None]:
             if value is not None and value.tensor_type.HasField("shape"):
                 for name, dim in zip(operand.dims, value.tensor_type.shape.dim, strict=False):
                     dims.setdefault(str(name), dim)
-        width = context.get_attribute("v_head_dim")
-        static_v = width.i if width is not None and width.i else None
+        given = {a.name: context.get_attribute(a.name) for a in spec.attributes}
+        widths = {name: a.i for name, a in given.items() if a is not None and a.i}
         for index in range(context.get_num_outputs()):
             output = spec.outputs[index]
             source = _type_source(spec, output)
@@ -96,13 +105,12 @@ def _inference(spec: OpSpec) -> Callable[[Any], None]:
             result = onnx.TypeProto()
             result.tensor_type.elem_type = types[source].tensor_type.elem_type
             shape = result.tensor_type.shape
-            for name in output.dims:
-                name = "head_dim" if name == "v_head_dim" and not static_v else str(name)
+            for name in map(str, output.dims):
                 dim = shape.dim.add()
-                if name == "v_head_dim":
-                    dim.dim_value = static_v
-                elif name in dims:
-                    dim.CopyFrom(dims[name])
+                if name in widths:
+                    dim.dim_value = widths[name]
+                elif (source_dim := "head_dim" if name == "v_head_dim" else name) in dims:
+                    dim.CopyFrom(dims[source_dim])
             context.set_output_type(index, result)
 
     return infer
@@ -123,7 +131,7 @@ def reference_ops() -> list[type[OpRun]]:
 
     They mutate the pool in place, as the native kernels do.
     """
-    return [_reference_op(spec) for spec in SPECS]
+    return [_reference_op(spec) for spec in ALL_SPECS]
 
 
 def _reference_op(spec: OpSpec) -> type[OpRun]:
@@ -135,7 +143,7 @@ def _reference_op(spec: OpSpec) -> type[OpRun]:
         values = dict.fromkeys(names) | dict(zip(names, inputs, strict=False))
         results = spec.reference(*values.values(), **given)
         new = iter(results if isinstance(results, tuple) else (results,))
-        outputs = (values[o.alias] if o.alias else next(new) for o in spec.outputs)
+        outputs = (values[o.alias] if o.alias else next(new, None) for o in spec.outputs)
         present = [np.empty(0, np.float32) if value is None else value for value in outputs]
         return tuple(present[: len(self.onnx_node.output)])
 

@@ -11,6 +11,7 @@ OPSET_VERSION = 1
 
 ACTIVATION = ("float32", "float16", "bfloat16")
 POOL = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
+WEIGHT = ("bfloat16", "int8")
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
 
@@ -31,7 +32,7 @@ class Operand:
     @property
     def type_variable(self) -> str | None:
         """Operands that share a set of several dtypes share one dtype per call."""
-        return {ACTIVATION: "T", POOL: "P"}.get(self.dtypes)
+        return {ACTIVATION: "T", POOL: "P", WEIGHT: "P"}.get(self.dtypes)
 
 
 @dataclass(frozen=True)

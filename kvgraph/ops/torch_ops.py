@@ -14,6 +14,7 @@ import torch
 
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
+from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
 from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
@@ -67,10 +68,23 @@ def _dense(spec: OpSpec, name: str, tensor: torch.Tensor | None) -> torch.Tensor
     return tensor.contiguous()
 
 
-def _out_like(inputs: dict[str, torch.Tensor | None], attributes: dict[str, Any]) -> torch.Tensor:
-    q = inputs["q"]
-    assert q is not None
-    return q.new_empty((q.shape[0], q.shape[1], attributes.get("v_head_dim") or q.shape[2]))
+def _results(
+    spec: OpSpec, inputs: dict[str, torch.Tensor | None], attributes: dict[str, Any]
+) -> list[torch.Tensor]:
+    """New memory for the outputs; one that the attributes leave out is empty."""
+    if not spec.results:
+        return []
+    first = inputs[spec.inputs[0].name]
+    assert first is not None
+    if spec is LINEAR:
+        widths = [attributes.get(str(out.dims[-1])) or 0 for out in spec.results]
+        return [first.new_empty((first.shape[0] if w else 0, w)) for w in widths]
+    width = attributes.get("v_head_dim") or first.shape[2]
+    return [first.new_empty((first.shape[0], first.shape[1], width))]
+
+
+def _returned(out: list[torch.Tensor]) -> Any:
+    return tuple(out) if len(out) > 1 else out[0] if out else None
 
 
 def _cpu_kernel(spec: OpSpec) -> Callable[..., Any]:
@@ -79,13 +93,18 @@ def _cpu_kernel(spec: OpSpec) -> Callable[..., Any]:
     def call(*args: torch.Tensor | None, **attributes: Any) -> Any:
         given = dict(zip(names, args, strict=False))
         inputs = {name: _dense(spec, name, given.get(name)) for name in names}
-        out = [_out_like(inputs, attributes) for _ in spec.results]
+        out = _results(spec, inputs, attributes)
         operands = [_operand(inputs[name]) for name in names]
         results = iter(out)
         for output in spec.outputs:
-            operands.append(_operand(inputs[output.alias] if output.alias else next(results)))
+            if output.alias:
+                operands.append(_operand(inputs[output.alias]))
+                continue
+            made = next(results)
+            left_out = output.optional and not made.shape[-1]
+            operands.append(None if left_out else _operand(made))
         native.call(spec, operands, attributes)
-        return out[0] if out else None
+        return _returned(out)
 
     return call
 
@@ -94,9 +113,8 @@ def _fake(spec: OpSpec) -> Callable[..., Any]:
     names = [operand.name for operand in spec.inputs]
 
     def call(*args: torch.Tensor | None, **attributes: Any) -> Any:
-        if not spec.results:
-            return None
-        return _out_like(dict(zip(names, args, strict=False)), attributes)
+        given = dict.fromkeys(names) | dict(zip(names, args, strict=False))
+        return _returned(_results(spec, given, attributes))
 
     return call
 
@@ -116,7 +134,7 @@ def _fake_functional(spec: OpSpec) -> Callable[..., Any]:
 
 
 _LIBRARY = torch.library.Library(OPSET_DOMAIN, "DEF")
-for _spec in (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND):
+for _spec in (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND, LINEAR):
     _LIBRARY.define(schema(_spec))
     _LIBRARY.impl(_spec.name, _cpu_kernel(_spec), "CPU")
     torch.library.register_fake(f"{OPSET_DOMAIN}::{_spec.name}", _fake(_spec), lib=_LIBRARY)
@@ -126,6 +144,7 @@ torch.library.register_fake(
     f"{OPSET_DOMAIN}::{FUNCTIONAL}", _fake_functional(UPDATE_AND_ATTEND), lib=_LIBRARY
 )
 
+linear = torch.ops.kvgraph.linear
 store_kv = torch.ops.kvgraph.store_kv
 paged_attention = torch.ops.kvgraph.paged_attention
 update_and_attend = torch.ops.kvgraph.update_and_attend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -14,9 +13,10 @@ from kvgraph.contract.manifest import Manifest, read_manifest, verify_files
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
-from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.errors import ArtifactError
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.machine import require_machine
+from kvgraph.runtime.processors import require_threads
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session
@@ -60,15 +60,12 @@ class Artifact:
     def session(self, kind: str | None = None, *, num_threads: int | None = None) -> Session:
         """Something that can run the graph: `kind` as in `sessions.BACKEND_SESSIONS`.
 
-        Default: the one of the artifact's backend. `num_threads` 0 or None: all cores.
+        Default: the one of the artifact's backend. `num_threads` 0 or None: all cores; RequestError
+        for more than the processors that this process may run on.
         """
         from kvgraph.runtime import sessions
 
-        cores = os.cpu_count() or 1
-        if num_threads is not None and not 0 <= num_threads <= cores:
-            raise RequestError(
-                f"num_threads: expected 1 to {cores} from this machine, got {num_threads}"
-            )
+        require_threads(num_threads)
         return sessions.create(self, kind, num_threads)
 
     def require_consistent(self) -> None:

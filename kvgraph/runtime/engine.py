@@ -175,9 +175,7 @@ class Engine:
         batch.update(tokens)  # requests grow first
         self.kv.step(batch.requests)  # then full pages join the prefix cache
         self.generated_tokens += len(tokens)
-        generated = [
-            self._token(row, token) for row, token in zip(batch.sampled, tokens, strict=True)
-        ]
+        generated = self._tokens(batch.sampled, tokens)
         self.scheduler.retire()
         return self._take_held() + generated
 
@@ -330,14 +328,18 @@ class Engine:
                 f"got {low if low < 0 else high}"
             )
 
-    def _token(self, row: Request, token: int) -> Token:
-        decoder = self._decoders[row.request_id]
-        text = ""
-        if decoder is not None and token not in row.stop_tokens:
-            text = decoder.step(self._tokenizer, token) or ""
-        if row.finish_reason:
-            del self._decoders[row.request_id]
-        return Token(row.request_id, token, text, row.finish_reason)
+    def _tokens(self, rows: Sequence[Request], tokens: Sequence[int]) -> list[Token]:
+        """Each row's token with the text that it completes; ended requests lose their decoder."""
+        generated = []
+        for row, token in zip(rows, tokens, strict=True):
+            request_id, text = row.request_id, ""
+            decoder = self._decoders[request_id]
+            if decoder is not None and token not in row.stop_tokens:
+                text = decoder.step(self._tokenizer, token) or ""
+            if row.finish_reason:
+                del self._decoders[request_id]
+            generated.append(Token(request_id, token, text, row.finish_reason))
+        return generated
 
 
 def _token_ids(prompt: Sequence[int] | str) -> list[int]:

@@ -1,6 +1,7 @@
 // What kvgraph uses of ONNX Runtime's C interface, declared by us from its documented layout: the
 // table of functions is append-only, so a slot number stays what it is. tests/plugins and
-// tests/test_conformance.py run every slot below against the installed runtime.
+// tests/test_conformance.py run every slot below against the installed runtime but ScratchBuffer,
+// which needs a GPU's stream.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +21,7 @@ struct KernelInfo;
 struct KernelContext;
 struct ShapeContext;
 struct OpAttribute;
+struct MemoryInfo;
 
 using Logger = void;
 
@@ -35,8 +37,17 @@ enum ElementType : int32_t {
 enum Characteristic : int32_t { kRequired = 0, kOptional = 1 };
 enum ErrorCode : int32_t { kFail = 1, kInvalidArgument = 2 };
 enum AttributeType : int32_t { kAttributeInt = 1 };
+enum MemoryType : int32_t { kCpuInput = -2, kDefaultMemory = 0 };
 
 struct CustomOp;
+
+// Memory of a provider; what follows these fields is of newer versions.
+struct Allocator {
+  uint32_t version;
+  void* (*Alloc)(Allocator*, size_t);
+  void (*Free)(Allocator*, void*);
+  const MemoryInfo* (*Info)(const Allocator*);
+};
 
 // One function of the table, by its slot.
 template <size_t Slot, class Signature>
@@ -66,14 +77,21 @@ using DimensionsCount = Function<61, Status*(const TensorInfo*, size_t*)>;
 using Dimensions = Function<62, Status*(const TensorInfo*, int64_t*, size_t)>;
 using SymbolicDimensions = Function<63, Status*(const TensorInfo*, const char**, size_t)>;
 using TensorTypeAndShape = Function<65, Status*(const Value*, TensorInfo**)>;
+using DefaultAllocator = Function<78, Status*(Allocator**)>;  // of host memory, never released
 using AttributeFloat = Function<85, Status*(const KernelInfo*, const char*, float*)>;
 using AttributeInt = Function<86, Status*(const KernelInfo*, const char*, int64_t*)>;
+// Into `out` with a final NUL, or its size where `out` is null.
+using AttributeString = Function<87, Status*(const KernelInfo*, const char*, char* out, size_t*)>;
 using InputCount = Function<88, Status*(const KernelContext*, size_t*)>;
 using OutputCount = Function<89, Status*(const KernelContext*, size_t*)>;
 using Input = Function<90, Status*(const KernelContext*, size_t, const Value**)>;
 using Output = Function<91, Status*(KernelContext*, size_t, const int64_t*, size_t, Value**)>;
 using ReleaseStatus = Function<93, void(Status*)>;
+using ReleaseValue = Function<96, void(Value*)>;
 using ReleaseTensorInfo = Function<99, void(TensorInfo*)>;
+using ReleaseAllocator = Function<132, void(Allocator*)>;
+using ComputeStream = Function<193, Status*(const KernelContext*, void** stream)>;
+using AttributeTensor = Function<236, Status*(const KernelInfo*, const char*, Allocator*, Value**)>;
 using ShapeInputCount = Function<267, Status*(const ShapeContext*, size_t*)>;
 using InputTypeShape = Function<268, Status*(const ShapeContext*, size_t, TensorInfo**)>;
 using ShapeAttribute = Function<269, Status*(const ShapeContext*, const char*, const OpAttribute**)>;
@@ -83,6 +101,9 @@ using ReadAttribute =
     Function<272, Status*(const OpAttribute*, AttributeType, void*, size_t, size_t*)>;
 using ParallelFor = Function<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t,
                                           size_t, void*)>;
+// Ordered with the context's stream; the allocator of that memory frees it.
+using ScratchBuffer = Function<277, Status*(const KernelContext*, const MemoryInfo*, size_t, void**)>;
+using KernelAllocator = Function<278, Status*(const KernelInfo*, MemoryType, Allocator**)>;
 
 struct ApiBase {
   const Api* (*GetApi)(uint32_t version);
@@ -103,7 +124,7 @@ struct CustomOp {
   void (*KernelDestroy)(void* kernel);
   Characteristic (*GetInputCharacteristic)(const CustomOp*, size_t index);
   Characteristic (*GetOutputCharacteristic)(const CustomOp*, size_t index);
-  int32_t (*GetInputMemoryType)(const CustomOp*, size_t index);
+  MemoryType (*GetInputMemoryType)(const CustomOp*, size_t index);
   int (*GetVariadicInputMinArity)(const CustomOp*);
   int (*GetVariadicInputHomogeneity)(const CustomOp*);
   int (*GetVariadicOutputMinArity)(const CustomOp*);

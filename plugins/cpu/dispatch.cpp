@@ -2,8 +2,10 @@
 #include <cstdlib>
 #include <string>
 
+#include "cpu/amx.h"
 #include "cpu/check.h"
 #include "cpu/kernels.h"
+#include "cpu/linear.h"
 #include "kvgraph/abi.h"
 
 namespace kvg {
@@ -11,64 +13,108 @@ namespace kvg {
 #if defined(KVG_X86)
 namespace avx2 {
 extern const Kernels kKernels;
+extern const LinearKernels kLinearKernels;
 }
 namespace avx512 {
 extern const Kernels kKernels;
+extern const LinearKernels kLinearKernels;
 }
 namespace avx512_bf16 {
 extern const Kernels kKernels;
+extern const LinearKernels kLinearKernels;
 }
 #else
 namespace baseline {
 extern const Kernels kKernels;
+extern const LinearKernels kLinearKernels;
+}
+#endif
+
+#if defined(KVG_AMX)
+namespace amx {
+extern const LinearKernels kLinearKernels;
 }
 #endif
 
 namespace {
 
 struct Isa {
+  const char* name;
   const Kernels& kernels;
-  bool runs;  // on this processor
+  const LinearKernels& linear;
+  bool (*runs)();  // on this processor
+  bool by_itself = true;  // chosen where KVGRAPH_CPU_ISA asks for none
 };
 
-const Kernels& choose() {
 #if defined(KVG_X86)
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd") &&
-                    __builtin_cpu_supports("avx512vl");
-  const Isa all[] = {{avx512_bf16::kKernels, wide && __builtin_cpu_supports("avx512bf16")},
-                     {avx512::kKernels, wide},
-                     {avx2::kKernels, true}};
-#else
-  const Isa all[] = {{baseline::kKernels, true}};
+bool avx512_runs() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd") &&
+         __builtin_cpu_supports("avx512vl");
+}
+
+bool avx512_bf16_runs() {
+  return avx512_runs() && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
+}
 #endif
-  const char* wanted = std::getenv("KVGRAPH_CPU_ISA");
-  std::string runs, known;
-  const Isa* found = nullptr;
-  for (const Isa& isa : all) {
-    const std::string name = isa.kernels.name;
-    known += (known.empty() ? "" : ", ") + name;
-    if (isa.runs) runs += (runs.empty() ? "" : ", ") + name;
-    if (wanted && *wanted ? name == wanted : isa.runs && !found) found = &isa;
+
+bool always() { return true; }
+
+// The best first.
+const Isa kAll[] = {
+#if defined(KVG_AMX)
+    // Only where it is asked for: its tiles have run emulated, never on a processor that has them.
+    {"amx", avx512_bf16::kKernels, amx::kLinearKernels,
+     [] { return avx512_bf16_runs() && amx_runs(); }, false},
+#endif
+#if defined(KVG_X86)
+    {"avx512_bf16", avx512_bf16::kKernels, avx512_bf16::kLinearKernels, avx512_bf16_runs},
+    {"avx512", avx512::kKernels, avx512::kLinearKernels, avx512_runs},
+    {"avx2", avx2::kKernels, avx2::kLinearKernels, always},
+#else
+    {"baseline", baseline::kKernels, baseline::kLinearKernels, always},
+#endif
+};
+
+// Names, in order: of all, or of those that run here.
+std::string names(bool that_run) {
+  std::string list;
+  for (const Isa& isa : kAll)
+    if (!that_run || isa.runs()) list += (list.empty() ? "" : ", ") + std::string(isa.name);
+  return list;
+}
+
+const Isa& choose(const std::string& wanted) {
+  for (const Isa& isa : kAll) {
+    if (wanted.empty() ? isa.by_itself && isa.runs() : wanted == isa.name && isa.runs()) return isa;
+    if (wanted == isa.name)
+      refuse("KVGRAPH_CPU_ISA: expected one of %s of this processor, got %s", names(true).c_str(),
+             wanted.c_str());
   }
-  if (!found) refuse("KVGRAPH_CPU_ISA: expected one of %s, got %s", known.c_str(), wanted);
-  if (!found->runs)
-    refuse("KVGRAPH_CPU_ISA: expected one of %s of this processor, got %s", runs.c_str(), wanted);
-  return found->kernels;
+  refuse("KVGRAPH_CPU_ISA: expected one of %s, got %s", names(false).c_str(), wanted.c_str());
+}
+
+const Isa& chosen() {
+  static const std::string wanted = [] {  // read once, also where it is refused
+    const char* found = std::getenv("KVGRAPH_CPU_ISA");
+    return std::string(found ? found : "");
+  }();
+  static const Isa& isa = choose(wanted);
+  return isa;
 }
 
 }  // namespace
 
-const Kernels& kernels() {
-  static const Kernels& chosen = choose();
-  return chosen;
-}
+const Kernels& kernels() { return chosen().kernels; }
+
+const LinearKernels& linear_kernels() { return chosen().linear; }
 
 }  // namespace kvg
 
 extern "C" const char* kvg_cpu_isa(void) {
   try {
-    return kvg::kernels().name;
+    return kvg::chosen().name;
   } catch (const kvg::Refusal&) {
     return "";
   }

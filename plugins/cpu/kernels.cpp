@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "cpu/int8.h"
 #include "cpu/vector.h"
 
 namespace kvg::KVG_ISA {
@@ -369,15 +370,11 @@ constexpr Dtype row() {
   return {sizeof(typename Element::Word), to_float<Element>, from_float<Element>};
 }
 
-#define KVG_STRING_(x) #x
-#define KVG_STRING(x) KVG_STRING_(x)
-
 }  // namespace
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    KVG_STRING(KVG_ISA),
     {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
-    dot, add, dot_bf16, add_bf16, weigh, join, finish, scale};
+    dot, add, dot_bf16, add_bf16, dot_int8, add_int8, weigh, join, finish, scale};
 
 }  // namespace kvg::KVG_ISA

@@ -10,6 +10,8 @@
 namespace kvg::tensorrt {
 namespace {
 
+using namespace launch;
+
 class Creator final : public trt::Creator {
  public:
   explicit Creator(int op_index) : index_(op_index) {}

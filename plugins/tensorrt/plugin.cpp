@@ -1,5 +1,6 @@
 #include "tensorrt/plugin.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -20,14 +21,6 @@ const char* name_of(trt::DataType type) {
   return "a type that no kernel takes";
 }
 
-// The one dtype that the plugin's kernels take of an operand.
-int dtype_of(const Settings& settings, const kvg_operand& operand) {
-  if (operand.type_variable) return settings.kernels.dtypes[operand.type_variable];
-  int code = 1;
-  while (!(operand.dtypes >> code & 1u)) ++code;
-  return code;
-}
-
 void check_count(const Settings& settings, int32_t num_in, int32_t num_out) {
   if (num_in != settings.num_inputs || num_out != settings.num_outputs())
     refuse(KVG_REFUSED, "%s: expected %d inputs and %d outputs from its fields, got %d and %d",
@@ -36,9 +29,9 @@ void check_count(const Settings& settings, int32_t num_in, int32_t num_out) {
 
 void check_type(const Settings& settings, int position, trt::DataType given) {
   const kvg_operand& operand = settings.operand(position);
-  const int dtype = dtype_of(settings, operand);
+  const int dtype = settings.kernels.dtype_of(operand);
   if (kTypes[dtype] != given)
-    refuse(KVG_REFUSED, "%s: %s: expected %s from the plugin's kernels, got %s", settings.op->name,
+    refuse(KVG_REFUSED, "%s: %s: expected %s from the node's kernels, got %s", settings.op->name,
            operand.name, KVG_DTYPE_NAMES[dtype], name_of(given));
 }
 
@@ -51,10 +44,10 @@ void check_dim(const Settings& settings, const kvg_operand& operand, const kvg_d
   const int64_t expected = dim.symbol < 0 ? dim.value : found->second + dim.value;
   const char* name = dim.symbol < 0 ? "dim" : KVG_DIM_NAMES[dim.symbol];
   if (!given.is_constant())
-    refuse(KVG_REFUSED, "%s: %s: %s: expected %lld from the plugin's kernels, got a dim that is known "
+    refuse(KVG_REFUSED, "%s: %s: %s: expected %lld from the node's kernels, got a dim that is known "
            "at run time only", settings.op->name, operand.name, name, static_cast<long long>(expected));
   if (given.value() != expected)
-    refuse(KVG_REFUSED, "%s: %s: %s: expected %lld from the plugin's kernels, got %lld",
+    refuse(KVG_REFUSED, "%s: %s: %s: expected %lld from the node's kernels, got %lld",
            settings.op->name, operand.name, name, static_cast<long long>(expected),
            static_cast<long long>(given.value()));
 }
@@ -83,6 +76,13 @@ const trt::Dimension* dim_of(const Settings& settings, const trt::DimsExprs* in,
     refuse(KVG_REFUSED, "%s: %s: expected an input that has it, got none", settings.op->name,
            KVG_DIM_NAMES[dim.symbol]);
   return builder.constant(known->second + dim.value);
+}
+
+// An operand of the op's table, as launches take it.
+kvg_tensor tensor_of(const Settings& settings, int position, const trt::Dims& dims, void* data) {
+  kvg_tensor made = {data, settings.kernels.dtype_of(settings.operand(position)), dims.count, {}};
+  std::copy_n(dims.extent, std::min(dims.count, KVG_MAX_RANK), made.shape);
+  return made;
 }
 
 }  // namespace
@@ -117,7 +117,7 @@ int32_t Plugin::output_types(trt::DataType* out, int32_t num_out, const trt::Dat
     check_count(*settings_, num_in, num_out);
     for (int i = 0; i < num_in; ++i) check_type(*settings_, i, in[i]);
     for (int i = 0; i < num_out; ++i)
-      out[i] = kTypes[dtype_of(*settings_, settings_->operand(num_in + i))];
+      out[i] = kTypes[settings_->kernels.dtype_of(settings_->operand(num_in + i))];
   });
 }
 
@@ -146,7 +146,7 @@ bool Plugin::supports_format(int32_t position, const trt::DynamicTensorDesc* in_
       position >= static_cast<int32_t>(settings_->operands.size()))
     return false;
   const trt::TensorDesc& desc = in_out[position].desc;
-  const int dtype = dtype_of(*settings_, settings_->operand(position));
+  const int dtype = settings_->kernels.dtype_of(settings_->operand(position));
   return desc.format == trt::Format::kLinear && desc.type == kTypes[dtype];
 }
 
@@ -155,9 +155,10 @@ size_t Plugin::workspace_size(const trt::DynamicTensorDesc* in, int32_t num_in,
   size_t bytes = 0;
   guarded([&] {
     check_count(*settings_, num_in, settings_->num_outputs());
-    trt::Dims most[kMaxOperands];
-    for (int i = 0; i < num_in; ++i) most[i] = in[i].max;
-    bytes = workspace_bytes(*settings_, most);
+    kvg_tensor most[kMaxOperands] = {};
+    for (int i = 0; i < num_in; ++i)
+      most[settings_->operands[i]] = tensor_of(*settings_, i, in[i].max, nullptr);
+    bytes = launch::scratch_bound(*settings_, most);
   });
   return bytes;
 }
@@ -178,16 +179,19 @@ int32_t Plugin::enqueue(const trt::TensorDesc* in_desc, const trt::TensorDesc* o
                         const void* const* in, void* const* out, void* workspace,
                         trt::Stream* stream) noexcept {
   return guarded([&] {
-    Tensors tensors{};
-    for (int i = 0; i < settings_->num_inputs; ++i) {
-      tensors.desc[i] = &in_desc[i];
-      tensors.data[i] = const_cast<void*>(in[i]);
+    const Settings& settings = *settings_;
+    kvg_tensor operands[kMaxOperands] = {};
+    for (int i = 0; i < static_cast<int>(settings.operands.size()); ++i) {
+      const int output = i - settings.num_inputs;
+      operands[settings.operands[i]] =
+          output < 0 ? tensor_of(settings, i, in_desc[i].dims, const_cast<void*>(in[i]))
+                     : tensor_of(settings, i, out_desc[output].dims, out[output]);
     }
-    for (int i = 0; i < settings_->num_outputs(); ++i) {
-      tensors.desc[settings_->num_inputs + i] = &out_desc[i];
-      tensors.data[settings_->num_inputs + i] = out[i];
-    }
-    device_.run(*settings_, tensors, workspace, stream);
+    // max_lengths is the device's; the workspace was sized before a device was known.
+    const launch::Sizes sizes = launch::sizes_of(settings, operands, nullptr);
+    const launch::Plan plan =
+        device_.plan(settings, operands, sizes, launch::Multiprocessors::kTypical);
+    device_.run(settings, operands, plan, workspace, stream);
   });
 }
 

@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "tensorrt/settings.h"
-#include "tensorrt/step.h"
 
 namespace kvg::tensorrt {
 
@@ -50,7 +49,7 @@ class Plugin final : public trt::Plugin,
  private:
   std::shared_ptr<const Settings> settings_;
   std::shared_ptr<const Serialized> serialized_;
-  Device device_;  // of this clone: a context's own
+  launch::Device device_;  // of this clone: a context's own
 };
 
 }  // namespace kvg::tensorrt

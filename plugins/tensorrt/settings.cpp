@@ -1,9 +1,8 @@
 #include "tensorrt/settings.h"
 
-#include <cmath>
 #include <cstring>
 
-#include "tensorrt/images.h"
+#include "launch/images.h"
 #include "tensorrt/report.h"
 
 namespace kvg::tensorrt {
@@ -114,20 +113,6 @@ void list_operands(Settings& settings) {
   }
 }
 
-// Constants of the op that its kernels were compiled with.
-void check_attributes(const Settings& settings) {
-  for (int i = 0; i < settings.op->num_attributes; ++i) {
-    const kvg_attribute& spec = settings.op->attributes[i];
-    const auto made = settings.kernels.attributes.find(spec.name);
-    if (made == settings.kernels.attributes.end()) continue;
-    const double given = spec.is_float ? settings.attributes[i].f
-                                       : static_cast<double>(settings.attributes[i].i);
-    if (std::fabs(given - made->second) > 1e-6 * std::fabs(made->second))
-      refuse(KVG_REFUSED, "%s: %s: expected %g from the plugin's kernels, got %g", settings.op->name,
-             spec.name, made->second, given);
-  }
-}
-
 }  // namespace
 
 int Settings::position(int operand) const {
@@ -140,12 +125,6 @@ bool Settings::has(const char* input) const {
   for (int i = 0; i < num_inputs; ++i)
     if (!std::strcmp(operand(i).name, input)) return true;
   return false;
-}
-
-int64_t Settings::attribute(const char* name, int64_t otherwise) const {
-  for (int i = 0; i < op->num_attributes; ++i)
-    if (!std::strcmp(op->attributes[i].name, name)) return attributes[i].i;
-  return otherwise;
 }
 
 std::shared_ptr<const Settings> read_settings(const kvg_op& op, const trt::Fields* fields) {
@@ -161,11 +140,11 @@ std::shared_ptr<const Settings> read_settings(const kvg_op& op, const trt::Field
   if (!reader.bytes(kOwnFields[kKernelsField], kernels)) reader.refuse_missing("kernels");
   reader.bytes(kOwnFields[kImagesField], images);
   while (!kernels.empty() && !kernels.back()) kernels.pop_back();  // a string's end, from the parser
-  settings->kernels = parse_kernels(op, kernels, settings->has("k"));
+  settings->kernels = launch::parse_kernels(op, kernels, settings->has("k"));
   settings->kernels_text = std::make_shared<const std::string>(std::move(kernels));
   settings->images = std::make_shared<const std::string>(std::move(images));
-  check_attributes(*settings);
-  publish(settings->images);
+  launch::check_attributes(*settings);
+  launch::publish(settings->images);
   return settings;
 }
 

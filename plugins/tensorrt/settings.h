@@ -6,12 +6,11 @@
 #include <vector>
 
 #include "abi/tensorrt.h"
-#include "kvgraph/abi.h"
-#include "tensorrt/kernels.h"
+#include "launch/step.h"
 
 namespace kvg::tensorrt {
 
-constexpr int kMaxOperands = 16, kMaxAttributes = 8;
+using launch::kMaxOperands;
 
 // Fields besides the op's attributes. `inputs`: bit i is set where input i of the op is given, as
 // TensorRT's nodes cannot leave one out in the middle. `pool_out`: whether the pool is an output.
@@ -20,12 +19,9 @@ enum OwnField { kInputs, kAliased, kPoolOut, kKernelsField, kImagesField, kNumOw
 constexpr const char* kOwnFields[kNumOwnFields] = {"inputs", "aliased", "pool_out", "kernels", "images"};
 
 // Shared by a plugin and its clones; never changed.
-struct Settings {
-  const kvg_op* op = nullptr;
-  kvg_value attributes[kMaxAttributes] = {};
+struct Settings : launch::Node {
   int32_t inputs = 0, aliased = 1, pool_out = 1;
   std::shared_ptr<const std::string> kernels_text, images;
-  Kernels kernels;
   std::vector<int> operands;  // of the op's table: the given inputs, then the outputs
   int num_inputs = 0;         // of `operands`
 
@@ -34,7 +30,6 @@ struct Settings {
   // Where an operand of the op's table is among `operands`; -1: it is left out.
   int position(int operand) const;
   bool has(const char* input) const;
-  int64_t attribute(const char* name, int64_t otherwise) const;
 };
 
 // Refuses a field that is missing, of another type, or not what the op's kernels were made for.

@@ -3,10 +3,11 @@
     python tests/bench/attention.py [ISA]         (KVGRAPH_CPU_ISA; default: what the CPU has)
 
 Decode: 32 query heads over 8 kv heads of 128, pages of 16 tokens in shuffled order. Limit: the
-same bytes in one piece, read by `numpy.sum` on as many threads, in turns with the kernel. Baseline:
-torch's SDPA over K and V already gathered and converted (gathering is not counted). Reference
-check: the op's NumPy form on a small case of the same dtypes. One thread is timed by its own
-processor time, as other processes may take the core; several by the clock. Medians, and the best.
+same bytes in one piece, read by `reader` of kvgraph bench on as many threads, in turns with the
+kernel. Baseline: torch's SDPA over K and V already gathered and converted (gathering is not
+counted). Reference check: the op's NumPy form on a small case of the same dtypes. One thread is
+timed by its own processor time, as other processes may take the core; several by the clock.
+Medians, and the best.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvgraph.bench.limits import reader
 from kvgraph.contract.dims import NUMPY_DTYPES
 from kvgraph.ops import PAGED_ATTENTION, native
 from kvgraph.ops._store_kv import quantize
@@ -62,14 +64,6 @@ def check(pool: str, dtype: str) -> float:
     if not error <= TOLERANCE[dtype]:
         raise SystemExit(f"{pool} {dtype}: error {error:.2g}, tolerance {TOLERANCE[dtype]}")
     return error
-
-
-def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Call:
-    """Reads `size` bytes of one buffer, an equal share on every thread."""
-    parts = np.array_split(np.ones(size // 4, np.float32), threads)
-    if threads == 1:
-        return parts[0].sum
-    return lambda: list(workers.map(np.sum, parts))
 
 
 def baseline(batch: int, context: int, new: int, dtype: str) -> Call:

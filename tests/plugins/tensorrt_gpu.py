@@ -1,13 +1,10 @@
 """The conformance matrix through TensorRT's plugins on a GPU, by a host of our own.
 
 HARNESS=harness.so PYTHONPATH=tests python tests/plugins/tensorrt_gpu.py [--device cpu] [PART ...]
-
-With `--device cpu` (and a fake driver) launches go nowhere: shows that this script itself works.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -15,12 +12,11 @@ import conformance
 import torch
 from conformance import Case
 from kernels.matrix import array, shape_of, tensor
+from plugins.gpu_matrix import main
 from plugins.tensorrt_host import Plugin, mask
 
 from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
-from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot
-from kvgraph.ops.cuda_native import launcher
 
 
 def plugin_of(case: Case, arch: str, given: list[str]) -> Plugin:
@@ -72,28 +68,5 @@ def run_case(case: Case, arch: str, device: str) -> None:
     conformance.check(case, None if out is None else array(out, case.dtype), operands)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("cases", nargs="*")
-    given = parser.parse_args()
-    arch = "sm_{}{}".format(*launcher().compute_capability())
-    wanted = [
-        c for c in conformance.cases() if not given.cases or any(p in c.id for p in given.cases)
-    ]
-    passed = skipped = failed = 0
-    for case in wanted:
-        try:
-            run_case(case, arch, given.device)
-            passed += 1
-        except UnsupportedError:
-            skipped += 1
-        except Exception as error:
-            failed += 1
-            print(f"FAILED {case.id}: {type(error).__name__}: {error}"[:400], flush=True)
-    print(f"{passed} cases passed on {arch}, {skipped} have no kernel, {failed} failed")
-    return int(failed > 0 or passed == 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run_case))

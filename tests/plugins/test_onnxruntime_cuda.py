@@ -1,7 +1,6 @@
 """ONNX Runtime's GPU provider: asked for, it is there or refused; never a silent fall to the CPU.
 
-kvgraph's custom ops have no CUDA form: no build of ONNX Runtime makes a CUDA kernel where there is
-no GPU, so there it could not be tested. The GPU build runs our ops on its CPU provider.
+Of an artifact for a CPU here; test_onnxruntime_cuda_ops.py and tests/runtime have one for a GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def test_a_provider_that_the_build_lacks_or_cannot_load(compiled: Callable[..., 
         pytest.skip("ONNX Runtime has a GPU here")
 
 
-def test_a_provider_that_the_ops_are_not_written_for(compiled: Callable[..., Path]) -> None:
+def test_a_provider_that_an_artifact_is_not_for(compiled: Callable[..., Path]) -> None:
     artifact = kvgraph.load(compiled("tiny-llama"))
     sentence = rf"provider: expected one of \['{CPU}'\], which .*, got '{CUDA}'"
     with pytest.raises(UnsupportedError, match=sentence):

@@ -155,7 +155,7 @@ GOOD = text_of(shape_of(), ["sm_86", "sm_89"])
         ("arch sm_86", "arch hopper", None),
         ("kernel merge", "kernel fold", "expected a kernel of an arch: role, function, warps, "
          "shared bytes, SHA-256, got "),
-        (" table_width", " width", 'expected values that the plugin knows, got "kernel '),
+        (" table_width", " width", 'expected values that a plan has, got "kernel '),
         ("k*16", "k*0", "expected an alignment of at least 1 of every pointer, got "),
         ("attribute", "constant", "expected type, dim, attribute, arch or kernel, got "),
     ],
@@ -177,7 +177,7 @@ def test_a_kernel_that_the_op_needs_is_missing() -> None:
 
 def test_another_architecture_is_named() -> None:
     assert refusal(GOOD, "sm_90") == (
-        "device: expected one that runs the engine's kernels (sm_86, sm_89), got compute "
+        "device: expected one that runs the graph's kernels (sm_86, sm_89), got compute "
         "capability 9.0"
     )
     assert refusal(GOOD, "sm_80").endswith("got compute capability 8.0")

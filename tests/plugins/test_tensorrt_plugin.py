@@ -173,13 +173,13 @@ result = [
     assert result == [
         ["bfloat16", "bfloat16"],
         ["float16", "int8", "float32"],
-        f"{op}: q: expected bfloat16 from the plugin's kernels, got float32",
-        f"{op}: kv_blocks: expected bfloat16 from the plugin's kernels, got int8",
-        f"{op}: input_row_offsets: expected int32 from the plugin's kernels, got a type that no "
+        f"{op}: q: expected bfloat16 from the node's kernels, got float32",
+        f"{op}: kv_blocks: expected bfloat16 from the node's kernels, got int8",
+        f"{op}: input_row_offsets: expected int32 from the node's kernels, got a type that no "
         "kernel takes",
         f"{op}: expected 8 inputs and 2 outputs from its fields, got 7 and 2",
         "",
-        f"{op}: q: expected bfloat16 from the plugin's kernels, got float16",
+        f"{op}: q: expected bfloat16 from the node's kernels, got float16",
     ]
 
 
@@ -202,7 +202,7 @@ result = [
     plugin("paged_attention", given=UPDATE[:6]).shapes([given[n][1] for n in UPDATE[:6]]),
 ]
 """)
-    made = "from the plugin's kernels, got"
+    made = "from the node's kernels, got"
     assert result == [
         [["0.0", 8, 64], ["1.0", 2, 4, 16, 2, 64]],
         [["0.0", 8, 64]],
@@ -277,8 +277,8 @@ result = [[p.text("h_serialized"), p.text("h_names"), p.types([d for d, _ in giv
         ("inputs=1 << 11 | 255", "update_and_attend: field inputs: expected a bit for each of 11 "
          "operands with all of 63 set, got 2303"),
         ("scale=0.25",
-         "update_and_attend: scale: expected 0.125 from the plugin's kernels, got 0.25"),
-        ("window=9", "update_and_attend: window: expected 0 from the plugin's kernels, got 9"),
+         "update_and_attend: scale: expected 0.125 from the node's kernels, got 0.25"),
+        ("window=9", "update_and_attend: window: expected 0 from the node's kernels, got 9"),
         ("images=fields()['images'][:-1]", "field images: expected whole images, got 859 bytes, "
          "which end inside one"),
         ("images=b'?' + fields()['images'][1:]", None),
@@ -315,9 +315,9 @@ first = logged(present=False)
 refused(window=9)
 result = [first, logged(), said()]
 """) == [
-        "1 update_and_attend: scale: expected 0.125 from the plugin's kernels, got 0.25\n",
-        "1 update_and_attend: scale: expected 0.125 from the plugin's kernels, got 0.25\n",
-        "update_and_attend: window: expected 0 from the plugin's kernels, got 9",
+        "1 update_and_attend: scale: expected 0.125 from the node's kernels, got 0.25\n",
+        "1 update_and_attend: scale: expected 0.125 from the node's kernels, got 0.25\n",
+        "update_and_attend: window: expected 0 from the node's kernels, got 9",
     ]
 
 
@@ -463,7 +463,7 @@ result = [refusal, [c.split()[1] for c in driver_calls() if c.startswith("cuModu
         assert loaded == [k.cubin[64:68].decode() for k in compiled(shape_of(), arch)]
     else:
         assert (refusal, loaded) == (
-            "device: expected one that runs the engine's kernels (sm_86, sm_89, sm_120), got "
+            "device: expected one that runs the graph's kernels (sm_86, sm_89, sm_120), got "
             "compute capability 8.0",
             [],
         )
@@ -483,7 +483,7 @@ carrier.delete()
 third = others[1].enqueue(given, addresses(given))
 result = [first, second, third, alone]
 """, driver=True)  # fmt: skip
-    sentence = "expected image [0-9a-f]{16} from the node of this engine that carries it, got none"
+    sentence = "expected image [0-9a-f]{16} from the node of this graph that carries it, got none"
     assert (first, second) == ("", "")
     for found in (third, alone):
         assert re.fullmatch(rf"storekv_p+i+: {sentence}", found)

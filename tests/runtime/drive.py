@@ -25,10 +25,13 @@ def inputs_of(contexts: list[TextContext], *, every_token: bool = False) -> Mode
 def run_step(
     session: Any, manager: KVCacheManager, context: TextContext, **options: Any
 ) -> tuple[Logits, KVCacheInputs]:
-    """alloc, run, update and step of one request's active tokens; nothing is generated."""
+    """alloc, run, update and step of one request's active tokens; nothing is generated.
+
+    The logits are the caller's own: a session's last for two steps.
+    """
     manager.alloc(context)
     kv = manager.runtime_inputs([[context]])
-    logits = session.run(inputs_of([context], **options), kv)
+    logits = session.run(inputs_of([context], **options), kv).copy()
     context.update()
     manager.step([[context]])
     return logits, kv

@@ -47,22 +47,17 @@ class TwoBuffers(OnnxRuntimeSession):
     """Binds a pool's output to other memory than its input."""
 
     def _run(self, arrays: list[Any]) -> Any:
-        bind = self._binding.bind_output
+        binding = self._binding
         other = np.zeros_like(arrays[3])
 
         class Binding:
-            bind_input = self._binding.bind_input
+            bind_input = binding.bind_input
 
             @staticmethod
             def bind_output(name: str, *place: Any) -> None:
-                address = other.ctypes.data if name == "kv_blocks_out" else place[-1]
-                bind(name, *place[:-1], address)
+                binding.bind_output(name, *place[:-1], other.ctypes.data)
 
-        self._binding, whole = Binding(), self._binding
-        original = self._session
-        self._session = type(
-            "Run", (), {"run_with_iobinding": lambda _, b: original.run_with_iobinding(whole)}
-        )()
+        self._inputs[3]._binding = Binding()
         return super()._run(arrays)
 
 

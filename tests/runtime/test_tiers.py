@@ -80,7 +80,7 @@ def start(manager: PagedKVCacheManager, ctx: TextContext) -> bool:
 
 def run(session: Any, manager: PagedKVCacheManager, ctx: TextContext) -> Logits:
     manager.alloc(ctx)
-    logits: Logits = session.run(inputs_of([ctx]), manager.runtime_inputs([[ctx]]))
+    logits: Logits = session.run(inputs_of([ctx]), manager.runtime_inputs([[ctx]])).copy()
     ctx.update()
     manager.step([[ctx]])
     return logits

@@ -1,4 +1,5 @@
-"""Casts to the dtype that a value already has, and checks of what the trace fixed -> nothing.
+"""Casts to the dtype that a value already has, dropout of a model that is not trained, and checks
+of what the trace fixed -> nothing.
 
 Applies to a program that runs as it is, operator by operator: each of these is a call that does
 no work, and a cast to the same dtype is an alias that hides which memory is whose.
@@ -23,12 +24,16 @@ def drop_no_ops(graph: Graph) -> PassReport:
     for node in list(graph.nodes):
         if node.target is CHECK:
             graph.erase_node(node)
-        elif node.target in CASTS and _is_same(node):
+        elif (node.target in CASTS and _is_same(node)) or _is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
     report.applied = before - len(graph.nodes)
     return report
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    return node.target is aten.dropout.default and not node.args[2]
 
 
 def _is_same(cast: Node) -> bool:

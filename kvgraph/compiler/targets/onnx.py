@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 from onnxscript import values
-from safetensors.numpy import save_file
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
@@ -30,16 +30,21 @@ from kvgraph.compiler.export import symbolic_batch
 from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
+from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
+from kvgraph.compiler.passes.half_tables import half_tables
+from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
 from kvgraph.compiler.targets import Lowered
+from kvgraph.compiler.targets.weights import WEIGHTS_NAME, write_safetensors
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
-from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND
+from kvgraph.ops import LINEAR, OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND, OpSpec
 from kvgraph.ops.onnx_ops import register_schemas
 
 OPSET, IR_VERSION = 23, 10
-MODEL_NAME, WEIGHTS_NAME = "model.onnx", "weights.safetensors"
+MODEL_NAME = "model.onnx"
 INLINE_BYTES = 1024
 """Initializers up to this size stay in the graph: shapes, axes, small tables."""
 
@@ -47,25 +52,48 @@ KEPT_WHOLE = ("aten::rms_norm", "aten::silu")
 """Not decomposed: ONNX Runtime has them as single nodes."""
 
 
-def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
-    """Write `model.onnx` and `weights.safetensors` into `folder`."""
+def lower(
+    model: Model,
+    signature: GraphSignature,
+    plan: CachePlan,
+    folder: Path,
+    *,
+    weight_bits: int | None = None,
+) -> Lowered:
+    """Write `model.onnx` and `weights.safetensors` into `folder`.
+
+    `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
+    """
     program, reports = export_fused(model, signature, plan, return_buffers=True)
-    return write(program, signature, reports, folder)
+    reports += [drop_no_ops(program.graph), drop_batch_dim(program.graph)]
+    if weight_bits is not None:
+        reports.append(pack_linear(program, weight_bits))
+    return write(program, signature, reports, folder, half=weight_bits is not None)
 
 
 def write(
-    program: ExportedProgram, signature: GraphSignature, fused: Sequence[PassReport], folder: Path
+    program: ExportedProgram,
+    signature: GraphSignature,
+    fused: Sequence[PassReport],
+    folder: Path,
+    *,
+    half: bool = False,
 ) -> Lowered:
-    """Write a program whose cache ops are fused, as the reports `fused` say."""
+    """Write a program whose cache ops are fused, as the reports `fused` say.
+
+    `half`: embedding tables in bfloat16.
+    """
     threaded = thread_pool(program.graph)
     onnx_model = _translate(_decompose(program), signature)
-    tied = tied_projection(onnx_model)
+    rewritten = [tied_projection(onnx_model)]
+    if half:
+        rewritten.append(half_tables(onnx_model))
     _clean(onnx_model)
     _save(onnx_model, folder)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     return Lowered(
         ops=dict(sorted(counts.items())),
-        passes=[*fused, threaded, tied],
+        passes=[*fused, threaded, *rewritten],
         tools=("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
     )
 
@@ -109,7 +137,10 @@ def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
             optimize=True,
             opset_version=OPSET,
             verbose=False,
-            custom_translation_table={FUNCTIONAL: _update_and_attend},
+            custom_translation_table={
+                FUNCTIONAL: partial(_translated, UPDATE_AND_ATTEND),
+                PACKED: partial(_translated, LINEAR),
+            },
             input_names=[s.name for s in signature.inputs],
             output_names=[output_name(s) for s in signature.outputs],
         )
@@ -121,9 +152,9 @@ def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
     return model
 
 
-def _update_and_attend(*inputs: Any, **attributes: Any) -> Any:
-    op = getattr(values.Opset(OPSET_DOMAIN, OPSET_VERSION), UPDATE_AND_ATTEND.name)
-    return op(*inputs, **attributes, _outputs=len(UPDATE_AND_ATTEND.outputs))
+def _translated(spec: OpSpec, *inputs: Any, **attributes: Any) -> Any:
+    op = getattr(values.Opset(OPSET_DOMAIN, OPSET_VERSION), spec.name)
+    return op(*inputs, **attributes, _outputs=len(spec.outputs))
 
 
 @contextlib.contextmanager
@@ -173,8 +204,7 @@ def _name_weights(model: ir.Model, program: ExportedProgram) -> None:
 
 def _clean(model: ir.Model) -> None:
     for node in model.graph:
-        last = node.outputs[-1]
-        if node.domain == OPSET_DOMAIN and not (last.uses() or last.is_graph_output()):
+        while node.domain == OPSET_DOMAIN and _is_idle(node.outputs[-1]):
             node.resize_outputs(len(node.outputs) - 1)  # kv_scales_out of an unquantised pool
     ir.passes.Sequential(
         common.CommonSubexpressionEliminationPass(),
@@ -189,6 +219,10 @@ def _clean(model: ir.Model) -> None:
     model.producer_name, model.producer_version = "kvgraph", None
 
 
+def _is_idle(value: ir.Value) -> bool:
+    return not (value.uses() or value.is_graph_output())
+
+
 def _save(model: ir.Model, folder: Path) -> None:
     large = {
         name: value
@@ -196,7 +230,8 @@ def _save(model: ir.Model, folder: Path) -> None:
         if value.const_value is not None and value.const_value.nbytes > INLINE_BYTES
     }
     path = folder / WEIGHTS_NAME
-    save_file({name: _array(value) for name, value in large.items()}, path)
+    tensors = {name: _tensor(value) for name, value in large.items()}
+    write_safetensors(path, tensors, {}, lambda name: [tensors[name]])
     layout = read_layout(path)
     for name, value in large.items():
         tensor = value.const_value
@@ -213,9 +248,12 @@ def _save(model: ir.Model, folder: Path) -> None:
     ir.save(model, folder / MODEL_NAME)
 
 
-def _array(value: ir.Value) -> np.ndarray[Any, Any]:
+def _tensor(value: ir.Value) -> torch.Tensor:
     assert value.const_value is not None
-    return np.ascontiguousarray(value.const_value.numpy())
+    array = np.ascontiguousarray(value.const_value.numpy())
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _op_name(node: ir.Node) -> str:

@@ -23,6 +23,7 @@ from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import symbolic_batch
 from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.pack_linear import pack_linear
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.contract.signature import GraphSignature
@@ -36,9 +37,21 @@ PORTABLE_X86 = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 """Target `cpu` runs on any AVX2 machine, not only on one like the compiler's."""
 
 
-def lower(model: Model, signature: GraphSignature, plan: CachePlan, folder: Path) -> Lowered:
-    """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler."""
+def lower(
+    model: Model,
+    signature: GraphSignature,
+    plan: CachePlan,
+    folder: Path,
+    *,
+    weight_bits: int | None = None,
+) -> Lowered:
+    """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler.
+
+    `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
+    """
     program, reports = export_fused(model, signature, plan, return_buffers=False)
+    if weight_bits is not None:
+        reports.append(pack_linear(program, weight_bits))
     program.graph_module.recompile()
     ops = count_ops(program)
     save_weights(program, folder)

@@ -1,7 +1,7 @@
 """What TensorRT's plugins are given besides an op's attributes: the fields of plugins/tensorrt/.
 
 `kernels` is text: the constants that an attention's kernels were compiled for, and for each
-architecture how they are tiled, launched and found (plugins/tensorrt/kernels.h has its grammar).
+architecture how they are tiled, launched and found (plugins/launch/kernels.h has its grammar).
 `images` holds cubins by SHA-256. Equal cubins of an engine travel once, in the first node.
 """
 

@@ -1,7 +1,8 @@
 """`weights.safetensors` of a program: written from memory, or streamed from a checkpoint.
 
-Decision: the file is laid out as safetensors' own writer does it, by alignment and then by name,
-and written here piece by piece: that library only writes what is in memory at once.
+Decision: written here, piece by piece, as safetensors' own writer only takes what is in memory at
+once. Data begins at a multiple of 64 bytes, and tensors whose size is one come first: a file that
+is mapped into memory gives kernels whole cache lines. Within that, by dtype and name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.checkpoint import Checkpoint
@@ -32,11 +32,13 @@ STORED_DTYPES = {
 }
 """In the order in which a file has them."""
 
+LINE_BYTES = 64
+
 
 def save_weights(program: ExportedProgram, folder: Path) -> None:
     """Write parameters and buffers by the program's names."""
     tensors, aliases = dense_weights(_state(program))
-    save_file(tensors, folder / WEIGHTS_NAME, metadata=aliases or None)
+    write_safetensors(folder / WEIGHTS_NAME, tensors, aliases, lambda name: [tensors[name]])
 
 
 def stream_weights(program: ExportedProgram, checkpoint: Checkpoint, folder: Path) -> None:
@@ -96,19 +98,26 @@ def write_safetensors(
 ) -> None:
     """Write `tensors`, of which dtypes and shapes count; `pieces(name)` gives the elements."""
     ranks = list(STORED_DTYPES)
-    order = sorted(tensors, key=lambda name: (ranks.index(tensors[name].dtype), name))
+
+    def nbytes(name: str) -> int:
+        return tensors[name].numel() * tensors[name].element_size()
+
+    def place(name: str) -> tuple[bool, int, str]:
+        return nbytes(name) % LINE_BYTES != 0, ranks.index(tensors[name].dtype), name
+
+    order = sorted(tensors, key=place)
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name in order:
         tensor, start = tensors[name], end
-        end += tensor.numel() * tensor.element_size()
+        end += nbytes(name)
         header[name] = {
             "dtype": STORED_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % LINE_BYTES)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:

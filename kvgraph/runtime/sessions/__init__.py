@@ -28,6 +28,10 @@ def create(artifact: Artifact, kind: str | None, num_threads: int | None) -> Ses
             f"session: expected one of {list(kinds)} for an artifact of backend {backend!r}, "
             f"got {kind!r}"
         )
+    if kind == "onnxruntime" and Target.parse(artifact.manifest.target).kind == "cuda":
+        from kvgraph.runtime.sessions.onnxruntime_cuda import OnnxRuntimeCudaSession
+
+        return OnnxRuntimeCudaSession(artifact)
     if kind == "onnxruntime":
         from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
 

@@ -33,6 +33,7 @@ class Session(ABC):
         self.artifact = artifact
         self.signature = artifact.signature
         self._vocab = artifact.manifest.model.vocab_size
+        self._checked: list[tuple[Any, tuple[int, ...]]] = []
 
     @property
     def identity(self) -> bytes:
@@ -76,9 +77,8 @@ class Session(ABC):
         """One step of this shard's graph: logits `[num_logits, vocab]`; the pools are mutated.
 
         `kv` holds one device's record. `capture` says that steps of these very sizes will come
-        again: a session that can record one does, and replays it. The logits of a session that
-        `captures` are valid until the next call but one. BindingError names the first value that
-        does not fit.
+        again: a session that can record one does, and replays it. The logits are valid until the
+        next call but one. BindingError names the first value that does not fit.
         """
         values = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices, *kv.flatten()]
         if len(values) != len(self.signature.inputs):
@@ -86,12 +86,19 @@ class Session(ABC):
                 f"inputs: expected {len(self.signature.inputs)} values "
                 f"({', '.join(s.name for s in self.signature.inputs)}), got {len(values)}"
             )
-        self.signature.bind(values)
+        self._check(values)
         if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
             return np.empty((len(inputs.logits_indices), self._vocab), np.float32)
         arrays: list[Any] = [getattr(value, "handle", value) for value in values]
         dense = [_dense(s, a) for s, a in zip(self.signature.inputs, arrays, strict=True)]
         return self._run_captured(dense) if capture else self._run(dense)
+
+    def _check(self, values: list[Any]) -> None:
+        """BindingError unless dtypes and shapes fit; what fitted at the last step is not asked."""
+        kinds = [(value.dtype, value.shape) for value in values]
+        if kinds != self._checked:
+            self.signature.bind(values)
+            self._checked = kinds
 
     @abstractmethod
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:

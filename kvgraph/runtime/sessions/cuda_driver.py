@@ -64,12 +64,13 @@ class Graph:
 class CudaDevice:
     """`ordinal` counts the devices that the driver shows. Methods enqueue on the one stream.
 
-    MissingDependencyError without cuda-bindings; DeviceError where there is no driver or no such
-    device, and for every call that the driver refuses (CapacityError: out of memory).
+    MissingDependencyError without cuda-bindings, which `install` brings; DeviceError where there is
+    no driver or no such device, and for every call that the driver refuses (CapacityError: out of
+    memory).
     """
 
-    def __init__(self, ordinal: int = 0) -> None:
-        self._driver = _import()
+    def __init__(self, ordinal: int = 0, *, install: str = INSTALL) -> None:
+        self._driver = _import(install)
         self.ordinal = ordinal
         self._initialize()
         count = int(self.call("cuDeviceGetCount"))
@@ -163,11 +164,11 @@ def _free(device: CudaDevice, name: str, handle: Any) -> None:
         device.call(name, handle)
 
 
-def _import() -> Any:
+def _import(install: str) -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
         raise MissingDependencyError(
-            f"cuda-bindings: needed to run this artifact, not installed; {INSTALL}"
+            f"cuda-bindings: needed to run this artifact, not installed; {install}"
         ) from error
     return driver

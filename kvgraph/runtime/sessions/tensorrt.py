@@ -17,21 +17,22 @@ names against those of the real modules. `pytest -m cuda` runs it for real.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import NUM_LOGITS, NUMPY_DTYPES, TensorType, itemsize
+from kvgraph.contract.dims import NUM_LOGITS, TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.manifest import ProfileInfo
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import BindingError, CapacityError, KernelError
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
-from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph, PinnedArray
+from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
+from kvgraph.runtime.sessions.device_arrays import Logits, Slot
 from kvgraph.runtime.sessions.tensorrt_engine import LoadedEngine
 
 Array = npt.NDArray[Any]
@@ -57,11 +58,11 @@ class TensorRTSession(Session):
         self._profiles = self._loaded.info.profiles
         self._inputs = self.signature.inputs
         self._slots = {
-            symbol.name: _Slot(self._device, symbol.dtype, self._largest(symbol))
+            symbol.name: Slot(self._device, symbol.dtype, self._largest(symbol))
             for symbol in self._inputs
             if symbol.kind == "tensor"
         }
-        self._logits = _Logits(self._device, self._vocab)
+        self._logits = Logits(self._device, self._vocab)
         self._scratch = self._device.zeros("int8", (self._loaded.scratch_bytes(),))
         self._contexts: dict[int, Any] = {}
         self._captured: dict[tuple[object, ...], _Captured] = {}
@@ -182,7 +183,7 @@ class TensorRTSession(Session):
         self._require(done, "execution")
 
     def _take_logits(self, step: _Step) -> npt.NDArray[np.float32]:
-        """Copy to the host and wait: the one point of a step that does."""
+        """Copied to the host: the one point of a step that waits."""
         return self._logits.download(step.logits, step.wanted)
 
     def _capture(self, step: _Step) -> npt.NDArray[np.float32]:
@@ -228,55 +229,6 @@ class _Captured:
 
     graph: Graph
     context: Any
-
-
-class _Slot:
-    """An index tensor's addresses for the session's life: pinned, and on the device."""
-
-    def __init__(self, device: CudaDevice, dtype: str, largest: tuple[int, ...]) -> None:
-        self.device = DeviceArray(device, dtype, largest)
-        self.host = PinnedArray(device, self.device.nbytes)
-        self._values = self.host.bytes.view(NUMPY_DTYPES[dtype])
-        self._upload: Callable[[int, int, int], None] = device.upload
-
-    def fill(self, array: Array, shape: tuple[int, ...]) -> None:
-        """Write the values; where `shape` has more (logits nobody wants), they are zeros."""
-        count = int(np.prod(shape))
-        self._values[: array.size] = array.reshape(-1)
-        self._values[array.size : count] = 0
-
-    def upload(self, shape: tuple[int, ...]) -> None:
-        nbytes = int(np.prod(shape)) * itemsize(self.device.dtype)
-        self._upload(self.device.address, self.host.address, nbytes)
-
-
-class _Logits:
-    """Where logits go: one device address for each power of two of rows, two host copies in turn,
-    so that what a step returned is valid until the next call but one."""
-
-    def __init__(self, device: CudaDevice, vocab: int) -> None:
-        self._device, self._vocab = device, vocab
-        self._arrays: dict[int, DeviceArray] = {}
-        self._hosts: list[PinnedArray | None] = [None, None]
-        self._turn = 0
-
-    def at_least(self, rows: int) -> DeviceArray:
-        capacity = 1 << max(rows - 1, 0).bit_length()
-        if capacity not in self._arrays:
-            shape = (capacity, self._vocab)
-            self._arrays[capacity] = DeviceArray(self._device, "float32", shape)
-        return self._arrays[capacity]
-
-    def download(self, array: DeviceArray, rows: int) -> npt.NDArray[np.float32]:
-        self._turn ^= 1
-        nbytes = rows * self._vocab * itemsize("float32")
-        host = self._hosts[self._turn]
-        if host is None or len(host.bytes) < nbytes:
-            host = self._hosts[self._turn] = PinnedArray(self._device, array.nbytes)
-        if nbytes:
-            self._device.download(host.address, array.address, nbytes)
-        self._device.synchronize()
-        return host.bytes[:nbytes].view(np.float32).reshape(rows, self._vocab)
 
 
 def _beyond(profiles: list[ProfileInfo], sizes: Sizes) -> str:

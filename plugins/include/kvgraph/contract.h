@@ -10,12 +10,13 @@
 #define KVG_OPSET_VERSION 1
 #define KVG_MAX_RANK 6
 #define KVG_NUM_OPS 3
+#define KVG_NUM_CPU_OPS 4
 
 typedef enum kvg_dtype { KVG_FLOAT32 = 1, KVG_FLOAT16 = 2, KVG_BFLOAT16 = 3, KVG_INT8 = 4, KVG_FLOAT8_E4M3FN = 5, KVG_INT32 = 6 } kvg_dtype;
 
 static const char* const KVG_DTYPE_NAMES[] = {"none", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "int32"};
-#define KVG_NUM_DIM_SYMBOLS 15
-static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim"};
+#define KVG_NUM_DIM_SYMBOLS 24
+static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_groups", "out_features", "out_features_1", "out_features_2"};
 
 enum {
   KVG_DIM_NUM_PAGE_SLOTS = 0,
@@ -33,6 +34,15 @@ enum {
   KVG_DIM_NUM_STEPS = 12,
   KVG_DIM_MAX_POSITIONS = 13,
   KVG_DIM_ROTARY_DIM = 14,
+  KVG_DIM_ROWS = 15,
+  KVG_DIM_IN_FEATURES = 16,
+  KVG_DIM_NUM_PANELS = 17,
+  KVG_DIM_NUM_LINES = 18,
+  KVG_DIM_LINE = 19,
+  KVG_DIM_NUM_GROUPS = 20,
+  KVG_DIM_OUT_FEATURES = 21,
+  KVG_DIM_OUT_FEATURES_1 = 22,
+  KVG_DIM_OUT_FEATURES_2 = 23,
 };
 
 // A dim is symbolic (an index into KVG_DIM_NAMES, plus an offset) or static (symbol -1).
@@ -183,6 +193,47 @@ static const kvg_attribute KVG_UPDATE_AND_ATTEND_ATTRIBUTES[] = {
 };
 static const kvg_op KVG_OP_UPDATE_AND_ATTEND = {"update_and_attend", 11, 3, 7, KVG_UPDATE_AND_ATTEND_OPERANDS, KVG_UPDATE_AND_ATTEND_ATTRIBUTES};
 
+// linear: Up to three linear layers of one input, over weights packed in panels of 16 columns.
+enum {
+  KVG_LINEAR_X = 0,
+  KVG_LINEAR_WEIGHT = 1,
+  KVG_LINEAR_SCALES = 2,
+  KVG_LINEAR_MULTIPLIERS = 3,
+  KVG_LINEAR_BIAS = 4,
+  KVG_LINEAR_RESIDUAL = 5,
+  KVG_LINEAR_OUT = 6,
+  KVG_LINEAR_OUT_1 = 7,
+  KVG_LINEAR_OUT_2 = 8,
+};
+enum {
+  KVG_LINEAR_ATTR_OUT_FEATURES = 0,
+  KVG_LINEAR_ATTR_OUT_FEATURES_1 = 1,
+  KVG_LINEAR_ATTR_OUT_FEATURES_2 = 2,
+  KVG_LINEAR_ATTR_BITS = 3,
+  KVG_LINEAR_ATTR_SILU_MUL = 4,
+};
+static const kvg_operand KVG_LINEAR_OPERANDS[] = {
+    {"x", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
+    {"weight", 3, {{17, 0}, {18, 0}, {19, 0}}, 0x18u, 2, 0, -1},
+    {"scales", 3, {{17, 0}, {-1, 2}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"multipliers", 3, {{17, 0}, {20, 0}, {-1, 8}}, 0x10u, 0, 1, -1},
+    {"bias", 2, {{17, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"residual", 2, {{15, 0}, {21, 0}}, 0x2u, 0, 1, -1},
+    {"out", 2, {{15, 0}, {21, 0}}, 0x2u, 0, 0, -1},
+    {"out_1", 2, {{15, 0}, {22, 0}}, 0x2u, 0, 1, -1},
+    {"out_2", 2, {{15, 0}, {23, 0}}, 0x2u, 0, 1, -1},
+};
+static const kvg_attribute KVG_LINEAR_ATTRIBUTES[] = {
+    {"out_features", 0, 1, 0.0},
+    {"out_features_1", 0, 0, 0.0},
+    {"out_features_2", 0, 0, 0.0},
+    {"bits", 0, 1, 0.0},
+    {"silu_mul", 0, 0, 0.0},
+};
+static const kvg_op KVG_OP_LINEAR = {"linear", 6, 3, 5, KVG_LINEAR_OPERANDS, KVG_LINEAR_ATTRIBUTES};
+
+// The cache ops, which every backend has; then those that only the CPU has.
 static const kvg_op* const KVG_OPS[KVG_NUM_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND};
+static const kvg_op* const KVG_CPU_OPS[KVG_NUM_CPU_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND, &KVG_OP_LINEAR};
 
 #endif  // KVGRAPH_CONTRACT_H_

@@ -1,4 +1,4 @@
-#include "tensorrt/images.h"
+#include "launch/images.h"
 
 #include <algorithm>
 #include <cstring>
@@ -6,22 +6,24 @@
 #include <mutex>
 #include <vector>
 
-#include "tensorrt/report.h"
+#include "cuda/refuse.h"
 
-namespace kvg::tensorrt {
+namespace kvg::launch {
 namespace {
+
+using cuda::refuse;
 
 struct Place {
   std::weak_ptr<const std::string> owner;
   size_t at, size;
 };
 
-// Every living place of an image: engines that share one come and go in any order.
+// Every living place of an image: graphs that share one come and go in any order.
 using Places = std::map<Digest, std::vector<Place>>;
 
 std::mutex g_mutex;  // of the places
 Places& places() {
-  static auto& instance = *new Places;  // engines may outlive static destructors
+  static auto& instance = *new Places;  // graphs may outlive static destructors
   return instance;
 }
 
@@ -67,8 +69,8 @@ Image find_image(const Digest& digest, const char* kernel) {
   std::lock_guard<std::mutex> lock(g_mutex);
   for (const Place& place : places()[digest])
     if (auto owner = place.owner.lock()) return {owner, owner->data() + place.at, place.size};
-  refuse(KVG_REFUSED, "%s: expected image %s from the node of this engine that carries it, got none",
+  refuse(KVG_REFUSED, "%s: expected image %s from the node of this graph that carries it, got none",
          kernel, cuda::shown(digest).c_str());
 }
 
-}  // namespace kvg::tensorrt
+}  // namespace kvg::launch

@@ -17,9 +17,9 @@
 
 #include "cuda/image.h"
 #include "kvgraph/abi.h"
-#include "tensorrt/plan.h"
+#include "launch/plan.h"
 
-namespace kvg::tensorrt {
+namespace kvg::launch {
 
 struct Parameter {
   enum Kind { kOperand, kScratch, kValue } kind;
@@ -48,6 +48,8 @@ struct Kernels {
   std::map<std::string, double, std::less<>> attributes;
   std::vector<ArchKernels> archs;
 
+  // The one dtype that they take of an operand.
+  int32_t dtype_of(const kvg_operand& operand) const;
   // The newest that runs on a device of that compute capability; refuses where none does.
   const ArchKernels& on(int major, int minor) const;
 };
@@ -56,4 +58,4 @@ struct Kernels {
 // v). Kernels whose parameters `op` does not have are left out.
 Kernels parse_kernels(const kvg_op& op, const std::string& text, bool stores);
 
-}  // namespace kvg::tensorrt
+}  // namespace kvg::launch

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace kvg::tensorrt {
+namespace kvg::launch {
 
 enum Role { kStore, kPrefill, kDecode, kDecodeSplit, kMerge, kNumRoles };
 constexpr const char* kRoleNames[kNumRoles] = {"store", "prefill", "decode", "decode_split", "merge"};
@@ -56,4 +56,4 @@ struct ScratchBound {
 };
 ScratchBound bound_scratch(const Tiling& tiling, const Sizes& most);
 
-}  // namespace kvg::tensorrt
+}  // namespace kvg::launch

@@ -1,5 +1,5 @@
-// The cubins of an engine. Layers with equal kernels share them: one node carries an image, the
-// others name it by its SHA-256 and find it in the process.
+// The cubins of a graph. Layers with equal kernels share them: one node carries an image, the others
+// name it by its SHA-256 and find it in the process.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 #include "cuda/sha256.h"
 
-namespace kvg::tensorrt {
+namespace kvg::launch {
 
 using cuda::Digest;
 
@@ -25,4 +25,4 @@ void publish(const std::shared_ptr<const std::string>& field);
 // Refuses where no node that carries it is alive.
 Image find_image(const Digest& digest, const char* kernel);
 
-}  // namespace kvg::tensorrt
+}  // namespace kvg::launch

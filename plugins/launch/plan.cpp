@@ -1,8 +1,8 @@
-#include "tensorrt/plan.h"
+#include "launch/plan.h"
 
 #include <algorithm>
 
-namespace kvg::tensorrt {
+namespace kvg::launch {
 namespace {
 
 int64_t ceildiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -103,4 +103,4 @@ ScratchBound bound_scratch(const Tiling& tiling, const Sizes& most) {
   return {{slots * tiling.v_width, slots * 2}};
 }
 
-}  // namespace kvg::tensorrt
+}  // namespace kvg::launch

@@ -1,13 +1,15 @@
-#include "tensorrt/kernels.h"
+#include "launch/kernels.h"
 
 #include <cstring>
 #include <locale>
 #include <sstream>
 
-#include "tensorrt/report.h"
+#include "cuda/refuse.h"
 
-namespace kvg::tensorrt {
+namespace kvg::launch {
 namespace {
+
+using cuda::refuse;
 
 [[noreturn]] void refuse_line(const std::string& line, const char* expected) {
   refuse(KVG_REFUSED, "field kernels: expected %s, got \"%.100s\"", expected, line.c_str());
@@ -109,7 +111,7 @@ class Reader {
     const std::string name = word.substr(0, star);
     if (star == std::string::npos) {
       const int value = position(kValueNames, name);
-      if (value < 0) refuse_line(line, "values that the plugin knows");
+      if (value < 0) refuse_line(line, "values that a plan has");
       kernel.parameters.push_back({Parameter::kValue, value, 0});
       return true;
     }
@@ -156,6 +158,13 @@ void complete(const kvg_op& op, Kernels& kernels, bool stores) {
 
 }  // namespace
 
+int32_t Kernels::dtype_of(const kvg_operand& operand) const {
+  if (operand.type_variable) return dtypes[operand.type_variable];
+  int32_t code = 1;
+  while (!(operand.dtypes >> code & 1u)) ++code;
+  return code;
+}
+
 const ArchKernels& Kernels::on(int major, int minor) const {
   const ArchKernels* best = nullptr;
   std::string known;
@@ -166,7 +175,7 @@ const ArchKernels& Kernels::on(int major, int minor) const {
       best = &candidate;
   }
   if (!best)
-    refuse(KVG_DEVICE, "device: expected one that runs the engine's kernels (%s), got compute "
+    refuse(KVG_DEVICE, "device: expected one that runs the graph's kernels (%s), got compute "
            "capability %d.%d", known.c_str(), major, minor);
   return *best;
 }
@@ -183,4 +192,4 @@ Kernels parse_kernels(const kvg_op& op, const std::string& text, bool stores) {
   return reader.made;
 }
 
-}  // namespace kvg::tensorrt
+}  // namespace kvg::launch

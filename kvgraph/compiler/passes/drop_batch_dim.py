@@ -1,0 +1,208 @@
+"""`[1, tokens, ...]` -> `[tokens, ...]`, from the embedding to the logits.
+
+Applies to the batch dim of 1 that a Hugging Face model has around ragged rows. ONNX would squeeze
+and unsqueeze around each cache op, and gather, so copy, q, k, v and the logits. An operation that
+is not known here keeps the dim, and says so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import UnmatchedError, erase_unused, expect, value
+
+aten = torch.ops.aten
+Rule = Callable[[Node], tuple[Any, ...]]
+
+POINTWISE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.pow.Tensor_Scalar,
+    aten.rsqrt.default,
+    aten.neg.default,
+    aten.tanh.default,
+    aten.sigmoid.default,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.relu.default,
+    aten.clamp.default,
+    aten.to.dtype,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.clone.default,
+)
+
+
+def drop_batch_dim(graph: Graph) -> PassReport:
+    """Rewrite `graph` in place; the result of each known operation is an unsqueeze of a flat one,
+    which the next operation looks through."""
+    report = PassReport("drop_batch_dim")
+    kept: Counter[str] = Counter()
+    for node in list(graph.nodes):
+        try:
+            if node.target is aten.select.int and node.args[1:] == (0, 0):
+                rows = _first(node)
+                node.replace_all_uses_with(rows)
+                erase_unused(node)
+            elif _is_batched(node) and any(_flat(x) for x in node.all_input_nodes):
+                _flatten(graph, node)
+            else:
+                continue
+            report.applied += 1
+        except UnmatchedError as why:
+            kept[f"{node.target}: {why}"] += 1
+    report.unmatched += [f"{count} x {what}" for what, count in kept.items()]
+    for node in reversed(list(graph.nodes)):
+        if node.target is aten.unsqueeze.default and not node.users:
+            erase_unused(node)
+    return report
+
+
+def _flat(node: object) -> Node | None:
+    """x of unsqueeze(x, 0)."""
+    if isinstance(node, Node) and node.target is aten.unsqueeze.default and node.args[1] == 0:
+        assert isinstance(node.args[0], Node)
+        return node.args[0]
+    return None
+
+
+def _is_batched(node: Node) -> bool:
+    if node.op != "call_function" or node.target in (aten.unsqueeze.default, operator.getitem):
+        return False
+    found = node.meta.get("val")
+    parts = found if isinstance(found, list | tuple) else [found]
+    return bool(parts) and all(isinstance(t, torch.Tensor) and _is_one(t) for t in parts)
+
+
+def _is_one(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 1
+
+
+def _flatten(graph: Graph, node: Node) -> None:
+    rule = RULES.get(node.target)
+    expect(rule is not None, "not known to keep rows apart")
+    assert rule is not None
+    with graph.inserting_before(node):
+        flat = graph.call_function(node.target, rule(node), dict(node.kwargs))  # type: ignore[arg-type]
+    parts = node.meta["val"]
+    if not isinstance(parts, list | tuple):
+        flat.meta["val"] = parts[0]
+        _replace(graph, node, flat)
+        return
+    flat.meta["val"] = [part[0] for part in parts]
+    for part in list(node.users):
+        expect(part.target is operator.getitem, "used other than part by part")
+        with graph.inserting_before(part):
+            taken = graph.call_function(operator.getitem, (flat, part.args[1]))
+        taken.meta["val"] = value(part)[0]
+        _replace(graph, part, taken)
+
+
+def _replace(graph: Graph, node: Node, flat: Node) -> None:
+    with graph.inserting_before(node):
+        view = graph.call_function(aten.unsqueeze.default, (flat, 0))
+    view.meta["val"] = value(node)
+    node.replace_all_uses_with(view)
+    erase_unused(node)
+
+
+def _rows(node: object) -> Node:
+    """`node` without the dim: what was unsqueezed, or a view."""
+    flat = _flat(node)
+    if flat is None:
+        assert isinstance(node, Node)
+        expect(_is_one(value(node)), "expected a dim of extent 1")
+        with node.graph.inserting_after(node):
+            flat = node.graph.call_function(aten.squeeze.dim, (node, 0))
+        flat.meta["val"] = value(node)[0]
+    return flat
+
+
+def _first(node: Node) -> Node:
+    return _rows(node.args[0])
+
+
+def _pointwise(node: Node) -> tuple[Any, ...]:
+    """Operands of the result's rank lose their first dim, others broadcast as before."""
+    rank = len(value(node).shape)
+
+    def operand(x: Any) -> Any:
+        is_tensor = isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor)
+        return _rows(x) if is_tensor and len(value(x).shape) == rank else x
+
+    return tuple(operand(x) for x in node.args)
+
+
+def _along(at: int) -> Rule:
+    """Operations along the dims that argument `at` names, which must count from the end."""
+
+    def rule(node: Node) -> tuple[Any, ...]:
+        dims = node.args[at] if len(node.args) > at else 0
+        given = dims if isinstance(dims, list | tuple) else [dims]
+        expect(all(isinstance(d, int) and d < 0 for d in given), "a dim counted from the front")
+        return (_first(node), *node.args[1:])
+
+    return rule
+
+
+def _sized(node: Node) -> tuple[Any, ...]:
+    size = node.args[1]
+    assert isinstance(size, list | tuple)
+    expect(isinstance(size[0], int) and size[0] == 1, "another shape of rows")
+    return (_first(node), list(size[1:]))
+
+
+def _transposed(node: Node) -> tuple[Any, ...]:
+    dims = [_dim(node, at) for at in (1, 2)]
+    expect(0 not in dims, "the dim moves")
+    return (_first(node), *(d - 1 for d in dims))
+
+
+def _sliced(node: Node) -> tuple[Any, ...]:
+    dim = _dim(node, 1)
+    expect(dim > 0, "a slice of the dim")
+    return (_first(node), dim - 1, *node.args[2:])
+
+
+def _dim(node: Node, at: int) -> int:
+    """The dim that argument `at` names, counted from the front; 0 where it is left out."""
+    given = node.args[at] if len(node.args) > at else 0
+    assert isinstance(given, int)
+    return given % len(value(node).shape)
+
+
+def _indexed(node: Node) -> tuple[Any, ...]:
+    indices = node.args[1]
+    assert isinstance(indices, list | tuple)
+    expect(indices[0] is None and len(indices) > 1, "an index of the dim")
+    return (_first(node), list(indices[1:]))
+
+
+def _embedded(node: Node) -> tuple[Any, ...]:
+    return (node.args[0], _rows(node.args[1]), *node.args[2:])
+
+
+RULES: dict[object, Rule] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    aten.linear.default: lambda node: (_first(node), *node.args[1:]),
+    aten.embedding.default: _embedded,
+    aten.mean.dim: _along(1),
+    aten.softmax.int: _along(1),
+    aten.chunk.default: _along(2),
+    aten.split.Tensor: _along(2),
+    aten.split_with_sizes.default: _along(2),
+    aten.view.default: _sized,
+    aten.reshape.default: _sized,
+    aten.transpose.int: _transposed,
+    aten.slice.Tensor: _sliced,
+    aten.index.Tensor: _indexed,
+}

@@ -1,0 +1,40 @@
+"""Embedding tables that are only gathered from -> bfloat16, whose rows become float32.
+
+Written for ONNX after its optimiser, which does not know a normalisation behind a Cast.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import torch
+
+from kvgraph.compiler.passes import PassReport
+
+
+def half_tables(model: ir.Model) -> PassReport:
+    """Rewrite `model` in place."""
+    report = PassReport("half_tables")
+    for name, table in list(model.graph.initializers.items()):
+        if table.dtype != ir.DataType.FLOAT or len(table.shape or ()) != 2:
+            continue
+        users = [use.node for use in table.uses() if use.idx == 0]
+        if not users or any(node.op_type != "Gather" for node in users):
+            continue
+        assert table.const_value is not None
+        values = torch.from_numpy(table.const_value.numpy())
+        stored = ir.tensor_adapters.TorchTensor(values.to(torch.bfloat16), name=name)
+        table.const_value, table.type = stored, ir.TensorType(ir.DataType.BFLOAT16)
+        for node in users:
+            _cast_rows(model.graph, node)
+        report.applied += 1
+    return report
+
+
+def _cast_rows(graph: ir.Graph, gather: ir.Node) -> None:
+    rows = gather.outputs[0]
+    whole = ir.Value(name=rows.name, type=rows.type, shape=rows.shape)
+    rows.name, rows.type = f"{rows.name}_stored", ir.TensorType(ir.DataType.BFLOAT16)
+    cast = ir.node("Cast", [rows], {"to": int(ir.DataType.FLOAT)}, outputs=[whole])
+    graph.insert_after(gather, cast)
+    ir.convenience.replace_all_uses_with(rows, whole)
+    cast.replace_input_with(0, rows)

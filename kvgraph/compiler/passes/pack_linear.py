@@ -1,0 +1,223 @@
+"""aten.linear -> kvgraph.linear over packed weights, in bfloat16, int8 or int4.
+
+Linear layers of one input become one node: q, k and v; gate and up, with silu(gate) * up as its
+output where the graph computes that. A sum that only a layer enters, the residual, is its too. A
+router keeps its weights: a wrong expert costs more than its few bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from kvgraph.compiler.packed_weights import Packed, pack
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import (
+    UnmatchedError,
+    erase_unused,
+    expect,
+    node_of,
+    only_user,
+    other_factor,
+    typed,
+    value,
+)
+from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held
+from kvgraph.ops import torch_ops
+
+aten = torch.ops.aten
+PACKED = torch_ops.linear.default
+MAX_SECTIONS = 3
+ROUTER_STEPS = 4
+"""Nodes between a router's linear layer and the choice of experts."""
+
+
+@dataclass
+class _Layer:
+    node: Node
+    name: str
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass
+class _Group:
+    """Layers of one input, which become one node; what else it computes."""
+
+    layers: list[_Layer]
+    gated: Node | None = None
+    residual: Node | None = None
+    total: Node | None = None
+    unmatched: list[str] = field(default_factory=list)
+
+
+def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
+    """Rewrite `program` in place."""
+    report = PassReport("pack_linear")
+    by_input: dict[Node, list[_Layer]] = {}
+    for node in program.graph.nodes:
+        if node.target is not aten.linear.default:
+            continue
+        try:
+            by_input.setdefault(node.args[0], []).append(_layer(program, node))
+        except UnmatchedError as why:
+            report.unmatched.append(f"{node.name}: {why}")
+    for layers in by_input.values():
+        for group in _groups(layers):
+            _rewrite(program, group, bits)
+            report.applied += len(group.layers)
+    drop_unused(program)
+    program.graph.lint()
+    program.graph_module.recompile()
+    return report
+
+
+def _layer(program: ExportedProgram, node: Node) -> _Layer:
+    weight = held(program, node.args[1])
+    expect(weight is not None, "expected a weight of the model, got a computed one")
+    assert weight is not None
+    bias = held(program, node.args[2]) if len(node.args) > 2 and node.args[2] is not None else None
+    dims = len(value(node).shape)
+    expect(
+        dims == 2 or (dims == 3 and value(node).shape[0] == 1), f"expected rows, got {dims} dims"
+    )
+    expect(value(node).dtype == torch.float32, f"expected float32, got {value(node).dtype}")
+    expect(not _routes(node), "a router, which keeps its weights")
+    return _Layer(node, weight[0], weight[1].detach(), bias[1].detach() if bias else None)
+
+
+def _routes(node: Node) -> bool:
+    """Whether experts are chosen by this layer's result."""
+    reached = [node]
+    for _ in range(ROUTER_STEPS):
+        reached = [user for n in reached for user in n.users]
+        if any(user.target is aten.topk.default for user in reached):
+            return True
+    return False
+
+
+def _groups(layers: list[_Layer]) -> list[_Group]:
+    """A gated pair, then up to three layers at once; a layer alone takes its residual."""
+    groups = []
+    left = list(layers)
+    for gate in layers:
+        try:
+            product, up = _gated_pair(gate, left)
+        except UnmatchedError:
+            continue
+        left = [layer for layer in left if layer is not gate and layer is not up]
+        groups.append(_Group([gate, up], gated=product))
+    if len(left) == 1:
+        groups.append(_with_residual(left[0]))
+        left = []
+    return groups + [_Group(left[i : i + MAX_SECTIONS]) for i in range(0, len(left), MAX_SECTIONS)]
+
+
+def _gated_pair(gate: _Layer, layers: list[_Layer]) -> tuple[Node, _Layer]:
+    silu = node_of(only_user(gate.node, "the gate"), [aten.silu.default], "silu of the gate")
+    product = node_of(only_user(silu, "silu(gate)"), [aten.mul.Tensor], "a product next")
+    other = other_factor(product, silu)
+    up = next((layer for layer in layers if layer.node is other), None)
+    expect(up is not None and len(other.users) == 1, "expected up of the same input")
+    assert up is not None
+    expect(len(up.weight) == len(gate.weight), "expected gate and up of one width")
+    return product, up
+
+
+def _with_residual(layer: _Layer) -> _Group:
+    group = _Group([layer])
+    users = list(layer.node.users)
+    if len(users) == 1 and users[0].target is aten.add.Tensor and not users[0].kwargs:
+        others = [x for x in users[0].args if x is not layer.node]
+        other = others[0] if len(others) == 1 else None
+        if isinstance(other, Node) and typed(other) == typed(layer.node):
+            group.residual, group.total = other, users[0]
+    return group
+
+
+def _rewrite(program: ExportedProgram, group: _Group, bits: int) -> None:
+    graph, first = program.graph, group.layers[0]
+    packed = pack(
+        [_array(layer.weight) for layer in group.layers],
+        bits,
+        [None if layer.bias is None else _array(layer.bias) for layer in group.layers],
+        interleave=group.gated is not None,
+    )
+    operands = _operands(program, packed, first.name)
+    widths = [len(layer.weight) for layer in group.layers][: 1 if group.gated else None]
+    names = ("out_features", "out_features_1", "out_features_2")
+    attributes = dict(zip(names, widths, strict=False)) | {"bits": bits}
+    if group.gated is not None:
+        attributes["silu_mul"] = 1
+    last = group.gated or group.total or first.node
+    with graph.inserting_before(last if group.gated or group.total else first.node):
+        x = _rows(first.node.args[0])
+        residual = _rows(group.residual) if group.residual is not None else None
+        whole = graph.call_function(PACKED, (x, *operands, residual), attributes)
+        with value(x).fake_mode:  # type: ignore[attr-defined]
+            rows = value(x).shape[0]
+            widths += [0] * (MAX_SECTIONS - len(widths))
+            whole.meta["val"] = tuple(
+                value(x).new_empty((rows if width else 0, width)) for width in widths
+            )
+        replaced = [group.gated or group.total] if last is not first.node else []
+        for index, old in enumerate(replaced or [layer.node for layer in group.layers]):
+            assert old is not None
+            out = graph.call_function(operator.getitem, (whole, index))
+            out.meta["val"] = whole.meta["val"][index]
+            old.replace_all_uses_with(_like(out, old))
+    for old in replaced or [layer.node for layer in group.layers]:
+        assert old is not None
+        erase_unused(old)
+
+
+def _rows(node: object) -> Node:
+    """`[rows, width]` of `[1, rows, width]`, as it is or as another view."""
+    assert isinstance(node, Node)
+    if len(value(node).shape) == 2:
+        return node
+    if node.target is aten.unsqueeze.default and node.args[1] == 0:
+        assert isinstance(node.args[0], Node)
+        return node.args[0]
+    flat = node.graph.call_function(aten.squeeze.dim, (node, 0))
+    flat.meta["val"] = value(node)[0]
+    return flat
+
+
+def _like(rows: Node, old: Node) -> Node:
+    if len(value(old).shape) == 2:
+        return rows
+    view = rows.graph.call_function(aten.unsqueeze.default, (rows, 0))
+    view.meta["val"] = value(rows)[None]
+    return view
+
+
+def _operands(program: ExportedProgram, packed: Packed, name: str) -> Sequence[Node | None]:
+    """weight, scales, multipliers and bias as parameters of their own."""
+    stem = name.removesuffix(".weight")
+    given = {
+        f"{stem}.packed": packed.weight,
+        f"{stem}.scales": packed.scales,
+        f"{stem}.multipliers": packed.multipliers,
+        f"{stem}.packed_bias": packed.bias,
+    }
+    return [
+        None if array is None else add_parameter(program, key, _tensor(array))
+        for key, array in given.items()
+    ]
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return tensor.float().numpy()
+
+
+def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,53 @@
+"""Parameters of an exported program: added, read and dropped together with their placeholders."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import Node
+
+from kvgraph.compiler.passes.operands import value
+
+HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def held(program: ExportedProgram, node: object) -> tuple[str, torch.Tensor] | None:
+    """Name and tensor of a weight, or None for any other node."""
+    for spec in program.graph_signature.input_specs:
+        if isinstance(node, Node) and spec.arg.name == node.name and spec.kind in HELD:
+            assert spec.target is not None
+            found = program.state_dict.get(spec.target, program.constants.get(spec.target))
+            return (spec.target, found) if isinstance(found, torch.Tensor) else None
+    return None
+
+
+def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor) -> Node:
+    """A placeholder before all others for a new parameter `name`."""
+    first = next(node for node in program.graph.nodes if node.op == "placeholder")
+    mode = value(next(n for n in program.graph.nodes if "val" in n.meta and _is_fake(n))).fake_mode  # type: ignore[attr-defined]
+    with program.graph.inserting_before(first):
+        node: Node = program.graph.placeholder("p_" + name.replace(".", "_"))
+    with mode:
+        node.meta["val"] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    program.graph_signature.input_specs.insert(
+        0, InputSpec(InputKind.PARAMETER, TensorArgument(node.name), name)
+    )
+    program.state_dict[name] = torch.nn.Parameter(tensor, requires_grad=False)
+    return node
+
+
+def drop_unused(program: ExportedProgram) -> None:
+    """Drop the parameters that no node reads any more."""
+    specs = program.graph_signature.input_specs
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in [s for s in specs if s.kind is InputKind.PARAMETER]:
+        if not nodes[spec.arg.name].users:
+            program.graph.erase_node(nodes[spec.arg.name])
+            specs.remove(spec)
+            assert spec.target is not None
+            program.state_dict.pop(spec.target, None)
+
+
+def _is_fake(node: Node) -> bool:
+    return hasattr(node.meta["val"], "fake_mode")

@@ -1,0 +1,101 @@
+"""Backend `onnx` for CUDA: the functional ONNX graph, whose cache ops carry their kernels.
+
+Decisions: kernels travel as attributes of the graph's nodes (`kernels`, text; `images`, cubins as a
+tensor of bytes, since ONNX's strings are text), which are the fields of TensorRT's plugins. So
+model.onnx says all that a step does, whoever runs it needs nothing beside it but the weights and
+the library of custom ops, and the manifest hashes it as one file. Equal cubins travel once, in the
+first node. The CPU's ops do not read these attributes, so a float32 graph runs there too.
+Activations keep the checkpoint's dtype: ONNX Runtime's CUDA provider has kernels for halves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from kvgraph.compiler.cache import CachePlan
+from kvgraph.compiler.fused import export_fused
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.cast_norms import cast_norms
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.compiler.targets import onnx as onnx_target
+from kvgraph.compiler.targets.cuda import attention_of_nodes
+from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.kernels import aot
+from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.shapes import AttentionShape
+from kvgraph.ops import UPDATE_AND_ATTEND
+
+NOTE = "onnxruntime: no machine at hand had its CUDA provider; nothing of this has run on a GPU"
+
+
+def lower(
+    model: Model,
+    signature: GraphSignature,
+    plan: CachePlan,
+    folder: Path,
+    *,
+    archs: Sequence[str],
+    progress: Callable[[str], None],
+) -> Lowered:
+    """Write `model.onnx`, with kernels for each of `archs` in it, and `weights.safetensors`."""
+    program, reports = export_fused(model, signature, plan, return_buffers=True)
+    attention = attention_of_nodes(program, signature, plan)
+    lowered = onnx_target.write(program, signature, reports, folder)
+    made: dict[AttentionShape, dict[str, list[Compiled]]] = {shape: {} for shape in attention}
+    for arch in archs:
+        progress(f"compiling kernels for {arch}")
+        for shape, kernels in made.items():
+            kernels[arch] = aot.compile_attention(shape, arch)
+    path = folder / onnx_target.MODEL_NAME
+    onnx_model = onnx.load(path, load_external_data=False)
+    lowered.passes.append(cast_norms(onnx_model.graph))
+    lowered.ops["Cast"] = lowered.ops.get("Cast", 0) + lowered.passes[-1].applied
+    embed_kernels(onnx_model.graph, attention, made)
+    path.write_bytes(onnx_model.SerializeToString(deterministic=True))
+    seconds = {
+        f"{arch}/{kernel.file_name}": round(kernel.seconds, 3)
+        for kernels in made.values()
+        for arch, compiled in kernels.items()
+        for kernel in compiled
+    }
+    (folder / BUILD_LOG_NAME).write_text(json.dumps({"compile_seconds": seconds}, indent=1) + "\n")
+    lowered.nondeterministic_files.append(BUILD_LOG_NAME)
+    lowered.tools = (*lowered.tools, "triton")
+    lowered.notes.append(NOTE)
+    return lowered
+
+
+def embed_kernels(
+    graph: onnx.GraphProto,
+    attention: Sequence[AttentionShape],
+    made: dict[AttentionShape, dict[str, list[Compiled]]],
+) -> None:
+    """Give the cache ops of `graph`, whose constants are `attention` in its order, what was `made`
+    for them."""
+    nodes = [node for node in graph.node if node.op_type == UPDATE_AND_ATTEND.name]
+    texts = {shape: kernels_text(shape, kernels) for shape, kernels in made.items()}
+    images = {
+        kernel.metadata()["sha256"]: kernel.cubin
+        for kernels in made.values()
+        for compiled in kernels.values()
+        for kernel in compiled
+    }
+    carried: set[str] = set()
+    for node, shape in zip(nodes, attention, strict=True):
+        new = [digest for digest in image_digests(texts[shape]) if digest not in carried]
+        carried.update(new)
+        _set(node, "kernels", texts[shape])
+        if new:
+            packed = pack_images(images[digest] for digest in new)
+            _set(node, "images", numpy_helper.from_array(np.frombuffer(packed, np.uint8)))
+
+
+def _set(node: onnx.NodeProto, name: str, value: str | onnx.TensorProto) -> None:
+    node.attribute.append(onnx.helper.make_attribute(name, value))

@@ -1,0 +1,70 @@
+"""What sessions over the CUDA driver keep on both sides of the bus: index tensors, and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import NUMPY_DTYPES, itemsize
+from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, PinnedArray
+
+
+class Slot:
+    """An index tensor in pinned memory and on the device, for shapes up to `largest`: one address
+    each for the session's life, unless more is asked for."""
+
+    def __init__(self, device: CudaDevice, dtype: str, largest: tuple[int, ...] = (0,)) -> None:
+        self._device, self._dtype = device, dtype
+        self._allocate(largest)
+
+    def fill(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+        """Write the values; where `shape` has more (logits nobody wants), they are zeros."""
+        count = int(np.prod(shape))
+        if count > len(self._values):
+            self._device.synchronize()  # the old addresses may still be read
+            self._allocate((2 * count,))
+        self._values[: array.size] = array.reshape(-1)
+        self._values[array.size : count] = 0
+
+    def upload(self, shape: tuple[int, ...]) -> None:
+        """Enqueue the copy of what was filled."""
+        nbytes = int(np.prod(shape)) * itemsize(self._dtype)
+        if nbytes:
+            self._device.upload(self.device.address, self.host.address, nbytes)
+
+    def _allocate(self, largest: tuple[int, ...]) -> None:
+        self.device = DeviceArray(self._device, self._dtype, largest)
+        self.host = PinnedArray(self._device, self.device.nbytes)
+        self._values = self.host.bytes.view(NUMPY_DTYPES[self._dtype])
+
+
+class Logits:
+    """Where logits go: one device address for each power of two of rows, two host copies in turn,
+    so that what a step returned is valid until the next call but one."""
+
+    def __init__(self, device: CudaDevice, vocab: int) -> None:
+        self._device, self._vocab = device, vocab
+        self._arrays: dict[int, DeviceArray] = {}
+        self._hosts: list[PinnedArray | None] = [None, None]
+        self._turn = 0
+
+    def at_least(self, rows: int) -> DeviceArray:
+        capacity = 1 << max(rows - 1, 0).bit_length()
+        if capacity not in self._arrays:
+            shape = (capacity, self._vocab)
+            self._arrays[capacity] = DeviceArray(self._device, "float32", shape)
+        return self._arrays[capacity]
+
+    def download(self, array: DeviceArray, rows: int) -> npt.NDArray[np.float32]:
+        """Copy to the host and wait: the one point of a step that does."""
+        self._turn ^= 1
+        nbytes = rows * self._vocab * itemsize("float32")
+        host = self._hosts[self._turn]
+        if host is None or len(host.bytes) < nbytes:
+            host = self._hosts[self._turn] = PinnedArray(self._device, array.nbytes)
+        if nbytes:
+            self._device.download(host.address, array.address, nbytes)
+        self._device.synchronize()
+        return host.bytes[:nbytes].view(np.float32).reshape(rows, self._vocab)

@@ -1,0 +1,163 @@
+"""ONNX Runtime session on its CUDA provider: bindings in device memory, kernels of ours inside.
+
+    host, pinned ----copy----> index tensors --\
+    host -------------------> max_lengths -------> graph --> logits ----copy----> host, pinned
+    pool (one address: input and output) ------/
+
+Decisions: the provider runs on this session's stream, so that copies, its kernels and ours are in
+order without a wait between them. max_lengths stays with the host: the cache ops plan by it. Pools
+are memory of the driver, not of ONNX Runtime, bound to input and output alike. float32 is computed
+as float32 (ONNX Runtime's default on CUDA is TF32). Nothing is captured: a plan depends on lengths
+that the host reads in every step.
+
+No machine at hand had the provider: this file is tested against a fake driver and a fake provider
+that runs the model at the very addresses that are bound here (tests/runtime), and the ops against a
+host of our own (tests/plugins). `pytest -m cuda` runs it for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import TensorType
+from kvgraph.contract.inputs import Buffer
+from kvgraph.contract.signature import output_name
+from kvgraph.errors import (
+    BindingError,
+    CapacityError,
+    DeviceError,
+    KernelError,
+    KVGraphError,
+)
+from kvgraph.ops import native
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
+from kvgraph.runtime.sessions.device_arrays import Logits, Slot
+from kvgraph.runtime.sessions.onnxruntime import (
+    ELEMENT_TYPES,
+    import_onnxruntime,
+    last_sentence,
+    open_session,
+    require_provider,
+)
+
+PROVIDER = "CUDAExecutionProvider"
+INSTALL = "pip install 'kvgraph[onnx-gpu]'"
+
+
+class OnnxRuntimeCudaSession(Session):
+    """Runs `model.onnx` on one GPU. Pools are device memory; logits come back on the host.
+
+    MissingDependencyError: no ONNX Runtime, or one without the CUDA provider; DeviceError: no GPU,
+    or the provider cannot be loaded; KernelError: ONNX Runtime refuses the model or a step.
+    """
+
+    def __init__(self, artifact: Artifact, device: int = 0) -> None:
+        super().__init__(artifact)
+        ort = import_onnxruntime()
+        require_provider(ort, PROVIDER)
+        self._device = CudaDevice(device, install=INSTALL)
+        self._session = _open(ort, artifact, self._device)
+        self._binding = self._session.io_binding()
+        self._inputs = self.signature.inputs
+        self._slots = {
+            symbol.name: Slot(self._device, symbol.dtype)
+            for symbol in self._inputs
+            if symbol.kind == "tensor" and symbol.device.kind != "host"
+        }
+        self._logits = Logits(self._device, self._vocab)
+
+    def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
+        """Zeroed device memory. CapacityError where the device has too little."""
+        self._require_known(symbol)
+        shape = symbol.extents(sizes)
+        self._device.activate()
+        try:
+            pool = self._device.zeros(symbol.dtype, shape)
+        except CapacityError as error:
+            raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
+        return Buffer(symbol.dtype, shape, symbol.device, pool)
+
+    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+        self._device.activate()
+        rows = len(arrays[2])
+        pools = {s.name: self._pool(s, a) for s, a in self._given(arrays) if s.kind == "buffer"}
+        logits = self._logits.at_least(rows)
+        for symbol, array in self._given(arrays):
+            if symbol.kind == "buffer":
+                self._bind(symbol, array.shape, pools[symbol.name].address)
+            else:
+                self._bind_values(symbol, array)
+        place = ("cuda", self._device.ordinal, np.float32, (rows, self._vocab), logits.address)
+        self._binding.bind_output("logits", *place)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes
+            raise KernelError(f"onnxruntime: {last_sentence(error)}") from error
+        return self._logits.download(logits, rows)
+
+    def _given(self, arrays: list[Any]) -> list[tuple[TensorType, Any]]:
+        return list(zip(self._inputs, arrays, strict=True))
+
+    def _pool(self, symbol: TensorType, array: Any) -> DeviceArray:
+        if isinstance(array, DeviceArray) and array.device is self._device:
+            return array
+        raise BindingError(
+            f"{symbol.name}: expected memory that this session allocated, "
+            f"got {type(array).__name__}"
+        )
+
+    def _bind_values(self, symbol: TensorType, array: npt.NDArray[Any]) -> None:
+        """An index tensor: copied to its address on the device, or read where it lies."""
+        slot = self._slots.get(symbol.name)
+        if slot is None:
+            place = ("cpu", 0, ELEMENT_TYPES[symbol.dtype], array.shape, array.ctypes.data)
+            self._binding.bind_input(symbol.name, *place)
+            return
+        slot.fill(array, array.shape)
+        slot.upload(array.shape)
+        self._bind(symbol, array.shape, slot.device.address)
+
+    def _bind(self, symbol: TensorType, shape: tuple[int, ...], address: int) -> None:
+        """An input in device memory; a buffer is an output at the same address."""
+        place = ("cuda", self._device.ordinal, ELEMENT_TYPES[symbol.dtype], shape, address)
+        self._binding.bind_input(symbol.name, *place)
+        if symbol.kind == "buffer":
+            self._binding.bind_output(output_name(symbol), *place)
+
+
+def _open(ort: Any, artifact: Artifact, device: CudaDevice) -> Any:
+    options = ort.SessionOptions()
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.log_severity_level = 4  # failures come as exceptions
+    options.register_custom_ops_library(str(native.library_path("onnxruntime")))
+    settings = {
+        "device_id": str(device.ordinal),
+        "user_compute_stream": str(int(device.stream)),
+        "use_tf32": "0",
+    }
+    path = artifact.folder / "model.onnx"
+    try:
+        return open_session(ort, path, options, PROVIDER, settings)
+    except KVGraphError:
+        raise
+    except Exception as error:  # ONNX Runtime's own, of many kinds
+        _require_loaded(ort, device)
+        raise KernelError(f"{path}: onnxruntime: {last_sentence(error)}") from error
+
+
+def _require_loaded(ort: Any, device: CudaDevice) -> None:
+    """DeviceError where the provider cannot be loaded: a graph of bfloat16 is then refused for want
+    of kernels of the CPU's, which would say nothing of the cause."""
+    try:
+        ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", device.ordinal)
+    except Exception as error:
+        raise DeviceError(
+            f"onnxruntime: expected {PROVIDER} on this machine, got none that can be loaded: "
+            f"{last_sentence(error)}"
+        ) from error

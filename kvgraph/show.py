@@ -1,0 +1,136 @@
+"""What `kvgraph inspect` prints of an artifact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvgraph.contract.manifest import Manifest, QualityInfo
+
+
+def show(folder: Path, manifest: Manifest, to: Console) -> None:
+    """Facts, bindings, ops and passes, kernels, files."""
+    to.print(facts(manifest))
+    to.print(bindings(manifest))
+    to.print(ops(manifest))
+    for entry in manifest.passes:
+        why = "".join(f"; {sentence}" for sentence in entry.unmatched)
+        to.print(f"pass {entry.name}: {entry.applied} rewrites{why}", soft_wrap=True)
+    if paths := [name for name in manifest.files if name.endswith("/kernels.json")]:
+        to.print(kernels(folder, paths))
+    to.print(files(manifest))
+
+
+def facts(manifest: Manifest) -> Table:
+    from kvgraph.contract.trees import params_from_layout
+
+    model, params = manifest.model, params_from_layout(manifest.layout)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    rows = {
+        "model": f"{model.architecture}, vocabulary {model.vocab_size}, "
+        f"at most {model.max_seq_len} tokens",
+        "backend": f"{manifest.backend} on {manifest.target}, {manifest.dtype} activations, "
+        f"{manifest.weights} weights",
+        "identity": manifest.identity.hex(),
+        "made by": f"kvgraph {manifest.kvgraph_version} ("
+        + ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
+        + ")",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for leaf, cache in params.leaves.items():
+        window = f", window {cache.window_size}" if cache.window_size else ""
+        table.add_row(
+            f"cache {leaf}",
+            f"{cache.pool_dtype} {cache.cache_strategy}: {cache.num_layers} layers x "
+            f"{cache.n_kv_heads} kv heads x {cache.head_dim}, {cache.page_size} tokens a page"
+            f"{window}",
+        )
+    if engine := manifest.engine:
+        where = ", ".join(engine.archs) or "any architecture"
+        table.add_row("engine", f"{engine.module} {engine.version}, for {where}")
+        for p in engine.profiles:
+            most = ", ".join(f"{dim} {extent}" for dim, extent in p.max.items())
+            table.add_row(f"profile {p.name}", f"at most {most}")
+    if quality := manifest.quality:
+        table.add_row("quality", quality_line(quality))
+    for note in manifest.notes:
+        table.add_row("note", note)
+    return table
+
+
+def quality_line(quality: QualityInfo) -> str:
+    return (
+        f"perplexity {quality.perplexity:.4g} (the checkpoint in float32: "
+        f"{quality.reference_perplexity:.4g}, so {quality.loss:+.2%}), "
+        f"{quality.agreement:.2%} of the likeliest tokens the same, "
+        f"over {quality.tokens:,} tokens of {quality.text}"
+    )
+
+
+def bindings(manifest: Manifest) -> Table:
+    table = titled("Bindings (* is memory that ops write: one address for input and output)")
+    for column in ("", "name", "dtype", "dims", "device"):
+        table.add_column(column, no_wrap=column != "dims", overflow="fold")
+    for way, found in (("in", manifest.inputs), ("out", manifest.outputs)):
+        for b in found:
+            dims = " x ".join(map(str, b.dims))
+            name = f"{b.name} *" if b.kind == "buffer" else b.name
+            table.add_row(way, name, b.dtype, dims, b.device)
+    return table
+
+
+def ops(manifest: Manifest) -> Table:
+    table = titled("Ops of the graph")
+    table.add_column("op")
+    table.add_column("count", justify="right")
+    for name, count in manifest.ops.items():
+        table.add_row(name, str(count))
+    return table
+
+
+def kernels(folder: Path, paths: list[str]) -> Table:
+    """Of a CUDA artifact: what each cubin takes of a multiprocessor."""
+    seconds = _compile_seconds(folder)
+    table = titled("Kernels (shared memory and a thread's spills in bytes; seconds to compile)")
+    for column in ("kernel", "arch", "warps", "regs", "shared", "spills", "s"):
+        table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
+    for path in paths:
+        for kernel in json.loads((folder / path).read_bytes()):
+            name = f"{kernel['kernel']} {kernel['role']}".strip()
+            figures: tuple[Any, ...] = (kernel["num_warps"], kernel["registers"], kernel["shared"])
+            spills = kernel["spill_stores"] + kernel["spill_loads"]
+            took = seconds.get(str(Path(path).with_name(kernel["file"])))
+            figures += (spills, "" if took is None else f"{took:.2f}")
+            table.add_row(name, kernel["arch"], *map(str, figures))
+    return table
+
+
+def _compile_seconds(folder: Path) -> dict[str, float]:
+    """By file, from the log of the build: it is not hashed, and may be gone."""
+    from kvgraph.compiler.targets import BUILD_LOG_NAME
+
+    try:
+        return dict(json.loads((folder / BUILD_LOG_NAME).read_bytes())["compile_seconds"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
+def files(manifest: Manifest) -> Table:
+    table = titled("Files")
+    for column in ("file", "bytes", "SHA-256 of chunk 0", "same bytes again"):
+        table.add_column(column, justify="right" if column == "bytes" else "left", no_wrap=True)
+    for name, entry in manifest.files.items():
+        same = "no" if name in manifest.nondeterministic_files else "yes"
+        digest = entry.chunks[0][:16] if entry.chunks else ""
+        table.add_row(name, f"{entry.size:,}", digest, same)
+    return table
+
+
+def titled(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

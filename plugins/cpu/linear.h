@@ -1,0 +1,55 @@
+// Linear layers over weights packed for the CPU: what linear.cpp asks of one instruction set.
+//
+// Legend: M rows, N output columns, K inputs padded to a multiple of kDepth. Weights lie in panels of
+// kColumns output columns; a panel's lines of 64 bytes follow each other along K, each with the same
+// few consecutive k of all its columns: 2 bfloat16, 4 int8, or 8 int4 (the low nibbles are the first
+// four). int4 is stored divided by a multiplier 1 to 16 for each column and group of kGroup
+// inputs, so that nibble times multiplier is an exact int8 under one scale for a column.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvg {
+
+constexpr int64_t kColumns = 16, kDepth = 64, kGroup = 32, kLineBytes = 64;
+constexpr int64_t kPair = 2;  // panels that are worked on together, gate and up of SwiGLU among them
+
+struct Section {
+  float* out;          // M x width
+  int64_t width;       // columns
+  int64_t first, end;  // column blocks: panels, or pairs of panels under silu_mul
+};
+
+struct Linear {
+  int64_t bits;                // 16, 8 or 4
+  int64_t panels, depth;       // depth: K
+  const char* lines;           // panels x line_count() lines
+  const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, less one each
+  const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns
+  const float* bias;           // panels x kColumns; nullptr: none
+  const float* residual;       // M x the only section's width; nullptr: none
+  bool silu_mul;               // panels alternate gate and up: out = silu(gate) * up
+  Section sections[3];
+  int64_t num_sections;
+  const char* x;  // prepared rows, x_stride bytes apart
+  int64_t x_stride, rows;
+  const float* x_scales;  // M
+
+  int64_t line_count() const { return depth * bits / 32; }  // of a panel
+  int64_t panel_bytes() const { return line_count() * kLineBytes; }
+};
+
+struct LinearKernels {
+  // Bytes of a prepared row.
+  int64_t (*row_bytes)(int64_t bits, int64_t depth);
+  // One row of `width` inputs, rounded to bfloat16, or to int8 under a scale of its own.
+  void (*prepare)(const float* x, int64_t width, int64_t depth, int64_t bits, char* to,
+                  float* scale);
+  // Bytes of scratch that `multiply` needs.
+  int64_t (*scratch_bytes)(const Linear& job);
+  // Rows [row, row + rows) of the columns of a pair of panels (the last one may lack its second).
+  void (*multiply)(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* scratch);
+};
+
+}  // namespace kvg

@@ -1,0 +1,118 @@
+// One line of packed weights times one prepared row, for linear_kernels.cpp.
+//
+// Rows were prepared so that a step along K is one broadcast: with native dot products the 2 bfloat16
+// or 4 uint8 of a line (int8 + 128, which the sums of the weights' columns take back), else two
+// float32 or four int16.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/linear.h"
+#include "cpu/vector.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define KVG_NATIVE_DOT 1
+#else
+#define KVG_NATIVE_DOT 0
+#endif
+
+namespace kvg::KVG_ISA {
+
+constexpr int kVectors = kColumns / kLanes;  // of a panel
+constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;  // bytes of a prepared row for a line
+constexpr int32_t kOffset = KVG_NATIVE_DOT ? 128 : 0;
+
+template <class To, class From>
+To as(From v) {
+  static_assert(sizeof(To) == sizeof(From), "same bits");
+  To to;
+  std::memcpy(&to, &v, sizeof to);
+  return to;
+}
+
+template <class T>
+T read(const char* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+struct Half {  // bfloat16: two k a line
+  using Sum = Vector;
+#if KVG_NATIVE_DOT
+  using Line = __m512i;
+  static Line line(const char* from) { return _mm512_loadu_si512(from); }
+  static Sum add(Sum sum, const char* x, Line w) {
+    const __m512i pair = _mm512_set1_epi32(read<int32_t>(x));
+    return as<Sum>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(pair), as<__m512bh>(w)));
+  }
+#else
+  struct Line {
+    Vector even, odd;
+  };
+  static Line line(const char* from) {
+    const Words w = read<Words>(from);
+    return {as<Vector>(w << 16), as<Vector>(w & 0xffff0000u)};
+  }
+  static Sum add(Sum sum, const char* x, const Line& w) {
+    sum += w.even * read<float>(x);
+    return sum + w.odd * read<float>(x + 4);
+  }
+#endif
+};
+
+struct Byte {  // int8: four k a line
+  using Sum = Index;
+#if KVG_NATIVE_DOT
+  using Line = __m512i;
+  static Line line(const char* from) { return _mm512_loadu_si512(from); }
+  static Sum add(Sum sum, const char* x, Line w) {
+    const __m512i four = _mm512_set1_epi32(read<int32_t>(x));
+    return as<Sum>(_mm512_dpbusd_epi32(as<__m512i>(sum), four, w));
+  }
+#elif defined(__AVX512BW__)
+  struct Line {
+    __m512i even, odd;
+  };
+  static Line line(const char* from) {
+    const __m512i w = _mm512_loadu_si512(from);
+    return {_mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8), _mm512_srai_epi16(w, 8)};
+  }
+  static Sum add(Sum sum, const char* x, const Line& w) {
+    const __m512i a = _mm512_madd_epi16(w.even, _mm512_set1_epi32(read<int32_t>(x)));
+    const __m512i b = _mm512_madd_epi16(w.odd, _mm512_set1_epi32(read<int32_t>(x + 4)));
+    return sum + as<Sum>(a) + as<Sum>(b);
+  }
+#elif defined(__AVX2__)
+  struct Line {
+    __m256i even, odd;
+  };
+  static Line line(const char* from) {
+    const __m256i w = read<__m256i>(from);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), _mm256_srai_epi16(w, 8)};
+  }
+  static Sum add(Sum sum, const char* x, const Line& w) {
+    const __m256i a = _mm256_madd_epi16(w.even, _mm256_set1_epi32(read<int32_t>(x)));
+    const __m256i b = _mm256_madd_epi16(w.odd, _mm256_set1_epi32(read<int32_t>(x + 4)));
+    return sum + as<Sum>(a) + as<Sum>(b);
+  }
+#else
+  struct Line {
+    Index k[4];
+  };
+  static Line line(const char* from) {
+    const Index w = read<Index>(from);
+    return {{(w << 24) >> 24, (w << 8) >> 24, (w << 16) >> 24, w >> 24}};  // as rows have them
+  }
+  static Sum add(Sum sum, const char* x, const Line& w) {
+    for (int i = 0; i < 4; ++i) sum += w.k[i] * int32_t{read<int16_t>(x + 2 * i)};
+    return sum;
+  }
+#endif
+};
+
+}  // namespace kvg::KVG_ISA

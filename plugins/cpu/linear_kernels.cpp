@@ -1,0 +1,387 @@
+// Compiled once per instruction set, as kernels.cpp is.
+//
+// A tile of kTileRows x 2 panels stays in registers while it goes once along K. With AMX, kAmxRows
+// rows or more go by its tiles instead: they add bfloat16 in another order, so that a row's last bits
+// then depend on how many rows there are.
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/kernels.h"
+#include "cpu/linear.h"
+#include "cpu/linear_dot.h"
+#include "cpu/vector.h"
+#if defined(KVG_AMX)
+#include "cpu/amx_linear.h"
+#endif
+
+namespace kvg::KVG_ISA {
+namespace {
+
+#if KVG_NATIVE_DOT
+constexpr int kTileRows = 12;
+#elif defined(__AVX512F__)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = 4;
+#endif
+// Rows up to which nibbles are unpacked for each tile; beyond, a pair of panels once for all rows.
+constexpr int64_t kDirectRows = KVG_NATIVE_DOT ? 8 : 0;
+constexpr int64_t kAhead = 40;  // lines
+#if defined(KVG_AMX)
+constexpr int64_t kAmxRows = 16;  // a whole tile; not measured
+static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
+#endif
+
+// What to fetch while a tile is computed: a line's address, and bytes to the next one's.
+struct Fetch {
+  const char* at;
+  int64_t step;
+};
+
+// ---- sums of a few rows -----------------------------------------------------------------------
+
+// Rows x Panels sums over all lines, from `x` and the lines at `w`.
+template <class Kind, int Rows, int Panels>
+void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
+          Fetch fetch, typename Kind::Sum* out) {
+  typename Kind::Sum sums[Rows][Panels * kVectors] = {};
+  for (int64_t i = 0; i < lines; ++i, x += kStep, w += kLineBytes, fetch.at += fetch.step) {
+    typename Kind::Line line[Panels * kVectors];
+    KVG_UNROLL
+    for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, 2);
+    KVG_UNROLL
+    for (int p = 0; p < Panels * kVectors; ++p)
+      line[p] = Kind::line(w + p / kVectors * panel_bytes + p % kVectors * (kLineBytes / kVectors));
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) {
+      KVG_UNROLL
+      for (int p = 0; p < Panels * kVectors; ++p)
+        sums[m][p] = Kind::add(sums[m][p], x + m * stride, line[p]);
+    }
+  }
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int p = 0; p < Panels * kVectors; ++p) out[m * Panels * kVectors + p] = sums[m][p];
+  }
+}
+
+// ---- int4 -------------------------------------------------------------------------------------
+
+#if defined(__AVX512BW__)
+
+// The multipliers of a group: 8 bytes with two columns each.
+inline Index multipliers(const uint8_t* from) {
+  const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m128i low = _mm_and_si128(two, _mm_set1_epi8(15));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(two, 4), _mm_set1_epi8(15));
+  return as<Index>(_mm512_maskz_cvtepu8_epi32(0xffff, _mm_unpacklo_epi8(low, high))) + 1;
+}
+
+#endif
+
+#if KVG_NATIVE_DOT
+
+// As `tile`, from nibbles as they are stored. High nibbles are read as 16 times their value.
+template <int Rows>
+void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
+                     int64_t groups, Index* out) {
+  Index sums[Rows] = {};
+  for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
+    __m512i group[Rows] = {};
+    KVG_UNROLL
+    for (int i = 0; i < 4; ++i, x += 2 * kStep, w += kLineBytes) {
+      __builtin_prefetch(w + kAhead * kLineBytes);
+      const Words both = read<Words>(w);
+      const __m512i first = as<__m512i>(both << 4 & 0xf0f0f0f0u);
+      const __m512i second = as<__m512i>(both & 0xf0f0f0f0u);
+      KVG_UNROLL
+      for (int m = 0; m < Rows; ++m) {
+        const char* at = x + m * stride;
+        group[m] = _mm512_dpbusd_epi32(group[m], _mm512_set1_epi32(read<int32_t>(at)), first);
+        group[m] =
+            _mm512_dpbusd_epi32(group[m], _mm512_set1_epi32(read<int32_t>(at + 4)), second);
+      }
+    }
+    const Index factor = multipliers(multiplier);
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) sums[m] += (as<Index>(group[m]) >> 4) * factor;
+  }
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) out[m] = sums[m];
+}
+
+#endif
+
+// A panel of nibbles as lines of int8, which nibble times multiplier is.
+void expand(const char* w, const uint8_t* multiplier, int64_t groups, char* to) {
+  for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
+#if defined(__AVX512BW__)
+    const Index wide = multipliers(multiplier);  // of a column's 32 bits, then of both halves
+    const auto factor = as<__m512i>(wide | wide << 16);
+    const __m512i byte = _mm512_set1_epi16(0xff);
+    for (int i = 0; i < 4; ++i, w += kLineBytes) {
+      __builtin_prefetch(w + kAhead * kLineBytes);
+      const __m512i both = _mm512_loadu_si512(w);
+      const auto join = [&](__m512i even, __m512i odd) {  // both hold 16 bits with the sign on top
+        even = _mm512_mullo_epi16(_mm512_srai_epi16(even, 12), factor);
+        odd = _mm512_mullo_epi16(_mm512_srai_epi16(odd, 12), factor);
+        const __m512i line =
+            _mm512_or_si512(_mm512_and_si512(even, byte), _mm512_slli_epi16(odd, 8));
+        _mm512_storeu_si512(to, line);
+        to += kLineBytes;
+      };
+      join(_mm512_slli_epi16(both, 12), _mm512_slli_epi16(both, 4));
+      join(_mm512_slli_epi16(both, 8), both);
+    }
+#else
+    for (int i = 0; i < 4; ++i, w += kLineBytes, to += 2 * kLineBytes)
+      for (int b = 0; b < kLineBytes; ++b) {
+        const int factor = (multiplier[b / 8] >> (b / 4 % 2 * 4) & 15) + 1;
+        const auto both = static_cast<int8_t>(w[b]);
+        to[b] = static_cast<char>((static_cast<int8_t>(both << 4) >> 4) * factor);
+        to[kLineBytes + b] = static_cast<char>((both >> 4) * factor);
+      }
+#endif
+  }
+}
+
+// ---- tiles of any height ----------------------------------------------------------------------
+
+template <class Kind, int Rows, int Panels>
+void tile_of(int64_t rows, const char* x, int64_t stride, const char* w, int64_t panel_bytes,
+             int64_t lines, Fetch fetch, typename Kind::Sum* out) {
+  if (rows == Rows) return tile<Kind, Rows, Panels>(x, stride, w, panel_bytes, lines, fetch, out);
+  if constexpr (Rows > 1)
+    tile_of<Kind, Rows - 1, Panels>(rows, x, stride, w, panel_bytes, lines, fetch, out);
+}
+
+#if KVG_NATIVE_DOT
+template <int Rows>
+void nibbles_of(int64_t rows, const char* x, int64_t stride, const char* w,
+                const uint8_t* multiplier, int64_t groups, Index* out) {
+  if (rows == Rows) return tile_of_nibbles<Rows>(x, stride, w, multiplier, groups, out);
+  if constexpr (Rows > 1) nibbles_of<Rows - 1>(rows, x, stride, w, multiplier, groups, out);
+}
+#endif
+
+// ---- from sums to outputs ---------------------------------------------------------------------
+
+inline float silu(float x) {
+  const float power = exp2_of_negative(-1.442695041f * (x < 0 ? -x : x));
+  const float sigmoid = (x < 0 ? power : 1.0f) / (1.0f + power);
+  return x * sigmoid;
+}
+
+// The values of one panel for one row, from its sums.
+void value(const Linear& job, int64_t panel, int64_t row, const float* sums, float* to) {
+  std::memcpy(to, sums, kColumns * sizeof(float));
+  if (job.bias) {
+    const float* bias = job.bias + panel * kColumns;
+    for (int c = 0; c < kColumns; ++c) to[c] += bias[c];
+  }
+  (void)row;
+}
+
+void value(const Linear& job, int64_t panel, int64_t row, const int32_t* sums, float* to) {
+  const float* scale = job.scales + panel * 2 * kColumns;
+  const float* total = scale + kColumns;
+  const float own = job.x_scales[row];
+#pragma omp simd
+  for (int c = 0; c < kColumns; ++c)
+    to[c] = static_cast<float>(sums[c] - kOffset * static_cast<int32_t>(total[c])) *
+            (scale[c] * own);
+  if (job.bias) {
+    const float* bias = job.bias + panel * kColumns;
+    for (int c = 0; c < kColumns; ++c) to[c] += bias[c];
+  }
+}
+
+const Section& section_of(const Linear& job, int64_t block) {
+  int64_t i = 0;
+  while (i + 1 < job.num_sections && block >= job.sections[i].end) ++i;
+  return job.sections[i];
+}
+
+// Where a block of columns goes: the address of its row 0, and how many it has.
+struct Place {
+  float* out;
+  const float* residual;
+  int64_t width, count;
+};
+
+Place place_of(const Linear& job, int64_t block) {
+  const Section& section = section_of(job, block);
+  const int64_t column = (block - section.first) * kColumns, left = section.width - column;
+  return {section.out + column, job.residual ? job.residual + column : nullptr, section.width,
+          left < kColumns ? left : kColumns};
+}
+
+void put(const Place& place, int64_t row, const float* values) {
+  float* out = place.out + row * place.width;
+  const float* residual = place.residual ? place.residual + row * place.width : nullptr;
+  if (place.count == kColumns && residual) {
+    for (int c = 0; c < kColumns; ++c) out[c] = values[c] + residual[c];
+  } else if (place.count == kColumns) {
+    std::memcpy(out, values, kColumns * sizeof(float));
+  } else {
+    for (int64_t c = 0; c < place.count; ++c) out[c] = values[c] + (residual ? residual[c] : 0.0f);
+  }
+}
+
+// `sums`: rows x panels x kColumns.
+template <class Number>
+void finish(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
+            const Number* sums) {
+  float values[kPair][kColumns];
+  Place places[kPair];
+  for (int64_t p = 0; p < (job.silu_mul ? 1 : panels); ++p)
+    places[p] = place_of(job, job.silu_mul ? pair : pair * kPair + p);
+  for (int64_t m = row; m < row + rows; ++m) {
+    for (int64_t p = 0; p < panels; ++p, sums += kColumns)
+      value(job, pair * kPair + p, m, sums, values[p]);
+    if (job.silu_mul) {
+#pragma omp simd
+      for (int c = 0; c < kColumns; ++c) values[0][c] = silu(values[0][c]) * values[1][c];
+      put(places[0], m, values[0]);
+    } else {
+      for (int64_t p = 0; p < panels; ++p) put(places[p], m, values[p]);
+    }
+  }
+}
+
+// ---- the entry points -------------------------------------------------------------------------
+
+#if defined(KVG_AMX)
+// As `run`, for kAmxRows or more; the rows that are left over have tiles of their own height.
+template <class Number>
+void run_amx(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
+             const char* w, int64_t panel_bytes, int64_t lines) {
+  constexpr int kBits = std::is_same_v<Number, float> ? 16 : 8;
+  alignas(64) Number sums[kTallest * kPair * kColumns];
+  for (int64_t left = rows, shaped = 0; left > 0;) {
+    const int64_t take = left < kTallest ? left : kTallest;
+    if (take != shaped) shape_tiles(take), shaped = take;
+    const char* x = job.x + row * job.x_stride;
+    sum_tiles_of<kBits>(take, panels, x, job.x_stride, w, panel_bytes, lines,
+                        reinterpret_cast<char*>(sums));
+    finish(job, pair, panels, row, take, sums);
+    row += take, left -= take;
+  }
+  KVG_TILE_RELEASE();
+}
+#endif
+
+template <class Kind, class Number>
+void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows, const char* w,
+         int64_t panel_bytes, int64_t lines, const char* next) {
+#if defined(KVG_AMX)
+  if (rows >= kAmxRows)
+    return run_amx<Number>(job, pair, panels, row, rows, w, panel_bytes, lines);
+#endif
+  alignas(64) typename Kind::Sum sums[kTileRows * kPair * kVectors];
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  // The first tile fetches its own lines; the others share the next pair's, which are read then.
+  Fetch fetch{w + kAhead * kLineBytes, kLineBytes};
+  for (int64_t t = 0, left = rows; t < tiles; ++t) {
+    const int64_t take = (left + tiles - t - 1) / (tiles - t);  // as even as can be
+    const char* x = job.x + row * job.x_stride;
+    if (panels == kPair)
+      tile_of<Kind, kTileRows, kPair>(take, x, job.x_stride, w, panel_bytes, lines, fetch, sums);
+    else
+      tile_of<Kind, kTileRows, 1>(take, x, job.x_stride, w, panel_bytes, lines, fetch, sums);
+    finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
+    row += take, left -= take;
+    const int64_t step = tiles > 1 ? kLineBytes / (tiles - 1) : 0;
+    fetch = {next + t * lines * step, step};
+  }
+}
+
+void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* scratch) {
+  const int64_t first = pair * kPair, left = job.panels - first;
+  const int64_t panels = left < kPair ? left : kPair;
+  const int64_t bytes = job.panel_bytes(), lines = job.line_count();
+  const char* w = job.lines + first * bytes;
+  const char* next = w + panels * bytes;  // a hint: may be past the end
+  if (job.bits == 16) return run<Half, float>(job, pair, panels, row, rows, w, bytes, lines, next);
+  if (job.bits == 8) return run<Byte, int32_t>(job, pair, panels, row, rows, w, bytes, lines, next);
+  const int64_t groups = job.depth / kGroup;
+  const uint8_t* factors = job.multipliers + first * groups * (kColumns / 2);
+#if KVG_NATIVE_DOT
+  if (rows <= kDirectRows) {
+    alignas(64) Index sums[kPair][kDirectRows], ordered[kDirectRows * kPair];
+    const char* x = job.x + row * job.x_stride;
+    for (int64_t p = 0; p < panels; ++p)
+      nibbles_of<kDirectRows>(rows, x, job.x_stride, w + p * bytes,
+                              factors + p * groups * (kColumns / 2), groups, sums[p]);
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t p = 0; p < panels; ++p) ordered[m * panels + p] = sums[p][m];
+    return finish(job, pair, panels, row, rows, reinterpret_cast<const int32_t*>(ordered));
+  }
+#endif
+  for (int64_t p = 0; p < panels; ++p)
+    expand(w + p * bytes, factors + p * groups * (kColumns / 2), groups, scratch + p * 2 * bytes);
+  run<Byte, int32_t>(job, pair, panels, row, rows, scratch, 2 * bytes, 2 * lines, scratch);
+}
+
+int64_t row_bytes(int64_t bits, int64_t depth) { return depth * kStep / (bits == 16 ? 2 : 4); }
+
+int64_t scratch_bytes(const Linear& job) { return job.bits == 4 ? 2 * kPair * job.panel_bytes() : 0; }
+
+void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
+#if KVG_NATIVE_DOT
+  int64_t k = 0;
+  for (; k + 16 <= width; k += 16) {
+    const __m256bh half = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + k));
+    std::memcpy(to + 2 * k, &half, sizeof half);
+  }
+  for (; k < depth; ++k) {
+    const uint16_t half = k < width ? BFloat16::encode(x[k]) : 0;
+    std::memcpy(to + 2 * k, &half, sizeof half);
+  }
+#else
+  for (int64_t k = 0; k < depth; ++k) {
+    const float rounded = k < width ? BFloat16::decode(BFloat16::encode(x[k])) : 0.0f;
+    std::memcpy(to + 4 * k, &rounded, sizeof rounded);
+  }
+#endif
+}
+
+void prepare_byte(const float* x, int64_t width, int64_t depth, char* to, float* scale) {
+  float largest = 0, odd = 0;  // odd: NaN where some input is NaN or infinite
+#pragma omp simd reduction(max : largest) reduction(+ : odd)
+  for (int64_t k = 0; k < width; ++k) {
+    const float magnitude = x[k] < 0 ? -x[k] : x[k];
+    largest = magnitude > largest ? magnitude : largest;
+    odd += x[k] * 0.0f;
+  }
+  *scale = largest / 127.0f + odd;
+  const float inverse = largest > 0 && odd == 0 ? 127.0f / largest : 0.0f;
+  const auto rounded = [&](int64_t k) {
+    return static_cast<int32_t>(std::nearbyintf(odd == 0 ? x[k] * inverse : 0.0f));
+  };
+#if KVG_NATIVE_DOT
+  auto* out = reinterpret_cast<uint8_t*>(to);
+#pragma omp simd
+  for (int64_t k = 0; k < width; ++k) out[k] = static_cast<uint8_t>(rounded(k) + kOffset);
+  for (int64_t k = width; k < depth; ++k) out[k] = kOffset;
+#else
+  constexpr int64_t kPlace[4] = {0, 2, 1, 3};  // even k of a line's four, then odd ones
+  auto* out = reinterpret_cast<int16_t*>(to);
+  for (int64_t k = 0; k < depth; ++k)
+    out[k / 4 * 4 + kPlace[k % 4]] = static_cast<int16_t>(k < width ? rounded(k) : 0);
+#endif
+}
+
+void prepare(const float* x, int64_t width, int64_t depth, int64_t bits, char* to, float* scale) {
+  if (bits == 16) return prepare_half(x, width, depth, to);
+  prepare_byte(x, width, depth, to, scale);
+}
+
+}  // namespace
+
+extern const LinearKernels kLinearKernels;
+const LinearKernels kLinearKernels = {row_bytes, prepare, scratch_bytes, multiply};
+
+}  // namespace kvg::KVG_ISA

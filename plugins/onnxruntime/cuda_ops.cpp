@@ -1,0 +1,194 @@
+// Kernels of the CUDA provider: the cubins that kvgraph compiled, planned and launched as TensorRT's
+// plugins do (plugins/launch), on the provider's stream.
+//
+// Where the cubins come from: attributes of the node, `kernels` (what was compiled, text) and `images`
+// (a tensor of bytes), what TensorRT's plugins have as fields. A folder named in the session's configuration would be
+// smaller, but a model is then no longer what its bytes say: any host that has model.onnx and this
+// library runs it, the manifest's hash of the one file covers them, and nothing can be paired wrongly.
+// Equal images travel once, in the first node; the others find them in the process by their SHA-256.
+//
+// Written from the runtime's public headers and run against a host of our own
+// (tests/plugins/onnxruntime_host.cpp): no machine at hand had its CUDA provider.
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+
+#include "cuda/refuse.h"
+#include "launch/images.h"
+#include "launch/step.h"
+#include "onnxruntime/kernel.h"
+
+namespace kvg::onnxruntime {
+namespace {
+
+constexpr char kMaxLengths[] = "max_lengths";
+
+bool is_max_lengths(const kvg_operand& operand) { return !std::strcmp(operand.name, kMaxLengths); }
+
+// Runs a body that throws refusals; its sentence is the status.
+template <class Body>
+ort::Status* guarded(const ort::Api* api, Body&& body) {
+  try {
+    return body();
+  } catch (const cuda::Refusal& refusal) {
+    const auto code = refusal.status == KVG_DEVICE ? ort::kFail : ort::kInvalidArgument;
+    return ort::CreateStatus::call(api, code, refusal.what());
+  } catch (const std::exception& error) {
+    return ort::CreateStatus::call(api, ort::kFail, error.what());
+  }
+}
+
+// Device memory of a step, ordered with the provider's stream: freed once the launches that use it
+// are enqueued, it goes to none that does not wait for them.
+class Scratch {
+ public:
+  Scratch(const ort::Api* api, ort::Allocator* allocator) : api_(api), allocator_(allocator) {}
+  ~Scratch() {
+    if (data_) allocator_->Free(allocator_, data_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  ort::Status* take(const ort::KernelContext* context, size_t bytes) {
+    if (!bytes) return nullptr;
+    return ort::ScratchBuffer::call(api_, context, allocator_->Info(allocator_), bytes, &data_);
+  }
+  void* data() const { return data_; }
+
+ private:
+  const ort::Api* const api_;
+  ort::Allocator* const allocator_;
+  void* data_ = nullptr;
+};
+
+struct CudaKernel : Kernel {
+  launch::Node node;
+  std::shared_ptr<const std::string> images;
+  ort::Allocator* allocator = nullptr;  // of the provider's device memory
+  std::mutex mutex;                     // of `device`: steps of several threads load it once
+  launch::Device device;
+
+  CudaKernel(const ort::Api* api, const kvg_op* op) : Kernel{api, op, {}} {}
+  ~CudaKernel() {
+    if (allocator) ort::ReleaseAllocator::call(api, allocator);
+  }
+
+  ort::Status* read_node(const ort::KernelInfo* info);
+  ort::Status* compute(ort::KernelContext* context);
+
+ private:
+  ort::Status* read_kernels(const ort::KernelInfo* info, std::string& text) const;
+  ort::Status* read_images(const ort::KernelInfo* info, std::string& bytes) const;
+  const int32_t* max_lengths(const kvg_tensor* operands) const;
+};
+
+// Left as it is where the node has no such attribute.
+ort::Status* CudaKernel::read_kernels(const ort::KernelInfo* info, std::string& text) const {
+  size_t size = 0;
+  if (ort::Status* absent = ort::AttributeString::call(api, info, "kernels", nullptr, &size)) {
+    ort::ReleaseStatus::call(api, absent);
+    return nullptr;
+  }
+  text.resize(size);
+  KVG_TRY(ort::AttributeString::call(api, info, "kernels", &text[0], &size));
+  text.resize(size - 1);  // the final NUL
+  return nullptr;
+}
+
+// The same.
+ort::Status* CudaKernel::read_images(const ort::KernelInfo* info, std::string& bytes) const {
+  ort::Allocator* host = nullptr;
+  ort::Value* value = nullptr;
+  KVG_TRY(ort::DefaultAllocator::call(api, &host));
+  if (ort::Status* absent = ort::AttributeTensor::call(api, info, "images", host, &value)) {
+    ort::ReleaseStatus::call(api, absent);
+    return nullptr;
+  }
+  kvg_tensor tensor = {};
+  ort::Status* status = read(value, tensor);
+  if (!status && tensor.rank != 1)
+    status = refuse(std::string(op->name) + ": images: expected a row of bytes, got rank " +
+                    std::to_string(tensor.rank));
+  if (!status)
+    bytes.assign(static_cast<const char*>(tensor.data), static_cast<size_t>(tensor.shape[0]));
+  ort::ReleaseValue::call(api, value);
+  return status;
+}
+
+ort::Status* CudaKernel::read_node(const ort::KernelInfo* info) {
+  std::string kernels, bytes;
+  KVG_TRY(read_attributes(info));
+  KVG_TRY(read_kernels(info, kernels));
+  KVG_TRY(read_images(info, bytes));
+  if (kernels.empty())
+    return refuse(std::string(op->name) + ": expected attribute kernels for the CUDA provider, got "
+                  "none: compile the model for a cuda target");
+  KVG_TRY(ort::KernelAllocator::call(api, info, ort::kDefaultMemory, &allocator));
+  return guarded(api, [&]() -> ort::Status* {
+    bool stores = false;
+    for (int i = 0; i < op->num_inputs; ++i) stores |= !std::strcmp(op->operands[i].name, "k");
+    node.op = op;
+    std::copy_n(attributes, kMaxAttributes, node.attributes);
+    node.kernels = launch::parse_kernels(*op, kernels, stores);
+    launch::check_attributes(node);
+    images = std::make_shared<const std::string>(std::move(bytes));
+    launch::publish(images);
+    return nullptr;
+  });
+}
+
+// Its first row; null for an op that has no such input.
+const int32_t* CudaKernel::max_lengths(const kvg_tensor* operands) const {
+  for (int i = 0; i < op->num_inputs; ++i) {
+    if (!is_max_lengths(op->operands[i])) continue;
+    if (operands[i].shape[0] < 1)
+      cuda::refuse(KVG_REFUSED, "%s: max_lengths: expected at least one step, got none", op->name);
+    return static_cast<const int32_t*>(operands[i].data);
+  }
+  return nullptr;
+}
+
+ort::Status* CudaKernel::compute(ort::KernelContext* context) {
+  kvg_tensor operands[kMaxOperands] = {};
+  void* stream = nullptr;
+  KVG_TRY(read_operands(context, operands));
+  KVG_TRY(ort::ComputeStream::call(api, context, &stream));
+  return guarded(api, [&]() -> ort::Status* {
+    launch::check_operands(node, operands);
+    const launch::Sizes sizes = launch::sizes_of(node, operands, max_lengths(operands));
+    std::lock_guard<std::mutex> lock(mutex);
+    const launch::Plan plan = device.plan(node, operands, sizes, launch::Multiprocessors::kOwn);
+    Scratch scratch(api, allocator);
+    KVG_TRY(scratch.take(context, launch::scratch_bytes(plan)));
+    device.run(node, operands, plan, scratch.data(), stream);
+    return nullptr;
+  });
+}
+
+ort::Status* create_kernel(const ort::CustomOp* op, const ort::Api* api,
+                           const ort::KernelInfo* info, void** kernel) {
+  auto made = std::make_unique<CudaKernel>(api, variant(op).op);
+  KVG_TRY(made->read_node(info));
+  *kernel = made.release();
+  return nullptr;
+}
+
+}  // namespace
+
+// max_lengths stays with the host, which plans by it.
+void use_cuda(Variant& v) {
+  v.entry = nullptr;
+  v.GetExecutionProviderType = [](const ort::CustomOp*) { return "CUDAExecutionProvider"; };
+  v.GetInputMemoryType = [](const ort::CustomOp* op, size_t i) {
+    return is_max_lengths(variant(op).op->operands[i]) ? ort::kCpuInput : ort::kDefaultMemory;
+  };
+  v.CreateKernelV2 = create_kernel;
+  v.KernelComputeV2 = [](void* kernel, ort::KernelContext* context) {
+    return static_cast<CudaKernel*>(kernel)->compute(context);
+  };
+  v.KernelDestroy = [](void* kernel) { delete static_cast<CudaKernel*>(kernel); };
+}
+
+}  // namespace kvg::onnxruntime

@@ -1,0 +1,94 @@
+#include "onnxruntime/kernel.h"
+
+#include <cstring>
+
+namespace kvg::onnxruntime {
+namespace {
+
+int32_t dtype_of(ort::ElementType type) {
+  for (int code = 1; code < kNumDtypes; ++code)
+    if (kElementTypes[code] == type) return code;
+  return kNumDtypes;  // no kernel knows it
+}
+
+}  // namespace
+
+ort::Status* Kernel::read_attributes(const ort::KernelInfo* info) {
+  for (int i = 0; i < op->num_attributes; ++i) {
+    const kvg_attribute& spec = op->attributes[i];
+    float real = static_cast<float>(spec.value);
+    int64_t integer = static_cast<int64_t>(spec.value);
+    ort::Status* absent = spec.is_float ? ort::AttributeFloat::call(api, info, spec.name, &real)
+                                        : ort::AttributeInt::call(api, info, spec.name, &integer);
+    if (absent && spec.required) return absent;
+    if (absent) ort::ReleaseStatus::call(api, absent);
+    spec.is_float ? attributes[i].f = real : attributes[i].i = integer;
+  }
+  return nullptr;
+}
+
+ort::Status* Kernel::read_operands(ort::KernelContext* context, kvg_tensor* operands) const {
+  size_t inputs = 0, outputs = 0;
+  KVG_TRY(ort::InputCount::call(api, context, &inputs));
+  KVG_TRY(ort::OutputCount::call(api, context, &outputs));
+  for (size_t i = 0; i < inputs; ++i) {
+    const ort::Value* value = nullptr;
+    KVG_TRY(ort::Input::call(api, context, i, &value));
+    if (value) KVG_TRY(read(value, operands[i]));
+  }
+  for (size_t i = 0; i < outputs; ++i) KVG_TRY(write(context, i, operands));
+  return nullptr;
+}
+
+ort::Status* Kernel::read(const ort::Value* value, kvg_tensor& tensor) const {
+  ort::TensorInfo* info = nullptr;
+  KVG_TRY(ort::TensorTypeAndShape::call(api, value, &info));
+  size_t rank = 0;
+  ort::ElementType type = ort::kUndefined;
+  ort::Status* status = ort::DimensionsCount::call(api, info, &rank);
+  if (!status) status = ort::TensorElementType::call(api, info, &type);
+  if (!status && rank <= KVG_MAX_RANK)
+    status = ort::Dimensions::call(api, info, tensor.shape, rank);
+  ort::ReleaseTensorInfo::call(api, info);
+  if (status) return status;
+  tensor.rank = static_cast<int32_t>(rank);
+  tensor.dtype = dtype_of(type);
+  return ort::TensorData::call(api, const_cast<ort::Value*>(value), &tensor.data);
+}
+
+// The extent of a dim that an input has, or an attribute of its name gives (0: head_dim's).
+int64_t Kernel::extent(int32_t symbol, const kvg_tensor* operands) const {
+  for (int i = 0; i < op->num_attributes; ++i)
+    if (!std::strcmp(op->attributes[i].name, KVG_DIM_NAMES[symbol]))
+      return attributes[i].i ? attributes[i].i : extent(KVG_DIM_HEAD_DIM, operands);
+  for (int i = 0; i < op->num_inputs; ++i)
+    for (int axis = 0; axis < op->operands[i].rank; ++axis)
+      if (operands[i].dtype && op->operands[i].dims[axis].symbol == symbol)
+        return operands[i].shape[axis] - op->operands[i].dims[axis].value;
+  return 0;
+}
+
+void Kernel::shape_of(const kvg_operand& output, const kvg_tensor* operands,
+                      int64_t* shape) const {
+  for (int axis = 0; axis < output.rank; ++axis) {
+    const kvg_dim& dim = output.dims[axis];
+    shape[axis] = dim.symbol < 0 ? dim.value : extent(dim.symbol, operands) + dim.value;
+  }
+}
+
+ort::Status* Kernel::write(ort::KernelContext* context, size_t index,
+                           kvg_tensor* operands) const {
+  const kvg_operand& spec = op->operands[op->num_inputs + index];
+  kvg_tensor& tensor = operands[op->num_inputs + index];
+  if (spec.alias >= 0 && !operands[spec.alias].dtype) return nullptr;
+  int64_t shape[KVG_MAX_RANK];
+  if (spec.alias >= 0)
+    std::memcpy(shape, operands[spec.alias].shape, sizeof shape);
+  else
+    shape_of(spec, operands, shape);
+  ort::Value* value = nullptr;
+  KVG_TRY(ort::Output::call(api, context, index, shape, static_cast<size_t>(spec.rank), &value));
+  return value ? read(value, tensor) : nullptr;  // null: nobody takes this output
+}
+
+}  // namespace kvg::onnxruntime

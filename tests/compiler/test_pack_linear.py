@@ -1,0 +1,202 @@
+"""Linear layers over packed weights: what becomes one node, how near it stays, what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import make_model
+from programs import program_of, step
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+import kvgraph
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
+from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
+from kvgraph.compiler.passes.fuse_rope import fuse_rope
+from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
+from kvgraph.errors import ModelError, UnsupportedError
+
+LAYERS, POSITIONS = 4, 512
+TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
+
+# Architecture -> nodes of a layer, and layers of it that silu_mul or a residual goes into.
+NODES: dict[str, tuple[int, int, int]] = {
+    "llama": (4, 1, 2),  # qkv, o with its residual, gate and up, down with its residual
+    "qwen2": (4, 1, 2),
+    "qwen3": (4, 1, 2),
+    "mistral": (4, 1, 2),
+    "phi3": (4, 0, 2),  # one weight for q, k and v, and one for gate and up
+    "gemma2": (4, 0, 0),  # gelu; norms before the sums
+    "gemma3_text": (4, 0, 0),
+    "gpt_oss": (2, 0, 1),  # the router and the experts keep their weights
+}
+
+
+def packed(name: str, bits: int, folder: Path) -> tuple[ExportedProgram, Any, Any, PassReport]:
+    """The program after the pass, the module before it, the signature, the report."""
+    program, signature = program_of(make_model(name, folder / name), "float32")
+    before = program.module()
+    fuse_rope(program, signature, POSITIONS)
+    drop_no_ops(program.graph)
+    drop_batch_dim(program.graph)
+    return program, before, signature, pack_linear(program, bits)
+
+
+def nodes(program: ExportedProgram) -> list[Node]:
+    return [node for node in program.graph.nodes if node.target is PACKED]
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_layers_of_one_input_become_one_node(name: str, tmp_path: Path) -> None:
+    program, _, _, report = packed(name, 8, tmp_path)
+    found = nodes(program)
+    per_layer, gated, residuals = NODES[name]
+    assert len(found) == per_layer * LAYERS + 1  # and the head
+    assert sum("silu_mul" in node.kwargs for node in found) == gated * LAYERS
+    assert sum(node.args[5] is not None for node in found) == residuals * LAYERS
+    left = Counter(n.target for n in program.graph.nodes)[torch.ops.aten.linear.default]
+    assert left == (LAYERS if name == "gpt_oss" else 0)
+    assert (report.unmatched == []) == (name != "gpt_oss")
+    assert all("a router" in why for why in report.unmatched)
+    names = set(program.state_dict)
+    assert not [n for n in names if n.endswith("q_proj.weight")]  # stored once
+    for spec in program.graph_signature.input_specs:
+        assert spec.target is None or spec.target in names | set(program.constants) | set(
+            program.graph_signature.buffers
+        )
+
+
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize(("bits", "most"), [(16, 0.03), (8, 0.09), (4, 0.6)])
+def test_logits_stay_near(name: str, bits: int, most: float, tmp_path: Path) -> None:
+    """Error over spread of the logits. These are random weights of 64 columns, the hardest case;
+    a trained model's perplexity is in test_quality.py."""
+    program, before, signature, _ = packed(name, bits, tmp_path)
+    after: Any = program.module()
+    inputs = [step(signature, "float32", [5, 1, 20]) for _ in range(2)]
+    with torch.no_grad():
+        expected, found = before(*inputs[0])[0], after(*inputs[1])[0]
+    error = (found - expected).abs().mean() / expected.std()
+    assert error < most
+    assert error > 0  # the packed weights are what is used
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_artifacts_of_both_backends_agree(backend: str, weights: str, tmp_path: Path) -> None:
+    out = tmp_path / "a.kvg"
+    manifest = kvgraph.compile(TINY, out, backend=backend, weights=weights)
+    assert manifest.weights == weights
+    assert manifest.ops["kvgraph.linear"] == 4 * LAYERS + 1
+    sampling = kvgraph.SamplingParams(max_new_tokens=12)
+    text = kvgraph.Engine(out).generate(["The import statement"], sampling)[0].text
+    exact = kvgraph.Engine(_plain(tmp_path)).generate(["The import statement"], sampling)[0].text
+    assert weights == "int4" or text == exact
+    assert len(text) > 10
+
+
+def _plain(folder: Path) -> Path:
+    kvgraph.compile(TINY, folder / "plain.kvg", weights="fp32")
+    return folder / "plain.kvg"
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_tokens_do_not_depend_on_the_batch(weights: str, tmp_path: Path) -> None:
+    """Ragged rows in one batch, in chunks, and each alone: the same tokens."""
+    kvgraph.compile(TINY, tmp_path / "a.kvg", weights=weights)
+    prompts = [[5 + (7 * i * j) % 900 for j in range(3 + 11 * i)] for i in range(6)]
+    sampling = kvgraph.SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+    def tokens(given: list[list[int]], **settings: int) -> list[list[int]]:
+        engine = kvgraph.Engine(tmp_path / "a.kvg", **settings)  # type: ignore[arg-type]
+        return [done.token_ids for done in engine.generate(given, sampling)]
+
+    together = tokens(prompts)
+    assert together == [tokens([prompt])[0] for prompt in prompts]
+    assert together == tokens(prompts, max_batch_tokens=16)
+
+
+def test_onnx_stores_each_weight_once_and_the_table_in_bfloat16(tmp_path: Path) -> None:
+    from kvgraph.contract.safetensors import read_layout
+
+    kvgraph.compile(TINY, tmp_path / "a.kvg", weights="int8")
+    layout = read_layout(tmp_path / "a.kvg" / "weights.safetensors")
+    stored = {name: at.dtype for name, at in layout.items() if at.nbytes > 4096}
+    assert Counter(stored.values())["I8"] == 4 * LAYERS + 1
+    assert stored["model.lm_head.weight"] == "BF16"
+    assert "F32" not in {stored[n] for n in stored if not n.endswith(("scales", "cos_sin_0"))}
+    assert all(at.offset % 64 == 0 for name, at in layout.items() if name in stored)
+
+
+def test_a_bfloat16_checkpoint_keeps_its_weights_on_onnx(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "half", dtype="bfloat16")
+    assert kvgraph.compile(folder, tmp_path / "a.kvg").weights == "bf16"
+    assert kvgraph.compile(folder, tmp_path / "b.kvg", dtype="float32").weights == "fp32"
+    assert kvgraph.compile(TINY, tmp_path / "c.kvg").weights == "fp32"
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_model("llama", tmp_path / "bad")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 2] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for weights in ("int8", "fp32"):
+        with pytest.raises(ModelError) as raised:
+            kvgraph.compile(folder, tmp_path / "a.kvg", weights=weights)
+        assert f"{name}: expected finite weights, got nan at [3, 2]" in str(raised.value)
+        assert not (tmp_path / "a.kvg").exists()
+
+
+REFUSED: dict[str, tuple[dict[str, str], str]] = {
+    "unknown": (
+        {"weights": "int2"},
+        "weights: expected one of ['fp32', 'bf16', 'int8', 'int4'], got 'int2'",
+    ),
+    "on a GPU": (
+        {"weights": "int8", "target": "cuda:sm_90"},
+        "weights: expected none for target cuda, whose weights have the activations' --dtype, "
+        "got 'int8'",
+    ),
+    "beside activations of another dtype": (
+        {"weights": "int4", "backend": "torch", "dtype": "bfloat16"},
+        "dtype: expected float32 activations beside weights 'int4', got 'bfloat16'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_a_target_cannot_do(case: str, tmp_path: Path) -> None:
+    settings, sentence = REFUSED[case]
+    with pytest.raises(UnsupportedError) as raised:
+        kvgraph.compile(TINY, tmp_path / "a.kvg", **settings)  # type: ignore[arg-type]
+    assert str(raised.value) == sentence
+
+
+def test_equal_compiles_give_equal_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        kvgraph.compile(TINY, tmp_path / name, weights="int4")
+    for path in sorted((tmp_path / "a").iterdir()):
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_the_graph_over_packed_weights_equals_its_reference(tmp_path: Path) -> None:
+    """ONNX Runtime with native kernels against onnx's evaluator with the NumPy references."""
+    kvgraph.compile(TINY, tmp_path / "a.kvg", weights="int4")
+    prompt = list(range(5, 25))
+    texts = [
+        kvgraph.Engine(tmp_path / "a.kvg", session=session).generate(
+            [prompt], kvgraph.SamplingParams(max_new_tokens=6)
+        )[0]
+        for session in ("onnxruntime", "reference")
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+    assert np.array(texts[0].token_ids).size == 6

@@ -1,0 +1,206 @@
+"""kvgraph.linear against its NumPy reference, for every instruction set of this processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isa import forced_isa
+
+from kvgraph.compiler.packed_weights import Packed, pack
+from kvgraph.errors import KernelError
+from kvgraph.ops import LINEAR, native, torch_ops
+from kvgraph.ops._linear import linear, quantize_rows, unpack
+
+Array = npt.NDArray[Any]
+
+ISAS = ["avx2", "avx512", "avx512_bf16", "amx"]
+ROWS = [1, 2, 5, 8, 9, 12, 13, 25, 40, 400]
+"""Through every height of a tile, both forms of int4, and two blocks of rows."""
+
+# name: widths of the sections, inputs, attributes beside widths and bits, bias, residual
+SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, int], bool, bool]] = {
+    "one panel": ((16,), 64, {}, False, False),
+    "ragged edges": ((41,), 100, {}, True, True),
+    "q, k and v": ((48, 16, 33), 288, {}, True, False),
+    "two sections": ((16, 17), 65, {}, False, False),
+    "SwiGLU": ((40, 40), 96, {"silu_mul": 1}, True, True),
+}
+
+
+def call_of(
+    shape: str, bits: int, rows: int, seed: int = 0
+) -> tuple[list[Array | None], dict[str, float], list[Array]]:
+    """Operands and attributes of a call, and the weights that were packed."""
+    widths, inputs, extra, has_bias, has_residual = SHAPES[shape]
+    random = np.random.default_rng(seed)
+    weights = [random.standard_normal((n, inputs)).astype(np.float32) for n in widths]
+    biases = [random.standard_normal(n).astype(np.float32) for n in widths] if has_bias else []
+    packed = pack(weights, bits, biases, interleave=bool(extra))
+    x = random.standard_normal((rows, inputs)).astype(np.float32)
+    outs = widths[:1] if extra else widths
+    residual = random.standard_normal((rows, widths[0])).astype(np.float32)
+    names = ("out_features", "out_features_1", "out_features_2")
+    attributes: dict[str, float] = {**dict(zip(names, outs, strict=False)), **extra, "bits": bits}
+    return [x, *operands(packed), residual if has_residual else None], attributes, weights
+
+
+def operands(packed: Packed) -> list[Array | None]:
+    return [packed.weight, packed.scales, packed.multipliers, packed.bias]
+
+
+def outputs(result: Any) -> tuple[Array, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("isa", ISAS)
+def test_is_the_reference(isa: str, bits: int, shape: str) -> None:
+    with forced_isa(isa):
+        for rows in ROWS:
+            given_, attributes, _ = call_of(shape, bits, rows)
+            expected = outputs(linear(*given_, **attributes))  # type: ignore[arg-type]
+            found = outputs(native.run(LINEAR, *given_, **attributes))
+            assert len(found) == len(expected)
+            # Sums of bfloat16 differ by their order, those of integers do not.
+            close = 2e-5 if bits == 16 else 2e-6
+            for mine, reference in zip(found, expected, strict=True):
+                np.testing.assert_allclose(mine, reference, rtol=close, atol=close * 8)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, bits: int) -> None:
+    given_, attributes, _ = call_of("ragged edges", bits, 40)
+    x, residual = given_[0], given_[-1]
+    assert x is not None
+    assert residual is not None
+    with forced_isa(isa) as library:
+        library.dll.kvg_cpu_set_num_threads(1)
+        expected = native.run(LINEAR, *given_, **attributes)
+        library.dll.kvg_cpu_set_num_threads(2)
+        np.testing.assert_array_equal(native.run(LINEAR, *given_, **attributes), expected)
+        for take in (1, 7, 9):
+            some = [x[:take], *given_[1:-1], residual[:take]]
+            np.testing.assert_array_equal(native.run(LINEAR, *some, **attributes), expected[:take])
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_row_with_a_nan_is_nan_and_others_are_not(bits: int) -> None:
+    given_, attributes, _ = call_of("one panel", bits, 12)
+    x = given_[0]
+    assert x is not None
+    clean = native.run(LINEAR, *given_, **attributes)
+    x[3, 5], x[7, 1] = np.nan, 0
+    dirty = native.run(LINEAR, *given_, **attributes)
+    assert np.isnan(dirty[3]).all()
+    rows = [i for i in range(12) if i not in (3, 7)]
+    np.testing.assert_array_equal(dirty[rows], clean[rows])
+    assert np.isfinite(dirty[7]).all()
+
+
+def test_rows_of_zeros_and_no_rows() -> None:
+    for bits in (16, 8, 4):
+        given_, attributes, _ = call_of("one panel", bits, 3)
+        zeros = np.zeros_like(given_[0])  # type: ignore[arg-type]
+        assert not native.run(LINEAR, zeros, *given_[1:], **attributes).any()
+        assert native.run(LINEAR, zeros[:0], *given_[1:], **attributes).shape == (0, 16)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(16, 0.003), (8, 0.012), (4, 0.11)])
+def test_packing_loses_as_much_as_the_bits_say(bits: int, most: float) -> None:
+    random = np.random.default_rng(1)
+    weight = random.standard_normal((96, 512)).astype(np.float32)
+    x = random.standard_normal((16, 512)).astype(np.float32)
+    exact = x @ weight.T
+    packed = pack([weight], bits)
+    found = native.run(LINEAR, x, *operands(packed), out_features=96, bits=bits)
+    assert np.abs(found - exact).mean() < most * np.abs(exact).mean()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 200), st.floats(1e-6, 1e6), st.integers(0, 99))
+def test_int4_stores_every_weight_to_half_a_step(
+    columns: int, inputs: int, size: float, seed: int
+) -> None:
+    """The multiplier is at most what the group's largest weight needs, rounded up."""
+    random = np.random.default_rng(seed)
+    weight = (random.standard_normal((columns, inputs)) * size).astype(np.float32)
+    packed = pack([weight], 4)
+    assert packed.scales is not None
+    stored = unpack(packed.weight, packed.multipliers, 4)[:columns, :inputs].astype(np.float32)
+    back = stored * packed.scales[:, 0].reshape(-1, 1)[:columns]
+    largest = np.abs(weight).max(1, keepdims=True)
+    assert (np.abs(back - weight) <= largest * (4 / 7 + 0.01)).all()  # one clipped by 4 multipliers
+    assert np.square(back - weight).mean() <= 0.012 * np.square(largest).mean()
+    np.testing.assert_array_equal(
+        packed.scales[:, 1].reshape(-1)[:columns], stored.sum(1), "sums of the stored columns"
+    )
+
+
+def test_weights_of_zeros_stay_zeros() -> None:
+    for bits in (16, 8, 4):
+        packed = pack([np.zeros((20, 70), np.float32)], bits)
+        x = np.ones((2, 70), np.float32)
+        found = native.run(LINEAR, x, *operands(packed), out_features=20, bits=bits)
+        assert not found.any()
+
+
+def test_rows_are_rounded_half_to_even() -> None:
+    stored, scales = quantize_rows(np.array([[127, 0.5, 1.5, -0.5]], np.float32))
+    assert stored.tolist() == [[127, 0, 2, 0]]
+    assert scales.tolist() == [[1.0]]
+
+
+def test_torch_op_gives_sections_and_empty_tensors_for_the_rest() -> None:
+    given_, attributes, _ = call_of("two sections", 8, 6)
+    tensors = [None if a is None else torch.from_numpy(a) for a in given_]
+    found = torch_ops.linear(*tensors, **attributes)
+    expected = outputs(linear(*given_, **attributes))  # type: ignore[arg-type]
+    for mine, reference in zip(found, expected, strict=False):
+        np.testing.assert_allclose(mine.numpy(), reference, rtol=2e-6, atol=1e-5)
+    assert found[2].numel() == 0
+
+
+REFUSED: dict[str, tuple[dict[str, float], dict[int, Any], str]] = {
+    "bits": ({"bits": 3}, {}, "linear: bits: expected 16, 8 or 4, got 3"),
+    "kind": ({"bits": 16}, {}, "linear: weight: expected bfloat16 for 16 bits, got int8"),
+    "inputs": (
+        {},
+        {0: np.zeros((2, 200), np.float32)},
+        "linear: weight: dim num_lines: expected 64 for 200 inputs of x, got 16",
+    ),
+    "width": (
+        {"out_features": 40},
+        {},
+        "linear: weight: dim num_panels: expected 3 for out_features, got 1",
+    ),
+    "no scales": ({}, {2: None}, "linear: scales: expected some for 8 bits, got none"),
+    "multipliers": (
+        {},
+        {3: np.zeros((1, 2, 8), np.int8)},
+        "linear: multipliers: expected none for 8 bits, got some",
+    ),
+    "activations": (
+        {},
+        {0: np.zeros((2, 64), np.float16)},
+        "linear: x: expected dtype float32, got float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_operand_and_both_values(case: str) -> None:
+    changed, replaced, sentence = REFUSED[case]
+    given_, attributes, _ = call_of("one panel", 8, 2)
+    for index, value in replaced.items():
+        given_[index] = value
+    with pytest.raises(KernelError) as raised:
+        native.run(LINEAR, *given_, **(attributes | changed))
+    assert str(raised.value) == sentence

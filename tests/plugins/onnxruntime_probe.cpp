@@ -1,0 +1,99 @@
+// An op that calls the functions of ONNX Runtime's table that only kvgraph's CUDA ops use, on a CPU,
+// and writes what they answered: size of attribute `text`, whether it is whole, whether the allocator
+// of its memory works, extent of attribute `bytes` and whether it is whole, whether there is a stream.
+#include <cstring>
+
+#include "abi/onnxruntime.h"
+#include "kvgraph/abi.h"
+
+namespace {
+
+struct Probe {
+  const ort::Api* api;
+  float answers[5];
+};
+
+ort::Status* create(const ort::CustomOp*, const ort::Api* api, const ort::KernelInfo* info, void** out) {
+  static const char expected[] = "two\0words";
+  auto* probe = new Probe{api, {}};
+  *out = probe;
+  size_t size = 0;
+  char text[64] = "";
+  if (auto* status = ort::AttributeString::call(api, info, "text", nullptr, &size)) return status;
+  probe->answers[0] = static_cast<float>(size);
+  size = sizeof text;
+  if (auto* status = ort::AttributeString::call(api, info, "text", text, &size)) return status;
+  probe->answers[1] = size == sizeof expected && !memcmp(text, expected, sizeof expected);
+  ort::Status* absent = ort::AttributeString::call(api, info, "nothing", nullptr, &size);
+  if (!absent) return ort::CreateStatus::call(api, ort::kFail, "an attribute that is not there");
+  ort::ReleaseStatus::call(api, absent);
+  ort::Allocator* allocator = nullptr;
+  if (auto* status = ort::KernelAllocator::call(api, info, ort::kDefaultMemory, &allocator)) return status;
+  void* memory = allocator->Alloc(allocator, 64);
+  probe->answers[2] = memory && allocator->Info(allocator);
+  memset(memory, 1, 64);
+  allocator->Free(allocator, memory);
+  ort::ReleaseAllocator::call(api, allocator);
+  ort::Value* value = nullptr;
+  ort::TensorInfo* shape = nullptr;
+  int64_t extent = 0;
+  void* data = nullptr;
+  if (auto* status = ort::DefaultAllocator::call(api, &allocator)) return status;
+  if (auto* status = ort::AttributeTensor::call(api, info, "bytes", allocator, &value)) return status;
+  if (auto* status = ort::TensorTypeAndShape::call(api, value, &shape)) return status;
+  if (auto* status = ort::Dimensions::call(api, shape, &extent, 1)) return status;
+  if (auto* status = ort::TensorData::call(api, value, &data)) return status;
+  probe->answers[3] = static_cast<float>(extent);
+  probe->answers[4] = !memcmp(data, "\xff\0\x80", 3);
+  ort::ReleaseTensorInfo::call(api, shape);
+  ort::ReleaseValue::call(api, value);
+  return nullptr;
+}
+
+ort::Status* compute(void* kernel, ort::KernelContext* context) {
+  const Probe& probe = *static_cast<Probe*>(kernel);
+  void* stream = &stream;
+  if (auto* status = ort::ComputeStream::call(probe.api, context, &stream)) return status;
+  const int64_t shape[] = {6};
+  ort::Value* value = nullptr;
+  void* data = nullptr;
+  if (auto* status = ort::Output::call(probe.api, context, 0, shape, 1, &value)) return status;
+  if (auto* status = ort::TensorData::call(probe.api, value, &data)) return status;
+  memcpy(data, probe.answers, sizeof probe.answers);
+  static_cast<float*>(data)[5] = stream != nullptr;
+  return nullptr;
+}
+
+ort::CustomOp make() {
+  ort::CustomOp op = {};
+  op.version = ort::kApiVersion;
+  op.GetName = [](const ort::CustomOp*) { return "probe"; };
+  op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  op.GetInputType = op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::kFloat; };
+  op.GetInputTypeCount = op.GetOutputTypeCount = [](const ort::CustomOp*) { return size_t{1}; };
+  op.GetInputCharacteristic = op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) {
+    return ort::kRequired;
+  };
+  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return ort::kDefaultMemory; };
+  op.GetVariadicInputMinArity = op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputMinArity = op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.CreateKernelV2 = create;
+  op.KernelComputeV2 = compute;
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Probe*>(kernel); };
+  op.GetStartVersion = op.GetEndVersion = [](const ort::CustomOp*) { return 1; };
+  op.GetAliasMap = op.GetMayInplace = [](int**, int**) { return size_t{0}; };
+  op.ReleaseAliasMap = op.ReleaseMayInplace = [](int*, int*) {};
+  return op;
+}
+
+}  // namespace
+
+extern "C" KVG_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
+                                                     const ort::ApiBase* base) {
+  static const ort::CustomOp op = make();
+  const ort::Api* api = base->GetApi(ort::kApiVersion);
+  ort::CustomOpDomain* domain = nullptr;
+  if (auto* status = ort::CreateCustomOpDomain::call(api, "probe", &domain)) return status;
+  if (auto* status = ort::AddToDomain::call(api, domain, &op)) return status;
+  return ort::AddDomain::call(api, options, domain);
+}

@@ -1,0 +1,167 @@
+"""The ONNX Runtime session between steps: what stays bound, what is bound anew, what is reused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime.drive import inputs_of, run_step
+
+import kvgraph
+from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from kvgraph.runtime.processors import default_threads, require_threads
+
+Compiled = Callable[..., Path]
+Step = tuple[ModelInputs, KVCacheInputs]
+
+
+class Rows:
+    """Requests of a few tokens over a pool of their own."""
+
+    def __init__(self, session: Any, lengths: list[int], first: int) -> None:
+        self.session = session
+        params = session.artifact.params()
+        self.kv = PagedKVCacheManager(params, session, 32, max_batch_size=len(lengths))
+        self.contexts = [
+            TextContext(f"r{i}", list(range(first, first + n))) for i, n in enumerate(lengths)
+        ]
+        for context in self.contexts:
+            self.kv.claim(context.request_id)
+
+    def inputs(self) -> Step:
+        self.kv.alloc_batch([self.contexts])
+        return inputs_of(self.contexts), self.kv.runtime_inputs([self.contexts])
+
+    def step(self) -> np.ndarray[Any, Any]:
+        """Logits `[rows, vocab]`, and each row goes on with its likeliest token."""
+        logits: np.ndarray[Any, Any] = self.session.run(*self.inputs())
+        for context, token in zip(self.contexts, logits.argmax(-1), strict=True):
+            context.update(int(token))
+        self.kv.step([self.contexts])
+        return logits
+
+
+class CountingBinding:
+    """An IOBinding that counts what is bound."""
+
+    def __init__(self, binding: Any) -> None:
+        self.binding = binding
+        self.bound: list[str] = []
+
+    def bind_input(self, name: str, *place: Any) -> None:
+        self.bound.append(name)
+        self.binding.bind_input(name, *place)
+
+    def bind_output(self, name: str, *place: Any) -> None:
+        self.bound.append(name)
+        self.binding.bind_output(name, *place)
+
+
+@pytest.fixture
+def session(compiled: Compiled) -> Any:
+    return kvgraph.load(compiled("tiny-llama")).session()
+
+
+def test_logits_outlive_the_next_step_and_are_then_reused(session: Any) -> None:
+    rows = Rows(session, [5, 3], 7)
+    first = rows.step()
+    copy = first.copy()
+    second = rows.step()
+    np.testing.assert_array_equal(first, copy)
+    assert not np.shares_memory(first, second)
+    assert np.shares_memory(first, rows.step())
+
+
+def test_a_decode_step_binds_nothing_but_its_logits(session: Any) -> None:
+    rows = Rows(session, [5, 3], 7)
+    names = [symbol.name for symbol in session.signature.inputs]
+    counting = CountingBinding(session._binding)
+    for holder in (*session._inputs, session._logits):
+        holder._binding = counting
+    rows.step()
+    assert set(counting.bound) == {*names, "logits", "kv_blocks_out"}
+    rows.step()
+    counting.bound.clear()
+    rows.step()
+    assert counting.bound == ["logits"]
+
+
+def test_pools_and_shapes_that_change_between_steps(compiled: Compiled) -> None:
+    """Two pools and batches of two sizes take turns on one session, as each alone."""
+    artifact = kvgraph.load(compiled("tiny-llama"))
+    shared = artifact.session()
+    settings: list[tuple[list[int], int]] = [([5, 3], 7), ([9, 1, 4], 30)]
+    mixed = [Rows(shared, *each) for each in settings]
+    alone = [Rows(artifact.session(), *each) for each in settings]
+    for _ in range(4):
+        for rows, single in zip(mixed, alone, strict=True):
+            np.testing.assert_array_equal(rows.step(), single.step())
+
+
+def test_values_that_stop_fitting_are_refused_each_time(session: Any) -> None:
+    rows = Rows(session, [5], 7)
+    rows.step()
+    inputs, kv = rows.inputs()
+    session.run(inputs, kv)
+    wide = ModelInputs(
+        inputs.tokens.astype(np.int64),  # type: ignore[arg-type]
+        inputs.input_row_offsets,
+        inputs.logits_indices,
+    )
+    longer = ModelInputs(inputs.tokens, np.array([0, 1, 1], np.int32), inputs.logits_indices)
+    for _ in range(2):
+        with pytest.raises(kvgraph.BindingError, match="tokens: expected dtype int32, got int64"):
+            session.run(wide, kv)
+        with pytest.raises(kvgraph.BindingError, match=r"cache_lengths: .* expected 2, got 1"):
+            session.run(longer, kv)
+        session.run(inputs, kv)
+
+
+def test_many_rows_of_logits_after_few(session: Any) -> None:
+    """The buffers grow, and give each chunk's own rows."""
+    manager = PagedKVCacheManager(session.artifact.params(), session, 32, max_batch_size=1)
+    context = TextContext("r", list(range(3, 43)))
+    manager.claim("r")
+    found = []
+    for length in (1, 2, 30, 7):
+        context.active_length = length
+        found.append(run_step(session, manager, context, every_token=True)[0])
+    whole = TextContext("whole", list(range(3, 43)))
+    other = PagedKVCacheManager(session.artifact.params(), session, 32, max_batch_size=1)
+    other.claim("whole")
+    expected = run_step(session, other, whole, every_token=True)[0]
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
+
+
+# -- threads
+
+
+def test_threads_are_physical_cores_of_the_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six processors, of which 0 and 3 are one core, as 1 and 4; 5 says nothing of its core."""
+    for number, siblings in enumerate(["0,3", "1,4", "2", "0,3", "1,4"]):
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    for usable, expected in (({0, 1, 2, 3, 4, 5}, 4), ({0, 3}, 1), ({2}, 1), ({1, 3, 5}, 3)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, usable=usable: usable)
+        assert default_threads(tmp_path) == expected
+        require_threads(len(usable))
+        with pytest.raises(kvgraph.RequestError, match=rf"to {len(usable)} .*, got \d"):
+            require_threads(len(usable) + 1)
+
+
+def test_sessions_refuse_too_many_threads(compiled: Compiled) -> None:
+    artifact = kvgraph.load(compiled("tiny-llama"))
+    most = len(os.sched_getaffinity(0))
+    for asked in (most + 1, -1):
+        with pytest.raises(kvgraph.RequestError, match=f"num_threads: expected 1 to {most} from"):
+            artifact.session(num_threads=asked)
+    artifact.session(num_threads=most)
