@@ -1,16 +1,16 @@
 // AMX: eight tiles of up to 16 rows of 64 bytes, which each thread configures for itself.
 //
-// Written against Intel's description of the instructions and never run on a processor that has them.
-// The numbers of tiles are literals, as the compiler's intrinsics want them. KVG_EMULATE_AMX puts loops
-// in their place, which tests run on other processors.
+// Written against Intel's description of the instructions, never run on a processor that has them.
+// The numbers of tiles are literals, as the compiler's intrinsics want them. KVG_EMULATE_AMX puts
+// loops in their place, which tests run on other processors.
 #pragma once
 
 #include <cstdint>
 
 namespace kvg {
 
-// Whether this processor has AMX for int8 and bfloat16 and lets this process use it. Asks the system
-// for that, which makes the frames of the process's signals larger from then on.
+// Whether this processor has AMX for int8 and bfloat16, and the system lets this process use it.
+// Asks for that, which makes the frames of the process's signals larger from then on.
 bool amx_runs();
 
 struct alignas(64) TileConfig {  // as the configuring instruction reads it

@@ -3,7 +3,6 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -19,7 +18,6 @@ constexpr int64_t kMaxParts = 16;
 constexpr int64_t kStateFloats = 32768;  // of one task: Q and output rows that stay in cache
 constexpr int64_t kFewRows = 8;          // up to here K and V are converted as they are read
 constexpr int64_t kStream = 8;           // keys that few rows take at a time, of all heads
-constexpr int64_t kStreamInt8 = 32;      // the same of int8
 constexpr float kLog2e = 1.442695041f;
 
 // ---- tasks ------------------------------------------------------------------------------------
@@ -114,14 +112,11 @@ class Worker {
         in_bfloat16_(kernels_.dot_bf16 && job.dtype == KVG_BFLOAT16 &&
                      job.pool.dtype == KVG_BFLOAT16),
         in_place_(in_bfloat16_ || (reads_as_stored(job.pool.dtype) &&
-                                   (job.pool.dtype == KVG_FLOAT32 || rows_ <= kFewRows))),
-        in_int8_(kernels_.dot_int8 && in_place_ && job.pool.scales &&
-                 job.pool.dtype == KVG_INT8 && job.dtype != KVG_FLOAT32 && block_ <= kWidestInt8),
-        step_(rows_ > kFewRows ? kKeys : in_int8_ ? kStreamInt8 : kStream) {}
+                                   (job.pool.dtype == KVG_FLOAT32 || rows_ <= kFewRows))) {}
 
   void run() {
     const int64_t state = (last_head_ - first_head_) * rows_;
-    const int64_t needed = state * (D_ + E_ + kKeys + 1) + kKeys * std::max({D_, E_, rows_});
+    const int64_t needed = state * (D_ + E_ + kKeys) + kKeys * std::max({D_, E_, rows_});
     static thread_local std::vector<float> floats;
     static thread_local std::vector<Softmax> softmax;
     if (floats.size() < static_cast<size_t>(needed)) floats.resize(static_cast<size_t>(needed));
@@ -129,8 +124,7 @@ class Worker {
     q_ = floats.data();
     out_ = q_ + state * D_;
     scores_ = out_ + state * E_;
-    scales_ = scores_ + state * kKeys;
-    converted_ = scales_ + state;
+    converted_ = scores_ + state * kKeys;
     softmax_ = softmax.data();
     std::fill(out_, out_ + state * E_, 0.0f);
     load_queries();
@@ -156,9 +150,6 @@ class Worker {
   uint16_t* queries_bf16(int64_t head) const {
     return reinterpret_cast<uint16_t*>(q_ + state_of(head) * D_);
   }
-  int16_t* queries_int16(int64_t head) const {
-    return reinterpret_cast<int16_t*>(q_ + state_of(head) * D_);
-  }
 
   // The keys that any query of the tile sees, and of them this part.
   Keys part_keys() const {
@@ -172,8 +163,7 @@ class Worker {
   // What makes a dot product what the softmax takes.
   float scale() const { return job_.softcap ? job_.scale / job_.softcap : job_.scale * kLog2e; }
 
-  // Q as float32, rotated and scaled; where the kernels take bfloat16 or int16, as that and, until
-  // weigh(), not scaled.
+  // Q as float32, rotated and scaled; where the kernels take bfloat16, as that and not scaled.
   void load_queries() {
     const Dtype& type = dtype(job_.dtype);
     std::vector<char> rounded(job_.rope ? static_cast<size_t>(D_) * type.size : 0);
@@ -191,26 +181,9 @@ class Worker {
         }
         if (in_bfloat16_)
           type.from_float(q, queries_bf16(head) + row * D_, width);  // exact
-        else if (in_int8_)
-          scales_[state_of(head) + row] = scale() * to_int16(q, queries_int16(head) + row * D_);
         else
           kernels_.scale(q, scale(), D_);
       }
-  }
-
-  // Rounds a query to multiples of what is returned. `to` may begin where x does or before it.
-  float to_int16(const float* x, int16_t* to) const {
-    float largest = 0, nan = 0;  // nan: 0, or NaN of an x that is not finite
-#pragma omp simd reduction(max : largest) reduction(+ : nan)
-    for (int64_t d = 0; d < D_; ++d) {
-      largest = std::fabs(x[d]) > largest ? std::fabs(x[d]) : largest;
-      nan += x[d] - x[d];
-    }
-    const bool finite = nan == 0;
-    const float factor = finite && largest > 0 ? std::min(kLargestQuery / largest, 1e38f) : 0;
-    for (int64_t d = 0; d < D_; ++d)
-      to[d] = finite ? static_cast<int16_t>(std::nearbyint(x[d] * factor)) : int16_t{0};
-    return factor > 0 ? 1 / factor : nan;
   }
 
   // Up to kKeys keys of the row, and where in the pool their first heads lie: [K or V][key].
@@ -239,34 +212,33 @@ class Worker {
   // Every head of the task over one tile. Few query rows read K and V in the order in which they
   // lie, a few keys of all heads at a time: memory streams. Many compute longer than they read.
   void attend_tile(const KeyTile& tile, const KeyTile& next) {
-    for (int64_t j = 0; j < tile.keys; j += step_)
+    const int64_t step = rows_ <= kFewRows ? kStream : kKeys;
+    for (int64_t j = 0; j < tile.keys; j += step)
       for (int64_t head = first_head_; head < last_head_; ++head) {
-        j + step_ < tile.keys ? prefetch(tile, 0, head, D_, j + step_)
-                              : prefetch(tile, 1, head, E_, 0);
-        dot(tile, head, j, std::min(step_, tile.keys - j));
+        j + step < tile.keys ? prefetch(tile, 0, head, D_, j + step, step)
+                             : prefetch(tile, 1, head, E_, 0, step);
+        dot(tile, head, j, std::min(step, tile.keys - j));
       }
     for (int64_t head = first_head_; head < last_head_; ++head) weigh(head, tile.first, tile.keys);
-    for (int64_t j = 0; j < tile.keys; j += step_)
+    for (int64_t j = 0; j < tile.keys; j += step)
       for (int64_t head = first_head_; head < last_head_; ++head) {
-        j + step_ < tile.keys ? prefetch(tile, 1, head, E_, j + step_)
-                              : prefetch(next, 0, head, D_, 0);
-        add(tile, head, j, std::min(step_, tile.keys - j));
+        j + step < tile.keys ? prefetch(tile, 1, head, E_, j + step, step)
+                             : prefetch(next, 0, head, D_, 0, step);
+        add(tile, head, j, std::min(step, tile.keys - j));
       }
   }
 
   // Asks memory for what is read one step from now: hardware prefetchers stop at a page's end.
-  void prefetch(const KeyTile& tile, int kind, int64_t head, int64_t width, int64_t first) const {
+  void prefetch(const KeyTile& tile, int kind, int64_t head, int64_t width, int64_t first,
+                int64_t keys) const {
     constexpr int64_t kLine = 64;
     const int64_t size = static_cast<int64_t>(dtype(job_.pool.dtype).size);
-    const int64_t last = std::min(tile.keys, first + step_);
-    const char* data = job_.pool.data + head * D_ * size;
-    for (int64_t j = first; j < last; ++j) {
-      const char* from = data + tile.slots[kind][j] * size;
+    for (int64_t j = first; j < std::min(tile.keys, first + keys); ++j) {
+      const char* from = job_.pool.data + (tile.slots[kind][j] + head * D_) * size;
       for (int64_t byte = 0; byte < width * size; byte += kLine) __builtin_prefetch(from + byte);
+      if (job_.pool.scales)
+        __builtin_prefetch(job_.pool.scales + tile.groups[kind][j] + head * D_ / block_);
     }
-    if (!job_.pool.scales || (head > first_head_ && head * D_ / block_ % 16 != 0)) return;
-    const float* scales = job_.pool.scales + head * D_ / block_;
-    for (int64_t j = first; j < last; ++j) __builtin_prefetch(scales + tile.groups[kind][j]);
   }
 
   void dot(const KeyTile& tile, int64_t head, int64_t first, int64_t keys) {
@@ -274,7 +246,6 @@ class Worker {
     read(tile, 0, head, D_, first, keys, rows);
     float* scores = scores_of(head) + first;
     if (in_bfloat16_) return kernels_.dot_bf16(queries_bf16(head), rows, scores, rows_, D_, keys);
-    if (in_int8_) return dot_int8(tile, head, first, keys, rows);
     const float* q = q_ + state_of(head) * D_;
     if (!scaled_in_place()) return kernels_.dot(q, rows, read_as(), scores, rows_, D_, D_, keys);
     for (int64_t at = 0; at < D_; at += block_) {
@@ -295,7 +266,6 @@ class Worker {
     const float* weights = scores_of(head) + first;
     float* out = out_ + state_of(head) * E_;
     if (in_bfloat16_) return kernels_.add_bf16(weights, rows, out, rows_, E_, keys);
-    if (in_int8_) return add_int8(tile, head, first, keys, rows);
     if (!scaled_in_place())
       return kernels_.add(weights, rows, read_as(), out, rows_, E_, E_, keys);
     float* part = converted_;
@@ -304,26 +274,7 @@ class Worker {
       for (int64_t row = 0; row < rows_; ++row)
         for (int64_t j = 0; j < kStream; ++j)
           part[row * kKeys + j] = weights[row * kKeys + j] * factors_[j];
-      const int64_t width = std::min(block_, E_ - at);
-      kernels_.add(part, rows, read_as(), out + at, rows_, width, E_, keys);
-      for (int64_t j = 0; j < keys; ++j) rows[j] = static_cast<const char*>(rows[j]) + block_;
-    }
-  }
-
-  void dot_int8(const KeyTile& tile, int64_t head, int64_t first, int64_t keys, const void** rows) {
-    for (int64_t at = 0; at < D_; at += block_) {
-      load_factors(tile, 0, head * D_ + at, first, keys);
-      kernels_.dot_int8(queries_int16(head) + at, rows, factors_, at > 0, scores_of(head) + first,
-                        rows_, block_, D_, keys);
-      for (int64_t j = 0; j < keys; ++j) rows[j] = static_cast<const char*>(rows[j]) + block_;
-    }
-  }
-
-  void add_int8(const KeyTile& tile, int64_t head, int64_t first, int64_t keys, const void** rows) {
-    for (int64_t at = 0; at < E_; at += block_) {
-      load_factors(tile, 1, head * D_ + at, first, keys);
-      kernels_.add_int8(scores_of(head) + first, rows, factors_, out_ + state_of(head) * E_ + at,
-                        rows_, std::min(block_, E_ - at), E_, keys);
+      kernels_.add(part, rows, read_as(), out + at, rows_, std::min(block_, E_ - at), E_, keys);
       for (int64_t j = 0; j < keys; ++j) rows[j] = static_cast<const char*>(rows[j]) + block_;
     }
   }
@@ -344,14 +295,13 @@ class Worker {
             const void** rows) {
     const Pool& pool = job_.pool;
     const Dtype& type = dtype(pool.dtype);
-    const int64_t size = static_cast<int64_t>(type.size);
-    const char* from = pool.data + head * D_ * size;
-    for (int64_t j = 0; j < keys; ++j) rows[j] = from + tile.slots[kind][first + j] * size;
-    for (int64_t j = 0; j < keys && !in_place_; ++j) {
+    for (int64_t j = 0; j < keys; ++j) {
       const int64_t slot = tile.slots[kind][first + j] + head * D_;
+      const char* from = pool.data + slot * static_cast<int64_t>(type.size);
       float* to = converted_ + j * width;
-      type.to_float(rows[j], to, static_cast<size_t>(width));
-      rows[j] = to;
+      rows[j] = in_place_ ? static_cast<const void*>(from) : to;
+      if (in_place_) continue;
+      type.to_float(from, to, static_cast<size_t>(width));
       if (pool.scales) dequantize(to, slot, width);
     }
   }
@@ -370,7 +320,6 @@ class Worker {
       const int64_t state = state_of(head) + row;
       float* scores = scores_of(head) + row * kKeys;
       if (in_bfloat16_) kernels_.scale(scores + begin, scale(), end - begin);
-      if (in_int8_) kernels_.scale(scores + begin, scales_[state], end - begin);
       kernels_.weigh(scores, begin, end, keys, job_.softcap * kLog2e,
                      &softmax_[state], out_ + state * E_, E_);
     }
@@ -404,11 +353,10 @@ class Worker {
   const Tile& tile_;
   const int64_t first_head_, last_head_, group_, rows_, D_, E_;
   const int64_t block_;  // elements of a key that share a scale
-  const bool in_bfloat16_, in_place_, in_int8_;
-  const int64_t step_;  // keys that are taken at a time, of all heads
-  // [heads, M, D], [heads, M, E], [heads, M, J], [heads, M], [J, max(D, E)] or, of blocks, [M, J]
-  float *q_, *out_, *scores_, *scales_, *converted_;
-  float factors_[kKeys] = {};
+  const bool in_bfloat16_, in_place_;
+  // [heads, M, D], [heads, M, E], [heads, M, J], [J, max(D, E)] or, of blocks, [M, J]
+  float *q_, *out_, *scores_, *converted_;
+  float factors_[kStream] = {};
   Softmax* softmax_;                        // [heads, M]
 };
 

@@ -5,7 +5,6 @@
 
 #include <cstring>
 
-#include "cpu/int8.h"
 #include "cpu/vector.h"
 
 namespace kvg::KVG_ISA {
@@ -375,6 +374,6 @@ constexpr Dtype row() {
 extern const Kernels kKernels;
 const Kernels kKernels = {
     {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
-    dot, add, dot_bf16, add_bf16, dot_int8, add_int8, weigh, join, finish, scale};
+    dot, add, dot_bf16, add_bf16, weigh, join, finish, scale};
 
 }  // namespace kvg::KVG_ISA

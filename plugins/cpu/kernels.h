@@ -10,8 +10,6 @@
 namespace kvg {
 
 constexpr int64_t kKeys = 32;  // of a tile: K and V of it stay in the first-level cache
-constexpr float kLargestQuery = 32767;
-constexpr int64_t kWidestInt8 = 512;  // 32767 x 128 x 512 is the largest sum that int32 holds
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Rows of one stored dtype.
@@ -43,13 +41,6 @@ struct Kernels {
                    int64_t width, int64_t keys);
   void (*add_bf16)(const float* weight_MJ, const void* const* value_J, float* out_ME, int64_t rows,
                    int64_t width, int64_t keys);
-  // The same of int8 keys and values, each key times its factor, up to 8 rows; nullptr: none. Queries
-  // are integers up to kLargestQuery in rows of `stride`, width is up to kWidestInt8; `more`: adds
-  // to the scores. Weights times factors are rounded to 1/65024 of the row's largest.
-  void (*dot_int8)(const int16_t* q_MD, const void* const* key_J, const float* factor_J, bool more,
-                   float* scores_MJ, int64_t rows, int64_t width, int64_t stride, int64_t keys);
-  void (*add_int8)(const float* weight_MJ, const void* const* value_J, const float* factor_J,
-                   float* out_ME, int64_t rows, int64_t width, int64_t stride, int64_t keys);
   // Turns scores of keys [begin, end) into weights, and all others into 0, whatever they hold; scales
   // the row's output so far to the new top. softcap > 0: scores come divided by it.
   void (*weigh)(float* score_J, int64_t begin, int64_t end, int64_t keys, float softcap,

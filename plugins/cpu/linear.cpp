@@ -1,6 +1,8 @@
 #include "cpu/linear.h"
 
 #include <algorithm>
+#include <atomic>
+#include <new>
 #include <vector>
 
 #include "cpu/check.h"
@@ -37,6 +39,7 @@ Linear read(const Operands& in) {
 }
 
 void check_weight(const Operands& in, const Linear& job) {
+  if (job.depth == 0) refuse("linear: x: dim in_features: expected at least 1, got 0");
   if (job.bits != 16 && job.bits != 8 && job.bits != 4)
     refuse("linear: bits: expected 16, 8 or 4, got %lld", ll{job.bits});
   const bool half = in.dtype(KVG_LINEAR_WEIGHT) == KVG_BFLOAT16;
@@ -116,16 +119,23 @@ void multiply(const kvg_call& call, const LinearKernels& run, Linear& job, const
   const int64_t spread = static_cast<int64_t>(4 * parallelism(call));
   const int64_t step = job.rows > 16 ? 1 : std::max(least, ceildiv(pairs, spread));
   const int64_t steps = ceildiv(pairs, step);
-  const int64_t scratch = run.scratch_bytes(job);
+  const auto scratch = static_cast<size_t>(run.scratch_bytes(job));
+  std::atomic<bool> failed{false};  // a task must not throw
   parallel_for(call, static_cast<size_t>(blocks * steps), [&](size_t task) {
     static thread_local std::vector<char> own;
-    if (static_cast<int64_t>(own.size()) < scratch) own.resize(static_cast<size_t>(scratch));
+    try {
+      if (own.size() < scratch) own.resize(scratch);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+      return;
+    }
     const int64_t block = static_cast<int64_t>(task) / steps;
     const int64_t first = static_cast<int64_t>(task) % steps * step;
     const int64_t row = block * per_block, count = std::min(per_block, job.rows - row);
     for (int64_t pair = first; pair < std::min(pairs, first + step); ++pair)
       run.multiply(job, pair, row, count, own.data());
   });
+  if (failed) throw std::bad_alloc();
 }
 
 }  // namespace

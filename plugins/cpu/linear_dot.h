@@ -1,8 +1,8 @@
 // One line of packed weights times one prepared row, for linear_kernels.cpp.
 //
-// Rows were prepared so that a step along K is one broadcast: with native dot products the 2 bfloat16
-// or 4 uint8 of a line (int8 + 128, which the sums of the weights' columns take back), else two
-// float32 or four int16.
+// Rows were prepared so that a step along K is one broadcast: with native dot products the 2
+// bfloat16 or 4 uint8 of a line (int8 + 128, which the sums of the weights' columns take back), else
+// two float32 or four int16.
 #pragma once
 
 #include <cstdint>

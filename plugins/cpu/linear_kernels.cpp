@@ -1,8 +1,8 @@
 // Compiled once per instruction set, as kernels.cpp is.
 //
 // A tile of kTileRows x 2 panels stays in registers while it goes once along K. With AMX, kAmxRows
-// rows or more go by its tiles instead: they add bfloat16 in another order, so that a row's last bits
-// then depend on how many rows there are.
+// rows or more go by its tiles instead: they add bfloat16 in another order, so that a row's last
+// bits then depend on how many rows there are.
 #include <cmath>
 #include <cstring>
 #include <type_traits>

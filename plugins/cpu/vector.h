@@ -98,30 +98,23 @@ inline Vector load(Int8, const int8_t* from) {
   return v;
 }
 
-// Of four vectors of floats or integers at once: to[i] = the sum of the lanes of the i-th. Two rounds
-// add neighbours within groups of four lanes, which leaves each group with a part of all four sums.
-template <class Lanes, class Lane>
-inline void sums(Lanes a, Lanes b, Lanes c, Lanes d, Lane* to) {
-  const Lanes ab = KVG_SHUFFLE(a, b, KVG_EVEN) + KVG_SHUFFLE(a, b, KVG_ODD);
-  const Lanes cd = KVG_SHUFFLE(c, d, KVG_EVEN) + KVG_SHUFFLE(c, d, KVG_ODD);
-  Lanes v = KVG_SHUFFLE(ab, cd, KVG_EVEN) + KVG_SHUFFLE(ab, cd, KVG_ODD);
+// Of four vectors at once: to[i] = the sum of the lanes of the i-th. Two rounds add neighbours
+// within groups of four lanes, which leaves each group with a part of all four sums.
+inline void sums(Vector a, Vector b, Vector c, Vector d, float* to) {
+  const Vector ab = KVG_SHUFFLE(a, b, KVG_EVEN) + KVG_SHUFFLE(a, b, KVG_ODD);
+  const Vector cd = KVG_SHUFFLE(c, d, KVG_EVEN) + KVG_SHUFFLE(c, d, KVG_ODD);
+  Vector v = KVG_SHUFFLE(ab, cd, KVG_EVEN) + KVG_SHUFFLE(ab, cd, KVG_ODD);
 #if defined(__AVX512F__)
   v += KVG_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
   v += KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
 #else
   v += KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
 #endif
-  std::memcpy(to, &v, 4 * sizeof(Lane));
+  std::memcpy(to, &v, 4 * sizeof(float));
 }
 
 inline float sum(Vector v) {
   float four[4];
-  sums(v, v, v, v, four);
-  return four[0];
-}
-
-inline int32_t sum(Index v) {
-  int32_t four[4];
   sums(v, v, v, v, four);
   return four[0];
 }

@@ -176,6 +176,11 @@ REFUSED: dict[str, tuple[dict[str, float], dict[int, Any], str]] = {
         {0: np.zeros((2, 200), np.float32)},
         "linear: weight: dim num_lines: expected 64 for 200 inputs of x, got 16",
     ),
+    "no inputs": (
+        {},
+        {0: np.zeros((2, 0), np.float32)},
+        "linear: x: dim in_features: expected at least 1, got 0",
+    ),
     "width": (
         {"out_features": 40},
         {},
