@@ -2,10 +2,10 @@
 
     python tests/bench/linear.py [THREADS]
 
-24 layers of 2816 x 1024, so that no cache holds the weights; 1, 8, 32 and 512 rows; all engines in
-turns. Limits: those of `kvgraph bench`, the rate at which memory is read and the fastest library's
-for a square product of the dtype. Reference check: the op's NumPy form. Medians of REPEATS rounds,
-each of one pass over all layers.
+24 layers of 2816 x 1024, so that no cache holds the weights; 1, 8, 32 and 512 rows; one engine
+after the other, behind a pause, since threads of ONNX Runtime spin on for a while. Limits: those of
+`kvgraph bench`, the rate at which memory is read and the fastest library's for a square product.
+Reference check: the op's NumPy form. Medians of REPEATS passes over all layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvgraph.ops import LINEAR, native
 from kvgraph.ops._linear import WEIGHT_BITS
 
 LAYERS, N, K = 24, 2816, 1024
-REPEATS = 15
+REPEATS, PAUSE_SECONDS = 15, 0.3
 ROWS = (1, 8, 32, 512)
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
@@ -149,12 +149,10 @@ def main(threads: int) -> None:
         runs |= {f"torch {kind}": torchs(kind, x) for kind in ("bf16", "int8")}
         for kind in ("fp32", "int8", "int4"):
             runs[f"onnxruntime {kind}"] = theirs(kind, x, threads)
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(REPEATS):
-            for name, run in runs.items():
-                times[name].append(timed(run))
-        for name, found in times.items():
-            seconds = statistics.median(found[1:]) / LAYERS
+        for name, run in runs.items():
+            time.sleep(PAUSE_SECONDS)
+            run()
+            seconds = statistics.median(timed(run) for _ in range(REPEATS)) / LAYERS
             moved = N * K * BYTES[name] / seconds / 1e9
             flops = 2 * rows * N * K / seconds / 1e9
             product = products[name.split()[1]] or float("nan")

@@ -11,10 +11,12 @@ import pytest
 import torch
 from models import make_model
 from programs import program_of, step
+from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 import kvgraph
+from kvgraph import ops
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
@@ -154,6 +156,48 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
             kvgraph.compile(folder, tmp_path / "a.kvg", weights=weights)
         assert f"{name}: expected finite weights, got nan at [3, 2]" in str(raised.value)
         assert not (tmp_path / "a.kvg").exists()
+
+
+class Head(nn.Module):
+    """A module of one's own, whose last linear layer is what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(48, 32), nn.Linear(32, 48)
+        self.qkv = nn.Linear(32, 64)
+
+    def forward(self, tokens: Any, offsets: Any, chosen: Any, pool: Any, *index: Any) -> Any:
+        lengths, table, most = index
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x).view(x.shape[0], -1, 8).split((4, 2, 2), dim=1)
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
+        x = (x + out.reshape(x.shape[0], -1) @ self.qkv.weight[:32])[chosen.long()]
+        return self.head(x)
+
+
+def test_a_module_of_one_s_own(tmp_path: Path) -> None:
+    params = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1, page_size=4)
+    tokens = []
+    for backend in ("onnx", "torch"):
+        out = tmp_path / backend
+        manifest = kvgraph.compile(
+            Head(),
+            out,
+            backend=backend,
+            weights="int8",
+            params=params,
+            vocab_size=48,
+            max_seq_len=64,
+        )
+        assert manifest.ops["kvgraph.linear"] == 2
+        entry = next(entry for entry in manifest.passes if entry.name == "pack_linear")
+        assert entry.applied == 2
+        engine = kvgraph.Engine(out, num_pages=16)
+        tokens.append(engine.generate([[1, 2, 3, 4, 5]])[0].token_ids)
+    assert tokens[0][:8] == tokens[1][:8]  # then a near tie of random weights falls apart
+    assert len(tokens[0]) == len(tokens[1]) == 59
 
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {

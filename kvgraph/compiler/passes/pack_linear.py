@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,11 +28,12 @@ from kvgraph.compiler.passes.operands import (
     typed,
     value,
 )
-from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held
+from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, name_outputs
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
 PACKED = torch_ops.linear.default
+PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
 MAX_SECTIONS = 3
 ROUTER_STEPS = 4
 """Nodes between a router's linear layer and the choice of experts."""
@@ -54,7 +55,6 @@ class _Group:
     gated: Node | None = None
     residual: Node | None = None
     total: Node | None = None
-    unmatched: list[str] = field(default_factory=list)
 
 
 def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
@@ -62,6 +62,8 @@ def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
     report = PassReport("pack_linear")
     by_input: dict[Node, list[_Layer]] = {}
     for node in program.graph.nodes:
+        if node.target in PRODUCTS and any(_of_weight(program, x) for x in node.args):
+            report.unmatched.append(f"{node.name}: expected aten::linear, got {node.target.name()}")
         if node.target is not aten.linear.default:
             continue
         try:
@@ -73,16 +75,25 @@ def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
             _rewrite(program, group, bits)
             report.applied += len(group.layers)
     drop_unused(program)
+    name_outputs(program)
     program.graph.lint()
     program.graph_module.recompile()
     return report
+
+
+def _of_weight(program: ExportedProgram, node: object) -> bool:
+    """A weight or, say, its transpose."""
+    source = node.args[0] if isinstance(node, Node) and node.args else node
+    return any(held(program, x) is not None for x in (node, source))
 
 
 def _layer(program: ExportedProgram, node: Node) -> _Layer:
     weight = held(program, node.args[1])
     expect(weight is not None, "expected a weight of the model, got a computed one")
     assert weight is not None
-    bias = held(program, node.args[2]) if len(node.args) > 2 and node.args[2] is not None else None
+    given = node.args[2] if len(node.args) > 2 else None
+    bias = held(program, given)
+    expect(given is None or bias is not None, "expected a bias of the model, got a computed one")
     dims = len(value(node).shape)
     expect(
         dims == 2 or (dims == 3 and value(node).shape[0] == 1), f"expected rows, got {dims} dims"

@@ -1,4 +1,4 @@
-"""Parameters of an exported program: added, read and dropped together with their placeholders."""
+"""Parameters and outputs of an exported program: its signature follows its graph."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ def drop_unused(program: ExportedProgram) -> None:
             specs.remove(spec)
             assert spec.target is not None
             program.state_dict.pop(spec.target, None)
+
+
+def name_outputs(program: ExportedProgram) -> None:
+    """Name the results that the graph returns now in the program's signature."""
+    results = program.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        spec.arg = TensorArgument(name=node.name)
 
 
 def _is_fake(node: Node) -> bool:

@@ -23,7 +23,7 @@ import torch
 from onnx_ir.passes import common
 from onnxscript import values
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind, TensorArgument
+from torch.export.graph_signature import OutputKind
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import symbolic_batch
@@ -34,6 +34,7 @@ from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.half_tables import half_tables
 from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
+from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
 from kvgraph.compiler.targets import Lowered
@@ -100,10 +101,7 @@ def write(
 
 def _decompose(program: ExportedProgram) -> ExportedProgram:
     """Core ATen, once the rewritten outputs are the program's own."""
-    results = program.graph.output_node().args[0]
-    assert isinstance(results, tuple)
-    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
-        spec.arg = TensorArgument(name=node.name)
+    name_outputs(program)
     program.graph_module.recompile()
     decompositions = {
         op: rule
