@@ -494,7 +494,9 @@ class _Stages:
 
     def done(self) -> None:
         if self._stage:
-            stderr.print(f"{time.perf_counter() - self._start:6.1f} s  {self._stage}")
+            stderr.print(
+                f"{time.perf_counter() - self._start:6.1f} s  {self._stage}", soft_wrap=True
+            )
         self._stage = ""
 
 

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch", "tensorrt", "onnx")}
 """Kind of target -> its backends, the default first."""
+DEFAULT_REASON = {
+    "cpu": "it starts soonest, and runs without torch",
+    "cuda": "one program for all architectures, replayed as CUDA graphs",
+}
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128
 
@@ -67,7 +71,9 @@ def compile(
     Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
     """
     out = Path(out)
+    is_default = backend is None
     parsed, backend = _check(target, backend, cache, cache_dtype, page_size)
+    why = f", the default for {parsed.kind}: {DEFAULT_REASON[parsed.kind]}" if is_default else ""
     emit.require_free(out, force=force)
 
     progress("reading the model")
@@ -99,7 +105,7 @@ def compile(
         _require_kernels(plan, parsed, backend)
 
     with emit.staging(out, force=force) as folder:
-        progress(f"lowering to {backend}")
+        progress(f"lowering to {backend}{why}")
         lowering = _lowering(backend, parsed, weights, progress)
         lowered = _lower(lowering, loaded, signature, plan, folder)
         progress("writing the artifact")
