@@ -512,6 +512,7 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "architecture": manifest.model.architecture,
         "backend": manifest.backend,
         "target": manifest.target,
+        "weights": manifest.weights,
         "identity": manifest.identity.hex(),
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "files": sorted(manifest.files),

@@ -57,6 +57,7 @@ def test_compile(made: tuple[Path, Outcome]) -> None:
         "architecture": "llama",
         "backend": "onnx",
         "target": "cpu",
+        "weights": "fp32",
         "identity": manifest.identity.hex(),
         "bytes": sum((out / name).stat().st_size for name in manifest.files),
         "files": sorted(manifest.files),
