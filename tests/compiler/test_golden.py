@@ -15,13 +15,25 @@ import kvgraph
 from kvgraph.contract.plain import to_json, to_plain
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FIELDS = ("backend", "target", "dtype", "layout", "inputs", "outputs", "layers", "ops", "passes")
+FIELDS = (
+    "backend",
+    "target",
+    "dtype",
+    "weights",
+    "layout",
+    "inputs",
+    "outputs",
+    "layers",
+    "ops",
+    "passes",
+)
 
 CASES = {
     "tiny-llama": ("tiny-llama", {}),
     "gemma2-two-pools": ("gemma2", {}),
     "gemma2-int8": ("gemma2", {"cache_dtype": "int8"}),
     "tiny-llama-padded": ("tiny-llama", {"cache": "padded"}),
+    "tiny-llama-int4": ("tiny-llama", {"weights": "int4"}),
 }
 
 

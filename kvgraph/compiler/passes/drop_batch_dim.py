@@ -49,7 +49,7 @@ def drop_batch_dim(graph: Graph) -> PassReport:
     kept: Counter[str] = Counter()
     for node in list(graph.nodes):
         try:
-            if node.target is aten.select.int and node.args[1:] == (0, 0):
+            if node.target is aten.select.int and _selects_all(node):
                 rows = _first(node)
                 node.replace_all_uses_with(rows)
                 erase_unused(node)
@@ -65,6 +65,11 @@ def drop_batch_dim(graph: Graph) -> PassReport:
         if node.target is aten.unsqueeze.default and not node.users:
             erase_unused(node)
     return report
+
+
+def _selects_all(select: Node) -> bool:
+    source = select.args[0]
+    return isinstance(source, Node) and select.args[1:] == (0, 0) and _is_one(value(source))
 
 
 def _flat(node: object) -> Node | None:

@@ -39,6 +39,7 @@ from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import WEIGHTS_NAME, write_safetensors
+from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.ops import LINEAR, OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND, OpSpec
@@ -66,7 +67,9 @@ def lower(
     `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
     """
     program, reports = export_fused(model, signature, plan, return_buffers=True)
-    reports += [drop_no_ops(program.graph), drop_batch_dim(program.graph)]
+    reports.append(drop_no_ops(program.graph))
+    if plan.strategy is not KVCacheStrategy.PADDED:  # whose rectangle has real rows
+        reports.append(drop_batch_dim(program.graph))
     if weight_bits is not None:
         reports.append(pack_linear(program, weight_bits))
     return write(program, signature, reports, folder, half=weight_bits is not None)
