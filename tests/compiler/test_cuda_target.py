@@ -159,8 +159,8 @@ def test_a_changed_cubin_is_named(artifact: Path, tmp_path: Path) -> None:
         ({"target": "cuda:sm_42"}, r"'cuda:sm_42': expected one of \['sm_75', .*"),
         ({"target": "cuda"}, r"'cuda': expected one of \['sm_75', .*"),
         (
-            {"backend": "onnx"},
-            r"backend: expected one of \['torch', .*\] for target cuda, got 'onnx'",
+            {"backend": "triton"},
+            r"backend: expected one of \['torch', .*\] for target cuda, got 'triton'",
         ),
         ({"page_size": 12}, r"page_size: expected one of \[16, 32, 64, 128, 256\], got 12"),
         ({"cache": "padded"}, "cache: expected 'paged' for target cuda, got 'padded'"),
