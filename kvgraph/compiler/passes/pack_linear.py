@@ -28,7 +28,13 @@ from kvgraph.compiler.passes.operands import (
     typed,
     value,
 )
-from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, name_outputs
+from kvgraph.compiler.passes.parameters import (
+    add_parameter,
+    drop_unused,
+    held,
+    name_outputs,
+    tensor_of,
+)
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
@@ -219,16 +225,10 @@ def _operands(program: ExportedProgram, packed: Packed, name: str) -> Sequence[N
         f"{stem}.packed_bias": packed.bias,
     }
     return [
-        None if array is None else add_parameter(program, key, _tensor(array))
+        None if array is None else add_parameter(program, key, tensor_of(array))
         for key, array in given.items()
     ]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return tensor.float().numpy()
-
-
-def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
@@ -35,6 +39,13 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor) -> 
     )
     program.state_dict[name] = torch.nn.Parameter(tensor, requires_grad=False)
     return node
+
+
+def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+    """`array`'s memory as a tensor, bfloat16 of ml_dtypes included."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def drop_unused(program: ExportedProgram) -> None:

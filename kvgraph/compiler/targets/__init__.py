@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.contract.manifest import EngineInfo
 
 BUILD_LOG_NAME = "build.json"
 """How long the parts of this build took: never the same twice, so it is not hashed."""
+
+
+def write_build_log(folder: Path, log: Mapping[str, object]) -> None:
+    """Write `build.json`: seconds by what took them."""
+    (folder / BUILD_LOG_NAME).write_text(json.dumps(log, indent=1) + "\n")
 
 
 @dataclass

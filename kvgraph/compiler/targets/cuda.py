@@ -32,7 +32,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
     arguments,
     buffer_leaves,
 )
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
 from kvgraph.compiler.targets.weights import save_weights, stream_weights
 from kvgraph.contract.signature import GraphSignature
@@ -82,13 +82,25 @@ def lower(
         used = [variant for shape in shapes for variant in aot.attention_variants(shape, arch)]
         made = list(aot.compile_all([*used, *variants], arch))
         seconds |= save_kernels(made, arch, folder)
-    (folder / BUILD_LOG_NAME).write_text(json.dumps({"compile_seconds": seconds}, indent=1) + "\n")
+    write_build_log(folder, {"compile_seconds": seconds})
     return Lowered(
         ops=count_ops(program),
         passes=reports,
         nondeterministic_files=[BUILD_LOG_NAME],
         tools=("torch", "transformers", "triton"),
     )
+
+
+def compile_kernels(
+    attention: Sequence[AttentionShape], archs: Sequence[str], progress: Callable[[str], None]
+) -> dict[AttentionShape, dict[str, list[Compiled]]]:
+    """By distinct shape, in its order, and by architecture: what an attention launches."""
+    made: dict[AttentionShape, dict[str, list[Compiled]]] = {shape: {} for shape in attention}
+    for arch in archs:
+        progress(f"compiling kernels for {arch}")
+        for shape, kernels in made.items():
+            kernels[arch] = aot.compile_attention(shape, arch)
+    return made
 
 
 def attention_shapes(

@@ -34,7 +34,7 @@ from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.half_tables import half_tables
 from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
-from kvgraph.compiler.passes.parameters import name_outputs
+from kvgraph.compiler.passes.parameters import name_outputs, tensor_of
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
 from kvgraph.compiler.targets import Lowered
@@ -251,10 +251,7 @@ def _save(model: ir.Model, folder: Path) -> None:
 
 def _tensor(value: ir.Value) -> torch.Tensor:
     assert value.const_value is not None
-    array = np.ascontiguousarray(value.const_value.numpy())
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return tensor_of(np.ascontiguousarray(value.const_value.numpy()))
 
 
 def _op_name(node: ir.Node) -> str:

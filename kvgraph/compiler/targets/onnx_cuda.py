@@ -10,7 +10,6 @@ Activations keep the checkpoint's dtype: ONNX Runtime's CUDA provider has kernel
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,12 +21,11 @@ from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.cast_norms import cast_norms
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
-from kvgraph.compiler.targets.cuda import attention_of_nodes
+from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels
 from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND
@@ -48,11 +46,7 @@ def lower(
     program, reports = export_fused(model, signature, plan, return_buffers=True)
     attention = attention_of_nodes(program, signature, plan)
     lowered = onnx_target.write(program, signature, reports, folder)
-    made: dict[AttentionShape, dict[str, list[Compiled]]] = {shape: {} for shape in attention}
-    for arch in archs:
-        progress(f"compiling kernels for {arch}")
-        for shape, kernels in made.items():
-            kernels[arch] = aot.compile_attention(shape, arch)
+    made = compile_kernels(attention, archs, progress)
     path = folder / onnx_target.MODEL_NAME
     onnx_model = onnx.load(path, load_external_data=False)
     lowered.passes.append(cast_norms(onnx_model.graph))
@@ -65,7 +59,7 @@ def lower(
         for arch, compiled in kernels.items()
         for kernel in compiled
     }
-    (folder / BUILD_LOG_NAME).write_text(json.dumps({"compile_seconds": seconds}, indent=1) + "\n")
+    write_build_log(folder, {"compile_seconds": seconds})
     lowered.nondeterministic_files.append(BUILD_LOG_NAME)
     lowered.tools = (*lowered.tools, "triton")
     lowered.notes.append(NOTE)

@@ -21,9 +21,9 @@ import onnx
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
-from kvgraph.compiler.targets.cuda import attention_of_nodes, save_kernels
+from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels, save_kernels
 from kvgraph.compiler.targets.trt_build import KERNELS_NAME
 from kvgraph.compiler.targets.trt_engine import (
     DISTRIBUTIONS,
@@ -38,8 +38,7 @@ from kvgraph.compiler.targets.trt_fields import kernels_text
 from kvgraph.contract.devices import PORTABLE
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
-from kvgraph.kernels import aot, shapes
-from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels import shapes
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.native import library_path
@@ -93,7 +92,7 @@ def lower(
         [] if tuple(archs) == (PORTABLE,) else list(archs),
     )
     log = {"compile_seconds": seconds, "engine_seconds": round(time.perf_counter() - start, 3)}
-    (folder / BUILD_LOG_NAME).write_text(json.dumps(log, indent=1) + "\n")
+    write_build_log(folder, log)
     lowered.nondeterministic_files += [BUILD_LOG_NAME, ENGINE_NAME]
     lowered.tools = (*lowered.tools, "triton", DISTRIBUTIONS[RTX])
     lowered.notes.append(NOTE)
@@ -107,19 +106,17 @@ def write_kernels(
     progress: Callable[[str], None],
 ) -> dict[str, float]:
     """Cubins by architecture, and which node of `model.onnx` has which. Returns compile seconds."""
-    distinct = list(dict.fromkeys(attention))
-    made: list[dict[str, list[Compiled]]] = [{} for _ in distinct]
+    made = compile_kernels(attention, archs, progress)
+    distinct = list(made)
     seconds: dict[str, float] = {}
     images: dict[str, str] = {}
     for arch in archs:
-        progress(f"compiling kernels for {arch}")
-        for shape, kernels in zip(distinct, made, strict=True):
-            kernels[arch] = aot.compile_attention(shape, arch)
-            images |= {k.metadata()["sha256"]: f"{arch}/{k.file_name}" for k in kernels[arch]}
-        seconds |= save_kernels([k for kernels in made for k in kernels[arch]], arch, folder)
+        compiled = [kernel for kernels in made.values() for kernel in kernels[arch]]
+        images |= {k.metadata()["sha256"]: f"{arch}/{k.file_name}" for k in compiled}
+        seconds |= save_kernels(compiled, arch, folder)
     described = {
         "shapes": [asdict(shape) for shape in distinct],
-        "kernels": [kernels_text(s, kernels) for s, kernels in zip(distinct, made, strict=True)],
+        "kernels": [kernels_text(shape, kernels) for shape, kernels in made.items()],
         "nodes": {
             name: distinct.index(shape)
             for name, shape in zip(_cache_nodes(folder), attention, strict=True)
