@@ -4,7 +4,9 @@
 
 Standard library only, Python 3.9 or newer: a peer's interpreter has no kvgraph. An adapter (a file
 of peers/) has `load(job)`, which returns `generate(prompts, new_tokens) -> new ids of each row` and
-a dictionary about the engine; and, where needed, `prepare(job)`, `environment(job)`.
+a dictionary about the engine; and, where needed, `environment(job)` and `prepare(job)`, which
+returns None or what is to be made here: a folder, the name of the tool that makes it, and the
+tool's command up to its last argument, the folder.
 
 Events are JSON lines on stdout; whatever the engine prints goes to stderr.
 """
@@ -14,9 +16,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, Callable  # noqa: UP035  (Python 3.9)
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -61,9 +66,24 @@ def read_adapter(path: str) -> Any:
 def prepare(job: dict[str, Any], adapter: Any, say: Say) -> None:
     """Bring the model into the engine's own format, where it has one and is not there yet."""
     start = time.perf_counter()
-    if hasattr(adapter, "prepare"):
-        adapter.prepare(job)
+    wanted = adapter.prepare(job) if hasattr(adapter, "prepare") else None
+    if wanted is not None:
+        make_folder(*wanted)
     say("prepared", seconds=time.perf_counter() - start)
+
+
+def make_folder(folder: Path, tool: str, command: list[str]) -> None:
+    """Have `command` make a folder that is not there yet, whole or not at all."""
+    if folder.exists():
+        return
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    done = subprocess.run([*command, str(partial)], capture_output=True, text=True)
+    sys.stderr.write(done.stdout + done.stderr)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise RuntimeError(f"{tool}: exit status {done.returncode}: {last}")
+    os.rename(partial, folder)
 
 
 def measure(job: dict[str, Any], adapter: Any, say: Say) -> None:

@@ -131,6 +131,6 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
         return
     described = json.loads((kernels / KERNELS_NAME).read_text())
     shapes = [tensorrt.shape_of(fields) for fields in described["shapes"]]
-    attention = [shapes[index] for index in described["nodes"].values()]
+    nodes = {name: shapes[index] for name, index in described["nodes"].items()}
     shutil.rmtree(kernels)
-    tensorrt.write_kernels(attention, wanted, folder, progress)
+    tensorrt.write_kernels(nodes, wanted, folder, progress)

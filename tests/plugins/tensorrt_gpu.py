@@ -1,6 +1,6 @@
 """The conformance matrix through TensorRT's plugins on a GPU, by a host of our own.
 
-HARNESS=harness.so PYTHONPATH=tests python tests/plugins/tensorrt_gpu.py [--device cpu] [PART ...]
+HOST=host.so PYTHONPATH=tests python tests/plugins/tensorrt_gpu.py [--device cpu] [PART ...]
 """
 
 from __future__ import annotations

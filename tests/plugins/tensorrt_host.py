@@ -1,6 +1,6 @@
-"""A host of TensorRT's plugins for tests: what tensorrt_harness.cpp calls, from Python.
+"""A host of TensorRT's plugins for tests: what tensorrt_host.cpp calls, from Python.
 
-Imported by processes that find the harness at $HARNESS and, where they need one, a fake driver.
+Imported by processes that find the host's library at $HOST and, where they need one, a fake driver.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIELD_TYPES = {"float32": 1, "float64": 2, "int32": 5, "char": 6, "unknown": 8, 
 BUILD, RUNTIME = 0, 1
 
 Shape = Sequence[int]
-dll = ctypes.CDLL(os.environ["HARNESS"])
+dll = ctypes.CDLL(os.environ["HOST"])
 for _name in ("h_create", "h_reload", "h_clone", "h_attach"):
     getattr(dll, _name).restype = ctypes.c_void_p
 dll.h_log.restype = ctypes.c_char_p

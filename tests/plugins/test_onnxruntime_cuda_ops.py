@@ -5,24 +5,12 @@ CUDA session plans for the same step.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
-from fake_driver import build as build_driver
+from plugins.hosts import Drive, build
 from plugins.tensorrt_fields import compiled, shape_of
-
-from kvgraph.ops.native import library_path
-
-HERE = Path(__file__).parent
-PLUGINS = HERE.parents[1] / "plugins"
 
 PRELUDE = """
 import json
@@ -34,50 +22,12 @@ def refused(op="update_and_attend", **changed):
     return said()
 """
 
-Drive = Callable[..., Any]
-
-
-def build_host(folder: Path) -> Path:
-    compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler to build the host with")
-    library = library_path("onnxruntime")
-    made = folder / "host.so"
-    subprocess.run(
-        [compiler, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror",
-         f"-I{PLUGINS}", str(HERE / "onnxruntime_host.cpp"), str(library),
-         f"-Wl,-rpath,{library.parent}", "-o", str(made)],
-        check=True,
-    )  # fmt: skip
-    return made
-
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the host and the fake driver."""
-    folder = tmp_path_factory.mktemp("host")
-    build_host(folder)
-    build_driver(folder / "driver")
-    return folder
-
-
-@pytest.fixture
-def drive(built: Path) -> Drive:
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Drive:
     """`drive(code)` -> what `code`, with PRELUDE, puts in `result`."""
-
-    def run(code: str, driver: bool = True, sm: int = 86, **environment: str) -> Any:
-        given = {**os.environ, "HOST": str(built / "host.so"), "FAKE_SM": str(sm), **environment}
-        given["PYTHONPATH"] = str(HERE.parent)
-        if driver:
-            given["LD_LIBRARY_PATH"] = str(built / "driver")
-        script = f"{PRELUDE}\n{code}\nprint(json.dumps(result))"
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
+    host = build("onnxruntime", tmp_path_factory.mktemp("host"))
+    return partial(host.result, PRELUDE, driver=True)
 
 
 # ---- registration -------------------------------------------------------------------------------

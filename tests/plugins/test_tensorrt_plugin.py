@@ -1,4 +1,4 @@
-"""TensorRT's plugins without TensorRT: a host of our own calls every method (tensorrt_harness.cpp).
+"""TensorRT's plugins without TensorRT: a host of our own calls every method (tensorrt_host.cpp).
 
 The builder of tensorrt-rtx calls them for real in tests/compiler/test_tensorrt_target.py. Launches
 go to the fake driver of the launcher's tests.
@@ -7,26 +7,17 @@ go to the fake driver of the launcher's tests.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
-from fake_driver import build as build_driver
+from plugins.hosts import Drive, build
 from plugins.tensorrt_fields import SHARED_BYTES, compiled, entry_of, shape_of
 
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.shapes import Rope
-from kvgraph.ops.native import library_path
-
-HERE = Path(__file__).parent
-PLUGINS = HERE.parents[1] / "plugins"
 
 PRELUDE = """
 import ctypes, json
@@ -87,50 +78,12 @@ def addresses(given, outputs=("out", "kv_blocks")):
     return made
 """
 
-Drive = Callable[..., Any]
-
-
-def build_harness(folder: Path) -> Path:
-    compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler to build the harness with")
-    library = library_path("tensorrt")
-    made = folder / "harness.so"
-    subprocess.run(
-        [compiler, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{PLUGINS}",
-         str(HERE / "tensorrt_harness.cpp"), str(library), f"-Wl,-rpath,{library.parent}",
-         "-o", str(made)],
-        check=True,
-    )  # fmt: skip
-    return made
-
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the harness and the fake driver."""
-    folder = tmp_path_factory.mktemp("harness")
-    build_harness(folder)
-    build_driver(folder / "driver")
-    return folder
-
-
-@pytest.fixture
-def drive(built: Path) -> Drive:
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Drive:
     """`drive(code)` -> what `code`, with PRELUDE, puts in `result`."""
-
-    def run(code: str, driver: bool = False, sm: int = 86) -> Any:
-        given = {**os.environ, "HARNESS": str(built / "harness.so"), "FAKE_SM": str(sm)}
-        given["PYTHONPATH"] = str(HERE.parent)
-        if driver:
-            given["LD_LIBRARY_PATH"] = str(built / "driver")
-        script = f"{PRELUDE}\n{code}\nprint(json.dumps(result))"
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
+    host = build("tensorrt", tmp_path_factory.mktemp("host"))
+    return partial(host.result, PRELUDE, driver=False)
 
 
 # ---- what TensorRT finds ------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 
 import onnxruntime as real
 from runtime.drive import inputs_of, run_step
+from runtime.fake_cuda import FakeDriver, install
 from runtime.fake_onnxruntime import CPU, CUDA, FakeOnnxRuntime
-from runtime.fake_tensorrt import FakeDriver
 
 import kvgraph
 from kvgraph import PagedKVCacheManager, SamplingParams, TextContext
@@ -36,26 +35,11 @@ from kvgraph.errors import (
     MissingDependencyError,
 )
 from kvgraph.ops.cuda_native import launcher
-from kvgraph.runtime import machine
 from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
 
 PROMPTS = ["The import statement", "A list", "def f(x):", "In Python, a dictionary"]
 GREEDY = SamplingParams(max_new_tokens=12)
 OPTIONS = {"target": "cuda:sm_86", "dtype": "float32"}
-
-
-class Launcher:
-    """Of a machine whose one GPU is an sm_86."""
-
-    def device_count(self) -> int:
-        return 1
-
-    def compute_capability(self, ordinal: int = 0) -> tuple[int, int]:
-        return (8, 6)
-
-    def check_arch(self, arch: str, ordinal: int = 0) -> None:
-        if arch != "sm_86":
-            raise DeviceError(f"{arch}: not this GPU")
 
 
 @dataclasses.dataclass
@@ -74,16 +58,7 @@ class Machine:
 def gpu(compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Machine:
     driver = FakeDriver()
     ort = FakeOnnxRuntime(driver)
-    bindings = types.ModuleType("cuda.bindings")
-    bindings.driver = driver  # type: ignore[attr-defined]
-    for name, module in {
-        "cuda": types.ModuleType("cuda"),
-        "cuda.bindings": bindings,
-        "cuda.bindings.driver": driver,
-        "onnxruntime": ort,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(machine, "launcher", Launcher)
+    install(monkeypatch, driver, onnxruntime=ort)
     return Machine(driver, ort, compiled)
 
 

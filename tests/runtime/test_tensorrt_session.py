@@ -10,7 +10,6 @@ import inspect
 import json
 import shutil
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import pytest
 pytest.importorskip("onnx", reason="the fake runtime evaluates ONNX graphs")
 
 from runtime.drive import prefill, run_step
-from runtime.fake_tensorrt import CUresult, FakeContext, FakeDriver, FakeEngine, FakeTensorRT
+from runtime.fake_cuda import CUresult, FakeDriver, install
+from runtime.fake_tensorrt import FakeContext, FakeEngine, FakeTensorRT
 
 import kvgraph
 from kvgraph import SamplingParams, TextContext
@@ -42,26 +42,11 @@ from kvgraph.errors import (
     MissingDependencyError,
     UnsupportedError,
 )
-from kvgraph.runtime import machine
 from kvgraph.runtime.sessions import tensorrt_engine
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 
 PROMPTS = ["The import statement", "A list", "def f(x):", "In Python, a dictionary"]
 GREEDY = SamplingParams(max_new_tokens=12)
-
-
-class Launcher:
-    """Of a machine whose one GPU is an sm_86."""
-
-    def device_count(self) -> int:
-        return 1
-
-    def compute_capability(self, ordinal: int = 0) -> tuple[int, int]:
-        return (8, 6)
-
-    def check_arch(self, arch: str, ordinal: int = 0) -> None:
-        if arch != "sm_86":
-            raise DeviceError(f"{arch}: not this GPU")
 
 
 @dataclasses.dataclass
@@ -84,16 +69,7 @@ class Machine:
 def gpu(compiled: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     driver = FakeDriver()
     trt = FakeTensorRT(driver, hosted=["max_lengths"])
-    bindings = types.ModuleType("cuda.bindings")
-    bindings.driver = driver  # type: ignore[attr-defined]
-    for name, module in {
-        "cuda": types.ModuleType("cuda"),
-        "cuda.bindings": bindings,
-        "cuda.bindings.driver": driver,
-        "tensorrt_rtx": trt,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(machine, "launcher", Launcher)
+    install(monkeypatch, driver, tensorrt_rtx=trt)
     monkeypatch.setattr(tensorrt_engine, "library_path", lambda name: Path(f"lib{name}.so"))
 
     def make(model: str, **changes: Any) -> Path:

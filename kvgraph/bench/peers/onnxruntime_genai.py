@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,22 +16,13 @@ NEEDS = {
 PRECISIONS = ("fp32", "int4")
 
 
-def prepare(job: dict[str, Any]) -> None:
-    """Run the builder, whole or not at all."""
+def prepare(job: dict[str, Any]) -> tuple[Path, str, list[str]]:
+    """The builder, which the worker runs."""
     folder = _folder(job)
-    if folder.exists():
-        return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
-    command += ["-i", job["model"], "-o", str(partial), "-p", job["precision"], "-e", "cpu"]
-    command += ["-c", str(folder.with_name("onnxruntime-genai-cache"))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    sys.stderr.write(done.stdout + done.stderr)
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"onnxruntime_genai builder: exit status {done.returncode}: {last}")
-    os.rename(partial, folder)
+    command += ["-i", job["model"], "-p", job["precision"], "-e", "cpu"]
+    command += ["-c", str(folder.with_name("onnxruntime-genai-cache")), "-o"]
+    return folder, "onnxruntime_genai builder", command
 
 
 def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

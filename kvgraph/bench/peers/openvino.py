@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,24 +18,12 @@ WEIGHTS = {"fp32": "fp32", "bf16": "fp32", "int8": "int8", "int4": "int4"}
 GIB = 1 << 30
 
 
-def prepare(job: dict[str, Any]) -> None:
-    """Export the checkpoint, whole or not at all."""
-    folder = _folder(job)
-    if folder.exists():
-        return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    command = [
-        str(Path(sys.executable).with_name("optimum-cli")),
-        *("export", "openvino", "-m", job["model"], "--task", "text-generation-with-past"),
-        *("--weight-format", WEIGHTS[job["precision"]], str(partial)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    sys.stderr.write(done.stdout + done.stderr)
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"optimum-cli export: exit status {done.returncode}: {last}")
-    os.rename(partial, folder)
+def prepare(job: dict[str, Any]) -> tuple[Path, str, list[str]]:
+    """The export of the checkpoint, which the worker runs."""
+    command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
+    command += ["-m", job["model"], "--task", "text-generation-with-past"]
+    command += ["--weight-format", WEIGHTS[job["precision"]]]
+    return _folder(job), "optimum-cli export", command
 
 
 def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

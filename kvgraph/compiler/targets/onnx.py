@@ -72,7 +72,7 @@ def lower(
         reports.append(drop_batch_dim(program.graph))
     if weight_bits is not None:
         reports.append(pack_linear(program, weight_bits))
-    return write(program, signature, reports, folder, half=weight_bits is not None)
+    return write(program, signature, reports, folder, half=weight_bits is not None)[0]
 
 
 def write(
@@ -82,10 +82,10 @@ def write(
     folder: Path,
     *,
     half: bool = False,
-) -> Lowered:
+) -> tuple[Lowered, ir.Model]:
     """Write a program whose cache ops are fused, as the reports `fused` say.
 
-    `half`: embedding tables in bfloat16.
+    `half`: embedding tables in bfloat16. Returns the graph too, as it was written.
     """
     threaded = thread_pool(program.graph)
     onnx_model = _translate(_decompose(program), signature)
@@ -95,11 +95,12 @@ def write(
     _clean(onnx_model)
     _save(onnx_model, folder)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
-    return Lowered(
+    lowered = Lowered(
         ops=dict(sorted(counts.items())),
         passes=[*fused, threaded, *rewritten],
         tools=("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
     )
+    return lowered, onnx_model
 
 
 def _decompose(program: ExportedProgram) -> ExportedProgram:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import numpy_helper
 
 from kvgraph.compiler.cache import CachePlan
@@ -45,14 +46,14 @@ def lower(
     """Write `model.onnx`, with kernels for each of `archs` in it, and `weights.safetensors`."""
     program, reports = export_fused(model, signature, plan, return_buffers=True)
     attention = attention_of_nodes(program, signature, plan)
-    lowered = onnx_target.write(program, signature, reports, folder)
+    lowered, written = onnx_target.write(program, signature, reports, folder)
     made = compile_kernels(attention, archs, progress)
-    path = folder / onnx_target.MODEL_NAME
-    onnx_model = onnx.load(path, load_external_data=False)
+    onnx_model = ir.to_proto(written)
     lowered.passes.append(cast_norms(onnx_model.graph))
     lowered.ops["Cast"] = lowered.ops.get("Cast", 0) + lowered.passes[-1].applied
     embed_kernels(onnx_model.graph, attention, made)
-    path.write_bytes(onnx_model.SerializeToString(deterministic=True))
+    data = onnx_model.SerializeToString(deterministic=True)
+    (folder / onnx_target.MODEL_NAME).write_bytes(data)
     seconds = {
         f"{arch}/{kernel.file_name}": round(kernel.seconds, 3)
         for kernels in made.values()

@@ -16,8 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
@@ -79,8 +77,11 @@ def lower(
     require_module(RTX)
     program, reports = export_fused(model, signature, plan, return_buffers=True)
     attention = attention_of_nodes(program, signature, plan)
-    lowered = onnx_target.write(program, signature, reports, folder)
-    seconds = write_kernels(attention, kernel_archs(archs, model.dtype), folder, progress)
+    lowered, written = onnx_target.write(program, signature, reports, folder)
+    cache_ops = [node for node in written.graph if node.domain == OPSET_DOMAIN]
+    names = [str(node.outputs[0].name) for node in cache_ops]
+    nodes = dict(zip(names, attention, strict=True))
+    seconds = write_kernels(nodes, kernel_archs(archs, model.dtype), folder, progress)
     shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
 
     progress("building the engine")
@@ -100,13 +101,16 @@ def lower(
 
 
 def write_kernels(
-    attention: Sequence[AttentionShape],
+    nodes: Mapping[str, AttentionShape],
     archs: Sequence[str],
     folder: Path,
     progress: Callable[[str], None],
 ) -> dict[str, float]:
-    """Cubins by architecture, and which node of `model.onnx` has which. Returns compile seconds."""
-    made = compile_kernels(attention, archs, progress)
+    """Cubins by architecture, and which node has which. Returns compile seconds.
+
+    `nodes`: the cache ops of `model.onnx` by their first outputs, in its order.
+    """
+    made = compile_kernels(list(nodes.values()), archs, progress)
     distinct = list(made)
     seconds: dict[str, float] = {}
     images: dict[str, str] = {}
@@ -117,10 +121,7 @@ def write_kernels(
     described = {
         "shapes": [asdict(shape) for shape in distinct],
         "kernels": [kernels_text(shape, kernels) for shape, kernels in made.items()],
-        "nodes": {
-            name: distinct.index(shape)
-            for name, shape in zip(_cache_nodes(folder), attention, strict=True)
-        },
+        "nodes": {name: distinct.index(shape) for name, shape in nodes.items()},
         "images": images,
     }
     (folder / "kernels" / KERNELS_NAME).write_text(json.dumps(described, indent=1) + "\n")
@@ -131,9 +132,3 @@ def shape_of(fields: Mapping[str, Any]) -> AttentionShape:
     """One of `shapes` of tensorrt.json."""
     rope = Rope(**fields["rope"]) if fields["rope"] else None
     return AttentionShape(**{**fields, "cache": CacheShape(**fields["cache"]), "rope": rope})
-
-
-def _cache_nodes(folder: Path) -> list[str]:
-    """The graph's cache ops, by their first outputs, in its order."""
-    model = onnx.load(folder / onnx_target.MODEL_NAME, load_external_data=False)
-    return [node.output[0] for node in model.graph.node if node.domain == OPSET_DOMAIN]
