@@ -171,6 +171,11 @@ def _singles() -> Iterator[Case]:
     for dtype in TOLERANCE:
         yield Case("update_and_attend", dtype, dtype, rows=((300, 1), (0, 300)), label="many")
         yield Case("paged_attention", dtype, dtype, rows=((4200, 1), (9, 1)), label="long-context")
+    for pool in ("bfloat16", "float8_e4m3fn", "int8"):  # one scale for a head
+        many = {"granularity": 64 * (pool in QUANTIZED), "label": "many"}
+        yield Case("update_and_attend", "float32", pool, rows=((300, 1), (5, 300)), **many)
+    odd = {"head_dim": 21, "v_head_dim": 7, "rows": ((20, 9), (40, 1), (0, 70)), "label": "odd-many"}
+    yield Case("update_and_attend", "float32", "bfloat16", window=30, sinks=True, **odd)
     long = {"rows": ((5000, 3), (2047, 1), (0, 0), (1, 1)), "sinks": True, "label": "long-context"}
     yield Case("update_and_attend", page_size=128, window=3000, **long)
     yield Case("update_and_attend", page_size=3, softcap=20.0, **long)
@@ -330,10 +335,13 @@ def expected(case: Case) -> tuple[Array | None, Operands]:
     return (None if isinstance(out, tuple) else out), operands
 
 
-def check(case: Case, out: Array | None, operands: Operands) -> None:
+def check(
+    case: Case, out: Array | None, operands: Operands, *, computed_in: str | None = None
+) -> None:
     """`out` and the mutated operands of a backend are what the reference makes of the case.
 
-    Stored bytes are equal, except that a rotated key may round to the neighbouring value.
+    `computed_in`: a dtype that the backend rounds queries and weights to. Stored bytes are equal,
+    except that a rotated key may round to the neighbouring value.
     """
     want, after = expected(case)
     if want is not None:
@@ -342,7 +350,8 @@ def check(case: Case, out: Array | None, operands: Operands) -> None:
         a, b = out.astype(np.float32), want.astype(np.float32)
         assert np.isfinite(b).all(), "the reference itself reads poison: a mistake in the case"
         assert np.isfinite(a).all(), "a value that must not be read reached the result"
-        bound = TOLERANCE[case.dtype] * (1 + (np.abs(b).max() if b.size else 0))
+        tolerance = max(TOLERANCE[case.dtype], TOLERANCE.get(computed_in or "", 0.0))
+        bound = tolerance * (1 + (np.abs(b).max() if b.size else 0))
         error = np.abs(a - b).max() if a.size else 0.0
         assert error <= bound, f"largest error {error:.3g}, tolerance {bound:.3g}"
     for name in operands.spec.mutated:

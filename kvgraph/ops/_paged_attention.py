@@ -1,4 +1,10 @@
-"""paged_attention: attention of ragged rows over the pages that their lookup rows name."""
+"""paged_attention: attention of ragged rows over the pages that their lookup rows name.
+
+Decision: a pool's dtype is the precision of its products. Over float32 and float16 pools they are
+in float32; over a pool of fewer bits a backend may round queries and softmax weights to bfloat16,
+which loses what the cache lost already (CPU kernels do so where the processor multiplies bfloat16).
+Sums are in float32.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "cpu/bf16_kernels.h"
 #include "cpu/vector.h"
 
 namespace kvg::KVG_ISA {
@@ -141,146 +142,6 @@ void add(const float* p_MJ, const void* const* value_J, int32_t dtype, float* ou
   add_of<Float16>(p_MJ, value_J, out_ME, rows, width, stride, keys);
 }
 
-// ---- the same in bfloat16 ---------------------------------------------------------------------
-
-#if defined(__AVX512BF16__)
-constexpr int kPairs = 32;  // elements of one vector of bfloat16
-
-__m512bh load_bf16(const void* from, __mmask32 mask) {
-  return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
-}
-
-__mmask32 first_of(int64_t count) {
-  return count >= kPairs ? 0xffffffffu : (1u << count) - 1;
-}
-
-template <int Rows, int Keys>
-void dot_bf16_block(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, int64_t width) {
-  __m512 parts[Rows][Keys] = {};
-  for (int64_t d = 0; d < width; d += kPairs) {
-    const __mmask32 mask = first_of(width - d);
-    __m512bh k[Keys];
-    KVG_UNROLL
-    for (int j = 0; j < Keys; ++j)
-      k[j] = load_bf16(static_cast<const uint16_t*>(key_J[j]) + d, mask);
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) {
-      const __m512bh q = load_bf16(q_MD + m * width + d, mask);
-      KVG_UNROLL
-      for (int j = 0; j < Keys; ++j) parts[m][j] = _mm512_dpbf16_ps(parts[m][j], q, k[j]);
-    }
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    float four[4];
-    sums((Vector)parts[m][0], (Vector)parts[m][1 % Keys], (Vector)parts[m][2 % Keys],
-         (Vector)parts[m][3 % Keys], four);
-    std::memcpy(s_MJ + m * kKeys, four, Keys * sizeof(float));
-  }
-}
-
-template <int Rows>
-void dot_bf16_rows(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, int64_t width,
-                   int64_t keys) {
-  int64_t j = 0;
-  for (; j + 4 <= keys; j += 4) dot_bf16_block<Rows, 4>(q_MD, key_J + j, s_MJ + j, width);
-  for (; j < keys; ++j) dot_bf16_block<Rows, 1>(q_MD, key_J + j, s_MJ + j, width);
-}
-
-void dot_bf16(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, int64_t rows,
-              int64_t width, int64_t keys) {
-  int64_t m = 0;
-  for (; m + kRows <= rows; m += kRows)
-    dot_bf16_rows<kRows>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
-  for (; m < rows; ++m)
-    dot_bf16_rows<1>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
-}
-
-// Columns [e, e + kWide) of all keys, two keys at a time: elements of both lie side by side, and the
-// output stays in registers.
-constexpr int kWide = 64;
-
-template <int Rows>
-void add_bf16_block(const uint32_t* p_MP, const void* const* value_J, float* out_ME, int64_t width,
-                    int64_t keys, int64_t e) {
-  constexpr int kHalves = kWide / kPairs;
-  alignas(64) uint16_t order[2][kPairs];
-  for (int i = 0; i < kPairs; ++i) {
-    order[0][i] = static_cast<uint16_t>(i / 2 + i % 2 * kPairs);
-    order[1][i] = static_cast<uint16_t>(order[0][i] + kPairs / 2);
-  }
-  const __m512i front = _mm512_load_si512(order[0]), back = _mm512_load_si512(order[1]);
-  __mmask32 mask[kHalves];
-  __m512 out[Rows][2 * kHalves];
-  KVG_UNROLL
-  for (int h = 0; h < kHalves; ++h) {
-    const int64_t left = width - e - h * kPairs;
-    mask[h] = first_of(left < 0 ? 0 : left);
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    KVG_UNROLL
-    for (int h = 0; h < 2 * kHalves; ++h)
-      out[m][h] = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask[h / 2] >> h % 2 * 16),
-                                        out_ME + m * width + e + h * 16);
-  }
-  for (int64_t j = 0; j < keys; j += 2) {
-    const auto* a = static_cast<const uint16_t*>(value_J[j]) + e;
-    const auto* b = static_cast<const uint16_t*>(value_J[j + 1 < keys ? j + 1 : j]) + e;
-    __m512bh v[2 * kHalves];
-    KVG_UNROLL
-    for (int h = 0; h < kHalves; ++h) {
-      const __m512i one = _mm512_maskz_loadu_epi16(mask[h], a + h * kPairs);
-      const __m512i two = _mm512_maskz_loadu_epi16(mask[h], b + h * kPairs);
-      v[2 * h] = (__m512bh)_mm512_permutex2var_epi16(one, front, two);
-      v[2 * h + 1] = (__m512bh)_mm512_permutex2var_epi16(one, back, two);
-    }
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) {
-      const uint32_t pair = p_MP[m * (kKeys / 2) + j / 2];
-      const __m512bh p = (__m512bh)_mm512_maskz_set1_epi32(0xffff, static_cast<int32_t>(pair));
-      KVG_UNROLL
-      for (int h = 0; h < 2 * kHalves; ++h) out[m][h] = _mm512_dpbf16_ps(out[m][h], p, v[h]);
-    }
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    KVG_UNROLL
-    for (int h = 0; h < 2 * kHalves; ++h)
-      _mm512_mask_storeu_ps(out_ME + m * width + e + h * 16,
-                            static_cast<__mmask16>(mask[h / 2] >> h % 2 * 16), out[m][h]);
-  }
-}
-
-template <int Rows>
-void add_bf16_rows(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t width,
-                   int64_t keys) {
-  alignas(64) uint32_t pairs[Rows][kKeys / 2];
-  for (int m = 0; m < Rows; ++m)
-    for (int64_t j = 0; j < keys; j += kPairs) {
-      const float* p = p_MJ + m * kKeys + j;
-      const __mmask32 mask = first_of(keys - j);
-      const __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
-      const __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), p + 16);
-      _mm512_store_si512(&pairs[m][j / 2], (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
-  for (int64_t e = 0; e < width; e += kWide)
-    add_bf16_block<Rows>(pairs[0], value_J, out_ME, width, keys, e);
-}
-
-void add_bf16(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t rows,
-              int64_t width, int64_t keys) {
-  int64_t m = 0;
-  for (; m + kRows <= rows; m += kRows)
-    add_bf16_rows<kRows>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
-  for (; m < rows; ++m)
-    add_bf16_rows<1>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
-}
-#else
-constexpr decltype(Kernels::dot_bf16) dot_bf16 = nullptr;
-constexpr decltype(Kernels::add_bf16) add_bf16 = nullptr;
-#endif
-
 // ---- softmax ----------------------------------------------------------------------------------
 
 void scale(float* x, float factor, int64_t count) {
@@ -297,27 +158,59 @@ float raise(Softmax* state, float other) {
   return kept;
 }
 
-void weigh(float* s_J, int64_t begin, int64_t end, int64_t keys, float softcap, Softmax* state,
-           float* out_E, int64_t width) {
-  if (softcap > 0) {
-#pragma omp simd
-    for (int64_t j = begin; j < end; ++j) s_J[j] = softcap * tanh_of(s_J[j]);
+// Weighs four rows, of which the first `Rows` are there.
+template <int Rows>
+void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float softcap,
+                Softmax* state_M, float* out_ME, int64_t width) {
+  constexpr int kVectors = kKeys / kLanes;
+  const auto row = [](int m) { return m < Rows ? m : Rows - 1; };
+  const Index after = lane_numbers() - static_cast<int32_t>(begin);
+  const auto seen = static_cast<int32_t>(end - begin);
+  Vector scores[Rows][kVectors], top_M[Rows], total_M[Rows] = {}, before = {}, sum = {};
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    top_M[m] = Vector{} - kInfinity;
+    before[m] = state_M[m].top, sum[m] = state_M[m].sum;
+    KVG_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      Vector x = load(Float32{}, s_MJ + m * kKeys + i * kLanes) * factor;
+      if (softcap > 0) x = softcap * tanh_of(x);
+      const Index at = after + i * kLanes;
+      x = (at >= 0) & (at < seen) ? x : Vector{} - kInfinity;
+      scores[m][i] = x, top_M[m] = larger(x, top_M[m]);
+    }
   }
-  float top = -kInfinity;
-#pragma omp simd reduction(max : top)
-  for (int64_t j = begin; j < end; ++j) top = s_J[j] > top ? s_J[j] : top;
-  const float kept = raise(state, top);
-  if (kept != 1.0f) scale(out_E, kept, width);
-  const float base = state->top == -kInfinity ? 0.0f : state->top;
-  float total = 0;
-#pragma omp simd reduction(+ : total)
-  for (int64_t j = begin; j < end; ++j) {
-    s_J[j] = exp2_of_negative(s_J[j] - base);
-    total += s_J[j];
+  const Vector top =
+      larger(reduce<larger>(top_M[row(0)], top_M[row(1)], top_M[row(2)], top_M[row(3)]), before);
+  const Vector base = top == -kInfinity ? Vector{} : top;
+  const Vector kept = top == -kInfinity ? Vector{} + 1.0f : exp2_of_negative(before - base);
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      const Vector weights = exp2_of_negative(scores[m][i] - base[m]);
+      save(s_MJ + m * kKeys + i * kLanes, weights);
+      total_M[m] += weights;
+    }
   }
-  state->sum += total;
-  for (int64_t j = 0; j < begin; ++j) s_J[j] = 0;
-  for (int64_t j = end; j < keys; ++j) s_J[j] = 0;
+  sum = sum * kept +
+        reduce<plus>(total_M[row(0)], total_M[row(1)], total_M[row(2)], total_M[row(3)]);
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    state_M[m] = {top[m], sum[m]};
+    if (kept[m] != 1.0f) scale(out_ME + m * width, kept[m], width);
+  }
+}
+
+void weigh(float* s_MJ, int64_t rows, int64_t begin, int64_t end, float factor, float softcap,
+           Softmax* state_M, float* out_ME, int64_t width) {
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4)
+    weigh_rows<4>(s_MJ + m * kKeys, begin, end, factor, softcap, state_M + m, out_ME + m * width,
+                  width);
+  for (; m < rows; ++m)
+    weigh_rows<1>(s_MJ + m * kKeys, begin, end, factor, softcap, state_M + m, out_ME + m * width,
+                  width);
 }
 
 void join(Softmax* state, float* out_E, Softmax other, const float* other_E, int64_t width) {
@@ -374,6 +267,6 @@ constexpr Dtype row() {
 extern const Kernels kKernels;
 const Kernels kKernels = {
     {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
-    dot, add, dot_bf16, add_bf16, weigh, join, finish, scale};
+    dot, add, weigh, join, finish, scale, kInBFloat16};
 
 }  // namespace kvg::KVG_ISA

@@ -25,7 +25,28 @@ struct Softmax {
   float top, sum;
 };
 
-// Legend: M query rows, D and E row widths, J keys of a tile (rows of kKeys in scores).
+// Legend: M query rows, D and E row widths, J keys of a tile (rows of kKeys in scores), P pairs of
+// elements.
+
+// Products of bfloat16 with sums in float32; weights are rounded to it.
+struct BFloat16Kernels {
+  // Few rows: scores[m][j] = q[m] . key[j], and out[m] += sum over j of weight[m][j] value[j].
+  void (*dot)(const uint16_t* q_MD, const void* const* key_J, float* scores_MJ, int64_t rows,
+              int64_t width, int64_t keys);
+  void (*add)(const float* weight_MJ, const void* const* value_J, float* out_ME, int64_t rows,
+              int64_t width, int64_t keys);
+  // Many rows: the keys of a tile are packed first, from bfloat16, float32 or int8 that a factor for
+  // each key belongs to, into kKeys * padded width / 2 words. Queries are as wide, with zeros.
+  void (*pack_keys)(const void* const* key_J, int32_t dtype, const float* factor_J,
+                    uint32_t* packed, int64_t width, int64_t keys);
+  void (*pack_values)(const void* const* value_J, int32_t dtype, const float* factor_J,
+                      uint32_t* packed, int64_t width, int64_t keys);
+  void (*dot_packed)(const uint32_t* q_MP, const uint32_t* packed, float* scores_MJ, int64_t rows,
+                     int64_t pairs);
+  void (*add_packed)(const float* weight_MJ, const uint32_t* packed, float* out_ME, int64_t rows,
+                     int64_t width, int64_t keys);
+};
+
 struct Kernels {
   Dtype dtypes[KVG_INT32];  // by kvg_dtype
 
@@ -36,20 +57,17 @@ struct Kernels {
   // out[m] += sum over j of weight[m][j] value[j]; the rows of out are `stride` apart.
   void (*add)(const float* weight_MJ, const void* const* value_J, int32_t dtype, float* out_ME,
               int64_t rows, int64_t width, int64_t stride, int64_t keys);
-  // The same of bfloat16 queries, keys and values, with weights rounded to bfloat16; nullptr: none.
-  void (*dot_bf16)(const uint16_t* q_MD, const void* const* key_J, float* scores_MJ, int64_t rows,
-                   int64_t width, int64_t keys);
-  void (*add_bf16)(const float* weight_MJ, const void* const* value_J, float* out_ME, int64_t rows,
-                   int64_t width, int64_t keys);
-  // Turns scores of keys [begin, end) into weights, and all others into 0, whatever they hold; scales
-  // the row's output so far to the new top. softcap > 0: scores come divided by it.
-  void (*weigh)(float* score_J, int64_t begin, int64_t end, int64_t keys, float softcap,
-                Softmax* state, float* out_E, int64_t width);
+  // Turns dot products of keys [begin, end), times `factor`, into weights, and the rest of kKeys into
+  // 0, whatever it holds; scales the outputs so far to the new tops. softcap > 0: `factor` makes
+  // scores divided by it.
+  void (*weigh)(float* score_MJ, int64_t rows, int64_t begin, int64_t end, float factor,
+                float softcap, Softmax* state_M, float* out_ME, int64_t width);
   // Adds what another part of the keys left: its state and output.
   void (*join)(Softmax* state, float* out_E, Softmax other, const float* other_E, int64_t width);
   // Divides by the sum of weights; a sink (-infinity: none) is one more logit without a value.
   void (*finish)(Softmax state, float sink, float* out_E, int64_t width);
   void (*scale)(float* x, float factor, int64_t count);
+  const BFloat16Kernels* bfloat16;  // nullptr: no dot products of the processor's own
 };
 
 // The best that this processor runs, or those that KVGRAPH_CPU_ISA names; throws a Refusal where

@@ -26,14 +26,6 @@ constexpr int kVectors = kColumns / kLanes;  // of a panel
 constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;  // bytes of a prepared row for a line
 constexpr int32_t kOffset = KVG_NATIVE_DOT ? 128 : 0;
 
-template <class To, class From>
-To as(From v) {
-  static_assert(sizeof(To) == sizeof(From), "same bits");
-  To to;
-  std::memcpy(&to, &v, sizeof to);
-  return to;
-}
-
 template <class T>
 T read(const char* from) {
   T value;

@@ -98,18 +98,36 @@ inline Vector load(Int8, const int8_t* from) {
   return v;
 }
 
-// Of four vectors at once: to[i] = the sum of the lanes of the i-th. Two rounds add neighbours
-// within groups of four lanes, which leaves each group with a part of all four sums.
-inline void sums(Vector a, Vector b, Vector c, Vector d, float* to) {
-  const Vector ab = KVG_SHUFFLE(a, b, KVG_EVEN) + KVG_SHUFFLE(a, b, KVG_ODD);
-  const Vector cd = KVG_SHUFFLE(c, d, KVG_EVEN) + KVG_SHUFFLE(c, d, KVG_ODD);
-  Vector v = KVG_SHUFFLE(ab, cd, KVG_EVEN) + KVG_SHUFFLE(ab, cd, KVG_ODD);
+inline Index lane_numbers() {
 #if defined(__AVX512F__)
-  v += KVG_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  v += KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  return Index{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #else
-  v += KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+  return Index{0, 1, 2, 3, 4, 5, 6, 7};
 #endif
+}
+
+inline Vector plus(Vector a, Vector b) { return a + b; }
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+// Of four vectors at once: lane i is all lanes of the i-th, joined. Two rounds join neighbours within
+// groups of four lanes, which leaves each group with a part of all four.
+template <Vector (*Join)(Vector, Vector)>
+Vector reduce(Vector a, Vector b, Vector c, Vector d) {
+  const Vector ab = Join(KVG_SHUFFLE(a, b, KVG_EVEN), KVG_SHUFFLE(a, b, KVG_ODD));
+  const Vector cd = Join(KVG_SHUFFLE(c, d, KVG_EVEN), KVG_SHUFFLE(c, d, KVG_ODD));
+  Vector v = Join(KVG_SHUFFLE(ab, cd, KVG_EVEN), KVG_SHUFFLE(ab, cd, KVG_ODD));
+#if defined(__AVX512F__)
+  v = Join(v, KVG_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = Join(v, KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#else
+  v = Join(v, KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
+  return v;
+}
+
+// to[i] = the sum of the lanes of the i-th.
+inline void sums(Vector a, Vector b, Vector c, Vector d, float* to) {
+  const Vector v = reduce<plus>(a, b, c, d);
   std::memcpy(to, &v, 4 * sizeof(float));
 }
 
@@ -119,37 +137,47 @@ inline float sum(Vector v) {
   return four[0];
 }
 
+template <class To, class From>
+To as(From v) {
+  static_assert(sizeof(To) == sizeof(From), "same bits");
+  To to;
+  std::memcpy(&to, &v, sizeof to);
+  return to;
+}
+
 // 2^x for x <= 0, to 2e-7 relative; below 2^-126: 0. NaN stays NaN. The polynomial is a minimax fit
-// of 2^f on [-1/2, 1/2] (relative error 1.9e-9).
-inline float exp2_of_negative(float x) {
+// of 2^f on [-1/2, 1/2] (relative error 1.9e-9). Floats and Bits: of one lane or of several.
+template <class Floats, class Bits>
+Floats exp2_from_bits(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
-  const float clipped = x < -126.0f ? -126.0f : x;
-  const float shifted = clipped + kRound;
-  const float f = clipped - (shifted - kRound);
-  float p = 1.534581160e-4f;
-  p = p * f + 1.339993122e-3f;
+  const Floats clipped = x < -126.0f ? Floats{} - 126.0f : x;
+  const Floats shifted = clipped + kRound;
+  const Floats f = clipped - (shifted - kRound);
+  Floats p = f * 1.534581160e-4f + 1.339993122e-3f;
   p = p * f + 9.618488959e-3f;
   p = p * f + 5.550328777e-2f;
   p = p * f + 2.402264689e-1f;
   p = p * f + 6.931472057e-1f;
   p = p * f + 1.000000001f;
-  const float power = float_of((bits_of(shifted) - bits_of(kRound) + 127u) << 23);
-  return x < -126.0f ? 0.0f : p * power;
+  const Floats power = as<Floats>((as<Bits>(shifted) - bits_of(kRound) + 127u) << 23);
+  return x < -126.0f ? Floats{} : p * power;
 }
 
+inline float exp2_of_negative(float x) { return exp2_from_bits<float, uint32_t>(x); }
+inline Vector exp2_of_negative(Vector x) { return exp2_from_bits<Vector, Words>(x); }
+
 // tanh to 3e-7 relative. Near 0 a minimax fit of (tanh(x)/x - 1)/x^2 on [0, 0.625], else by 2^x.
-inline float tanh_of(float x) {
-  const float a = float_of(bits_of(x) & 0x7fffffffu), z = x * x;
-  float p = 2.298670577e-3f;
-  p = p * z - 8.349717959e-3f;
+inline Vector tanh_of(Vector x) {
+  const Vector a = as<Vector>(as<Words>(x) & 0x7fffffffu), z = x * x;
+  Vector p = z * 2.298670577e-3f - 8.349717959e-3f;
   p = p * z + 2.177088286e-2f;
   p = p * z - 5.395953108e-2f;
   p = p * z + 1.333330485e-1f;
   p = p * z - 3.333333318e-1f;
-  const float near = x + x * (z * p);
-  const float e = exp2_of_negative(-2.885390082f * a);  // exp(-2 |x|)
-  const float far = (1.0f - e) / (1.0f + e);
-  const float signed_far = float_of(bits_of(far) | (bits_of(x) & 0x80000000u));
+  const Vector near = x + x * (z * p);
+  const Vector e = exp2_of_negative(-2.885390082f * a);  // exp(-2 |x|)
+  const Vector far = (1.0f - e) / (1.0f + e);
+  const Vector signed_far = as<Vector>(as<Words>(far) | (as<Words>(x) & 0x80000000u));
   return a < 0.625f ? near : signed_far;
 }
 

@@ -1,0 +1,41 @@
+// One task of attention: a tile of queries of some kv heads, over a part of the keys.
+#pragma once
+
+#include <vector>
+
+#include "cpu/attention.h"
+
+namespace kvg {
+
+// New tokens [begin, end) of a row, and part `part` of the keys that they see. Parts of one tile
+// follow each other in the partials, from `partial` on.
+struct Tile {
+  int64_t row, begin, end, part, parts, partial;
+};
+
+// Positions of the row that a query sees: [first, last).
+struct Keys {
+  int64_t first, last;
+};
+
+inline Keys keys_of(const Attention& job, int64_t row, int64_t position) {
+  const int64_t first = job.window && position >= job.window ? position - job.window + 1 : 0;
+  return {first, job.causal ? position + 1 : job.rows.length(row)};
+}
+
+// What a split context's tasks leave for the merge: per query row, softmax state and output.
+struct Partial {
+  std::vector<float> floats;
+  int64_t stride;  // of one (tile part, query head): top, sum, E outputs
+
+  float* at(int64_t index) { return floats.data() + index * stride; }
+};
+
+// In units of log2(e); -infinity: none.
+float sink_of(const Attention& job, int64_t query_head);
+
+// Writes the output of kv heads [first_head, last_head), or of a split tile its partials.
+void attend_tile(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
+                 int64_t last_head);
+
+}  // namespace kvg
