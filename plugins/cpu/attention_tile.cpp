@@ -54,7 +54,7 @@ class Worker {
         E_(job.v_head_dim),
         size_(static_cast<int64_t>(dtype(job.pool.dtype).size)),
         step_(rows_ > kFewRows ? kKeys
-                               : std::clamp<int64_t>(kAhead * kLine / (D_ * size_), 8, kKeys)),
+                               : std::clamp<int64_t>(kAhead * kLine / (D_ * size_), 4, kKeys)),
         block_(job.pool.scales ? D_ / job.pool.scales_per_head : D_),
         scale_(job.softcap ? job.scale / job.softcap : job.scale * kLog2e),
         softcap_(job.softcap * kLog2e),
@@ -172,25 +172,23 @@ class Worker {
   void attend(const KeyTile& tile, const KeyTile& next) {
     for (int64_t j = 0; j < tile.keys; j += step_)
       for (int64_t head = first_head_; head < last_head_; ++head) {
-        j + step_ < tile.keys ? prefetch(tile, 0, head, D_, j + step_, step_)
-                             : prefetch(tile, 1, head, E_, 0, step_);
+        j + step_ < tile.keys ? prefetch(tile, 0, head, j + step_) : prefetch(tile, 1, head, 0);
         dot(tile, head, j, std::min(step_, tile.keys - j));
       }
     for (int64_t head = first_head_; head < last_head_; ++head) weigh(head, tile.first, tile.keys);
     for (int64_t j = 0; j < tile.keys; j += step_)
       for (int64_t head = first_head_; head < last_head_; ++head) {
-        j + step_ < tile.keys ? prefetch(tile, 1, head, E_, j + step_, step_)
-                             : prefetch(next, 0, head, D_, 0, step_);
+        j + step_ < tile.keys ? prefetch(tile, 1, head, j + step_) : prefetch(next, 0, head, 0);
         add(tile, head, j, std::min(step_, tile.keys - j));
       }
   }
 
-  // Asks memory for what is read one step from now: hardware prefetchers stop at a page's end.
+  // Asks memory for what the head reads one step from now: hardware prefetchers stop at a page's end.
   // Inlined, as GCC takes a function that only prefetches for one without effects, and drops it.
-  [[gnu::always_inline]] void prefetch(const KeyTile& tile, int kind, int64_t head, int64_t width,
-                                       int64_t first, int64_t keys) const {
-    const int64_t begin = head * D_ * size_, end = begin + width * size_;
-    const int64_t last = std::min(tile.keys, first + keys);
+  [[gnu::always_inline]] void prefetch(const KeyTile& tile, int kind, int64_t head,
+                                       int64_t first) const {
+    const int64_t begin = head * D_ * size_, end = begin + (kind ? E_ : D_) * size_;
+    const int64_t last = std::min(tile.keys, first + step_);
     for (int64_t j = first; j < last; ++j)
       for (int64_t byte = begin; byte < end; byte += kLine)
         __builtin_prefetch(tile.rows[kind][j] + byte);
