@@ -350,6 +350,10 @@ def plan(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
     ] = None,
+    weights: Annotated[
+        Weights | None,
+        typer.Option(help="Linear layers on cpu [default: bf16 if the checkpoint is, else fp32]."),
+    ] = None,
     cache_dtype: Annotated[
         CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")
     ] = None,
@@ -367,6 +371,7 @@ def plan(
             max_seq_len=max_seq_len,
             max_batch_size=max_batch_size,
             dtype=dtype.value if dtype else None,
+            weights=weights.value if weights else None,
             cache_dtype=cache_dtype.value if cache_dtype else None,
             page_size=page_size,
         )
@@ -378,7 +383,7 @@ def plan(
     table.add_column()
     table.add_column(justify="right")
     rows = {
-        f"weights ({made.dtype})": _bytes(made.weights),
+        f"weights ({made.weights_dtype})": _bytes(made.weights),
         f"cache ({made.cache_dtype})": _bytes(made.cache_memory),
     }
     for leaf, pages in made.pages.items():
@@ -394,7 +399,9 @@ def plan(
     stdout.print(table)
     if made.concurrent_requests == max_batch_size:
         stdout.print(f"More would fit than --max-batch-size {max_batch_size} can use.")
-    stdout.print("Activations and the graph itself are not counted.", soft_wrap=True)
+    stdout.print(
+        f"Activations ({made.dtype}) and the graph itself are not counted.", soft_wrap=True
+    )
 
 
 @app.command()

@@ -77,7 +77,7 @@ FLAGS = {
     "--num-pages --prefix --remote --seed --session --temperature --threads --top-k --top-p",
     "inspect": "--json",
     "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
-    "--target",
+    "--target --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads",
     "verify": "--json",
 }

@@ -78,11 +78,11 @@ def compile(
 
     progress("reading the model")
     weightless = parsed.kind == "cuda" and backend == "torch"
-    _check_weights(weights, parsed, dtype)
-    float32 = parsed.kind == "cpu" and (backend == "onnx" or weights is not None)
+    check_weights(weights, parsed, dtype)
+    float32 = in_float32(parsed, backend, weights)
     loaded, notes = _load(model, float32, dtype, vocab_size, max_seq_len, weightless)
     if float32 and weights is None:
-        weights = "bf16" if loaded.stored_dtype == "bfloat16" else "fp32"
+        weights = default_weights(loaded.stored_dtype)
 
     if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
@@ -156,7 +156,8 @@ def _check(
     return parsed, backend
 
 
-def _check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
+def check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
+    """UnsupportedError for weights that the target, or activations of `dtype`, cannot have."""
     known = ["fp32", *WEIGHT_BITS]
     if weights is None:
         return
@@ -171,6 +172,16 @@ def _check_weights(weights: str | None, target: Target, dtype: str | None) -> No
         raise UnsupportedError(
             f"dtype: expected float32 activations beside weights {weights!r}, got {dtype!r}"
         )
+
+
+def in_float32(target: Target, backend: str, weights: str | None) -> bool:
+    """Whether activations are float32 whatever the checkpoint's dtype is."""
+    return target.kind == "cpu" and (backend == "onnx" or weights is not None)
+
+
+def default_weights(stored_dtype: str) -> str:
+    """What linear layers keep under float32 activations where nobody says."""
+    return "bf16" if stored_dtype == "bfloat16" else "fp32"
 
 
 def _load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
+from kvgraph.compiler.passes.half_embeddings import half_embeddings
 from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
+from kvgraph.compiler.passes.parameters import held
+from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ModelError, UnsupportedError
 
 LAYERS, POSITIONS = 4, 512
@@ -33,7 +37,7 @@ NODES: dict[str, tuple[int, int, int]] = {
     "qwen2": (4, 1, 2),
     "qwen3": (4, 1, 2),
     "mistral": (4, 1, 2),
-    "phi3": (4, 0, 2),  # one weight for q, k and v, and one for gate and up
+    "phi3": (4, 1, 2),  # one weight for q, k and v, and one for gate and up, which is cut in two
     "gemma2": (4, 0, 0),  # gelu; norms before the sums
     "gemma3_text": (4, 0, 0),
     "gpt_oss": (2, 0, 1),  # the router and the experts keep their weights
@@ -67,7 +71,8 @@ def test_layers_of_one_input_become_one_node(name: str, tmp_path: Path) -> None:
     assert (report.unmatched == []) == (name != "gpt_oss")
     assert all("a router" in why for why in report.unmatched)
     names = set(program.state_dict)
-    assert not [n for n in names if n.endswith("q_proj.weight")]  # stored once
+    given = ("q_proj.weight", "qkv_proj.weight", "gate_up_proj.weight")
+    assert not [n for n in names if n.endswith(given)]  # stored once
     for spec in program.graph_signature.input_specs:
         assert spec.target is None or spec.target in names | set(program.constants) | set(
             program.graph_signature.buffers
@@ -89,23 +94,22 @@ def test_logits_stay_near(name: str, bits: int, most: float, tmp_path: Path) -> 
     assert error > 0  # the packed weights are what is used
 
 
+Compiled = Callable[..., Path]
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("backend", ["onnx", "torch"])
-def test_artifacts_of_both_backends_agree(backend: str, weights: str, tmp_path: Path) -> None:
-    out = tmp_path / "a.kvg"
-    manifest = kvgraph.compile(TINY, out, backend=backend, weights=weights)
+def test_artifacts_of_both_backends_agree(backend: str, weights: str, compiled: Compiled) -> None:
+    out = compiled("tiny-llama", backend, weights=weights)
+    manifest = kvgraph.load(out).manifest
     assert manifest.weights == weights
     assert manifest.ops["kvgraph.linear"] == 4 * LAYERS + 1
     sampling = kvgraph.SamplingParams(max_new_tokens=12)
     text = kvgraph.Engine(out).generate(["The import statement"], sampling)[0].text
-    exact = kvgraph.Engine(_plain(tmp_path)).generate(["The import statement"], sampling)[0].text
+    plain = compiled("tiny-llama")
+    exact = kvgraph.Engine(plain).generate(["The import statement"], sampling)[0].text
     assert weights == "int4" or text == exact
     assert len(text) > 10
-
-
-def _plain(folder: Path) -> Path:
-    kvgraph.compile(TINY, folder / "plain.kvg", weights="fp32")
-    return folder / "plain.kvg"
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
@@ -124,14 +128,17 @@ def test_tokens_do_not_depend_on_the_batch(weights: str, tmp_path: Path) -> None
     assert together == tokens(prompts, max_batch_tokens=16)
 
 
-def test_onnx_stores_each_weight_once_and_the_table_in_bfloat16(tmp_path: Path) -> None:
-    from kvgraph.contract.safetensors import read_layout
-
-    kvgraph.compile(TINY, tmp_path / "a.kvg", weights="int8")
-    layout = read_layout(tmp_path / "a.kvg" / "weights.safetensors")
+@pytest.mark.parametrize(
+    ("backend", "table"),
+    [("onnx", "model.lm_head.weight"), ("torch", "model.lm_head.weight_bfloat16")],
+)
+def test_each_weight_is_stored_once_and_the_table_in_bfloat16(
+    backend: str, table: str, compiled: Compiled
+) -> None:
+    layout = read_layout(compiled("tiny-llama", backend, weights="int8") / "weights.safetensors")
     stored = {name: at.dtype for name, at in layout.items() if at.nbytes > 4096}
-    assert Counter(stored.values())["I8"] == 4 * LAYERS + 1
-    assert stored["model.lm_head.weight"] == "BF16"
+    assert Counter(stored.values()) == {"I8": 4 * LAYERS + 1, "BF16": 1, "F32": LAYERS + 2}
+    assert stored[table] == "BF16"
     assert "F32" not in {stored[n] for n in stored if not n.endswith(("scales", "cos_sin_0"))}
     assert all(at.offset % 64 == 0 for name, at in layout.items() if name in stored)
 
@@ -156,6 +163,90 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
             kvgraph.compile(folder, tmp_path / "a.kvg", weights=weights)
         assert f"{name}: expected finite weights, got nan at [3, 2]" in str(raised.value)
         assert not (tmp_path / "a.kvg").exists()
+
+
+def swiglu(gate: Any, up: Any, *_: Any) -> Any:
+    return nn.functional.silu(gate) * up
+
+
+# How one layer's result is cut, what is made of the parts, and whether the layer computes that.
+HALVES: dict[str, tuple[Callable[[Any], Any], Callable[..., Any], int]] = {
+    "gate first": (lambda y: y.chunk(2, -1), swiglu, 1),
+    "up first": (lambda y: y.chunk(2, -1), lambda up, gate: up * nn.functional.silu(gate), 1),
+    "split": (lambda y: y.split(40, -1), swiglu, 1),
+    "split by sizes": (lambda y: y.split((40, 40), -1), swiglu, 1),
+    "three parts": (lambda y: y.split((30, 30, 20), -1), swiglu, 0),
+    "by rows": (lambda y: y.chunk(2, 0), swiglu, 0),
+    "squared": (lambda y: y.chunk(2, -1), lambda gate, up: swiglu(gate, gate) + up, 0),
+    "up used twice": (lambda y: y.chunk(2, -1), lambda gate, up: swiglu(gate, up) + up, 0),
+    "whole used too": (
+        lambda y: (*y.chunk(2, -1), y),
+        lambda gate, up, y: swiglu(gate, up) + y.amax(),
+        0,
+    ),
+}
+
+
+class Halves(nn.Module):
+    """A product by a parameter that is no layer's, then a layer, whose result is cut."""
+
+    def __init__(self, cut: Callable[[Any], Any], mix: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cut, self.mix, self.fused = cut, mix, nn.Linear(80, 80)
+        self.raw = nn.Parameter(torch.randn(80, 64) / 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.mix(*self.cut(self.fused(nn.functional.linear(x, self.raw))))
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_halves_of_one_layer(case: str) -> None:
+    """40 columns: the last panel of gate and of up is padded."""
+    cut, mix, gated = HALVES[case]
+    module, x = Halves(cut, mix), torch.randn(6, 64)
+    program = torch.export.export(module, (x,))
+    expected = module(x)
+    report = pack_linear(program, 16)
+    assert sum("silu_mul" in node.kwargs for node in nodes(program)) == gated
+    assert report.applied == len(nodes(program)) == 2
+    after: Any = program.module()
+    with torch.no_grad():
+        error = (after(x) - expected).abs().mean() / expected.std()
+    assert 0 < error < 0.03
+
+
+class Tables(nn.Module):
+    """A table that is only gathered from, twice, and one that is a matrix too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.only, self.both = nn.Embedding(48, 32, padding_idx=0), nn.Embedding(48, 32)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.only(tokens) + self.only(tokens + 1) + self.both(tokens)
+        return x @ self.both.weight.T
+
+
+def test_tables_that_are_only_gathered_from_become_bfloat16() -> None:
+    module, tokens = Tables(), torch.arange(40)
+    program = torch.export.export(module, (tokens,))
+    expected = module(tokens)
+    report = half_embeddings(program)
+    assert report.applied == 1
+    assert [why.partition(":")[2] for why in report.unmatched] == [
+        " expected no use but as a table, got numpy_t"
+    ]
+    lookups = [n for n in program.graph.nodes if n.target is torch.ops.aten.embedding.default]
+    dtypes = [found[1].dtype for n in lookups if (found := held(program, n.args[0]))]
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert "only.weight" not in program.state_dict
+    with torch.no_grad():
+        found = program.module()(tokens)
+        module.only.weight.copy_(module.only.weight.bfloat16())
+    assert torch.equal(found, module(tokens))
+    assert not torch.equal(found, expected)
 
 
 class Head(nn.Module):

@@ -233,7 +233,8 @@ class Description:
 
     architecture: str
     layers: tuple[LayerNeed, ...]
-    weight_bytes: int
+    module: nn.Module
+    """Parameters and buffers are fake."""
     max_seq_len: int
 
 
@@ -248,10 +249,8 @@ def describe(folder: Path, dtype: str) -> Description:
         text = _decoder_config(transformers, folder, config)
         auto = transformers.AutoModelForCausalLM
         model = auto.from_config(text, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
-        unique = {id(parameter): parameter for parameter in model.parameters()}
-        nbytes = sum(p.numel() * p.element_size() for p in unique.values())
         layers = probe(Decoder(model).eval(), text.model_type, text.num_hidden_layers)
-    return Description(text.model_type, layers, nbytes, text.max_position_embeddings)
+    return Description(text.model_type, layers, model, text.max_position_embeddings)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

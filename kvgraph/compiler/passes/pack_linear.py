@@ -1,8 +1,9 @@
 """aten.linear -> kvgraph.linear over packed weights, in bfloat16, int8 or int4.
 
 Linear layers of one input become one node: q, k and v; gate and up, with silu(gate) * up as its
-output where the graph computes that. A sum that only a layer enters, the residual, is its too. A
-router keeps its weights: a wrong expert costs more than its few bytes.
+output where the graph computes that, whether they are two layers or the halves of one. A sum that
+only a layer enters, the residual, is its too. A router keeps its weights: a wrong expert costs more
+than its few bytes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
 PACKED = torch_ops.linear.default
+SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
 MAX_SECTIONS = 3
 ROUTER_STEPS = 4
@@ -55,7 +57,10 @@ class _Layer:
 
 @dataclass
 class _Group:
-    """Layers of one input, which become one node; what else it computes."""
+    """Layers of one input, which become one node; what else it computes.
+
+    Gate and up may be halves of one layer: then both have its node.
+    """
 
     layers: list[_Layer]
     gated: Node | None = None
@@ -79,7 +84,7 @@ def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
     for layers in by_input.values():
         for group in _groups(layers):
             _rewrite(program, group, bits)
-            report.applied += len(group.layers)
+            report.applied += len({layer.node for layer in group.layers})
     drop_unused(program)
     name_outputs(program)
     program.graph.lint()
@@ -124,26 +129,56 @@ def _groups(layers: list[_Layer]) -> list[_Group]:
     groups = []
     left = list(layers)
     for gate in layers:
-        try:
-            product, up = _gated_pair(gate, left)
-        except UnmatchedError:
-            continue
-        left = [layer for layer in left if layer is not gate and layer is not up]
-        groups.append(_Group([gate, up], gated=product))
+        group = _gated_pair(gate, left) or _gated_halves(gate)
+        if group is not None:
+            taken = {layer.node for layer in group.layers}
+            left = [layer for layer in left if layer.node not in taken]
+            groups.append(group)
     if len(left) == 1:
         groups.append(_with_residual(left[0]))
         left = []
     return groups + [_Group(left[i : i + MAX_SECTIONS]) for i in range(0, len(left), MAX_SECTIONS)]
 
 
-def _gated_pair(gate: _Layer, layers: list[_Layer]) -> tuple[Node, _Layer]:
-    silu = node_of(only_user(gate.node, "the gate"), [aten.silu.default], "silu of the gate")
-    product = node_of(only_user(silu, "silu(gate)"), [aten.mul.Tensor], "a product next")
-    other = other_factor(product, silu)
+def _gated_pair(gate: _Layer, layers: list[_Layer]) -> _Group | None:
+    product, other = _gated_product(gate.node)
     up = next((layer for layer in layers if layer.node is other), None)
-    expect(up is not None and len(other.users) == 1, "expected up of the same input")
-    assert up is not None
-    expect(len(up.weight) == len(gate.weight), "expected gate and up of one width")
+    if product is None or up is None or len(up.weight) != len(gate.weight):
+        return None
+    return _Group([gate, up], gated=product)
+
+
+def _gated_halves(both: _Layer) -> _Group | None:
+    """Gate and up of one layer that is cut in two, in whichever order."""
+    cuts = list(both.node.users)
+    if len(cuts) != 1 or cuts[0].target not in SPLITS:
+        return None
+    width = len(both.weight) // 2
+    halves = {part.args[1]: part for part in cuts[0].users if value(part).shape[-1] == width}
+    if len(both.weight) % 2 or {*halves} != {0, 1} or len(cuts[0].users) != 2:
+        return None
+    for gate, up in ((0, 1), (1, 0)):
+        product, other = _gated_product(halves[gate])
+        if product is not None and other is halves[up]:
+            return _Group([_half(both, gate), _half(both, up)], gated=product)
+    return None
+
+
+def _half(both: _Layer, index: int) -> _Layer:
+    weight = both.weight.chunk(2)[index]
+    bias = None if both.bias is None else both.bias.chunk(2)[index]
+    return _Layer(both.node, both.name, weight, bias)
+
+
+def _gated_product(gate: Node) -> tuple[Node, Node] | tuple[None, None]:
+    """silu(gate) * up and up, if the graph computes nothing else of either."""
+    try:
+        silu = node_of(only_user(gate, "the gate"), [aten.silu.default], "silu of the gate")
+        product = node_of(only_user(silu, "silu(gate)"), [aten.mul.Tensor], "a product next")
+        up = other_factor(product, silu)
+        only_user(up, "up")
+    except UnmatchedError:
+        return None, None
     return product, up
 
 
@@ -216,8 +251,11 @@ def _like(rows: Node, old: Node) -> Node:
 
 
 def _operands(program: ExportedProgram, packed: Packed, name: str) -> Sequence[Node | None]:
-    """weight, scales, multipliers and bias as parameters of their own."""
-    stem = name.removesuffix(".weight")
+    """weight, scales, multipliers and bias as parameters of their own.
+
+    They are attributes of the layer; a weight that is not `layer.weight` gets one beside it.
+    """
+    stem = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"
     given = {
         f"{stem}.packed": packed.weight,
         f"{stem}.scales": packed.scales,

@@ -23,6 +23,7 @@ from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import symbolic_batch
 from kvgraph.compiler.fused import export_fused
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.half_embeddings import half_embeddings
 from kvgraph.compiler.passes.pack_linear import pack_linear
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import save_weights
@@ -47,11 +48,12 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler.
 
-    `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
+    `weight_bits`: linear layers over packed weights (16, 8 or 4) and embedding tables in bfloat16;
+    None: as the model has them.
     """
     program, reports = export_fused(model, signature, plan, return_buffers=False)
     if weight_bits is not None:
-        reports.append(pack_linear(program, weight_bits))
+        reports += [pack_linear(program, weight_bits), half_embeddings(program)]
     program.graph_module.recompile()
     ops = count_ops(program)
     save_weights(program, folder)

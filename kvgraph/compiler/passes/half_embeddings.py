@@ -1,0 +1,59 @@
+"""aten.embedding of a float32 table -> of the table in bfloat16, whose rows become float32.
+
+Applies to tables that nothing else reads, so after `pack_linear`, which gives a tied projection
+weights of its own. half_tables.py does the same to an ONNX graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import UnmatchedError, any_node, expect, value
+from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, name_outputs
+
+aten = torch.ops.aten
+EMBEDDING = aten.embedding.default
+
+
+def half_embeddings(program: ExportedProgram) -> PassReport:
+    """Rewrite `program` in place."""
+    report = PassReport("half_embeddings")
+    by_table: dict[Node, list[Node]] = {}
+    for node in program.graph.nodes:
+        if node.target is EMBEDDING:
+            by_table.setdefault(any_node(node.args[0], "a table"), []).append(node)
+    for table, lookups in by_table.items():
+        try:
+            _halve(program, table, lookups)
+        except UnmatchedError as why:
+            report.unmatched.append(f"{table.name}: {why}")
+            continue
+        report.applied += 1
+    drop_unused(program)
+    name_outputs(program)
+    program.graph.lint()
+    program.graph_module.recompile()
+    return report
+
+
+def _halve(program: ExportedProgram, table: Node, lookups: list[Node]) -> None:
+    found = held(program, table)
+    expect(found is not None, "expected a weight of the model, got a computed one")
+    assert found is not None
+    name, weight = found
+    expect(weight.dtype == torch.float32, f"expected float32, got {weight.dtype}")
+    others = [user.name for user in table.users if user not in lookups]
+    expect(not others, f"expected no use but as a table, got {', '.join(others)}")
+    stored = add_parameter(program, f"{name}_bfloat16", weight.detach().to(torch.bfloat16))
+    for lookup in lookups:
+        users, whole = list(lookup.users), value(lookup)
+        lookup.replace_input_with(table, stored)
+        lookup.meta["val"] = whole.to(torch.bfloat16)
+        with program.graph.inserting_after(lookup):
+            cast = program.graph.call_function(aten.to.dtype, (lookup, torch.float32))
+        cast.meta["val"] = whole
+        for user in users:
+            user.replace_input_with(lookup, cast)
