@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import MAX_SEQ_LEN
 from kvgraph.contract.inputs import Session
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.errors import CapacityError, RequestError, UnsupportedError
@@ -116,10 +115,6 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
 
     def _pool(self, replica_idx: int) -> PagePool:
         return self._pools(replica_idx, "replica_idx")[0]
-
-    def _extra_sizes(self) -> dict[str, int]:
-        assert isinstance(self.params, KVCacheParams)
-        return {MAX_SEQ_LEN: self.params.page_size}
 
 
 def _require_supported(params: KVCacheParams) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,13 @@ class ShardBuffers:
     @property
     def all_buffers(self) -> list[Buffer]:
         return [self.kv_blocks] if self.kv_scales is None else [self.kv_blocks, self.kv_scales]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaBuffers:
+    """The raw pools of one replica: of every leaf, shard after shard."""
+
+    all_buffers: list[Buffer]
 
 
 def allocate_shard(

@@ -31,6 +31,7 @@ from kvgraph.contract.symbols import (
     PaddedKVCacheInputSymbols,
 )
 from kvgraph.errors import ParamsError, RequestError
+from kvgraph.kv.arguments import require_unclaimed
 from kvgraph.kv.manager import Batches, KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.requests import RequestID, TextContext
@@ -78,11 +79,7 @@ class NullKVCacheManager(KVCacheManager):
     # -- lifecycle: claims are tracked, the rest does nothing
 
     def claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        if request_id in self._claimed:
-            raise RequestError(
-                f"claim of {request_id!r}: expected a request that is not claimed, "
-                f"got one claimed on replica {self._claimed[request_id]} already"
-            )
+        require_unclaimed(request_id, self._claimed.get(request_id))
         self._claimed[request_id] = replica_idx or 0
 
     def alloc(

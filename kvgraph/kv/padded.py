@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,10 @@ from kvgraph.contract.inputs import (
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.symbols import PaddedKVCacheInputSymbols
 from kvgraph.errors import CapacityError, ParamsError, RequestError, UnsupportedError
+from kvgraph.kv.arguments import at_replica, per_replica, require_steps, require_unclaimed
 from kvgraph.kv.leaf import allocate_buffer, require_params
 from kvgraph.kv.manager import Batches, KVCacheManager
 from kvgraph.kv.multistep import advance
-from kvgraph.kv.replica import require_steps
 from kvgraph.kv.requests import RequestID, TextContext
 
 
@@ -63,19 +63,15 @@ class PaddedKVCacheManager(KVCacheManager):
     # -- lifecycle
 
     def claim(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        self._require_replica(replica_idx, "claim")
-        if request_id in self._claimed:
-            raise RequestError(
-                f"claim of {request_id!r}: expected a request that is not claimed, "
-                f"got one claimed on replica {self._claimed[request_id][0]} already"
-            )
-        if not self._free[replica_idx]:
+        free = at_replica(self._free, replica_idx, "claim")
+        require_unclaimed(request_id, self._claimed.get(request_id, (None, 0))[0])
+        if not free:
             raise CapacityError(
                 f"claim of {request_id!r}: expected a free row among the max_batch_size="
                 f"{self.max_batch_size} of replica {replica_idx}, got none"
             )
-        row = min(self._free[replica_idx])
-        self._free[replica_idx].remove(row)
+        row = min(free)
+        free.remove(row)
         self._claimed[request_id] = (replica_idx, row)
 
     def alloc(
@@ -163,12 +159,11 @@ class PaddedKVCacheManager(KVCacheManager):
 
     def num_free_blocks(self, replica_idx: int = 0) -> int:
         """Free rows."""
-        self._require_replica(replica_idx, "num_free_blocks")
-        return len(self._free[replica_idx])
+        return len(at_replica(self._free, replica_idx, "num_free_blocks"))
 
     def total_num_blocks(self, replica_idx: int = 0) -> int:
         """Rows."""
-        self._require_replica(replica_idx, "total_num_blocks")
+        at_replica(self._free, replica_idx, "total_num_blocks")
         return self.max_batch_size
 
     # -- construction and checks
@@ -209,7 +204,7 @@ class PaddedKVCacheManager(KVCacheManager):
             )
 
     def _row(self, request_id: RequestID, replica_idx: int, call: str) -> int:
-        self._require_replica(replica_idx, call)
+        at_replica(self._free, replica_idx, call)
         replica, row = self._claimed.get(request_id, (None, 0))
         if replica != replica_idx:
             other = "not claimed" if replica is None else f"claimed on replica {replica}"
@@ -219,23 +214,10 @@ class PaddedKVCacheManager(KVCacheManager):
             )
         return row
 
-    def _require_replica(self, replica_idx: int, call: str) -> None:
-        if not 0 <= replica_idx < len(self._free):
-            raise RequestError(
-                f"{call}: expected replica_idx below data_parallel_degree={len(self._free)}, "
-                f"got {replica_idx}"
-            )
-
     def _per_replica(self, batches: Batches | Sequence[TextContext], call: str) -> Batches:
-        flat = not batches or isinstance(batches[0], TextContext)
-        if len(self._free) == 1 and flat:
-            batches = [cast(Sequence[TextContext], batches)]
-        if len(batches) != len(self._free):
-            raise RequestError(
-                f"{call}: expected {len(self._free)} replica batches (data_parallel_degree), "
-                f"got {len(batches)}"
-            )
-        return cast(Batches, batches)
+        if not batches and len(self._free) == 1:
+            return [[]]
+        return per_replica(batches, len(self._free), call)
 
 
 def _record(k_cache: Buffer, v_cache: Buffer) -> PaddedKVCacheInputs:

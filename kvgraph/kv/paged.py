@@ -7,12 +7,11 @@ Bookkeeping is one pass over the batch per call; pages are touched only where th
 
 from __future__ import annotations
 
-import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,40 +19,30 @@ import numpy.typing as npt
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import (
     BatchCharacteristics,
-    Buffer,
     KVCacheInputs,
-    MultiKVCacheInputs,
     Session,
 )
-from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams, KVCacheStrategy
-from kvgraph.errors import InsufficientPagesError, ParamsError, RequestError
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
+from kvgraph.errors import RequestError
+from kvgraph.kv.arguments import at_replica, per_replica, require_steps, require_unclaimed
+from kvgraph.kv.build import make_replicas, make_settings, open_tiering, require_sizes
 from kvgraph.kv.checks import verify
-from kvgraph.kv.leaf import Leaf, allocate_shard, require_params, table_width
+from kvgraph.kv.growth import Plan
+from kvgraph.kv.leaf import ReplicaBuffers, require_params
 from kvgraph.kv.manager import Batches, KVCacheManager
 from kvgraph.kv.memory import most_pages
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.multistep import advance
 from kvgraph.kv.pages import PagePool
-from kvgraph.kv.replica import Plan, Replica, Settings, require_steps
+from kvgraph.kv.replica import Replica
 from kvgraph.kv.requests import RequestID, TextContext
-from kvgraph.kv.rows import UNBOUNDED, Resolved, Row
+from kvgraph.kv.rows import Resolved, Row
 from kvgraph.kv.tiering import Tiering
 from kvgraph.kv.tiers.exchange import LeafPages, adopted_pages, held_pages
-from kvgraph.kv.tiers.open import StoreOpener, fingerprint_of, open_tiers
+from kvgraph.kv.tiers.open import StoreOpener, fingerprint_of
 from kvgraph.kv.tiers.place import Place, place_of
 from kvgraph.kv.tiers.store import StoreStats, page_key
-
-T = TypeVar("T")
-
-WINDOWED_SEQ_LEN = 131072
-"""Longest context of a cache with a window when `max_seq_len` is not given, in tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaBuffers:
-    """The raw pools of one replica: of every leaf, shard after shard."""
-
-    all_buffers: list[Buffer]
+from kvgraph.kv.trees import nested
 
 
 class PagedKVCacheManager(KVCacheManager):
@@ -95,30 +84,35 @@ class PagedKVCacheManager(KVCacheManager):
     ) -> None:
         if next(iter(params.leaves.values())).cache_strategy is KVCacheStrategy.PAGED:
             require_params(session, params)
-        pages = _pages_by_leaf("total_num_pages", params, total_num_pages)
-        host_pages = _pages_by_leaf("total_num_host_pages", params, total_num_host_pages)
-        _require_sizes(pages, max_batch_size, max_seq_len)
-        has_tiers = _require_tiers(params, host_pages, bool(stores or sources))
+        sizes = require_sizes(
+            params, total_num_pages, total_num_host_pages, max_batch_size, max_seq_len
+        )
+        has_tiers = bool(stores or sources) or any(sizes.host_pages.values())
+        identity = identity or (session.identity if session is not None else b"")
+        settings = make_settings(params, sizes, identity, has_tiers=has_tiers)
         self.params = params
         self.session = session
         self.max_batch_size = max_batch_size
         self.enable_runtime_checks = enable_runtime_checks
-        self.total_num_pages = sum(pages.values())
-        self.identity = identity or (session.identity if session is not None else b"")
-        self._paths = list(pages)
+        self.total_num_pages = sum(sizes.pages.values())
+        self.total_num_host_pages = sum(sizes.host_pages.values())
+        self.identity = identity
+        self._paths = list(params.leaves)
         self._claimed: dict[RequestID, Row] = {}
         self._turn = 0
-        self._tiers_before = KVCacheMetrics()
-        widths = _widths(params, pages, max_seq_len)
-        settings = self._make_settings(widths, max_seq_len)
-        self._replicas = [
-            self._make_replica(i, settings, pages, widths)
-            for i in range(params.data_parallel_degree)
-        ]
-        self.total_num_host_pages = sum(host_pages.values())
+        self._replicas = make_replicas(params, session, sizes, settings)
         self._tiers: Tiering | None = None
         if has_tiers:
-            self._open_tiers(host_pages, settings.identity, stores, sources)
+            places = [self.places(replica.index) for replica in self._replicas]
+            self._tiers = open_tiering(
+                self._replicas,
+                places,
+                sizes.host_pages,
+                stores,
+                sources,
+                threads=self._tier_threads,
+            )
+            weakref.finalize(self, self._tiers.connector.close)
 
     # -- lifecycle
 
@@ -139,14 +133,14 @@ class PagedKVCacheManager(KVCacheManager):
     def alloc(
         self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
     ) -> None:
-        replica = self._replica(replica_idx, "alloc")
+        replica = at_replica(self._replicas, replica_idx, "alloc")
         extra = require_steps(num_steps, lookahead)
         row = replica.row_of(data.request_id, self._claimed, "alloc")
         if data.processed_length + data.active_length + extra > row.limit:
             if self._tiers is None:
-                plan = replica.plan([(data, row)], extra)
+                plan = replica.planner.plan([(data, row)], extra)
             else:
-                plan = self._plan(lambda: replica.plan([(data, row)], extra))
+                plan = self._tiers.planned(lambda: replica.planner.plan([(data, row)], extra))
             replica.apply(plan)
         self._verify()
 
@@ -156,7 +150,7 @@ class PagedKVCacheManager(KVCacheManager):
         if self._tiers is None:
             plans = _plans(resolved, extra)
         else:
-            plans = self._plan(lambda: _plans(resolved, extra))
+            plans = self._tiers.planned(lambda: _plans(resolved, extra))
         for replica, plan in plans:
             if plan is not None:
                 replica.apply(plan)
@@ -189,7 +183,7 @@ class PagedKVCacheManager(KVCacheManager):
         return (
             leaves[0]
             if self._paths == [""]
-            else _nested(dict(zip(self._paths, leaves, strict=True)))
+            else nested(dict(zip(self._paths, leaves, strict=True)))
         )
 
     def runtime_inputs_for_leaf(
@@ -213,7 +207,7 @@ class PagedKVCacheManager(KVCacheManager):
         self._verify()
 
     def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        replica = self._replica(replica_idx, "release")
+        replica = at_replica(self._replicas, replica_idx, "release")
         row = replica.row_of(request_id, self._claimed, "release")
         del self._claimed[request_id]
         replica.close_row(row)
@@ -233,7 +227,7 @@ class PagedKVCacheManager(KVCacheManager):
     # -- tiers
 
     def prefetch(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> list[bool]:
-        replica = self._replica(replica_idx, "prefetch")
+        replica = at_replica(self._replicas, replica_idx, "prefetch")
         if self._tiers is None:
             return [True] * len(contexts)
         return self._tiers.ask(replica, contexts)
@@ -279,7 +273,7 @@ class PagedKVCacheManager(KVCacheManager):
 
         `leaf` is the path in a tree; by default its first leaf.
         """
-        replica = self._replica(replica_idx, "get_req_blocks")
+        replica = at_replica(self._replicas, replica_idx, "get_req_blocks")
         row = replica.row_of(request_id, self._claimed, "get_req_blocks")
         return list(row.pages[0 if leaf is None else self._leaf_index(leaf)])
 
@@ -353,23 +347,18 @@ class PagedKVCacheManager(KVCacheManager):
 
         Prefix hits are counted as `alloc` would take them. Of a tree: its fullest leaf.
         """
-        replica = self._replica(replica_idx, "get_pct_used_blocks_after_allocation")
+        replica = at_replica(self._replicas, replica_idx, "get_pct_used_blocks_after_allocation")
         row = self._claimed.get(ctx.request_id)
         if row is not None and row.replica is not replica:
             replica.row_of(ctx.request_id, self._claimed, "get_pct_used_blocks_after_allocation")
-        costs = replica.forecast(ctx, row)
-        pools = self._pools(replica_idx, "")
-        return max(
-            100.0 * (pool.num_used + cost) / pool.num_pages
-            for pool, cost in zip(pools, costs, strict=True)
-        )
+        return replica.pct_used_after(ctx, row)
 
     def page_identities(self, ctx: TextContext) -> list[bytes]:
         """Digests of the full pages of `ctx` that do not hold its last token; 32 bytes each.
 
         The same in every process that serves the same model, layout, adapter, seed and salt.
         """
-        return self._replicas[0].identities(ctx)[1]
+        return self._replicas[0].settings.identities(ctx)[1]
 
     @property
     def fingerprint(self) -> bytes:
@@ -394,7 +383,7 @@ class PagedKVCacheManager(KVCacheManager):
 
     def places(self, replica_idx: int = 0) -> list[Place]:
         """Where the pages of each leaf of a replica lie."""
-        leaves = self._replica(replica_idx, "places").leaves
+        leaves = at_replica(self._replicas, replica_idx, "places").leaves
         return [
             place_of(leaf, path, self.params.n_shards, self.session)
             for path, leaf in zip(self._paths, leaves, strict=True)
@@ -404,12 +393,10 @@ class PagedKVCacheManager(KVCacheManager):
         self, ctx: TextContext, replica_idx: int = 0
     ) -> AbstractContextManager[list[LeafPages]]:
         """The committed pages that start `ctx`, per leaf; none is reallocated within the scope."""
-        replica = self._replica(replica_idx, "held_pages")
-        digests = replica.identities(ctx)[1]
-        digests = digests[: replica.hits.joint(digests)]
-        visible = [
-            digests[replica.hits.first_visible(leaf, len(digests)) :] for leaf in replica.leaves
-        ]
+        replica = at_replica(self._replicas, replica_idx, "held_pages")
+        digests = replica.settings.identities(ctx)[1]
+        hit = replica.hits.joint(digests)
+        visible = [replica.hits.visible(leaf, digests, hit) for leaf in replica.leaves]
         return held_pages(replica.leaves, self.places(replica_idx), visible)
 
     def adopted_pages(
@@ -420,12 +407,12 @@ class PagedKVCacheManager(KVCacheManager):
         At its end they are committed and free; after an error they are free as before.
         InsufficientPagesError if too few are free.
         """
-        leaves = self._replica(replica_idx, "adopted_pages").leaves
+        leaves = at_replica(self._replicas, replica_idx, "adopted_pages").leaves
         return adopted_pages(leaves, self.places(replica_idx), digests)
 
     def get_device_buffer(self, replica_idx: int = 0) -> ReplicaBuffers:
         """The replica's raw pools, for transfers: `.all_buffers`."""
-        leaves = self._replica(replica_idx, "get_device_buffer").leaves
+        leaves = at_replica(self._replicas, replica_idx, "get_device_buffer").leaves
         return ReplicaBuffers(
             [buffer for leaf in leaves for shard in leaf.shards for buffer in shard.all_buffers]
         )
@@ -438,126 +425,28 @@ class PagedKVCacheManager(KVCacheManager):
     def get_metrics_aggregated(self) -> KVCacheMetrics:
         """Sum over all replicas, and what the tiers did."""
         total = sum((replica.read_metrics() for replica in self._replicas), KVCacheMetrics())
-        return total + self._read_tiers() - self._tiers_before
+        return total if self._tiers is None else total + self._tiers.read_metrics()
 
     def reset_metrics(self) -> None:
         for replica in self._replicas:
             replica.reset_metrics()
-        self._tiers_before = replace(self._read_tiers(), inflight_ops=0)
-
-    def _read_tiers(self) -> KVCacheMetrics:
-        return KVCacheMetrics() if self._tiers is None else self._tiers.connector.metrics()
+        if self._tiers is not None:
+            self._tiers.reset_metrics()
 
     def _tier(self, name: str, replica_idx: int, call: str) -> StoreStats:
-        self._replica(replica_idx, call)
+        at_replica(self._replicas, replica_idx, call)
         return self.tier_stats().get(name, StoreStats())
-
-    # -- construction
-
-    def _make_settings(self, widths: Mapping[str, int], max_seq_len: int | None) -> Settings:
-        params = self.params
-        if max_seq_len is None:
-            windowed = [p for p, leaf in params.leaves.items() if leaf.window_size is not None]
-            tokens = [widths[path] * params.page_size for path in windowed]
-            max_seq_len = min(tokens, default=UNBOUNDED)
-        return Settings(
-            params.page_size,
-            self.max_batch_size,
-            max_seq_len,
-            params.enable_prefix_caching,
-            _model_identity(params, self.identity),
-            params.hash_seed,
-        )
-
-    def _make_replica(
-        self,
-        index: int,
-        settings: Settings,
-        pages: Mapping[str, int],
-        widths: Mapping[str, int],
-    ) -> Replica:
-        leaves = [
-            self._make_leaf(index, path, leaf, pages[path], widths[path])
-            for path, leaf in self.params.leaves.items()
-        ]
-        uploader = getattr(self.session, "uploader", None)
-        return Replica(index, leaves, settings, uploader and uploader())
-
-    def _make_leaf(
-        self, replica: int, path: str, params: KVCacheParams, num_pages: int, width: int
-    ) -> Leaf:
-        shards = slice(replica * params.n_shards, (replica + 1) * params.n_shards)
-        symbols = [_at(record, path) for record in self.params.get_symbolic_inputs()[shards]]
-        slots, *_ = symbols[0].kv_blocks.symbolic_dims
-        sizes = {slots: num_pages + 1} | self._extra_sizes()
-        buffers = [
-            allocate_shard(record, sizes, device, self.session)
-            for record, device in zip(symbols, params.devices[shards], strict=True)
-        ]
-        return Leaf(symbols, buffers, num_pages, self.max_batch_size, width, params.window_size)
-
-    def _extra_sizes(self) -> dict[str, int]:
-        """Extents of further symbolic dims of the pools."""
-        return {}
-
-    def _open_tiers(
-        self,
-        host_pages: Mapping[str, int],
-        identity: bytes,
-        stores: Sequence[StoreOpener],
-        sources: Sequence[StoreOpener],
-    ) -> None:
-        places = [self.places(replica.index) for replica in self._replicas]
-        connector = open_tiers(
-            places,
-            {place.leaf: leaf.pool.num_pages for place, leaf in self._pools_at(places)},
-            host_pages,
-            identity,
-            stores,
-            sources,
-            threads=self._tier_threads,
-        )
-        self._tiers = Tiering(connector, dict(self._pools_at(places)), places)
-        for replica in self._replicas:
-            replica.tiers = self._tiers
-        weakref.finalize(self, connector.close)
-
-    def _pools_at(self, places: Sequence[Sequence[Place]]) -> Iterator[tuple[Place, Leaf]]:
-        for own, replica in zip(places, self._replicas, strict=True):
-            yield from zip(own, replica.leaves, strict=True)
-
-    def _plan(self, plan: Callable[[], T]) -> T:
-        """`plan()`, once the tiers have given up the pages that they hold if it needs them."""
-        while True:
-            try:
-                return plan()
-            except InsufficientPagesError:
-                if self._tiers is None or not self._tiers.connector.yield_pages():
-                    raise
-                self._tiers.settle()
 
     # -- checks of arguments
 
     def _replica_to_claim(self, request_id: RequestID, replica_idx: int) -> Replica:
-        replica = self._replica(replica_idx, "claim")
+        replica = at_replica(self._replicas, replica_idx, "claim")
         row = self._claimed.get(request_id)
-        if row is not None:
-            raise RequestError(
-                f"claim of {request_id!r}: expected a request that is not claimed, "
-                f"got one claimed on replica {row.replica.index} already"
-            )
+        require_unclaimed(request_id, None if row is None else row.replica.index)
         return replica
 
-    def _replica(self, replica_idx: int, call: str) -> Replica:
-        if not 0 <= replica_idx < len(self._replicas):
-            raise RequestError(
-                f"{call}: expected replica_idx below data_parallel_degree="
-                f"{len(self._replicas)}, got {replica_idx}"
-            )
-        return self._replicas[replica_idx]
-
     def _pools(self, replica_idx: int, call: str) -> list[PagePool]:
-        return [leaf.pool for leaf in self._replica(replica_idx, call).leaves]
+        return [leaf.pool for leaf in at_replica(self._replicas, replica_idx, call).leaves]
 
     def _leaf_index(self, path: str) -> int:
         if path not in self._paths:
@@ -567,19 +456,11 @@ class PagedKVCacheManager(KVCacheManager):
     def _resolve(
         self, batches: Batches | Sequence[TextContext], call: str
     ) -> list[tuple[Replica, Resolved]]:
-        """One resolved batch per replica; a flat list is the batch of the only replica."""
-        replicas = self._replicas
-        if len(replicas) == 1 and _is_flat(batches, call):
-            batches = [cast(Sequence[TextContext], batches)]
-        if len(batches) != len(replicas):
-            raise RequestError(
-                f"{call}: expected {len(replicas)} replica batches (data_parallel_degree), "
-                f"got {len(batches)}"
-            )
-        claimed = self._claimed
+        replicas, claimed = self._replicas, self._claimed
+        given = per_replica(batches, len(replicas), call)
         return [
             (replica, replica.resolve(batch, claimed, call))
-            for replica, batch in zip(replicas, cast(Batches, batches), strict=True)
+            for replica, batch in zip(replicas, given, strict=True)
         ]
 
     def _verify(self) -> None:
@@ -590,81 +471,4 @@ class PagedKVCacheManager(KVCacheManager):
 def _plans(
     resolved: Sequence[tuple[Replica, Resolved]], extra: int
 ) -> list[tuple[Replica, Plan | None]]:
-    return [(replica, replica.plan_batch(batch, extra)) for replica, batch in resolved]
-
-
-def _is_flat(batches: Batches | Sequence[TextContext], call: str) -> bool:
-    """Whether these are requests rather than batches; an empty list is, where `step` gets it."""
-    return isinstance(batches[0], TextContext) if batches else call == "step"
-
-
-def _pages_by_leaf(
-    name: str, params: KVCacheParamInterface, pages: int | Mapping[str, int]
-) -> dict[str, int]:
-    if isinstance(pages, int):
-        return dict.fromkeys(params.leaves, pages)
-    if set(pages) != set(params.leaves):
-        raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(pages)}")
-    return {path: pages[path] for path in params.leaves}
-
-
-def _require_sizes(pages: Mapping[str, int], max_batch_size: int, max_seq_len: int | None) -> None:
-    for name, value in (
-        *(("total_num_pages" + f"[{path!r}]" * bool(path), n) for path, n in pages.items()),
-        ("max_batch_size", max_batch_size),
-        ("max_seq_len", 1 if max_seq_len is None else max_seq_len),
-    ):
-        if value < 1:
-            raise ParamsError(f"{name}: expected >= 1, got {value}")
-
-
-def _require_tiers(
-    params: KVCacheParamInterface, host_pages: Mapping[str, int], has_stores: bool
-) -> bool:
-    """Whether there are tiers below the device; ParamsError where there can be none."""
-    for path, count in host_pages.items():
-        if count < 0:
-            where = f"[{path!r}]" if path else ""
-            raise ParamsError(f"total_num_host_pages{where}: expected >= 0, got {count}")
-    has_tiers = has_stores or any(host_pages.values())
-    if has_tiers and not params.enable_prefix_caching:
-        raise ParamsError("tiers: expected enable_prefix_caching=True, got False")
-    return has_tiers
-
-
-def _widths(
-    params: KVCacheParamInterface, pages: Mapping[str, int], max_seq_len: int | None
-) -> dict[str, int]:
-    """Columns of the lookup rows of each leaf."""
-    largest = max(pages.values()) * params.page_size
-    default = max(WINDOWED_SEQ_LEN, largest)
-    return {
-        path: table_width(leaf, pages[path], max_seq_len, windowed_default=default)
-        for path, leaf in params.leaves.items()
-    }
-
-
-def _model_identity(params: KVCacheParamInterface, identity: bytes) -> bytes:
-    """What pages of different models and layouts are told apart by."""
-    return json.dumps(params.layout_dict(), sort_keys=True).encode() + b"\0" + identity
-
-
-def _at(record: Any, path: str) -> Any:
-    """The leaf's record at a dotted path of a tree's record."""
-    for name in path.split(".") if path else ():
-        record = record.children[name]
-    return record
-
-
-def _nested(leaves: Mapping[str, KVCacheInputs]) -> MultiKVCacheInputs:
-    """A tree of values from dotted paths."""
-    children: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        name, _, inner = path.partition(".")
-        if inner:
-            children.setdefault(name, {})[inner] = leaf
-        else:
-            children[name] = leaf
-    return MultiKVCacheInputs(
-        {name: _nested(c) if isinstance(c, dict) else c for name, c in children.items()}
-    )
+    return [(replica, replica.planner.plan_batch(batch, extra)) for replica, batch in resolved]

@@ -1,4 +1,4 @@
-"""One replica's bookkeeping: rows, growth planned purely and then applied, commits, windows.
+"""One replica's bookkeeping: rows, plans carried out, values for a graph, commits, windows.
 
 A request owns the same number of pages in every leaf, because all leaves agree on the page size;
 they differ in which pages a window has left behind.
@@ -6,56 +6,21 @@ they differ in which pages a window has left behind.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import BatchCharacteristics, RaggedKVCacheInputs
-from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
+from kvgraph.errors import CapacityError, RequestError
+from kvgraph.kv.growth import Growth, Plan, Planner
 from kvgraph.kv.hits import Hits
 from kvgraph.kv.leaf import Leaf
 from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.prefix import chain, chain_root
+from kvgraph.kv.prefix import chain
 from kvgraph.kv.requests import RequestID, TextContext
 from kvgraph.kv.rows import UNBOUNDED, Resolved, Row
-from kvgraph.kv.staging import MAX_STEPS, Extents, Staging, Upload
+from kvgraph.kv.settings import Settings
+from kvgraph.kv.staging import Extents, Staging, Upload
 from kvgraph.kv.tiering import Tiering
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What all replicas of a manager share."""
-
-    page_size: int
-    max_batch_size: int
-    max_seq_len: int
-    prefix_caching: bool
-    identity: bytes
-    hash_seed: bytes | None
-
-
-class Growth(NamedTuple):
-    """What one row will get: `hit` cached pages first, then fresh ones up to `num_pages`.
-
-    `loads[leaf]`: positions among the hits whose pages come from a tier below; empty if none do.
-    """
-
-    ctx: TextContext
-    row: Row
-    hit: int
-    num_pages: int
-    root: bytes
-    digests: list[bytes]
-    loads: Sequence[Sequence[int]] = ()
-
-
-class Plan(NamedTuple):
-    """Growth of a batch, and the free pages that it costs in each leaf."""
-
-    growths: list[Growth]
-    costs: list[int]
 
 
 class Replica:
@@ -68,6 +33,7 @@ class Replica:
         self.leaves = leaves
         self.settings = settings
         self.hits = Hits(leaves, settings.page_size)
+        self.planner = Planner(index, leaves, settings, self.hits)
         self.metrics = KVCacheMetrics()
         self.free_rows = list(reversed(range(settings.max_batch_size)))
         self._last = Resolved([], [])
@@ -148,31 +114,15 @@ class Replica:
             )
         return row
 
-    # -- growth: plan purely, then apply
+    # -- growth: what `planner` planned is applied
 
-    def plan_batch(self, resolved: Resolved, extra: int) -> Plan | None:
-        """Growth of the rows that need any; None if there are none (the usual decode step)."""
-        pending = [
-            (ctx, row)
-            for ctx, row in zip(resolved.contexts, resolved.rows, strict=True)
-            if ctx.processed_length + ctx.active_length + extra > row.limit
-        ]
-        return self.plan(pending, extra) if pending else None
-
-    def plan(self, pending: Sequence[tuple[TextContext, Row]], extra: int) -> Plan:
-        """Growth to `processed + active + extra` tokens; raises what `alloc` raises."""
-        growths = [self._plan_row(ctx, row, extra, self.tiers) for ctx, row in pending]
-        plan = Plan(growths, self._costs(growths))
-        if self.tiers is not None:
-            plan = self._affordable(plan, extra)
-        self._require_free(plan)
-        return plan
-
-    def forecast(self, ctx: TextContext, row: Row | None) -> list[int]:
-        """Free pages that `alloc` would cost in each leaf, whether there are as many or not."""
+    def pct_used_after(self, ctx: TextContext, row: Row | None) -> float:
+        """Percent of the fullest leaf's pages held after `alloc`; `row` is None before `claim`."""
         row = Row(ctx.request_id, self, 0, len(self.leaves)) if row is None else row
-        growths = [] if row.is_dummy else [self._plan_row(ctx, row, 0, self.tiers)]
-        return self._affordable(Plan(growths, self._costs(growths)), 0).costs
+        return max(
+            100.0 * (leaf.pool.num_used + cost) / leaf.pool.num_pages
+            for leaf, cost in zip(self.leaves, self.planner.forecast(ctx, row), strict=True)
+        )
 
     def apply(self, plan: Plan) -> None:
         """Cannot fail. Hits first, so that no other growth reallocates them."""
@@ -181,110 +131,6 @@ class Replica:
                 self._open(growth)
         for growth in plan.growths:
             self._extend(growth)
-
-    def _affordable(self, plan: Plan, extra: int) -> Plan:
-        """The plan, without loads where it costs more pages than there are."""
-        free = (leaf.pool.num_free for leaf in self.leaves)
-        if all(map(operator.le, plan.costs, free)) or not any(g.loads for g in plan.growths):
-            return plan
-        growths = [self._plan_row(g.ctx, g.row, extra, None) for g in plan.growths]
-        return Plan(growths, self._costs(growths))
-
-    def _plan_row(self, ctx: TextContext, row: Row, extra: int, tiers: Tiering | None) -> Growth:
-        processed, active = ctx.processed_length, ctx.active_length
-        if not 0 <= active <= ctx.current_length - processed:
-            raise RequestError(
-                f"active_length of {ctx.request_id!r}: expected 0 to "
-                f"{ctx.current_length - processed} unprocessed tokens, got {active}"
-            )
-        hit, root, digests = 0, row.root, row.digests
-        loads: Sequence[Sequence[int]] = ()
-        if row.capacity == 0:
-            if row.loading:
-                return Growth(ctx, row, 0, row.num_pages, root, digests)
-            self._require_unprocessed(ctx)
-            if self.settings.prefix_caching:
-                root, digests = self.identities(ctx)
-                hit = self.hits.joint(digests)
-                if tiers is not None and ctx.asked is not None and ctx.asked.lookup.done:
-                    hit, loads = self.hits.deeper(digests, hit, ctx.asked.present())
-                processed = hit * self.settings.page_size
-                active = min(active, ctx.current_length - processed)
-        total = processed + active + extra
-        if total > self.settings.max_seq_len:
-            raise RequestError(
-                f"alloc of {ctx.request_id!r}: expected at most max_seq_len="
-                f"{self.settings.max_seq_len} tokens, got {total} "
-                f"(processed {processed} + active {active} + further steps {extra})"
-            )
-        num_pages = max(ceildiv(total, self.settings.page_size), row.num_pages, hit)
-        return Growth(ctx, row, hit, num_pages, root, digests, loads)
-
-    def _require_unprocessed(self, ctx: TextContext) -> None:
-        if ctx.processed_length:
-            raise RequestError(
-                f"alloc of {ctx.request_id!r}: expected processed_length 0 of a request that owns "
-                f"no page, got {ctx.processed_length}; call `rewind` after `release`"
-            )
-
-    def identities(self, ctx: TextContext) -> tuple[bytes, list[bytes]]:
-        """Root, and digests of all full pages that do not hold the last token."""
-        given = self.settings
-        root = chain_root(given.identity, ctx.adapter, given.hash_seed, ctx.cache_salt)
-        full = (ctx.current_length - 1) // given.page_size
-        return root, chain(root, ctx.tokens, given.page_size, 0, full)
-
-    def _hit_pages(self, leaf: Leaf, growth: Growth) -> list[int]:
-        """The cached pages that the row will read in this leaf and the device has."""
-        index, visible = leaf.pool.index, self.hits.visible(leaf, growth.digests, growth.hit)
-        if growth.loads:
-            return [index[digest] for digest in visible if digest in index]
-        return [index[digest] for digest in visible]
-
-    def _costs(self, growths: Sequence[Growth]) -> list[int]:
-        """Per leaf: fresh pages, and cached ones that leave the free queue (each once)."""
-        fresh = sum(g.num_pages - max(g.hit, g.row.num_pages) for g in growths)
-        hits = [g for g in growths if g.hit]
-        if not hits:
-            return [fresh] * len(self.leaves)
-        costs = [fresh + self._revived(leaf, hits) for leaf in self.leaves]
-        for growth in hits:
-            for i, positions in enumerate(growth.loads):
-                costs[i] += len(positions)
-        return costs
-
-    def _revived(self, leaf: Leaf, hits: Sequence[Growth]) -> int:
-        refs = leaf.pool.refs
-        return len({page for g in hits for page in self._hit_pages(leaf, g) if not refs[page]})
-
-    def _require_free(self, plan: Plan) -> None:
-        for leaf, cost in zip(self.leaves, plan.costs, strict=True):
-            pool = leaf.pool
-            if cost > pool.num_free:
-                names = ", ".join(repr(g.row.request_id) for g in plan.growths[:4])
-                whole = self._too_large(leaf, plan)
-                raise InsufficientPagesError(
-                    whole
-                    or f"alloc of {names}: expected {cost} free pages on replica {self.index}, "
-                    f"got {pool.num_free} ({pool.num_used} used of {pool.num_pages} in total)",
-                    needed=cost,
-                    free=pool.num_free,
-                    used=pool.num_used,
-                    total=pool.num_pages,
-                )
-
-    def _too_large(self, leaf: Leaf, plan: Plan) -> str:
-        """Sentence about the first request that could not fit even into an empty pool."""
-        at = self.leaves.index(leaf)
-        for growth in plan.growths:
-            row = growth.row
-            passed = row.passed[at] if row.num_pages else self.hits.first_visible(leaf, growth.hit)
-            if growth.num_pages - passed > leaf.pool.num_pages:
-                return (
-                    f"alloc of {row.request_id!r}: expected a request of at most the whole pool of "
-                    f"{leaf.pool.num_pages} pages, got one that needs {growth.num_pages - passed}"
-                )
-        return ""
 
     def _open(self, growth: Growth) -> None:
         """First pages of a row: what the cache gave, with null pages before a window.
@@ -298,7 +144,7 @@ class Replica:
             return
         served = 0
         for i, leaf in enumerate(self.leaves):
-            pages = self._hit_pages(leaf, growth)
+            pages = self.planner.hit_pages(leaf, growth)
             leaf.pool.hold(pages)
             served += len(pages)
             if growth.loads:
@@ -533,12 +379,3 @@ class Replica:
     def reset_metrics(self) -> None:
         self.metrics = KVCacheMetrics()
         self._evictions_before = sum(leaf.pool.evictions for leaf in self.leaves)
-
-
-def require_steps(num_steps: int, lookahead: int = 0) -> int:
-    """Tokens beyond the active ones; RequestError unless 1 <= num_steps <= MAX_STEPS."""
-    if not 1 <= num_steps <= MAX_STEPS:
-        raise RequestError(f"num_steps: expected 1 to {MAX_STEPS}, got {num_steps}")
-    if lookahead < 0:
-        raise RequestError(f"lookahead: expected >= 0, got {lookahead}")
-    return num_steps - 1 + lookahead

@@ -9,10 +9,13 @@ Pages that a transfer copies from or to are held until it ends: `pins` counts th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.requests import RequestID, TextContext
 from kvgraph.kv.tiers.asked import Asked
 from kvgraph.kv.tiers.connector import Connector, Move, Transfer
@@ -22,6 +25,8 @@ from kvgraph.kv.tiers.store import page_key
 if TYPE_CHECKING:
     from kvgraph.kv.replica import Replica
     from kvgraph.kv.rows import Row
+
+T = TypeVar("T")
 
 
 class Arrival(NamedTuple):
@@ -72,6 +77,7 @@ class Tiering:
         self._coming: Counter[bytes] = Counter()  # digests of the pages being loaded
         self._offers: list[Move] = []
         self._ended: dict[RequestID, bool] = {}
+        self._metrics_before = KVCacheMetrics()
 
     # -- before alloc
 
@@ -102,7 +108,7 @@ class Tiering:
         return ctx.asked
 
     def _question(self, replica: Replica, ctx: TextContext) -> Asked:
-        _, digests = replica.identities(ctx)
+        _, digests = replica.settings.identities(ctx)
         hit = replica.hits.joint(digests)
         keys = []
         for leaf, place in zip(replica.leaves, self.places[replica.index], strict=True):
@@ -120,6 +126,16 @@ class Tiering:
             return False
         hit = replica.hits.joint(asked.digests)
         return hit == len(asked.digests) or asked.digests[hit] not in self._coming
+
+    def planned(self, plan: Callable[[], T]) -> T:
+        """`plan()`, once the tiers have given up the pages that they hold if it needs them."""
+        while True:
+            try:
+                return plan()
+            except InsufficientPagesError:
+                if not self.connector.yield_pages():
+                    raise
+                self.settle()
 
     # -- loads
 
@@ -239,3 +255,12 @@ class Tiering:
         pins[page] -= 1
         if not pins[page]:
             del pins[page]
+
+    # -- metrics
+
+    def read_metrics(self) -> KVCacheMetrics:
+        """What the tiers did since the last reset."""
+        return self.connector.metrics() - self._metrics_before
+
+    def reset_metrics(self) -> None:
+        self._metrics_before = replace(self.connector.metrics(), inflight_ops=0)

@@ -1,0 +1,189 @@
+"""What a paged manager is made of, from its arguments.
+
+    require_sizes -> make_settings -> make_replicas -> open_tiering
+
+Memory is taken in `make_replicas`, files and threads only after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvgraph.contract.devices import Device
+from kvgraph.contract.inputs import Session
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.errors import ParamsError
+from kvgraph.kv.leaf import Leaf, RaggedSymbols, allocate_shard, table_width
+from kvgraph.kv.replica import Replica
+from kvgraph.kv.rows import UNBOUNDED
+from kvgraph.kv.settings import Settings
+from kvgraph.kv.tiering import Tiering
+from kvgraph.kv.tiers.open import StoreOpener, open_tiers
+from kvgraph.kv.tiers.place import Place
+from kvgraph.kv.trees import leaf_at
+
+WINDOWED_SEQ_LEN = 131072
+"""Longest context of a cache with a window when `max_seq_len` is not given, in tokens."""
+
+
+class Sizes(NamedTuple):
+    """Of each replica: usable pages, host pages and columns of the lookup rows, by leaf path."""
+
+    pages: Mapping[str, int]
+    host_pages: Mapping[str, int]
+    widths: Mapping[str, int]
+    max_batch_size: int
+    max_seq_len: int
+
+
+def require_sizes(
+    params: KVCacheParamInterface,
+    total_num_pages: int | Mapping[str, int],
+    total_num_host_pages: int | Mapping[str, int],
+    max_batch_size: int,
+    max_seq_len: int | None,
+) -> Sizes:
+    """ParamsError where a number is out of range or a leaf has none."""
+    pages = _by_leaf("total_num_pages", params, total_num_pages)
+    host_pages = _by_leaf("total_num_host_pages", params, total_num_host_pages)
+    for name, value, least in (
+        *((_at_leaf("total_num_pages", path), n, 1) for path, n in pages.items()),
+        ("max_batch_size", max_batch_size, 1),
+        ("max_seq_len", 1 if max_seq_len is None else max_seq_len, 1),
+        *((_at_leaf("total_num_host_pages", path), n, 0) for path, n in host_pages.items()),
+    ):
+        if value < least:
+            raise ParamsError(f"{name}: expected >= {least}, got {value}")
+    widths = _widths(params, pages, max_seq_len)
+    longest = _windowed_tokens(params, widths) if max_seq_len is None else max_seq_len
+    return Sizes(pages, host_pages, widths, max_batch_size, longest)
+
+
+def make_settings(
+    params: KVCacheParamInterface, sizes: Sizes, identity: bytes, *, has_tiers: bool
+) -> Settings:
+    """ParamsError for tiers without a prefix cache."""
+    if has_tiers and not params.enable_prefix_caching:
+        raise ParamsError("tiers: expected enable_prefix_caching=True, got False")
+    return Settings(
+        params.page_size,
+        sizes.max_batch_size,
+        sizes.max_seq_len,
+        params.enable_prefix_caching,
+        has_tiers,
+        _model_identity(params, identity),
+        params.hash_seed,
+    )
+
+
+def make_replicas(
+    params: KVCacheParamInterface, session: Session | None, sizes: Sizes, settings: Settings
+) -> list[Replica]:
+    """All data-parallel copies; the session is asked for their pools."""
+    symbols = params.get_symbolic_inputs()
+    uploader = getattr(session, "uploader", None)
+    replicas = []
+    for index in range(params.data_parallel_degree):
+        shards = slice(index * params.n_shards, (index + 1) * params.n_shards)
+        leaves = [
+            _make_leaf(path, leaf, symbols[shards], leaf.devices[shards], session, sizes)
+            for path, leaf in params.leaves.items()
+        ]
+        replicas.append(Replica(index, leaves, settings, uploader and uploader()))
+    return replicas
+
+
+def open_tiering(
+    replicas: Sequence[Replica],
+    places: Sequence[Sequence[Place]],
+    host_pages: Mapping[str, int],
+    stores: Sequence[StoreOpener],
+    sources: Sequence[StoreOpener],
+    *,
+    threads: bool,
+) -> Tiering:
+    """The tiers below `places[replica][leaf]`, and every replica told of them."""
+    leaves = {
+        place: leaf
+        for own, replica in zip(places, replicas, strict=True)
+        for place, leaf in zip(own, replica.leaves, strict=True)
+    }
+    connector = open_tiers(
+        places,
+        {place.leaf: leaf.pool.num_pages for place, leaf in leaves.items()},
+        host_pages,
+        replicas[0].settings.identity,
+        stores,
+        sources,
+        threads=threads,
+    )
+    tiering = Tiering(connector, leaves, places)
+    for replica in replicas:
+        replica.tiers = tiering
+    return tiering
+
+
+def _by_leaf(
+    name: str, params: KVCacheParamInterface, pages: int | Mapping[str, int]
+) -> dict[str, int]:
+    if isinstance(pages, int):
+        return dict.fromkeys(params.leaves, pages)
+    if set(pages) != set(params.leaves):
+        raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(pages)}")
+    return {path: pages[path] for path in params.leaves}
+
+
+def _at_leaf(name: str, path: str) -> str:
+    return f"{name}[{path!r}]" if path else name
+
+
+def _widths(
+    params: KVCacheParamInterface, pages: Mapping[str, int], max_seq_len: int | None
+) -> dict[str, int]:
+    """Columns of the lookup rows of each leaf."""
+    largest = max(pages.values()) * params.page_size
+    default = max(WINDOWED_SEQ_LEN, largest)
+    return {
+        path: table_width(leaf, pages[path], max_seq_len, windowed_default=default)
+        for path, leaf in params.leaves.items()
+    }
+
+
+def _windowed_tokens(params: KVCacheParamInterface, widths: Mapping[str, int]) -> int:
+    """Tokens that the lookup rows reach where no pool bounds them: in leaves with a window."""
+    windowed = [path for path, leaf in params.leaves.items() if leaf.window_size is not None]
+    return min((widths[path] * params.page_size for path in windowed), default=UNBOUNDED)
+
+
+def _model_identity(params: KVCacheParamInterface, identity: bytes) -> bytes:
+    """What pages of different models and layouts are told apart by."""
+    return json.dumps(params.layout_dict(), sort_keys=True).encode() + b"\0" + identity
+
+
+def _make_leaf(
+    path: str,
+    params: KVCacheParams,
+    records: Sequence[Any],
+    devices: Sequence[Device],
+    session: Session | None,
+    sizes: Sizes,
+) -> Leaf:
+    """The leaf at `path` of one replica, whose shards have these records and devices."""
+    symbols: list[RaggedSymbols] = [leaf_at(record, path) for record in records]
+    slots, *tokens = symbols[0].kv_blocks.symbolic_dims
+    extents = {slots: sizes.pages[path] + 1}
+    extents |= dict.fromkeys(tokens, params.page_size)  # of a slot that holds a whole sequence
+    buffers = [
+        allocate_shard(shard, extents, device, session)
+        for shard, device in zip(symbols, devices, strict=True)
+    ]
+    return Leaf(
+        symbols,
+        buffers,
+        sizes.pages[path],
+        sizes.max_batch_size,
+        sizes.widths[path],
+        params.window_size,
+    )
