@@ -304,6 +304,30 @@ def test_a_model_that_cannot_be_prepared(tmp_path: Path) -> None:
     assert result.starts_s == []
 
 
+# -- artifacts
+
+OURS_IN_A_PROCESS = """
+import json, sys
+from kvgraph.bench import ours
+generate, about = ours.load(json.loads(sys.argv[1]))
+assert [len(ids) for ids in generate([[1, 2, 3]] * 2, 2)] == [2, 2]
+print(json.dumps([about["settings"], sorted(sys.modules)]))
+"""
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(4096, 768), (24, 24)])
+def test_the_process_of_an_artifact(compiled: Compiled, asked: int, taken: int) -> None:
+    """It takes its session's steps where they are shorter, and imports what serving needs."""
+    job = {"model": str(compiled("tiny-llama")), "rows": [8, 8], "threads": 1, "step_tokens": asked}
+    command = [sys.executable, "-c", OURS_IN_A_PROCESS, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    settings, modules = json.loads(done.stdout)
+    assert settings == f"onnx backend, float32 activations, steps of at most {taken} tokens"
+    assert {"onnxruntime", "tokenizers"} <= set(modules)
+    unneeded = {"torch", "onnx", "transformers", "typer", "rich", "importlib.metadata"}
+    assert not unneeded & set(modules)
+
+
 # -- peers
 
 

@@ -27,7 +27,7 @@ class EngineSpec:
     """What is run: `adapter` (a file) by the interpreter `python` on `model`.
 
     `ours` are artifacts, which alone are measured against the limits. `prepares`: the adapter
-    makes a form of its own of the model first.
+    makes a form of its own of the model first. `versions` are known before it says any.
     """
 
     name: str
@@ -38,6 +38,7 @@ class EngineSpec:
     model: Path
     prepares: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ def run_engine(
     What fails is in the result: `error` of the engine, or of a case. `timeout` is in seconds, of
     each process.
     """
-    result = EngineResult(spec.name, spec.ours, spec.precision)
+    result = EngineResult(spec.name, spec.ours, spec.precision, dict(spec.versions))
     full = dict(job) | {
         "adapter": str(spec.adapter),
         "model": str(spec.model),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,16 @@ from kvgraph.runtime.sampling import SamplingParams
 
 def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     artifact = artifacts.load(Path(job["model"]))
+    session = artifact.session(num_threads=job["threads"])
     pages = pool_pages(artifact, job["rows"])
+    step_tokens = min(job["step_tokens"], session.step_tokens)
     engine = Engine(
         artifact,
+        session=session,
         num_pages=pages,
         max_batch_size=len(job["rows"]),
-        max_batch_tokens=job["step_tokens"],
+        max_batch_tokens=step_tokens,
         enable_prefix_caching=False,
-        num_threads=job["threads"],
     )
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -33,8 +33,8 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     manifest, params = artifact.manifest, artifact.params()
     about = {
-        "versions": _versions(manifest.backend),
-        "settings": f"{manifest.backend} backend, {manifest.dtype} activations",
+        "settings": f"{manifest.backend} backend, {manifest.dtype} activations, "
+        f"steps of at most {step_tokens} tokens",
         "pool_dtype": pool_dtype(artifact),
         "pool_bytes": None if pages is None else pages * params.bytes_per_page,
     }
@@ -53,16 +53,3 @@ def pool_pages(artifact: Artifact, rows: list[int]) -> int | None:
     if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:
         return None
     return sum(ceildiv(tokens, params.page_size) for tokens in rows)
-
-
-def _versions(backend: str) -> dict[str, str]:
-    """kvgraph's and the installed one of what runs the backend."""
-    packages = {
-        "onnx": ("onnxruntime", "onnxruntime-gpu"),
-        "torch": ("torch",),
-    }.get(backend, ())
-    found = {"kvgraph": metadata.version("kvgraph")}
-    for package in packages:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found

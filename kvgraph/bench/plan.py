@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,7 @@ def make_plan(
             adapter=OURS,
             python=sys.executable,
             model=each.folder.resolve(),
+            versions=_versions(each.manifest.backend),
         )
         for name, each in loaded.items()
     ]
@@ -110,6 +113,20 @@ def _common_model(loaded: dict[str, Artifact]) -> Manifest:
                 f"{first.model.vocab_size}, got {each.manifest.model.vocab_size}"
             )
     return first
+
+
+def _versions(backend: str) -> dict[str, str]:
+    """kvgraph's and the installed one of what runs the backend: 3 MB, so not in the engine's own
+    process."""
+    packages = {
+        "onnx": ("onnxruntime", "onnxruntime-gpu"),
+        "torch": ("torch",),
+    }.get(backend, ())
+    found = {"kvgraph": metadata.version("kvgraph")}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def _checkpoint(model: Path | None, manifest: Manifest) -> Path:

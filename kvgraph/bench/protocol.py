@@ -24,7 +24,8 @@ class Settings:
     """What is measured. `contexts` are prompts in tokens, at the largest batch.
 
     Ragged requests have prompts of `prompt / 2` to `prompt * 3 / 2` tokens. `step_tokens` bounds
-    the new tokens of a step, in every engine that has such a setting.
+    the new tokens of a step, in every engine that has such a setting; artifacts keep to their
+    session's own where that is fewer.
     """
 
     threads: int

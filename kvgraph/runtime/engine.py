@@ -71,7 +71,8 @@ class Engine:
     `artifact` is a folder or a loaded Artifact. The pool has `num_pages` pages, of each
     leaf (default: what fits `cache_memory` bytes, or fewer where `max_batch_size` requests of
     maximum length need fewer; leaves with a window get what their windows need).
-    `max_batch_tokens` bounds the new tokens of a step; what was compiled may bound both further.
+    `max_batch_tokens` bounds the new tokens of a step (default: the session's `step_tokens`); what
+    was compiled may bound both further.
     `enable_prefix_caching` is on by default where the kind of cache can share pages. Over a padded
     cache requests run one after the other.
 
@@ -90,7 +91,7 @@ class Engine:
         num_pages: int | None = None,
         cache_memory: int = DEFAULT_CACHE_BYTES,
         max_batch_size: int = 64,
-        max_batch_tokens: int = 2048,
+        max_batch_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
         num_threads: int | None = None,
         total_num_host_pages: int | None = None,
@@ -102,7 +103,7 @@ class Engine:
     ) -> None:
         if not isinstance(artifact, Artifact):
             artifact = artifacts.load(artifact)
-        if max_batch_tokens < 1:
+        if max_batch_tokens is not None and max_batch_tokens < 1:
             raise RequestError(f"max_batch_tokens: expected >= 1, got {max_batch_tokens}")
         self.artifact = artifact
         self.model = artifact.manifest.model
@@ -115,9 +116,8 @@ class Engine:
         if params.cache_strategy is KVCacheStrategy.PADDED:
             max_batch_size = 1  # rows of a rectangle move in lockstep
         max_batch_size = min(max_batch_size, session.limits.get(BATCH_SIZE, max_batch_size))
-        max_batch_tokens = min(
-            max_batch_tokens, session.limits.get(TOTAL_SEQ_LEN, max_batch_tokens)
-        )
+        step_tokens = max_batch_tokens or session.step_tokens
+        step_tokens = min(step_tokens, session.limits.get(TOTAL_SEQ_LEN, step_tokens))
         captures = session.captures and params.cache_strategy is KVCacheStrategy.PAGED
         self.kv = _make_manager(
             params,
@@ -125,7 +125,7 @@ class Engine:
             num_pages,
             cache_memory,
             max_batch_size,
-            max_batch_tokens,
+            step_tokens,
             self.model.max_seq_len,
             dummy_rows(max_batch_size) if captures else 0,
             tier_options(
@@ -143,7 +143,7 @@ class Engine:
         if captures:
             assert isinstance(self.kv, PagedKVCacheManager)
             self._buckets = DecodeBuckets(self.kv, max_batch_size, self.model.max_seq_len)
-        self.scheduler = Scheduler(self.kv, max_batch_size, max_batch_tokens)
+        self.scheduler = Scheduler(self.kv, max_batch_size, step_tokens)
         self._tokenizer = _load_tokenizer(artifact.folder)
         self._decoders: dict[str, Any] = {}
         # Tokens of other requests that steps of `stream` and `generate` came upon.

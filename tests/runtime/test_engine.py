@@ -11,6 +11,7 @@ import pytest
 
 import kvgraph
 from kvgraph import Engine, RequestError, SamplingParams
+from kvgraph.contract.dims import TOTAL_SEQ_LEN
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.engine import Token
 from kvgraph.runtime.sessions.base import Session
@@ -56,15 +57,20 @@ def assert_empty(engine: Engine) -> None:
 
 
 class Scripted(Session):
-    """The token at position p of every request is `script[p]`, whatever came before."""
+    """The token at position p of every request is `script[p]`, whatever came before.
+
+    `steps`: new tokens of each step.
+    """
 
     def __init__(self, artifact: Artifact, script: Sequence[int]) -> None:
         super().__init__(artifact)
         self.script = list(script)
+        self.steps: list[int] = []
         self.vocab_size = artifact.manifest.model.vocab_size
 
     def _run(self, arrays: list[Any]) -> Any:
-        _, offsets, indices, _, cached, *_ = arrays
+        tokens, offsets, indices, _, cached, *_ = arrays
+        self.steps.append(len(tokens))
         rows = np.searchsorted(offsets, indices, side="right") - 1
         positions = indices - offsets[rows] + cached[rows]
         logits = np.zeros((len(indices), self.vocab_size), np.float32)
@@ -225,6 +231,21 @@ def expected(roomy: Engine) -> list[list[int]]:
 def test_chunks(artifact: Artifact, expected: list[list[int]], chunk: int) -> None:
     engine = Engine(artifact, num_pages=100, max_batch_tokens=chunk)
     assert ids(engine.generate(PROMPTS, greedy())) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "steps"),
+    [(None, 99, [7, 7, 6]), (9, 99, [9, 9, 2]), (None, 5, [5] * 4), (9, 8, [8, 8, 4])],
+)
+def test_tokens_of_a_step(
+    artifact: Artifact, asked: int | None, limit: int, steps: list[int]
+) -> None:
+    """What is asked for, else the session's own; never more than was compiled."""
+    session = Scripted(artifact, range(40))
+    session.step_tokens, session.limits = 7, {TOTAL_SEQ_LEN: limit}
+    engine = Engine(artifact, session=session, num_pages=8, max_batch_tokens=asked)
+    assert engine.generate([list(range(20))], greedy(1))[0].token_ids == [20]
+    assert session.steps == steps
 
 
 @pytest.mark.parametrize("chunk", [16, 2048])

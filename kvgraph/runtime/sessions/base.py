@@ -26,6 +26,9 @@ class Session(ABC):
     captures = False
     """Whether `run(..., capture=True)` is faster: the engine then pads decode steps to buckets."""
 
+    step_tokens = 2048
+    """New tokens that an engine puts into a step at most, unless it is told otherwise."""
+
     limits: Mapping[str, int] = {}
     """Dim -> most that a step may have of it, where what was compiled has a bound."""
 
