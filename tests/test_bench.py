@@ -274,6 +274,9 @@ def test_peers_that_are_none(artifact: Path, model_folder: ModelFolder, tmp_path
         f"not installed; {sys.executable} -m pip install llama-cpp-python",
     }.items():
         assert refused(artifact, *model, "--peers", text) == expected
+    expected = "peers: transformers: expected a peer with prefix caching, got one without"
+    peers = ("--peers", f"transformers={sys.executable}", "--prefix-caching")
+    assert refused(artifact, *model, *peers) == expected
 
 
 def test_the_peers_model(artifact: Path, model_folder: ModelFolder, tmp_path: Path) -> None:

@@ -53,6 +53,18 @@ def test_cases() -> None:
     assert plan_cases(settings) == cases
 
 
+def test_prompts_that_are_computed_once() -> None:
+    """Prefix caching leaves decode alone to measure: no prefill figure, no ragged case."""
+    settings = Settings(threads=1, prompt=64, batches=(2,), contexts=(32,), prefix_caching=True)
+    cases = plan_cases(settings)
+    assert [case.name for case in cases] == ["batch 2 x 64", "batch 2 x 32"]
+    t = CaseResult([1.0], [3.0])
+    engine = EngineResult("a", True, "bf16", cases={case.name: t for case in cases})
+    figures = make_figures(cases, [engine], {}, [])
+    assert [figure.what for figure in figures] == ["decode", "decode"]
+    assert figures[0].tokens_per_s == 2 * 127 / 2.0
+
+
 def test_prompts_are_the_same_on_every_machine() -> None:
     case = Case("batch 2 x 5", "batch", (5, 5), 4, 1)
     rows = make_prompts(case, 32000, 1, 7)
@@ -319,6 +331,7 @@ print(json.dumps([about["settings"], sorted(sys.modules)]))
 def test_the_process_of_an_artifact(compiled: Compiled, asked: int, taken: int) -> None:
     """It takes its session's steps where they are shorter, and imports what serving needs."""
     job = {"model": str(compiled("tiny-llama")), "rows": [8, 8], "threads": 1, "step_tokens": asked}
+    job["prefix_caching"] = False
     command = [sys.executable, "-c", OURS_IN_A_PROCESS, json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     settings, modules = json.loads(done.stdout)

@@ -66,6 +66,12 @@ def bench(
     step_tokens: Annotated[
         int | None, typer.Option(help="Most new tokens of a step [default: 4096].")
     ] = None,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching", help="Compute each prompt once: decode alone, behind long prompts."
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine's process has.")] = 3600.0,
     save: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write: .svg or .png.")] = None,
@@ -90,6 +96,7 @@ def bench(
         requests=requests,
         repeats=repeats,
         step_tokens=step_tokens,
+        prefix_caching=prefix_caching,
     )
     for path in (save, plot):
         if path is not None and not path.parent.is_dir():

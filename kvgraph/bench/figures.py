@@ -49,6 +49,8 @@ def make_figures(
     figures = []
     for case in cases:
         for what in ["ragged"] if case.kind == "ragged" else ["prefill", "decode"]:
+            if what == "prefill" and not case.prefills:
+                continue
             same = [
                 _figure(case, what, result, counts.get(result.name), readings[i : i + 2])
                 for i, result in enumerate(results)

@@ -24,7 +24,7 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         num_pages=pages,
         max_batch_size=len(job["rows"]),
         max_batch_tokens=step_tokens,
-        enable_prefix_caching=False,
+        enable_prefix_caching=job["prefix_caching"],
     )
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:

@@ -166,6 +166,8 @@ def _peer_engines(
             f"peers: {name}: expected one of its classes {list(can)}, got {got}; "
             f"name one: {name}:{can[0]}=PYTHON"
         )
+    if job["prefix_caching"] and not getattr(adapter, "PREFIX_CACHING", False):
+        raise RequestError(f"peers: {name}: expected a peer with prefix caching, got one without")
     _check_interpreter(name, python, adapter.NEEDS)
     specs = []
     for precision in dict.fromkeys(chosen):
@@ -229,6 +231,7 @@ def _job(
     return {
         "threads": settings.threads,
         "step_tokens": settings.step_tokens,
+        "prefix_caching": settings.prefix_caching,
         "rows": rows,
         "folder": str(work),
         "first_prompt": prompts[0],

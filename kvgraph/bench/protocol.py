@@ -1,6 +1,8 @@
 """What every engine is asked, token by token: cases and prompts, from settings and a seed.
 
-Greedy, end tokens ignored, prefix caching off, the same token ids for every engine. t(n): seconds
+Greedy, end tokens ignored, the same token ids for every engine, prefix caching off unless it is
+asked for: then a case's warm-up leaves its prompts in the cache, and there is no prefill figure and
+no ragged case; decode behind long prompts is measured without computing them again. t(n): seconds
 until B rows have n new tokens each. Of a case with P tokens of prompt a row and N new ones:
 
     prefill tokens/s = B * P / t(1)
@@ -36,6 +38,7 @@ class Settings:
     requests: int = 32
     repeats: int = 3
     step_tokens: int = 4096
+    prefix_caching: bool = False
     seed: int = 7
 
     def __post_init__(self) -> None:
@@ -63,13 +66,17 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts of `lengths` tokens together, `new_tokens` more of each, `repeats` times."""
+    """Prompts of `lengths` tokens together, `new_tokens` more of each, `repeats` times.
+
+    `prefills`: t(1) is the time of whole prompts.
+    """
 
     name: str
     kind: Kind
     lengths: tuple[int, ...] = field(repr=False)
     new_tokens: int
     repeats: int
+    prefills: bool = True
 
     @property
     def batch(self) -> int:
@@ -84,17 +91,18 @@ class Case:
 def plan_cases(settings: Settings) -> list[Case]:
     """Batches at the prompt's length, contexts at the largest batch, then the ragged requests."""
     n, repeats, prompt = settings.new_tokens, settings.repeats, settings.prompt
+    prefills = not settings.prefix_caching
     cases = [
-        Case(f"batch {b} x {prompt}", "batch", (prompt,) * b, n, repeats)
+        Case(f"batch {b} x {prompt}", "batch", (prompt,) * b, n, repeats, prefills)
         for b in dict.fromkeys(settings.batches)
     ]
     most = max(settings.batches)
     cases += [
-        Case(f"batch {most} x {context}", "context", (context,) * most, n, repeats)
+        Case(f"batch {most} x {context}", "context", (context,) * most, n, repeats, prefills)
         for context in dict.fromkeys(settings.contexts)
         if context != prompt
     ]
-    if settings.requests:
+    if settings.requests and prefills:
         chosen = random.Random(f"{settings.seed} lengths")
         lengths = [chosen.randint(prompt // 2, prompt * 3 // 2) for _ in range(settings.requests)]
         name = f"{settings.requests} ragged"

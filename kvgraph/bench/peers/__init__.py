@@ -2,7 +2,7 @@
 
 An adapter uses only its engine's public Python API and the standard library, and imports the engine
 inside its functions. Besides `load` it says what it needs: `NEEDS` (module -> what pip installs)
-and `PRECISIONS`, the classes of weights that it can run.
+and `PRECISIONS`, the classes of weights that it can run; `PREFIX_CACHING` where it has that.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ NEEDS = {
     "nncf": "nncf",
 }
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
+PREFIX_CACHING = True
 WEIGHTS = {"fp32": "fp32", "bf16": "fp32", "int8": "int8", "int4": "int4"}
 """Of --weight-format; float32 weights become bfloat16 at load, with the precision hint."""
 GIB = 1 << 30
@@ -36,7 +37,7 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     scheduler.cache_size = job["cache_bytes"] * 5 // 4 // GIB + 1
     scheduler.max_num_batched_tokens = job["step_tokens"]
     scheduler.max_num_seqs = len(job["rows"])
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = job["prefix_caching"]
     scheduler.dynamic_split_fuse = True
     properties = {
         "INFERENCE_PRECISION_HINT": hint,

