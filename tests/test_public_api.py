@@ -67,7 +67,8 @@ PUBLIC = [
 
 FLAGS = {
     "bench": "--batches --context --json --model --new-tokens --peer-models --peers --plot "
-    "--prefix-caching --prompt --quick --repeats --requests --save --step-tokens --threads --timeout",
+    "--prefix-caching --prompt --quick --repeats --requests --save --step-tokens --threads "
+    "--timeout",
     "cache clear": "--json",
     "cache stat": "--json",
     "cache verify": "--json",
