@@ -13,6 +13,7 @@ namespace kvg::KVG_ISA {
 constexpr int kPairs = 32;  // elements of one vector of bfloat16
 constexpr int kWords = 16;  // pairs, or float32, of one vector
 constexpr int kAtOnce = 4;  // query rows that few of them take together
+static_assert(kKeys == kPairs, "one vector holds the weights of a tile");
 
 // Elements of two vectors side by side, a0 b0 a1 b1 ...: where those of the first and of the second
 // half come from.
@@ -33,6 +34,32 @@ inline void interleave(__m512i a, __m512i b, __m512i& front, __m512i& back) {
 
 inline __mmask32 first_of(int64_t count) {
   return count >= kPairs ? 0xffffffffu : (1u << count) - 1;
+}
+
+// Under masks of all lanes: without, GCC 12 warns of its own headers.
+constexpr __mmask16 kAll = 0xffff;
+constexpr __mmask8 kHalf = 0xff;
+
+inline __m512 floats_of(__m128i bytes) {
+  return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepi8_epi32(kAll, bytes));
+}
+
+// 32 elements of a stored row as bfloat16; those beyond the mask: 0.
+inline __m512i load_pairs(const void* row, int32_t dtype, int64_t at, float factor, __mmask32 mask) {
+  const auto low = static_cast<__mmask16>(mask), high = static_cast<__mmask16>(mask >> kWords);
+  __m512 a, b;
+  if (dtype == KVG_BFLOAT16) {
+    return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(row) + at);
+  } else if (dtype == KVG_INT8) {
+    const __m256i bytes = _mm256_maskz_loadu_epi8(mask, static_cast<const int8_t*>(row) + at);
+    a = floats_of(_mm256_castsi256_si128(bytes));
+    b = floats_of(_mm256_extracti128_si256(bytes, 1));
+    a *= factor, b *= factor;
+  } else {
+    a = _mm512_maskz_loadu_ps(low, static_cast<const float*>(row) + at);
+    b = _mm512_maskz_loadu_ps(high, static_cast<const float*>(row) + at + kWords);
+  }
+  return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
 
 // ---- few rows ---------------------------------------------------------------------------------
@@ -75,12 +102,10 @@ void dot_bf16_rows(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, 
 }
 
 inline void dot_bf16(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, int64_t rows,
-              int64_t width, int64_t keys) {
-  int64_t m = 0;
-  for (; m + kAtOnce <= rows; m += kAtOnce)
-    dot_bf16_rows<kAtOnce>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
-  for (; m < rows; ++m)
-    dot_bf16_rows<1>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
+                     int64_t width, int64_t keys) {
+  by_rows<kAtOnce>(rows, [&](auto block, int64_t m) {
+    dot_bf16_rows<block.kCount>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
+  });
 }
 
 // Columns [e, e + kWide) of all keys, two keys at a time: elements of both lie side by side, and the
@@ -118,7 +143,7 @@ void add_bf16_block(const uint32_t* p_MP, const void* const* value_J, float* out
     KVG_UNROLL
     for (int m = 0; m < Rows; ++m) {
       const uint32_t pair = p_MP[m * (kKeys / 2) + j / 2];
-      const __m512bh p = (__m512bh)_mm512_maskz_set1_epi32(0xffff, static_cast<int32_t>(pair));
+      const __m512bh p = (__m512bh)_mm512_maskz_set1_epi32(kAll, static_cast<int32_t>(pair));
       KVG_UNROLL
       for (int h = 0; h < 2 * kHalves; ++h)
         out[m][h] = _mm512_dpbf16_ps(out[m][h], p, (__m512bh)v[h]);
@@ -138,52 +163,20 @@ void add_bf16_rows(const float* p_MJ, const void* const* value_J, float* out_ME,
                    int64_t keys) {
   alignas(64) uint32_t pairs[Rows][kKeys / 2];
   for (int m = 0; m < Rows; ++m)
-    for (int64_t j = 0; j < keys; j += kPairs) {
-      const float* p = p_MJ + m * kKeys + j;
-      const __mmask32 mask = first_of(keys - j);
-      const __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
-      const __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), p + 16);
-      _mm512_store_si512(&pairs[m][j / 2], (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
+    _mm512_store_si512(pairs[m],
+                       load_pairs(p_MJ + m * kKeys, KVG_FLOAT32, 0, 1.0f, first_of(keys)));
   for (int64_t e = 0; e < width; e += kWide)
     add_bf16_block<Rows>(pairs[0], value_J, out_ME, width, keys, e);
 }
 
 inline void add_bf16(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t rows,
-              int64_t width, int64_t keys) {
-  int64_t m = 0;
-  for (; m + kAtOnce <= rows; m += kAtOnce)
-    add_bf16_rows<kAtOnce>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
-  for (; m < rows; ++m)
-    add_bf16_rows<1>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
+                     int64_t width, int64_t keys) {
+  by_rows<kAtOnce>(rows, [&](auto block, int64_t m) {
+    add_bf16_rows<block.kCount>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
+  });
 }
+
 // ---- many rows --------------------------------------------------------------------------------
-
-// Under masks of all lanes: without, GCC 12 warns of its own headers.
-constexpr __mmask16 kAll = 0xffff;
-constexpr __mmask8 kHalf = 0xff;
-
-inline __m512 floats_of(__m128i bytes) {
-  return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepi8_epi32(kAll, bytes));
-}
-
-// 32 elements of a stored row as bfloat16; those beyond the mask: 0.
-inline __m512i load_pairs(const void* row, int32_t dtype, int64_t at, float factor, __mmask32 mask) {
-  const auto low = static_cast<__mmask16>(mask), high = static_cast<__mmask16>(mask >> kWords);
-  __m512 a, b;
-  if (dtype == KVG_BFLOAT16) {
-    return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(row) + at);
-  } else if (dtype == KVG_INT8) {
-    const __m256i bytes = _mm256_maskz_loadu_epi8(mask, static_cast<const int8_t*>(row) + at);
-    a = floats_of(_mm256_castsi256_si128(bytes));
-    b = floats_of(_mm256_extracti128_si256(bytes, 1));
-    a *= factor, b *= factor;
-  } else {
-    a = _mm512_maskz_loadu_ps(low, static_cast<const float*>(row) + at);
-    b = _mm512_maskz_loadu_ps(high, static_cast<const float*>(row) + at + kWords);
-  }
-  return (__m512i)_mm512_cvtne2ps_pbh(b, a);
-}
 
 // Rows of 16 words become columns.
 inline void transpose(__m512i (&x)[kWords]) {
@@ -206,8 +199,10 @@ inline void transpose(__m512i (&x)[kWords]) {
     const __m512i b = _mm512_maskz_shuffle_i32x4(kAll, x[8 + c], x[12 + c], 0x88);
     const __m512i d = _mm512_maskz_shuffle_i32x4(kAll, x[c], x[4 + c], 0xdd);  // groups 1 and 3
     const __m512i e = _mm512_maskz_shuffle_i32x4(kAll, x[8 + c], x[12 + c], 0xdd);
-    y[c] = _mm512_maskz_shuffle_i32x4(kAll, a, b, 0x88), y[8 + c] = _mm512_maskz_shuffle_i32x4(kAll, a, b, 0xdd);
-    y[4 + c] = _mm512_maskz_shuffle_i32x4(kAll, d, e, 0x88), y[12 + c] = _mm512_maskz_shuffle_i32x4(kAll, d, e, 0xdd);
+    y[c] = _mm512_maskz_shuffle_i32x4(kAll, a, b, 0x88);
+    y[8 + c] = _mm512_maskz_shuffle_i32x4(kAll, a, b, 0xdd);
+    y[4 + c] = _mm512_maskz_shuffle_i32x4(kAll, d, e, 0x88);
+    y[12 + c] = _mm512_maskz_shuffle_i32x4(kAll, d, e, 0xdd);
   }
   KVG_UNROLL
   for (int i = 0; i < kWords; ++i) x[i] = y[i];
@@ -283,17 +278,13 @@ void product_block(const uint32_t* a_MP, int64_t a_stride, const uint32_t* b_PN,
 template <bool Add>
 void product(const uint32_t* a_MP, int64_t a_stride, const uint32_t* b_PN, int64_t b_stride,
              float* c_MN, int64_t c_stride, int64_t rows, int64_t steps, int64_t columns) {
-  constexpr int kBlock = 8;
   for (int64_t n = 0; n < columns; n += kPairs) {
     const __mmask32 mask = first_of(columns - n);
     const uint32_t* b = b_PN + n;
-    int64_t m = 0;
-    for (; m + kBlock <= rows; m += kBlock)
-      product_block<kBlock, Add>(a_MP + m * a_stride, a_stride, b, b_stride,
-                                 c_MN + m * c_stride + n, c_stride, steps, mask);
-    for (; m < rows; ++m)
-      product_block<1, Add>(a_MP + m * a_stride, a_stride, b, b_stride, c_MN + m * c_stride + n,
-                            c_stride, steps, mask);
+    by_rows<8>(rows, [&](auto block, int64_t m) {
+      product_block<block.kCount, Add>(a_MP + m * a_stride, a_stride, b, b_stride,
+                                       c_MN + m * c_stride + n, c_stride, steps, mask);
+    });
   }
 }
 
@@ -305,7 +296,6 @@ inline void dot_packed(const uint32_t* q_MP, const uint32_t* packed, float* s_MJ
 inline void add_packed(const float* p_MJ, const uint32_t* packed, float* out_ME, int64_t rows,
                        int64_t width, int64_t keys) {
   constexpr int64_t kSteps = kKeys / 2, kRounded = 32;
-  static_assert(kKeys == kPairs, "one vector holds the weights of a tile");
   alignas(64) uint32_t pairs[kRounded][kSteps];
   for (int64_t first = 0; first < rows; first += kRounded) {
     const int64_t count = rows - first < kRounded ? rows - first : kRounded;

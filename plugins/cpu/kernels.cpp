@@ -69,11 +69,11 @@ void dot_rows(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t 
 template <class Element>
 void dot_of(const float* q_MD, const void* const* key_J, float* s_MJ, int64_t rows, int64_t width,
             int64_t stride, int64_t keys) {
-  int64_t m = 0;
-  for (; m + kRows <= rows; m += kRows)
-    dot_rows<Element, kRows, 4>(q_MD + m * stride, key_J, s_MJ + m * kKeys, width, stride, keys);
-  for (; m < rows; ++m)
-    dot_rows<Element, 1, 8>(q_MD + m * stride, key_J, s_MJ + m * kKeys, width, stride, keys);
+  by_rows<kRows>(rows, [&](auto block, int64_t m) {
+    constexpr int kKeysAtOnce = block.kCount == 1 ? 8 : 4;
+    dot_rows<Element, block.kCount, kKeysAtOnce>(q_MD + m * stride, key_J, s_MJ + m * kKeys, width,
+                                                 stride, keys);
+  });
 }
 
 void dot(const float* q_MD, const void* const* key_J, int32_t dtype, float* s_MJ, int64_t rows,
@@ -127,11 +127,11 @@ void add_rows(const float* p_MJ, const void* const* value_J, float* out_ME, int6
 template <class Element>
 void add_of(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t rows,
             int64_t width, int64_t stride, int64_t keys) {
-  int64_t m = 0;
-  for (; m + kRows <= rows; m += kRows)
-    add_rows<Element, kRows, 4>(p_MJ + m * kKeys, value_J, out_ME + m * stride, width, stride, keys);
-  for (; m < rows; ++m)
-    add_rows<Element, 1, 8>(p_MJ + m * kKeys, value_J, out_ME + m * stride, width, stride, keys);
+  by_rows<kRows>(rows, [&](auto block, int64_t m) {
+    constexpr int kKeysAtOnce = block.kCount == 1 ? 8 : 4;
+    add_rows<Element, block.kCount, kKeysAtOnce>(p_MJ + m * kKeys, value_J, out_ME + m * stride,
+                                                 width, stride, keys);
+  });
 }
 
 void add(const float* p_MJ, const void* const* value_J, int32_t dtype, float* out_ME, int64_t rows,
@@ -204,13 +204,10 @@ void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float sof
 
 void weigh(float* s_MJ, int64_t rows, int64_t begin, int64_t end, float factor, float softcap,
            Softmax* state_M, float* out_ME, int64_t width) {
-  int64_t m = 0;
-  for (; m + 4 <= rows; m += 4)
-    weigh_rows<4>(s_MJ + m * kKeys, begin, end, factor, softcap, state_M + m, out_ME + m * width,
-                  width);
-  for (; m < rows; ++m)
-    weigh_rows<1>(s_MJ + m * kKeys, begin, end, factor, softcap, state_M + m, out_ME + m * width,
-                  width);
+  by_rows<4>(rows, [&](auto block, int64_t m) {
+    weigh_rows<block.kCount>(s_MJ + m * kKeys, begin, end, factor, softcap, state_M + m,
+                             out_ME + m * width, width);
+  });
 }
 
 void join(Softmax* state, float* out_E, Softmax other, const float* other_E, int64_t width) {

@@ -38,6 +38,19 @@ namespace kvg::KVG_ISA {
 
 constexpr int kLanes = KVG_LANES;
 
+// Runs `block(Rows<Most>{}, m)` for as many rows at once as there are, then the rest one by one.
+template <int Count>
+struct Rows {
+  static constexpr int kCount = Count;
+};
+
+template <int Most, class Block>
+inline __attribute__((always_inline)) void by_rows(int64_t rows, Block&& block) {
+  int64_t m = 0;
+  for (; m + Most <= rows; m += Most) block(Rows<Most>{}, m);
+  for (; m < rows; ++m) block(Rows<1>{}, m);
+}
+
 using Vector = float __attribute__((vector_size(kLanes * 4)));
 using Index = int32_t __attribute__((vector_size(kLanes * 4)));
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
