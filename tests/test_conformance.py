@@ -88,6 +88,27 @@ def computed_in(case: Case, backend: Backend) -> str | None:
     return "bfloat16" if few_bits and isa in ("avx512_bf16", "amx") else None
 
 
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 256, 520])
+@pytest.mark.parametrize("heads", [2, 6, 8, 16])
+def test_few_rows_over_int8_lose_less_than_bfloat16(head_dim: int, heads: int) -> None:
+    """One token of 1 to 8 query heads a kv head: 16-bit queries and weights, if any are rounded."""
+    case = Case(
+        "paged_attention",
+        pool_dtype="int8",
+        heads=heads,
+        head_dim=head_dim,
+        rows=((0, 1), (70, 1), (1100, 1)),
+        granularity=head_dim,
+    )
+    operands = conformance.build(case)
+    conformance.check(case, native(operands), operands, computed_in="int16")
+    operands.inputs["q"][1, 0, 3] = np.nan
+    out = native(operands)
+    assert out is not None
+    assert np.isnan(out[1, 0]).all()
+    assert np.isnan(out).sum() == head_dim
+
+
 def test_the_matrix_covers_every_pair_of_its_main_axes() -> None:
     cases = conformance.cases()
     assert 130 <= len(cases) <= 200

@@ -2,8 +2,9 @@
 
 Decision: a pool's dtype is the precision of its products. Over float32 and float16 pools they are
 in float32; over a pool of fewer bits a backend may round queries and softmax weights to bfloat16,
-which loses what the cache lost already (CPU kernels do so where the processor multiplies bfloat16).
-Sums are in float32.
+which loses what the cache lost already. CPU kernels do so where the processor multiplies bfloat16,
+except that few query rows over an int8 pool are rounded to 16-bit integers, a scale for each row:
+there bfloat16 would cost conversions of every key. Sums are in float32, those of integers exact.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ namespace kvg {
 namespace {
 
 constexpr int64_t kQueryRows = 128;      // M that a tile of new tokens aims at
-constexpr int64_t kPartKeys = 256;       // a long context is split among tasks from here on
+constexpr int64_t kPartKeys = 512;       // a long context is split among tasks from here on
 constexpr int64_t kMaxParts = 16;
 constexpr int64_t kStateFloats = 32768;  // of one task: Q and output rows that stay in cache
 

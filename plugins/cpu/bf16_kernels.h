@@ -1,44 +1,17 @@
-// Scores and weighted sums of a tile in bfloat16, with sums in float32, for kernels.cpp.
+// Scores and weighted sums of many query rows in bfloat16, with sums in float32, for kernels.cpp.
 //
-// Few query rows read K and V as they lie. Of many, a tile of keys is packed once, so that a step is
-// one broadcast of two elements of a row times 16 columns: keys of a score, elements of an output.
+// A tile of keys is packed once, so that a step is one broadcast of two elements of a row times 16
+// columns: keys of a score, elements of an output.
 #pragma once
 
 #include "cpu/kernels.h"
 #include "cpu/vector.h"
+#include "cpu/words.h"
 
 namespace kvg::KVG_ISA {
 
 #if defined(__AVX512BF16__)
-constexpr int kPairs = 32;  // elements of one vector of bfloat16
-constexpr int kWords = 16;  // pairs, or float32, of one vector
-constexpr int kAtOnce = 4;  // query rows that few of them take together
 static_assert(kKeys == kPairs, "one vector holds the weights of a tile");
-
-// Elements of two vectors side by side, a0 b0 a1 b1 ...: where those of the first and of the second
-// half come from.
-struct Interleaving {
-  alignas(64) uint16_t half[2][kPairs];
-
-  constexpr Interleaving() : half() {
-    for (int i = 0; i < 2 * kPairs; ++i)
-      half[i / kPairs][i % kPairs] = static_cast<uint16_t>(i / 2 + i % 2 * kPairs);
-  }
-};
-constexpr Interleaving kInterleaving;
-
-inline void interleave(__m512i a, __m512i b, __m512i& front, __m512i& back) {
-  front = _mm512_permutex2var_epi16(a, _mm512_load_si512(kInterleaving.half[0]), b);
-  back = _mm512_permutex2var_epi16(a, _mm512_load_si512(kInterleaving.half[1]), b);
-}
-
-inline __mmask32 first_of(int64_t count) {
-  return count >= kPairs ? 0xffffffffu : (1u << count) - 1;
-}
-
-// Under masks of all lanes: without, GCC 12 warns of its own headers.
-constexpr __mmask16 kAll = 0xffff;
-constexpr __mmask8 kHalf = 0xff;
 
 inline __m512 floats_of(__m128i bytes) {
   return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepi8_epi32(kAll, bytes));
@@ -61,122 +34,6 @@ inline __m512i load_pairs(const void* row, int32_t dtype, int64_t at, float fact
   }
   return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
-
-// ---- few rows ---------------------------------------------------------------------------------
-
-inline __m512bh load_bf16(const void* from, __mmask32 mask) {
-  return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
-}
-
-template <int Rows, int Keys>
-void dot_bf16_block(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, int64_t width) {
-  __m512 parts[Rows][Keys] = {};
-  for (int64_t d = 0; d < width; d += kPairs) {
-    const __mmask32 mask = first_of(width - d);
-    __m512bh k[Keys];
-    KVG_UNROLL
-    for (int j = 0; j < Keys; ++j)
-      k[j] = load_bf16(static_cast<const uint16_t*>(key_J[j]) + d, mask);
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) {
-      const __m512bh q = load_bf16(q_MD + m * width + d, mask);
-      KVG_UNROLL
-      for (int j = 0; j < Keys; ++j) parts[m][j] = _mm512_dpbf16_ps(parts[m][j], q, k[j]);
-    }
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    float four[4];
-    sums((Vector)parts[m][0], (Vector)parts[m][1 % Keys], (Vector)parts[m][2 % Keys],
-         (Vector)parts[m][3 % Keys], four);
-    std::memcpy(s_MJ + m * kKeys, four, Keys * sizeof(float));
-  }
-}
-
-template <int Rows>
-void dot_bf16_rows(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, int64_t width,
-                   int64_t keys) {
-  int64_t j = 0;
-  for (; j + 4 <= keys; j += 4) dot_bf16_block<Rows, 4>(q_MD, key_J + j, s_MJ + j, width);
-  for (; j < keys; ++j) dot_bf16_block<Rows, 1>(q_MD, key_J + j, s_MJ + j, width);
-}
-
-inline void dot_bf16(const uint16_t* q_MD, const void* const* key_J, float* s_MJ, int64_t rows,
-                     int64_t width, int64_t keys) {
-  by_rows<kAtOnce>(rows, [&](auto block, int64_t m) {
-    dot_bf16_rows<block.kCount>(q_MD + m * width, key_J, s_MJ + m * kKeys, width, keys);
-  });
-}
-
-// Columns [e, e + kWide) of all keys, two keys at a time: elements of both lie side by side, and the
-// output stays in registers.
-constexpr int kWide = 64;
-
-template <int Rows>
-void add_bf16_block(const uint32_t* p_MP, const void* const* value_J, float* out_ME, int64_t width,
-                    int64_t keys, int64_t e) {
-  constexpr int kHalves = kWide / kPairs;
-  __mmask32 mask[kHalves];
-  __m512 out[Rows][2 * kHalves];
-  KVG_UNROLL
-  for (int h = 0; h < kHalves; ++h) {
-    const int64_t left = width - e - h * kPairs;
-    mask[h] = first_of(left < 0 ? 0 : left);
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    KVG_UNROLL
-    for (int h = 0; h < 2 * kHalves; ++h)
-      out[m][h] = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask[h / 2] >> h % 2 * 16),
-                                        out_ME + m * width + e + h * 16);
-  }
-  for (int64_t j = 0; j < keys; j += 2) {
-    const auto* a = static_cast<const uint16_t*>(value_J[j]) + e;
-    const auto* b = static_cast<const uint16_t*>(value_J[j + 1 < keys ? j + 1 : j]) + e;
-    __m512i v[2 * kHalves];
-    KVG_UNROLL
-    for (int h = 0; h < kHalves; ++h) {
-      const __m512i one = _mm512_maskz_loadu_epi16(mask[h], a + h * kPairs);
-      const __m512i two = _mm512_maskz_loadu_epi16(mask[h], b + h * kPairs);
-      interleave(one, two, v[2 * h], v[2 * h + 1]);
-    }
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) {
-      const uint32_t pair = p_MP[m * (kKeys / 2) + j / 2];
-      const __m512bh p = (__m512bh)_mm512_maskz_set1_epi32(kAll, static_cast<int32_t>(pair));
-      KVG_UNROLL
-      for (int h = 0; h < 2 * kHalves; ++h)
-        out[m][h] = _mm512_dpbf16_ps(out[m][h], p, (__m512bh)v[h]);
-    }
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    KVG_UNROLL
-    for (int h = 0; h < 2 * kHalves; ++h)
-      _mm512_mask_storeu_ps(out_ME + m * width + e + h * 16,
-                            static_cast<__mmask16>(mask[h / 2] >> h % 2 * 16), out[m][h]);
-  }
-}
-
-template <int Rows>
-void add_bf16_rows(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t width,
-                   int64_t keys) {
-  alignas(64) uint32_t pairs[Rows][kKeys / 2];
-  for (int m = 0; m < Rows; ++m)
-    _mm512_store_si512(pairs[m],
-                       load_pairs(p_MJ + m * kKeys, KVG_FLOAT32, 0, 1.0f, first_of(keys)));
-  for (int64_t e = 0; e < width; e += kWide)
-    add_bf16_block<Rows>(pairs[0], value_J, out_ME, width, keys, e);
-}
-
-inline void add_bf16(const float* p_MJ, const void* const* value_J, float* out_ME, int64_t rows,
-                     int64_t width, int64_t keys) {
-  by_rows<kAtOnce>(rows, [&](auto block, int64_t m) {
-    add_bf16_rows<block.kCount>(p_MJ + m * kKeys, value_J, out_ME + m * width, width, keys);
-  });
-}
-
-// ---- many rows --------------------------------------------------------------------------------
 
 // Rows of 16 words become columns.
 inline void transpose(__m512i (&x)[kWords]) {
@@ -307,8 +164,7 @@ inline void add_packed(const float* p_MJ, const uint32_t* packed, float* out_ME,
   }
 }
 
-constexpr BFloat16Kernels kBFloat16Kernels = {dot_bf16,   add_bf16,   pack_keys,
-                                              pack_values, dot_packed, add_packed};
+constexpr BFloat16Kernels kBFloat16Kernels = {pack_keys, pack_values, dot_packed, add_packed};
 constexpr const BFloat16Kernels* kInBFloat16 = &kBFloat16Kernels;
 #else
 constexpr const BFloat16Kernels* kInBFloat16 = nullptr;

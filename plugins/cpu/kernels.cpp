@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cpu/bf16_kernels.h"
+#include "cpu/stream_kernels.h"
 #include "cpu/vector.h"
 
 namespace kvg::KVG_ISA {
@@ -158,6 +159,9 @@ float raise(Softmax* state, float other) {
   return kept;
 }
 
+// Scores may pass the top by this much before it rises: until then weights do not wait for it.
+constexpr float kSlack = 8.0f;
+
 // Weighs four rows, of which the first `Rows` are there.
 template <int Rows>
 void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float softcap,
@@ -180,10 +184,17 @@ void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float sof
       scores[m][i] = x, top_M[m] = larger(x, top_M[m]);
     }
   }
-  const Vector top =
-      larger(reduce<larger>(top_M[row(0)], top_M[row(1)], top_M[row(2)], top_M[row(3)]), before);
+  const Vector seen_top = reduce<larger>(top_M[row(0)], top_M[row(1)], top_M[row(2)], top_M[row(3)]);
+  bool grew = false;
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) grew |= seen_top[m] > state_M[m].top + kSlack;
+  Vector top = before, kept = Vector{} + 1.0f;
+  if (grew) {
+    top = larger(seen_top, before);
+    kept = exp2_of_negative(before - (top == -kInfinity ? Vector{} : top));
+    kept = top == -kInfinity ? Vector{} + 1.0f : kept;
+  }
   const Vector base = top == -kInfinity ? Vector{} : top;
-  const Vector kept = top == -kInfinity ? Vector{} + 1.0f : exp2_of_negative(before - base);
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
@@ -198,7 +209,7 @@ void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float sof
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {
     state_M[m] = {top[m], sum[m]};
-    if (kept[m] != 1.0f) scale(out_ME + m * width, kept[m], width);
+    if (grew && kept[m] != 1.0f) scale(out_ME + m * width, kept[m], width);
   }
 }
 
@@ -264,6 +275,7 @@ constexpr Dtype row() {
 extern const Kernels kKernels;
 const Kernels kKernels = {
     {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
-    dot, add, weigh, join, finish, scale, kInBFloat16};
+    dot, add, weigh, join, finish, scale, kInBFloat16,
+    {nullptr, nullptr, nullptr, kStreamsBFloat16, kStreamsInt8}};
 
 }  // namespace kvg::KVG_ISA

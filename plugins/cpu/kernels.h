@@ -10,6 +10,7 @@
 namespace kvg {
 
 constexpr int64_t kKeys = 32;  // of a tile: K and V of it stay in the first-level cache
+constexpr int64_t kLine = 64;  // bytes that memory gives at once
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Rows of one stored dtype.
@@ -28,15 +29,52 @@ struct Softmax {
 // Legend: M query rows, D and E row widths, J keys of a tile (rows of kKeys in scores), P pairs of
 // elements.
 
+// What memory is asked for while something else is multiplied: bytes [begin, end) of rows, in order,
+// from `at` on.
+struct Ahead {
+  const char* const* row;
+  const char* const* last;
+  int64_t begin, end, at;
+
+  // Asks for the next lines. Inlined, as GCC takes a function that only prefetches for one without
+  // effects, and drops its calls.
+  [[gnu::always_inline]] void ask(int64_t lines) {
+    for (int64_t i = 0; i < lines && row != last; ++i) {
+      __builtin_prefetch(*row + at);
+      at += kLine;
+      if (at >= end) at = begin, ++row;
+    }
+  }
+};
+
+// K or V of some keys of a tile, of one head: `offset` bytes into each row. Rows beyond the last key
+// repeat it.
+struct Stream {
+  const char* const* row_J;
+  const float* factor_J;  // of quantised rows
+  int64_t offset;
+  Ahead* ahead;  // of as many bytes as are read here
+};
+
+// Few query rows over K and V as they lie, in products of the processor's own.
+struct StreamKernels {
+  int64_t step_size;  // bytes of K or V of all heads that are read at a time: what was fastest
+  int64_t (*packed_size)(int64_t rows, int64_t width);  // bytes of queries, a multiple of kLine
+  void (*pack_query)(const float* q_D, char* packed, int64_t row, int64_t width);
+  // Weights of a tile, times the factors of its values, become what `add` takes, in place.
+  void (*pack_weights)(float* weight_MJ, const float* factor_J, int64_t rows);
+  // scores[m][j] = q[m] . key[j]
+  void (*dot)(const char* packed, const Stream& keys, float* scores_MJ, int64_t rows, int64_t width,
+              int64_t count);
+  // out[m] += sum over j of weight[m][first + j] value[j]; weights beyond the last key are 0.
+  void (*add)(const float* weight_MJ, const Stream& values, float* out_ME, int64_t rows,
+              int64_t width, int64_t first, int64_t count);
+};
+
 // Products of bfloat16 with sums in float32; weights are rounded to it.
 struct BFloat16Kernels {
-  // Few rows: scores[m][j] = q[m] . key[j], and out[m] += sum over j of weight[m][j] value[j].
-  void (*dot)(const uint16_t* q_MD, const void* const* key_J, float* scores_MJ, int64_t rows,
-              int64_t width, int64_t keys);
-  void (*add)(const float* weight_MJ, const void* const* value_J, float* out_ME, int64_t rows,
-              int64_t width, int64_t keys);
-  // Many rows: the keys of a tile are packed first, from bfloat16, float32 or int8 that a factor for
-  // each key belongs to, into kKeys * padded width / 2 words. Queries are as wide, with zeros.
+  // The keys of a tile are packed first, from bfloat16, float32 or int8 that a factor for each key
+  // belongs to, into kKeys * padded width / 2 words. Queries are as wide, with zeros.
   void (*pack_keys)(const void* const* key_J, int32_t dtype, const float* factor_J,
                     uint32_t* packed, int64_t width, int64_t keys);
   void (*pack_values)(const void* const* value_J, int32_t dtype, const float* factor_J,
@@ -67,7 +105,9 @@ struct Kernels {
   // Divides by the sum of weights; a sink (-infinity: none) is one more logit without a value.
   void (*finish)(Softmax state, float sink, float* out_E, int64_t width);
   void (*scale)(float* x, float factor, int64_t count);
-  const BFloat16Kernels* bfloat16;  // nullptr: no dot products of the processor's own
+  // nullptr: the processor has no dot products of its own
+  const BFloat16Kernels* bfloat16;
+  const StreamKernels* streams[KVG_INT32];  // by kvg_dtype of the pool
 };
 
 // The best that this processor runs, or those that KVGRAPH_CPU_ISA names; throws a Refusal where

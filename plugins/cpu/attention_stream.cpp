@@ -1,0 +1,110 @@
+// Decision: K and V are read in the order in which they lie, a step of a few keys of all heads at a
+// time, and while a step is multiplied memory is asked for the next one, line after line, evenly: a
+// core waits for few lines at once, drops what a burst asks for beyond them, and its own prefetchers
+// do not follow reads that products interrupt. Measured on Zen 5 (8 rows of 4,096 keys, 8 kv heads
+// of 128, bfloat16, one thread): 23 GB/s of the 36 that it reads; 19 in bursts, 8 unasked.
+#include "cpu/attention_stream.h"
+
+#include "cpu/attention_task.h"
+
+namespace kvg {
+namespace {
+
+constexpr int64_t kFewRows = 8;
+constexpr int64_t kWidest = 512;  // head: sums of int8 products fit into 32 bits
+
+const StreamKernels* kernels_of(const Attention& job, int64_t rows) {
+  const Pool& pool = job.pool;
+  const bool fits = rows <= kFewRows && pool.head_dim <= kWidest &&
+                    (!pool.scales || pool.scales_per_head == 1);
+  return fits ? kernels().streams[pool.dtype] : nullptr;
+}
+
+class StreamTask : AttentionTask {
+ public:
+  StreamTask(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
+             int64_t last_head)
+      : AttentionTask(job, partial, tile, first_head, last_head),
+        streams_(*kernels_of(job, rows_)),
+        step_(step_of(streams_.step_size, 8)) {}
+
+  void run() {
+    const int64_t queries = heads() * streams_.packed_size(rows_, D_) / kLine;
+    Line* room = make_room(queries + lines_of(2 * heads() * kKeys));
+    queries_ = reinterpret_cast<char*>(room);
+    factors_ = room[queries].floats;
+    load_queries();
+    each_tile([this](const KeyTile& tile, const KeyTile& next) { attend(tile, next); });
+    leave();
+  }
+
+ private:
+  void load_queries() {
+    const KeyTile tile = first_tile();
+    Ahead ahead = ahead_of(tile.rows[0], step_);
+    const int64_t lines = tile.keys ? step_ * row_size_ / kLine / rows_ + 1 : 0;
+    each_query([&](int64_t head, int64_t row, const float* q) {
+      ahead.ask(lines);
+      streams_.pack_query(q, queries_of(head), row, D_);
+    });
+  }
+
+  void attend(const KeyTile& tile, const KeyTile& next) {
+    load_factors(tile, next);
+    each_step(tile, 0, step_, tile.rows[1],
+              [&](int64_t head, int64_t j, int64_t keys, Ahead& ahead) {
+                const Stream k = stream_of(tile, 0, head, j, ahead);
+                streams_.dot(queries_of(head), k, scores_of(head) + j, rows_, D_, keys);
+              });
+    for (int64_t head = first_head_; head < last_head_; ++head) {
+      weigh(head, tile);
+      streams_.pack_weights(scores_of(head), factors_of(1, head), rows_);
+    }
+    const KeyTile& after = next.keys ? next : tile;
+    each_step(tile, 1, step_, after.rows[0],
+              [&](int64_t head, int64_t j, int64_t keys, Ahead& ahead) {
+                const Stream v = stream_of(tile, 1, head, j, ahead);
+                streams_.add(scores_of(head), v, out_of(head), rows_, E_, j, keys);
+              });
+  }
+
+  Stream stream_of(const KeyTile& tile, int kind, int64_t head, int64_t first, Ahead& ahead) const {
+    return {tile.rows[kind] + first, factors_of(kind, head) + first, head * row_size_, &ahead};
+  }
+
+  char* queries_of(int64_t head) const {
+    return queries_ + (head - first_head_) * streams_.packed_size(rows_, D_);
+  }
+
+  // Of K or V, [J].
+  float* factors_of(int kind, int64_t head) const {
+    return factors_ + (2 * (head - first_head_) + kind) * kKeys;
+  }
+
+  void load_factors(const KeyTile& tile, const KeyTile& next) {
+    if (!job_.pool.scales) return;
+    for (int kind : {0, 1})
+      for (int64_t j = 0; j < kKeys; ++j) {
+        if (j < next.keys) __builtin_prefetch(next.scales[kind][j] + first_head_);
+        const float* from = tile.scales[kind][j] + first_head_;
+        float* to = factors_of(kind, first_head_) + j;
+        for (int64_t head = 0; head < heads(); ++head) to[2 * kKeys * head] = from[head];
+      }
+  }
+
+  const StreamKernels& streams_;
+  const int64_t step_;  // keys at a time, of all heads
+  char* queries_;   // packed, of all heads
+  float* factors_;  // [heads, 2, J]
+};
+
+}  // namespace
+
+bool streams(const Attention& job, int64_t rows) { return kernels_of(job, rows); }
+
+void attend_stream(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
+                   int64_t last_head) {
+  StreamTask(job, partial, tile, first_head, last_head).run();
+}
+
+}  // namespace kvg

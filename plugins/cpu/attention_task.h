@@ -1,0 +1,138 @@
+// What every task of attention has: a tile of queries of some kv heads, the keys of its part, the
+// softmax and the outputs. How K and V are multiplied is up to the classes derived from it.
+//
+// Legend: M query rows of one kv head (tile of new tokens x its query heads, token-major), D
+// head_dim, E v_head_dim, J keys of a tile. Scores are in units of log2(e): weights are powers of 2.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/attention_tile.h"
+#include "cpu/kernels.h"
+
+namespace kvg {
+
+struct alignas(64) Line {
+  float floats[16];
+};
+
+// Lines that `count` floats take.
+inline int64_t lines_of(int64_t count) { return (count + 15) / 16; }
+
+// Up to kKeys keys of a row, and where their first heads lie: [K or V][key]. Pointers beyond the
+// last key repeat it.
+struct KeyTile {
+  int64_t first = 0, keys = 0;
+  const char* rows[2][kKeys];
+  const float* scales[2][kKeys];  // of a quantised pool
+};
+
+class AttentionTask {
+ protected:
+  AttentionTask(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
+                int64_t last_head);
+
+  // Makes room for the outputs and scores, and for so much more, which is returned.
+  Line* make_room(int64_t lines);
+
+  // take(head, row, q) for every query, rotated, as float32; q[D] is 0.
+  template <class Take>
+  void each_query(Take&& take) const {
+    const Dtype& type = dtype(job_.dtype);
+    const auto width = static_cast<size_t>(D_);
+    std::vector<char> rounded(job_.rope ? width * type.size : 0);
+    std::vector<float> wide(width + 1);
+    for (int64_t head = first_head_; head < last_head_; ++head)
+      for (int64_t row = 0; row < rows_; ++row) {
+        const int64_t token = tile_.begin + row / group_;
+        const int64_t from = element(token, head * group_ + row % group_, D_);
+        type.to_float(job_.q + from * static_cast<int64_t>(type.size), wide.data(), width);
+        if (job_.rope) {  // rotated queries are rounded to their dtype, as rotated keys are
+          job_.rope.apply(wide.data(), position(token));
+          type.from_float(wide.data(), rounded.data(), width);
+          type.to_float(rounded.data(), wide.data(), width);
+        }
+        take(head, row, wide.data());
+      }
+  }
+
+  KeyTile first_tile() const {
+    const Keys keys = part_keys();
+    KeyTile tile;
+    find(keys.first, keys.last, tile);
+    return tile;
+  }
+
+  // body(tile, next) for every tile of the keys that any query sees, of this part.
+  template <class Body>
+  void each_tile(Body&& body) const {
+    const Keys keys = part_keys();
+    KeyTile tiles[2] = {first_tile(), {}};
+    for (int at = 0; tiles[at].keys > 0; at = 1 - at) {
+      find(tiles[at].first + tiles[at].keys, keys.last, tiles[1 - at]);
+      body(tiles[at], tiles[1 - at]);
+    }
+  }
+
+  // Keys of a step that reads about `size` bytes, at least `fewest`; a tile holds a whole number.
+  int64_t step_of(int64_t size, int64_t fewest) const {
+    int64_t keys = kKeys;
+    while (keys > fewest && keys * heads() * row_size_ > size) keys /= 2;
+    return keys;
+  }
+
+  // body(head, first key, keys, what is read next) for every head of every `step` keys of K (0) or V
+  // (1); `after`: the rows that follow the tile's. Rows are read in the order in which they lie.
+  template <class Body>
+  void each_step(const KeyTile& tile, int kind, int64_t step, const char* const* after,
+                 Body&& body) const {
+    for (int64_t j = 0; j < tile.keys; j += step) {
+      Ahead ahead = ahead_of(j + step < kKeys ? tile.rows[kind] + j + step : after, step);
+      for (int64_t head = first_head_; head < last_head_; ++head)
+        body(head, j, std::min(step, tile.keys - j), ahead);
+    }
+  }
+
+  // All heads of `step` rows.
+  Ahead ahead_of(const char* const* rows, int64_t step) const {
+    const int64_t begin = first_head_ * row_size_;
+    return {rows, rows + step, begin, last_head_ * row_size_, begin};
+  }
+
+  // The scores of a head become weights.
+  void weigh(int64_t head, const KeyTile& tile);
+  // Writes the outputs, or of a split tile its partials.
+  void leave();
+
+  int64_t heads() const { return last_head_ - first_head_; }
+  int64_t state_of(int64_t head) const { return (head - first_head_) * rows_; }
+  float* scores_of(int64_t head) const { return scores_ + state_of(head) * kKeys; }
+  float* out_of(int64_t head) const { return out_ + state_of(head) * E_; }
+
+  const Kernels& kernels_ = kernels();
+  const Attention& job_;
+  const int64_t first_head_, last_head_, group_, rows_, D_, E_;
+  const int64_t size_;      // bytes of an element of the pool
+  const int64_t row_size_;  // bytes of K or V of a head of a key
+  const int64_t block_;     // elements of a key that share a scale
+
+ private:
+  int64_t position(int64_t token) const { return job_.rows.cached[tile_.row] + token; }
+  // Elements before query head `head` of new token `token` of the row, in rows `width` wide.
+  int64_t element(int64_t token, int64_t head, int64_t width) const {
+    return ((job_.rows.begin(tile_.row) + token) * job_.heads + head) * width;
+  }
+  Keys part_keys() const;
+  void find(int64_t first, int64_t end, KeyTile& tile) const;
+  void finish(int64_t head);
+  void save_partial(int64_t head);
+
+  Partial& partial_;
+  const Tile& tile_;
+  const float scale_, softcap_;  // scale_ makes a dot product what the softmax takes
+  float *out_, *scores_;         // [heads, M, E], [heads, M, J]
+  Softmax* softmax_;             // [heads, M]
+};
+
+}  // namespace kvg
