@@ -37,6 +37,8 @@ static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
 struct Fetch {
   const char* at;
   int64_t step;
+  int64_t turn;      // at this line it goes on elsewhere
+  const char* then;
 };
 
 // ---- sums of a few rows -----------------------------------------------------------------------
@@ -45,11 +47,13 @@ struct Fetch {
 template <class Kind, int Rows, int Panels>
 void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
           Fetch fetch, typename Kind::Sum* out) {
+  constexpr int kCache = Rows <= 4 ? 3 : 2;  // the first level, or the second: x fills the first
   typename Kind::Sum sums[Rows][Panels * kVectors] = {};
   for (int64_t i = 0; i < lines; ++i, x += kStep, w += kLineBytes, fetch.at += fetch.step) {
     typename Kind::Line line[Panels * kVectors];
+    if (i == fetch.turn) fetch.at = fetch.then;
     KVG_UNROLL
-    for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, 2);
+    for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, kCache);
     KVG_UNROLL
     for (int p = 0; p < Panels * kVectors; ++p)
       line[p] = Kind::line(w + p / kVectors * panel_bytes + p % kVectors * (kLineBytes / kVectors));
@@ -283,7 +287,8 @@ void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t r
   alignas(64) typename Kind::Sum sums[kTileRows * kPair * kVectors];
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   // The first tile fetches its own lines; the others share the next pair's, which are read then.
-  Fetch fetch{w + kAhead * kLineBytes, kLineBytes};
+  const int64_t ahead = lines < kAhead ? lines : kAhead;
+  Fetch fetch{w + ahead * kLineBytes, kLineBytes, lines - ahead, next};
   for (int64_t t = 0, left = rows; t < tiles; ++t) {
     const int64_t take = (left + tiles - t - 1) / (tiles - t);  // as even as can be
     const char* x = job.x + row * job.x_stride;
@@ -294,7 +299,7 @@ void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t r
     finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
     row += take, left -= take;
     const int64_t step = tiles > 1 ? kLineBytes / (tiles - 1) : 0;
-    fetch = {next + t * lines * step, step};
+    fetch = {next + t * lines * step, step, -1, nullptr};
   }
 }
 
