@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -100,9 +100,34 @@ def set_num_threads(count: int) -> None:
     library().dll.kvg_cpu_set_num_threads(count)
 
 
+def likeliest(rows: Sequence[LogitsRow], vocab: int, room: int) -> list[Likeliest]:
+    """Of each row the ids of its `most` likeliest tokens, and some more (abi.h); rows in parallel.
+
+    None where a logit is NaN, or more than `room` ids are found. KernelError for a row of more
+    `groups` than tokens, or of fewer than `most`.
+    """
+    return library().likeliest(rows, vocab, room)
+
+
 def num_threads() -> int:
     """Threads that kernels may use."""
     return int(library().dll.kvg_cpu_num_threads())
+
+
+class LogitsRow(NamedTuple):
+    """float32 `[vocab]` in dense memory; `temperature` 0 asks for no total."""
+
+    logits: npt.NDArray[np.float32]
+    groups: int
+    most: int
+    temperature: float
+
+
+class Likeliest(NamedTuple):
+    """Ids in order, and the sum of exp((logit - greatest) / temperature) over the row."""
+
+    ids: npt.NDArray[np.int32] | None
+    total: float
 
 
 @cache
@@ -127,6 +152,38 @@ class Library:
                 f"got {found}; install both from one build: {INSTALL}"
             )
         self._frames = threading.local()
+        self.dll.kvg_cpu_likeliest.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+        ]
+
+    def likeliest(self, rows: Sequence[LogitsRow], vocab: int, room: int) -> list[Likeliest]:
+        """As `likeliest` of this module."""
+        for row in rows:
+            if row.logits.dtype != np.float32 or not row.logits.flags.c_contiguous:
+                raise KernelError(
+                    f"likeliest: expected dense float32 logits, got {row.logits.dtype} "
+                    f"with strides {row.logits.strides}"
+                )
+            if len(row.logits) != vocab:
+                raise KernelError(f"likeliest: expected {vocab} logits, got {len(row.logits)}")
+        asked = np.array([(row[0].ctypes.data, *row[1:]) for row in rows], LOGITS_ROW)
+        ids = np.empty((len(rows), room), np.int32)
+        found = np.empty(len(rows), LIKELIEST)
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        given = (asked.ctypes.data, len(rows), vocab, ids.ctypes.data, room, found.ctypes.data)
+        if self.dll.kvg_cpu_likeliest(*given, message, MESSAGE_BYTES):
+            raise KernelError(message.value.decode(errors="replace"))
+        return [
+            Likeliest(row_ids[:count] if 0 <= count <= room else None, total)
+            for row_ids, (count, total) in zip(ids, found.tolist(), strict=True)
+        ]
 
     def call(
         self, spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
@@ -137,6 +194,17 @@ class Library:
         if frame is None:
             frame = frames[spec.name] = _Frame(self.dll, spec)
         frame.call(operands, attributes)
+
+
+LOGITS_ROW = np.dtype(
+    {
+        "names": LogitsRow._fields,
+        "formats": [np.uintp, np.int64, np.int64, np.float32],
+        "itemsize": 32,
+    }
+)
+"""kvg_row, and kvg_likeliest."""
+LIKELIEST = np.dtype([("count", np.int64), ("total", np.float64)])
 
 
 class _Frame:

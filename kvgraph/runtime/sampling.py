@@ -1,8 +1,9 @@
 """Logits -> tokens: greedy, temperature, top-k and top-p, vectorised over the rows of a step.
 
-Decision: NumPy, and no kernel of ours. 64 rows of 32,000 logits, processor time on AVX-512: argmax
-0.11 ms, top-k 2.1 ms, top-p or temperature alone 4.9 ms, of which 1.6 are the sum of all weights
-(sorting every row took 205 ms). A kernel could at best save the latter two.
+Decision: NumPy, except for the passes over whole rows that find the likeliest tokens and sum all
+weights (`kvgraph.ops.native.likeliest`). In NumPy those were most of 64 rows of 32,000 logits: top-k
+2.1 ms of processor time on AVX-512, top-p or temperature alone 4.9 (sorting every row took 205 ms).
+Now 1.1 to 1.6 ms, a third of it in the kernel. Greedy is NumPy's argmax.
 
 R: rows; V: vocabulary; G: groups of tokens; W: tokens of a head, or of the widest of them.
 """
@@ -17,11 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.errors import RequestError
+from kvgraph.ops import native
 
 Logits = npt.NDArray[np.float32]
 
 COLDEST = 1e-30
 """Lower temperatures count as this one, so that no float32 logit divided by one overflows."""
+
+WARMEST = float(np.finfo(np.float32).max)
+"""Higher ones count as this one where a row's weights are summed: its tokens are equally likely."""
 
 HEADS = (128, 1024)
 """The likeliest tokens that are looked at first, and next; a wider top-k has its row sorted."""
@@ -30,7 +35,7 @@ SHORT_VOCAB = 2048
 """A row of fewer tokens is sorted whole, with the others."""
 
 TOTAL_ERROR = 1e-5
-"""Share by which a row's sum in float32 may be wrong (its bound is a fifth of that)."""
+"""Share by which a row's sum of weights may be wrong (its bound is about half of that)."""
 
 LAST_KEY = (0x7F800000 << 32) | 0xFFFFFFFF
 """Sorts behind every token: a logit of -Inf, and an id that no token has."""
@@ -119,7 +124,7 @@ class Head:
     of TOTAL_ERROR; None where the head holds every token that may be chosen.
     """
 
-    ids: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int32] | npt.NDArray[np.int64]
     logits: Logits
     total: float | None
 
@@ -129,7 +134,8 @@ def _sample_rows(rows_V: Sequence[Logits], draws: Sequence[Draw]) -> list[int]:
     chosen = [-1] * len(rows_V)
     for likeliest in HEADS:
         open_rows = [i for i, token in enumerate(chosen) if token < 0]
-        heads = {i: head for i in open_rows if (head := _head(rows_V[i], draws[i], likeliest))}
+        found = _heads([rows_V[i] for i in open_rows], [draws[i] for i in open_rows], likeliest)
+        heads = {i: head for i, head in zip(open_rows, found, strict=True) if head}
         if heads:
             tokens = _choose(list(heads.values()), [draws[i] for i in heads])
             for i, token in zip(heads, tokens, strict=True):
@@ -144,40 +150,33 @@ def _whole(row_V: Logits) -> Head:
     return Head(np.arange(len(row_V)), row_V, None)
 
 
-def _head(row_V: Logits, draw: Draw, likeliest: int) -> Head | None:
-    """A head of the `top_k` likeliest tokens or, without a top-k so small, of `likeliest` or more.
+def _heads(rows_V: Sequence[Logits], draws: Sequence[Draw], likeliest: int) -> list[Head | None]:
+    """Heads of the `top_k` likeliest tokens or, without a top-k so small, of `likeliest` or more.
 
-    None where it would not be much shorter than the row. The m-th greatest of the maxima of groups
+    None where one would not be much shorter than its row. The m-th greatest of the maxima of groups
     is at most the m-th greatest of all, since every maximum is a token of its own: what reaches it
     holds the m likeliest, and some more.
     """
-    if len(row_V) < SHORT_VOCAB:
-        return _whole(row_V)
-    limited = draw.top_k <= likeliest
-    most = int(draw.top_k) if limited else likeliest
-    groups = max(4 * most, SHORT_VOCAB // 2)
-    if len(row_V) < 2 * groups or (not limited and draw.top_k < math.inf):
-        return None
-    even = len(row_V) // groups * groups
-    best_G = row_V[:even].reshape(-1, groups).max(0)
-    rest = row_V[even:]
-    np.maximum(best_G[: len(rest)], rest, out=best_G[: len(rest)])
-    best_G.partition(groups - most)
-    ids_W = np.flatnonzero(row_V >= best_G[groups - most])
-    if not most <= len(ids_W) <= 4 * groups:  # fewer: a NaN; more: many are equal
-        return None
-    logits_W = row_V[ids_W]
-    total = None if limited else _total(row_V, logits_W.max(), draw.temperature)
-    return Head(ids_W, logits_W, total)
-
-
-def _total(row_V: Logits, greatest: np.float32, temperature: float) -> float:
-    """The row's weights in float32 (its 12 us for 32,000 tokens are half of float64's)."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        weights_V = row_V - greatest
-        if temperature != 1:
-            weights_V /= np.float32(temperature)
-        return float(np.exp(weights_V, out=weights_V).sum())
+    if not rows_V or len(rows_V[0]) < SHORT_VOCAB:
+        return [_whole(row_V) for row_V in rows_V]
+    vocab = len(rows_V[0])
+    asked = {}
+    for i, (row_V, draw) in enumerate(zip(rows_V, draws, strict=True)):
+        limited = draw.top_k <= likeliest
+        most = int(draw.top_k) if limited else likeliest
+        groups = max(4 * most, SHORT_VOCAB // 2)
+        if vocab >= 2 * groups and (limited or draw.top_k == math.inf):
+            temperature = 0.0 if limited else min(draw.temperature, WARMEST)
+            asked[i] = native.LogitsRow(row_V, groups, most, temperature)
+    heads: list[Head | None] = [None] * len(rows_V)
+    if not asked:
+        return heads
+    room = 4 * max(row.groups for row in asked.values())
+    for i, found in zip(asked, native.likeliest([*asked.values()], vocab, room), strict=True):
+        if found.ids is not None and len(found.ids) <= 4 * asked[i].groups:  # else many are equal
+            total = found.total if asked[i].temperature else None
+            heads[i] = Head(found.ids, rows_V[i][found.ids], total)
+    return heads
 
 
 def _choose(heads: Sequence[Head], draws: Sequence[Draw]) -> list[int]:

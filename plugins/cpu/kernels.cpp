@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cpu/bf16_kernels.h"
+#include "cpu/sampling_kernels.h"
 #include "cpu/stream_kernels.h"
 #include "cpu/vector.h"
 
@@ -275,7 +276,7 @@ constexpr Dtype row() {
 extern const Kernels kKernels;
 const Kernels kKernels = {
     {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
-    dot, add, weigh, join, finish, scale, kInBFloat16,
+    dot, add, weigh, join, finish, scale, group_maxima, at_least, weight_sum, kInBFloat16,
     {nullptr, nullptr, nullptr, kStreamsBFloat16, kStreamsInt8}};
 
 }  // namespace kvg::KVG_ISA

@@ -105,6 +105,12 @@ struct Kernels {
   // Divides by the sum of weights; a sink (-infinity: none) is one more logit without a value.
   void (*finish)(Softmax state, float sink, float* out_E, int64_t width);
   void (*scale)(float* x, float factor, int64_t count);
+  // Of logits. maxima[g]: the largest of x[g], x[g + groups], ...; false where one of x is NaN.
+  bool (*group_maxima)(const float* x, int64_t count, float* maxima, int64_t groups);
+  // Ids of x >= least, in order, and how many there are: more than `room` are not written.
+  int64_t (*at_least)(const float* x, int64_t count, float least, int32_t* ids, int64_t room);
+  // The sum of exp((x - greatest) / temperature), to 6e-6 for up to 2^18 numbers.
+  double (*weight_sum)(const float* x, int64_t count, float greatest, float temperature);
   // nullptr: the processor has no dot products of its own
   const BFloat16Kernels* bfloat16;
   const StreamKernels* streams[KVG_INT32];  // by kvg_dtype of the pool

@@ -12,7 +12,7 @@
 namespace kvg::KVG_ISA {
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-constexpr int kQueries = 4;  // at a time
+constexpr int kQueries = 4, kTogether = 4;  // rows and keys of a block of scores
 constexpr float kLargest = 32767.0f;
 
 struct BFloat16Products {
@@ -72,7 +72,8 @@ inline Vector load_part(const float* from, int64_t count) {
   return (Vector)_mm512_maskz_loadu_ps(static_cast<__mmask16>(first_of(count)), from);
 }
 
-// Packed queries: of four rows first their units, then the words of each in whole vectors.
+// Packed queries: of four rows first their units, as scores lie, then the words of each in whole
+// vectors.
 inline int64_t vectors_of(int64_t width) { return (width + kPairs - 1) / kPairs; }
 inline int64_t block_size(int64_t width) { return kLine * (1 + kQueries * vectors_of(width)); }
 inline int64_t packed_size(int64_t rows, int64_t width) {
@@ -89,7 +90,8 @@ void pack_query(const float* q_D, char* packed, int64_t row, int64_t width) {
       largest = larger_bits(largest, magnitude(load_part(q_D + d, width - d)));
     unit = unit_of(largest);
   }
-  reinterpret_cast<float*>(block)[row % kQueries] = unit;
+  auto* units = reinterpret_cast<float*>(block) + row % kQueries * kTogether;
+  for (int j = 0; j < kTogether; ++j) units[j] = unit;
   auto* words = reinterpret_cast<__m512i*>(block + kLine) + row % kQueries * vectors_of(width);
   for (int64_t d = 0; d < width; d += kPairs) {
     const Vector low = load_part(q_D + d, width - d);
@@ -97,8 +99,6 @@ void pack_query(const float* q_D, char* packed, int64_t row, int64_t width) {
     _mm512_store_si512(words + d / kPairs, Products::round(low, high, unit));
   }
 }
-
-constexpr int kTogether = 4;  // keys
 
 // Lane 4 m + j: the sum of the lanes of sum[m][j]. First within groups of four lanes, then across.
 template <class Products, class Sum = typename Products::Sum>
@@ -155,14 +155,17 @@ void dot_keys(const char* packed, const Stream& keys, int64_t first, float* s_MJ
     for (int64_t i = 0; i < stride; ++i) step(i, first_of(width - i * kPairs));
   }
   Vector scores = Products::floats(sums_of<Products>(sum));
-  const auto* units = reinterpret_cast<const float*>(packed);
-  if (Products::kScaled)
-    scores *= (Vector)_mm512_maskz_broadcast_f32x4(kAll, _mm_loadu_ps(keys.factor_J + first));
+  if (Products::kScaled) {
+    const __m128 factors = _mm_loadu_ps(keys.factor_J + first);
+    scores *= load(Float32{}, reinterpret_cast<const float*>(packed)) *
+              (Vector)_mm512_maskz_broadcast_f32x4(kAll, factors);
+  }
+  float rows_of[kQueries][kTogether];
+  std::memcpy(rows_of, &scores, sizeof rows_of);
   KVG_UNROLL
   for (int m = 0; m < kQueries; ++m) {
     if (m >= rows) break;
-    const __m128 four = _mm512_maskz_extractf32x4_ps(0xf, (__m512)scores, m);
-    _mm_storeu_ps(s_MJ + m * kKeys + first, Products::kScaled ? four * units[m] : four);
+    std::memcpy(s_MJ + m * kKeys + first, rows_of[m], sizeof rows_of[m]);
   }
 }
 

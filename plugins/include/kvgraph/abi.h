@@ -63,6 +63,27 @@ KVG_EXPORT int32_t kvg_cpu_paged_attention(const kvg_call* call, char* message, 
 KVG_EXPORT int32_t kvg_cpu_update_and_attend(const kvg_call* call, char* message,
                                              size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t message_size);
+
+// A row of logits of which the `most` likeliest tokens are asked for; they are found among groups of
+// tokens, of which there are more. temperature > 0: the weight of the whole row too.
+typedef struct kvg_row {
+  const float* logits;
+  int64_t groups;
+  int64_t most;
+  float temperature;
+} kvg_row;
+
+typedef struct kvg_likeliest {
+  int64_t count;  // of ids; more than there is room for: only so many are written; -1: a NaN
+  double total;   // sum of exp((logit - greatest) / temperature)
+} kvg_likeliest;
+
+// Ids, in order, of all tokens of each row whose logit reaches the `most`-th greatest of the maxima
+// of its groups: the `most` likeliest tokens, and some more. `ids`: `room` for each row.
+KVG_EXPORT int32_t kvg_cpu_likeliest(const kvg_row* rows, size_t count, int64_t vocab, int32_t* ids,
+                                     int64_t room, kvg_likeliest* found, char* message,
+                                     size_t message_size);
+
 // Threads of the library's own pool, the caller's included, used where a call gives no
 // parallel_for. Default: the processors that this process may run on. 0 restores the default.
 // Results do not depend on it, bit for bit.
