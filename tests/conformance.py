@@ -33,7 +33,7 @@ LAYERS, SPARE_PAGES = 3, 2
 # Relative to the largest output. Kernels and reference compute in float32, in different orders.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 # Of what a backend rounds queries and weights to.
-ROUNDED = {"bfloat16": 1.6e-2, "int16": 4e-4}
+ROUNDED = TOLERANCE | {"int16": 4e-4}
 
 # A little more than the relative distance of neighbours.
 STEP = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3, "float8_e4m3fn": 0.13}

@@ -5,7 +5,7 @@ weights (`kvgraph.ops.native.likeliest`). In NumPy those were most of 64 rows of
 top-k 2.1 ms of processor time on AVX-512, top-p or temperature alone 4.9 (sorting every row took
 205 ms). Now 1.1 to 1.6 ms, a third of it in the kernel. Greedy is NumPy's argmax.
 
-R: rows; V: vocabulary; G: groups of tokens; W: tokens of a head, or of the widest of them.
+R: rows; V: vocabulary; W: tokens of a head, or of the widest of them.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@
 namespace kvg {
 namespace {
 
-constexpr int64_t kFewRows = 8;
 constexpr int64_t kWidest = 512;  // head: sums of int8 products fit into 32 bits
 
-const StreamKernels* kernels_of(const Attention& job, int64_t rows) {
+const StreamKernels* kernels_of(const Attention& job, const Tile& tile) {
   const Pool& pool = job.pool;
+  const int64_t rows = (tile.end - tile.begin) * (job.heads / pool.kv_heads);
   const bool fits = rows <= kFewRows && pool.head_dim <= kWidest &&
                     (!pool.scales || pool.scales_per_head == 1);
   return fits ? kernels().streams[pool.dtype] : nullptr;
@@ -22,10 +22,10 @@ const StreamKernels* kernels_of(const Attention& job, int64_t rows) {
 
 class StreamTask : AttentionTask {
  public:
-  StreamTask(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
-             int64_t last_head)
+  StreamTask(const StreamKernels& streams, const Attention& job, Partial& partial,
+             const Tile& tile, int64_t first_head, int64_t last_head)
       : AttentionTask(job, partial, tile, first_head, last_head),
-        streams_(*kernels_of(job, rows_)),
+        streams_(streams),
         step_(step_of(streams_.step_size, 8)) {}
 
   void run() {
@@ -33,16 +33,16 @@ class StreamTask : AttentionTask {
     Line* room = make_room(queries + lines_of(2 * heads() * kKeys));
     queries_ = reinterpret_cast<char*>(room);
     factors_ = room[queries].floats;
-    load_queries();
-    each_tile([this](const KeyTile& tile, const KeyTile& next) { attend(tile, next); });
+    const KeyTile first = first_tile();
+    load_queries(first);
+    each_tile(first, [this](const KeyTile& tile, const KeyTile& next) { attend(tile, next); });
     leave();
   }
 
  private:
-  void load_queries() {
-    const KeyTile tile = first_tile();
-    Ahead ahead = ahead_of(tile.rows[0], step_);
-    const int64_t lines = tile.keys ? step_ * row_size_ / kLine / rows_ + 1 : 0;
+  void load_queries(const KeyTile& first) {
+    Ahead ahead = ahead_of(first.rows[0], step_);
+    const int64_t lines = first.keys ? step_ * row_size_ / kLine / rows_ + 1 : 0;
     each_query([&](int64_t head, int64_t row, const float* q) {
       ahead.ask(lines);
       streams_.pack_query(q, queries_of(head), row, D_);
@@ -100,11 +100,11 @@ class StreamTask : AttentionTask {
 
 }  // namespace
 
-bool streams(const Attention& job, int64_t rows) { return kernels_of(job, rows); }
-
-void attend_stream(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
+bool attend_stream(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
                    int64_t last_head) {
-  StreamTask(job, partial, tile, first_head, last_head).run();
+  const StreamKernels* streams = kernels_of(job, tile);
+  if (streams) StreamTask(*streams, job, partial, tile, first_head, last_head).run();
+  return streams;
 }
 
 }  // namespace kvg

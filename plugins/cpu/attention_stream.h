@@ -5,11 +5,8 @@
 
 namespace kvg {
 
-// Whether this processor has kernels for so few rows over such a pool.
-bool streams(const Attention& job, int64_t rows);
-
-// attend_tile, where streams().
-void attend_stream(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
+// As attend_tile; false, and nothing done, where this processor has no kernels for such rows and pool.
+bool attend_stream(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
                    int64_t last_head);
 
 }  // namespace kvg

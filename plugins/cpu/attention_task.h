@@ -13,6 +13,8 @@
 
 namespace kvg {
 
+constexpr int64_t kFewRows = 8;  // up to here K and V are multiplied as they are read
+
 struct alignas(64) Line {
   float floats[16];
 };
@@ -64,11 +66,11 @@ class AttentionTask {
     return tile;
   }
 
-  // body(tile, next) for every tile of the keys that any query sees, of this part.
+  // body(tile, next) for every tile of the keys that any query sees, of this part, from `first` on.
   template <class Body>
-  void each_tile(Body&& body) const {
+  void each_tile(const KeyTile& first, Body&& body) const {
     const Keys keys = part_keys();
-    KeyTile tiles[2] = {first_tile(), {}};
+    KeyTile tiles[2] = {first, {}};
     for (int at = 0; tiles[at].keys > 0; at = 1 - at) {
       find(tiles[at].first + tiles[at].keys, keys.last, tiles[1 - at]);
       body(tiles[at], tiles[1 - at]);

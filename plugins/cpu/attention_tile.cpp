@@ -8,8 +8,7 @@
 namespace kvg {
 namespace {
 
-constexpr int64_t kFewRows = 8;  // up to here K and V are converted as they are read
-constexpr int64_t kAhead = 32;   // lines that few rows ask for at once
+constexpr int64_t kAhead = 32;  // lines that few rows ask for at once
 
 // A pool of bfloat16 or fewer bits has lost what bfloat16 queries and weights lose, and its products
 // are in bfloat16 where the processor has them and many rows share a packed tile of keys.
@@ -36,7 +35,7 @@ class TileTask : AttentionTask {
     q_ = room[packed].floats;
     converted_ = room[packed + queries].floats;
     load_queries();
-    each_tile([this](const KeyTile& tile, const KeyTile& next) { attend(tile, next); });
+    each_tile(first_tile(), [this](const KeyTile& tile, const KeyTile& next) { attend(tile, next); });
     leave();
   }
 
@@ -178,10 +177,8 @@ class TileTask : AttentionTask {
 
 void attend_tile(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
                  int64_t last_head) {
-  const int64_t group = job.heads / job.pool.kv_heads;
-  if (streams(job, (tile.end - tile.begin) * group))
-    return attend_stream(job, partial, tile, first_head, last_head);
-  TileTask(job, partial, tile, first_head, last_head).run();
+  if (!attend_stream(job, partial, tile, first_head, last_head))
+    TileTask(job, partial, tile, first_head, last_head).run();
 }
 
 }  // namespace kvg

@@ -122,18 +122,13 @@ inline Index lane_numbers() {
 inline Vector plus(Vector a, Vector b) { return a + b; }
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
-// Of four vectors at once: lane i of each group of four lanes is that group of the i-th, joined.
-template <Vector (*Join)(Vector, Vector)>
-Vector reduce_groups(Vector a, Vector b, Vector c, Vector d) {
-  const Vector ab = Join(KVG_SHUFFLE(a, b, KVG_EVEN), KVG_SHUFFLE(a, b, KVG_ODD));
-  const Vector cd = Join(KVG_SHUFFLE(c, d, KVG_EVEN), KVG_SHUFFLE(c, d, KVG_ODD));
-  return Join(KVG_SHUFFLE(ab, cd, KVG_EVEN), KVG_SHUFFLE(ab, cd, KVG_ODD));
-}
-
-// Of four vectors at once: lane i is all lanes of the i-th, joined.
+// Of four vectors at once: lane i is all lanes of the i-th, joined. Two rounds join neighbours within
+// groups of four lanes, which leaves each group with a part of all four.
 template <Vector (*Join)(Vector, Vector)>
 Vector reduce(Vector a, Vector b, Vector c, Vector d) {
-  Vector v = reduce_groups<Join>(a, b, c, d);
+  const Vector ab = Join(KVG_SHUFFLE(a, b, KVG_EVEN), KVG_SHUFFLE(a, b, KVG_ODD));
+  const Vector cd = Join(KVG_SHUFFLE(c, d, KVG_EVEN), KVG_SHUFFLE(c, d, KVG_ODD));
+  Vector v = Join(KVG_SHUFFLE(ab, cd, KVG_EVEN), KVG_SHUFFLE(ab, cd, KVG_ODD));
 #if defined(__AVX512F__)
   v = Join(v, KVG_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
   v = Join(v, KVG_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
