@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvgraph.bench import limits
+from kvgraph.bench import limits, ours
 from kvgraph.bench.counts import Counts, count
 from kvgraph.bench.engines import CaseResult, EngineResult, EngineSpec, run_engine
 from kvgraph.bench.figures import make_figures
@@ -339,6 +339,39 @@ def test_the_process_of_an_artifact(compiled: Compiled, asked: int, taken: int) 
     assert {"onnxruntime", "tokenizers"} <= set(modules)
     unneeded = {"torch", "onnx", "transformers", "typer", "rich", "importlib.metadata"}
     assert not unneeded & set(modules)
+
+
+def test_prompts_kept_from_run_to_run_are_not_computed_again(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for each one's last page, whatever the runs before have left in the pool."""
+    page, rows, new = 16, 4, 10
+    case = Case("kept", "batch", (10 * page,) * rows, new, repeats=1)
+    job = {
+        "model": str(compiled("tiny-llama", page_size=page)),
+        "rows": [10 * page + new] * rows,
+        "threads": 1,
+        "step_tokens": 4096,
+        "prefix_caching": True,
+        "cases": [{"new_tokens": new}],
+    }
+    steps: list[int] = []
+
+    class Watched(ours.Engine):
+        def _run(self, batch: Any) -> Any:
+            steps.append(len(batch.inputs.tokens))
+            return super()._run(batch)
+
+    monkeypatch.setattr(ours, "Engine", Watched)
+    generate, _ = ours.load(job)
+    prompts = make_prompts(case, 2000, None, seed=1)
+    runs = []
+    for new_tokens in (2, 1, new, 1, new):
+        steps.clear()
+        generate(prompts, new_tokens)
+        runs.append(sum(steps))
+    prompt, decode = rows * page, rows * (new - 1)
+    assert runs == [rows * (10 * page + 1), prompt, prompt + decode, prompt, prompt + decode]
 
 
 # -- peers

@@ -16,7 +16,8 @@ from kvgraph.runtime.sampling import SamplingParams
 def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     artifact = artifacts.load(Path(job["model"]))
     session = artifact.session(num_threads=job["threads"])
-    pages = pool_pages(artifact, job["rows"])
+    spare = new_tokens(job) if job["prefix_caching"] else None
+    pages = pool_pages(artifact, job["rows"], spare)
     step_tokens = min(job["step_tokens"], session.step_tokens)
     engine = Engine(
         artifact,
@@ -47,9 +48,20 @@ def pool_dtype(artifact: Artifact) -> str:
     return "+".join(dict.fromkeys(leaf.pool_dtype for leaf in leaves))
 
 
-def pool_pages(artifact: Artifact, rows: list[int]) -> int | None:
-    """Pages for rows of so many tokens at once; None where the cache has no pages."""
+def new_tokens(job: dict[str, Any]) -> int:
+    """Most of any case."""
+    return max(case["new_tokens"] for case in job["cases"])
+
+
+def pool_pages(artifact: Artifact, rows: list[int], spare: int | None = None) -> int | None:
+    """Pages for rows of so many tokens at once; None where the cache has no pages.
+
+    `spare`: prefixes stay from run to run, of so many new tokens. A row computes the end of its
+    prompt and its new tokens anew beside those of the run before, whose pages would else be taken
+    from prompts that the next rows look up, to be computed again.
+    """
     params = artifact.params()
     if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:
         return None
-    return sum(ceildiv(tokens, params.page_size) for tokens in rows)
+    more = 0 if spare is None else 1 + ceildiv(spare, params.page_size)
+    return sum(ceildiv(tokens, params.page_size) + more for tokens in rows)

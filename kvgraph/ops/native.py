@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,13 +100,13 @@ def set_num_threads(count: int) -> None:
     library().dll.kvg_cpu_set_num_threads(count)
 
 
-def likeliest(rows: Sequence[LogitsRow], vocab: int, room: int) -> list[Likeliest]:
-    """Of each row the ids of its `most` likeliest tokens, and some more (abi.h); rows in parallel.
+def sample(logits_RV: Array, draws_R: Array) -> tuple[Array, Array]:
+    """A token of each row of dense float32 logits `[rows, vocab]`, drawn as `draws [rows]` of DRAW
+    say (abi.h), rows in parallel; and of how many tokens of each the order was found for it.
 
-    None where a logit is NaN, or more than `room` ids are found. KernelError for a row of more
-    `groups` than tokens, or of fewer than `most`.
+    int32 both. KernelError names the row and the field that is out of its range.
     """
-    return library().likeliest(rows, vocab, room)
+    return library().sample(logits_RV, draws_R)
 
 
 def num_threads() -> int:
@@ -114,20 +114,8 @@ def num_threads() -> int:
     return int(library().dll.kvg_cpu_num_threads())
 
 
-class LogitsRow(NamedTuple):
-    """float32 `[vocab]` in dense memory; `temperature` 0 asks for no total."""
-
-    logits: npt.NDArray[np.float32]
-    groups: int
-    most: int
-    temperature: float
-
-
-class Likeliest(NamedTuple):
-    """Ids in order, and the sum of exp((logit - greatest) / temperature) over the row."""
-
-    ids: npt.NDArray[np.int32] | None
-    total: float
+DRAW = np.dtype([("temperature", "f8"), ("top_p", "f8"), ("uniform", "f8"), ("top_k", "i8")])
+"""kvg_draw."""
 
 
 @cache
@@ -152,38 +140,34 @@ class Library:
                 f"got {found}; install both from one build: {INSTALL}"
             )
         self._frames = threading.local()
-        self.dll.kvg_cpu_likeliest.argtypes = [
+        self.dll.kvg_cpu_sample.argtypes = [
+            ctypes.c_void_p,
             ctypes.c_void_p,
             ctypes.c_size_t,
             ctypes.c_int64,
             ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
+            ctypes.c_char_p,
             ctypes.c_size_t,
         ]
 
-    def likeliest(self, rows: Sequence[LogitsRow], vocab: int, room: int) -> list[Likeliest]:
-        """As `likeliest` of this module."""
-        for row in rows:
-            if row.logits.dtype != np.float32 or not row.logits.flags.c_contiguous:
-                raise KernelError(
-                    f"likeliest: expected dense float32 logits, got {row.logits.dtype} "
-                    f"with strides {row.logits.strides}"
-                )
-            if len(row.logits) != vocab:
-                raise KernelError(f"likeliest: expected {vocab} logits, got {len(row.logits)}")
-        asked = np.array([(row[0].ctypes.data, *row[1:]) for row in rows], LOGITS_ROW)
-        ids = np.empty((len(rows), room), np.int32)
-        found = np.empty(len(rows), LIKELIEST)
+    def sample(self, logits_RV: Array, draws_R: Array) -> tuple[Array, Array]:
+        """As `sample` of this module."""
+        if logits_RV.dtype != np.float32 or logits_RV.ndim != 2 or not logits_RV.flags.c_contiguous:
+            raise KernelError(
+                f"sample: expected dense float32 logits [rows, vocab], got {logits_RV.dtype} "
+                f"{logits_RV.shape} with strides {logits_RV.strides}"
+            )
+        rows, vocab = logits_RV.shape
+        if draws_R.dtype != DRAW or draws_R.shape != (rows,) or not draws_R.flags.c_contiguous:
+            raise KernelError(
+                f"sample: expected {rows} draws of {DRAW}, got {draws_R.dtype} {draws_R.shape}"
+            )
+        drawn_R2 = np.empty((rows, 2), np.int32)
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
-        given = (asked.ctypes.data, len(rows), vocab, ids.ctypes.data, room, found.ctypes.data)
-        if self.dll.kvg_cpu_likeliest(*given, message, MESSAGE_BYTES):
+        addresses = (logits_RV.ctypes.data, draws_R.ctypes.data, rows, vocab, drawn_R2.ctypes.data)
+        if self.dll.kvg_cpu_sample(*addresses, message, MESSAGE_BYTES):
             raise KernelError(message.value.decode(errors="replace"))
-        return [
-            Likeliest(row_ids[:count] if 0 <= count <= room else None, total)
-            for row_ids, (count, total) in zip(ids, found.tolist(), strict=True)
-        ]
+        return drawn_R2[:, 0], drawn_R2[:, 1]
 
     def call(
         self, spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
@@ -194,17 +178,6 @@ class Library:
         if frame is None:
             frame = frames[spec.name] = _Frame(self.dll, spec)
         frame.call(operands, attributes)
-
-
-LOGITS_ROW = np.dtype(
-    {
-        "names": LogitsRow._fields,
-        "formats": [np.uintp, np.int64, np.int64, np.float32],
-        "itemsize": 32,
-    }
-)
-"""kvg_row, and kvg_likeliest."""
-LIKELIEST = np.dtype([("count", np.int64), ("total", np.float64)])
 
 
 class _Frame:

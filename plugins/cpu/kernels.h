@@ -105,8 +105,12 @@ struct Kernels {
   // Divides by the sum of weights; a sink (-infinity: none) is one more logit without a value.
   void (*finish)(Softmax state, float sink, float* out_E, int64_t width);
   void (*scale)(float* x, float factor, int64_t count);
-  // Of logits. maxima[g]: the largest of x[g], x[g + groups], ...; false where one of x is NaN.
-  bool (*group_maxima)(const float* x, int64_t count, float* maxima, int64_t groups);
+  // Of logits; a NaN counts as none. The lowest id of the greatest; 0 where there is none.
+  int64_t (*argmax)(const float* x, int64_t count);
+  // maxima[g]: the largest of x[g], x[g + groups], ..., or -infinity.
+  void (*group_maxima)(const float* x, int64_t count, float* maxima, int64_t groups);
+  // A number that at least `most` of x reach, and not many more unless these are equal; no NaN in x.
+  float (*reached_by)(const float* x, int64_t count, int64_t most);
   // Ids of x >= least, in order, and how many there are: more than `room` are not written.
   int64_t (*at_least)(const float* x, int64_t count, float least, int32_t* ids, int64_t room);
   // The sum of exp((x - greatest) / temperature), to 6e-6 for up to 2^18 numbers.

@@ -1,7 +1,14 @@
-// The likeliest tokens of rows of logits, for the sampler of the engine.
+// Logits -> tokens, for the sampler of the engine.
+//
+// A row is decided by its likeliest tokens alone, its head, where they surely give what the whole
+// row would: they are ranked, and the rest only adds to the weight of all, which is known to within
+// a share of kTotalError.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <functional>
+#include <cstring>
+#include <limits>
+#include <numeric>
 #include <vector>
 
 #include "cpu/check.h"
@@ -11,37 +18,184 @@
 
 namespace {
 
-void find(const kvg_row& row, int64_t vocab, int32_t* ids, int64_t room, kvg_likeliest* found) {
-  const kvg::Kernels& kernels = kvg::kernels();
-  static thread_local std::vector<float> maxima;
-  maxima.resize(static_cast<size_t>(row.groups));
-  *found = {-1, 0};
-  if (!kernels.group_maxima(row.logits, vocab, maxima.data(), row.groups)) return;
-  const auto least = maxima.begin() + (row.most - 1);
-  std::nth_element(maxima.begin(), least, maxima.end(), std::greater<float>());
-  found->count = kernels.at_least(row.logits, vocab, *least, ids, room);
-  if (row.temperature > 0) {
-    const float top = *std::max_element(maxima.begin(), least + 1);
-    found->total = kernels.weight_sum(row.logits, vocab, top, row.temperature);
+constexpr int64_t kHeads[] = {128, 1024};  // tokens looked at first, and next; then all
+constexpr int64_t kFewestGroups = 256;
+constexpr double kTotalError = 1e-5;  // twice what weight_sum's may be
+// Temperatures of weight_sum: no float32 logit overflows divided by the one, nor is the other.
+constexpr double kColdest = 1e-30, kWarmest = std::numeric_limits<float>::max();
+
+// A row on its way to a token; one for each thread, which keeps its memory.
+class Row {
+ public:
+  int32_t draw(const float* logits, int64_t vocab, const kvg_draw& draw);
+  size_t ranked() const { return keys_.size(); }
+
+ private:
+  bool find_head(int64_t most);
+  void order();
+  int32_t draw_from_head();
+  int32_t draw_from_all();
+  double weight(int64_t rank);
+  int64_t kept(double bound, double* mass);
+  int64_t rank(double target, int64_t most);
+
+  int64_t count() const { return static_cast<int64_t>(ids_.size()); }
+  int32_t id(int64_t rank) const { return ids_[static_cast<size_t>(rank)]; }
+
+  const float* logits_;
+  int64_t vocab_, top_k_;
+  kvg_draw draw_;
+  double total_;              // weight of the row; < 0: not known yet
+  std::vector<int32_t> ids_;  // of some tokens, likeliest first
+  std::vector<double> weights_;  // of the first `weighed_`: what was asked for
+  int64_t weighed_;
+  std::vector<float> maxima_;
+  std::vector<uint64_t> keys_, sorted_;
+};
+
+int32_t Row::draw(const float* logits, int64_t vocab, const kvg_draw& draw) {
+  logits_ = logits, vocab_ = vocab, draw_ = draw, total_ = -1;
+  keys_.clear();
+  if (draw.temperature == 0) return static_cast<int32_t>(kvg::kernels().argmax(logits, vocab));
+  top_k_ = draw.top_k > 0 ? std::min(draw.top_k, vocab) : vocab;
+  for (const int64_t most : kHeads) {
+    if (most < top_k_ && top_k_ < vocab) continue;
+    if (!find_head(std::min(most, top_k_))) break;
+    order();
+    const int32_t token = top_k_ <= most ? draw_from_all() : draw_from_head();
+    if (token >= 0) return token;
   }
+  ids_.resize(static_cast<size_t>(vocab));
+  std::iota(ids_.begin(), ids_.end(), 0);
+  order();
+  return draw_from_all();
+}
+
+// The ids of the `most` likeliest tokens and some more; false where that is many more. What `most`
+// maxima of groups reach, each of them a token of its own, is reached by the `most` likeliest.
+bool Row::find_head(int64_t most) {
+  const kvg::Kernels& kernels = kvg::kernels();
+  const int64_t groups = std::max(4 * most, kFewestGroups);
+  if (vocab_ < 2 * groups) return false;
+  maxima_.resize(static_cast<size_t>(groups));
+  kernels.group_maxima(logits_, vocab_, maxima_.data(), groups);
+  const float least = kernels.reached_by(maxima_.data(), groups, most);
+  ids_.resize(static_cast<size_t>(4 * groups));
+  const int64_t found = kernels.at_least(logits_, vocab_, least, ids_.data(), 4 * groups);
+  if (found < most || found > 4 * groups) return false;  // NaN, or many are equal
+  ids_.resize(static_cast<size_t>(found));
+  return true;
+}
+
+// Ranks ids, which ascend: a stable radix sort by keys that descend as logits ascend.
+void Row::order() {
+  keys_.resize(ids_.size());
+  sorted_.resize(ids_.size());
+  weights_.resize(ids_.size());
+  weighed_ = 0;
+  uint32_t counts[4][256] = {};
+  for (size_t i = 0; i < ids_.size(); ++i) {
+    const float logit = logits_[ids_[i]];
+    const float x = logit >= -kvg::kInfinity ? logit + 0.0f : -kvg::kInfinity;  // no -0.0, no NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t key = bits >> 31 ? bits : ~bits & 0x7fffffffu;
+    keys_[i] = uint64_t{key} << 32 | static_cast<uint32_t>(ids_[i]);
+    for (int byte = 0; byte < 4; ++byte) ++counts[byte][key >> 8 * byte & 255];
+  }
+  for (int byte = 0; byte < 4; ++byte) {
+    uint32_t at[256];
+    std::exclusive_scan(counts[byte], counts[byte] + 256, at, 0u);
+    for (const uint64_t key : keys_) sorted_[at[key >> (32 + 8 * byte) & 255]++] = key;
+    keys_.swap(sorted_);
+  }
+  std::transform(keys_.begin(), keys_.end(), ids_.begin(),
+                 [](uint64_t key) { return static_cast<int32_t>(key); });
+}
+
+// Where the row has tokens that are not ranked; -1 where these, or what is not known of `total_`,
+// may decide.
+int32_t Row::draw_from_head() {
+  const float top = logits_[id(0)];
+  if (!std::isfinite(top)) return id(0);
+  if (total_ < 0) {
+    const auto warmth = static_cast<float>(std::clamp(draw_.temperature, kColdest, kWarmest));
+    total_ = kvg::kernels().weight_sum(logits_, vocab_, top, warmth);
+  }
+  const double least = total_ * (1 - kTotalError), most = total_ * (1 + kTotalError);
+  if (draw_.top_p == 1) {
+    const int64_t drawn = rank(draw_.uniform * least, count());
+    return drawn < count() && drawn == rank(draw_.uniform * most, count()) ? id(drawn) : -1;
+  }
+  double mass;
+  const int64_t many = kept(draw_.top_p * most, &mass);
+  if (many == count() || many != kept(draw_.top_p * least, &mass)) return -1;
+  return id(std::min(rank(draw_.uniform * mass, many), many - 1));
+}
+
+// Where all that may be drawn is ranked.
+int32_t Row::draw_from_all() {
+  if (!std::isfinite(logits_[id(0)])) return id(0);
+  ids_.resize(static_cast<size_t>(std::min(count(), top_k_)));
+  double total = 0, mass;
+  for (int64_t r = 0; r < count(); ++r) total += weight(r);
+  const int64_t many = kept(draw_.top_p * total, &mass);
+  return id(std::min(rank(draw_.uniform * mass, many), many - 1));
+}
+
+// exp((logit - greatest) / temperature). Ranks are asked for in order.
+double Row::weight(int64_t rank) {
+  double& weight = weights_[static_cast<size_t>(rank)];
+  if (rank < weighed_) return weight;
+  ++weighed_;
+  const float logit = logits_[id(rank)];
+  const double below = static_cast<double>(logit) - static_cast<double>(logits_[id(0)]);
+  return weight = logit > -kvg::kInfinity ? std::exp(below / draw_.temperature) : 0;
+}
+
+// How many tokens, likeliest first, it takes for their weights to reach `bound`; at least one, none
+// of weight 0. `mass`: their weights.
+int64_t Row::kept(double bound, double* mass) {
+  int64_t many = 0;
+  for (*mass = 0; many < count() && (many == 0 || *mass < bound) && weight(many) > 0; ++many)
+    *mass += weight(many);
+  return many;
+}
+
+// The first of `most` tokens up to which the weights pass `target`; `most` where all do not.
+int64_t Row::rank(double target, int64_t most) {
+  int64_t r = 0;
+  for (double reached = 0; r < most && (reached += weight(r)) <= target;) ++r;
+  return r;
+}
+
+void check(const kvg_draw& draw, size_t row) {
+  const auto expect = [row](bool fits, const char* field, const char* expected, double got) {
+    if (!fits) kvg::refuse("sample: row %zu: %s: expected %s, got %g", row, field, expected, got);
+  };
+  expect(draw.temperature >= 0 && std::isfinite(draw.temperature), "temperature",
+         ">= 0 and finite", draw.temperature);
+  expect(draw.top_p > 0 && draw.top_p <= 1, "top_p", "in (0, 1]", draw.top_p);
+  expect(draw.uniform >= 0 && draw.uniform < 1, "uniform", "in [0, 1)", draw.uniform);
+  expect(draw.top_k >= 0, "top_k", ">= 0", static_cast<double>(draw.top_k));
 }
 
 }  // namespace
 
-extern "C" int32_t kvg_cpu_likeliest(const kvg_row* rows, size_t count, int64_t vocab, int32_t* ids,
-                                     int64_t room, kvg_likeliest* found, char* message,
-                                     size_t message_size) {
+extern "C" int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, size_t rows,
+                                  int64_t vocab, kvg_drawn* drawn, char* message,
+                                  size_t message_size) {
   return kvg::entry(message, message_size, [&] {
     kvg::kernels();  // refuses here, not in a task
-    for (size_t i = 0; i < count; ++i)
-      if (rows[i].groups < 1 || rows[i].groups > vocab || rows[i].most < 1 ||
-          rows[i].most > rows[i].groups)
-        kvg::refuse("likeliest: row %zu: expected 1 to groups %lld of vocab %lld tokens, got %lld", i,
-                    static_cast<long long>(rows[i].groups), static_cast<long long>(vocab),
-                    static_cast<long long>(rows[i].most));
+    if (vocab < 1 || vocab > INT32_MAX)
+      kvg::refuse("sample: expected a vocabulary of 1 to 2^31 - 1 tokens, got %lld",
+                  static_cast<long long>(vocab));
+    for (size_t row = 0; row < rows; ++row) check(draws[row], row);
     const kvg_call call = {};
-    kvg::parallel_for(call, count, [&](size_t i) {
-      find(rows[i], vocab, ids + static_cast<int64_t>(i) * room, room, found + i);
+    kvg::parallel_for(call, rows, [&](size_t row) {
+      static thread_local Row x;
+      const int32_t token = x.draw(logits + static_cast<int64_t>(row) * vocab, vocab, draws[row]);
+      drawn[row] = {token, static_cast<int32_t>(x.ranked())};
     });
   });
 }

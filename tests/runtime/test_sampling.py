@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isa import forced_isa
 
-from kvgraph.errors import RequestError
-from kvgraph.runtime import sampling
+from kvgraph.errors import KernelError, RequestError
+from kvgraph.ops import native
 from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
 
 PROBABILITIES = (0.05, 0.4, 0.15, 0.25, 0.1, 0.05)
+ISAS = ["avx2", "avx512", "avx512_bf16"]
 LOGITS = np.log(np.array(PROBABILITIES, np.float32)) + 3
 
 
@@ -228,9 +230,9 @@ def sorted_whole(logits_RV: Any, draws: list[tuple[SamplingParams, float]]) -> l
         scaled = row[order].astype(np.float64) / max(params.temperature, 1e-30)
         weights = np.exp(scaled - scaled[0])
         weights[params.top_k or len(row) :] = 0
-        weights /= weights.sum()
-        before = np.cumsum(weights) - weights
-        weights[(before >= params.top_p) & (np.arange(len(row)) > 0)] = 0
+        reached = np.cumsum(weights)
+        before = np.concatenate([[0], reached[:-1]])
+        weights[(before >= params.top_p * reached[-1]) & (np.arange(len(row)) > 0)] = 0
         total = np.cumsum(weights)
         rank = int((total <= uniform * total[-1]).sum())
         chosen.append(int(order[min(rank, int((weights > 0).sum()) - 1)]))
@@ -260,6 +262,8 @@ def long_rows(kind: str, vocab: int, count: int, seed: int) -> Any:
         logits[:] = logits[0, 0]
     if kind == "zeros":
         logits *= np.where(rng.random(logits.shape) < 0.5, np.float32(0), np.float32(-0.0))
+    if kind == "steep":
+        logits *= 1e4
     if kind == "masked":
         logits[:, rng.random(vocab) < 0.9] = -np.inf
     return logits
@@ -293,21 +297,36 @@ def test_long_rows_are_sampled_as_if_sorted_whole(
     np.testing.assert_array_equal(logits, before)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["trained", "ties", "equal", "masked", "steep"])
+@pytest.mark.parametrize("vocab", [33, 512, 2051, 20003])
+def test_every_instruction_set_draws_the_same(isa: str, kind: str, vocab: int) -> None:
+    logits = long_rows(kind, vocab, 24, vocab)
+    settings = [{"top_k": 40}, {"top_p": 0.9}, {}, {"temperature": 0.0}]
+    params = [SamplingParams(**({"temperature": 0.8} | fields)) for fields in settings] * 6
+    numbers = np.random.default_rng(0).random(len(params)).tolist()
+    with forced_isa(isa):
+        tokens = sample(logits, [Given(*draw) for draw in zip(params, numbers, strict=True)])
+    assert tokens[3::4] == logits[3::4].argmax(-1).tolist()
+    draws = [(params[i], numbers[i]) for i in range(24) if i % 4 < 3]
+    kept = [row for i, row in enumerate(logits) if i % 4 < 3]
+    assert [token for i, token in enumerate(tokens) if i % 4 < 3] == sorted_whole(kept, draws)
+
+
 @pytest.mark.parametrize(
     ("fields", "most"),
     [({"top_k": 50, "top_p": 0.95}, 0), ({"top_p": 0.95}, 8), ({}, 8), ({"top_k": 5000}, 64)],
 )
-def test_rows_like_a_trained_models_are_seldom_sorted_whole(
-    fields: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+def test_rows_like_a_trained_models_are_seldom_ranked_whole(
+    fields: dict[str, Any], most: int
 ) -> None:
-    sorted_rows = []
-    whole = sampling._whole
-    monkeypatch.setattr(sampling, "_whole", lambda row: sorted_rows.append(1) or whole(row))
     logits = long_rows("trained", 32000, 64, 3)
-    sources = [TokenSource(SamplingParams(temperature=0.7, seed=i, **fields)) for i in range(64)]
-    sample(logits, sources)
-    assert len(sorted_rows) <= most
-    assert (fields.get("top_k", 0) > 1024) == (len(sorted_rows) == 64)
+    numbers = np.random.default_rng(3).random(64).tolist()
+    draws = [(0.7, fields.get("top_p", 1.0), u, fields.get("top_k", 0)) for u in numbers]
+    _, ranked = native.sample(logits, np.array(draws, native.DRAW))
+    whole = int((ranked == 32000).sum())
+    assert whole <= most
+    assert (fields.get("top_k", 0) > 1024) == (whole == 64)
 
 
 def test_a_choice_that_rounding_may_decide_is_made_of_the_whole_row() -> None:
@@ -323,12 +342,36 @@ def test_a_choice_that_rounding_may_decide_is_made_of_the_whole_row() -> None:
             assert sample(logits, [Given(params, number)]) == expected
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_k": 40}, {"top_p": 0.9}])
-def test_a_broken_models_logits_give_a_token_all_the_same(fields: dict[str, Any]) -> None:
-    logits = np.full((2, 5000), np.nan, np.float32)
-    logits[1, :100] = 1
-    sources = [TokenSource(SamplingParams(temperature=1, seed=0, **fields)) for _ in logits]
-    assert all(0 <= token < 5000 for token in sample(logits, sources))
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 40}, {"top_p": 0.9}])
+def test_a_nan_is_no_token(isa: str, fields: dict[str, Any]) -> None:
+    """Wherever it is: the tokens are those of a row with -Inf there."""
+    logits = np.tile(long_rows("trained", 4099, 1, 1), (8, 1))
+    logits[range(8), [0, 5, 1023, 1024, 2050, 4096, 4098, logits[0].argmax()]] = np.nan
+    params = SamplingParams(**({"temperature": 1.0} | fields))
+    sources = [Given(params, number) for number in np.linspace(0, 0.999, 8)]
+    with forced_isa(isa):
+        tokens = sample(logits, sources)
+        assert tokens == sample(np.where(np.isnan(logits), -np.inf, logits), sources)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 40}, {"top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("others", "here", "token"),
+    [(np.nan, np.nan, 0), (-np.inf, -np.inf, 0), (0, np.inf, 70), (np.nan, 1, 70)],
+)
+def test_a_broken_models_logits_give_a_token_all_the_same(
+    others: float, here: float, token: int, fields: dict[str, Any]
+) -> None:
+    logits = np.full((2, 5000), others, np.float32)
+    logits[:, 70] = here
+    params = SamplingParams(**({"temperature": 1, "seed": 0} | fields))
+    assert sample(logits, [TokenSource(params), TokenSource(params)]) == [token, token]
+
+
+def test_no_more_than_a_vocabulary_is_kept() -> None:
+    params = SamplingParams(temperature=1, top_k=10**30, seed=0)
+    assert 0 <= sample(LOGITS[None], [TokenSource(params)])[0] < len(LOGITS)
 
 
 # -- bad parameters
@@ -352,3 +395,37 @@ def test_a_broken_models_logits_give_a_token_all_the_same(fields: dict[str, Any]
 def test_bad_parameters(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}$"):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", -1.0, r"row 1: temperature: expected >= 0 and finite, got -1"),
+        ("temperature", math.nan, r"row 1: temperature: expected >= 0 and finite, got nan"),
+        ("top_p", 0.0, r"row 1: top_p: expected in \(0, 1\], got 0"),
+        ("uniform", 1.0, r"row 1: uniform: expected in \[0, 1\), got 1"),
+        ("top_k", -2, r"row 1: top_k: expected >= 0, got -2"),
+    ],
+)
+def test_bad_draws(field: str, value: float, message: str) -> None:
+    draws = np.array([(1.0, 0.9, 0.5, 7)] * 2, native.DRAW)
+    draws[field][1] = value
+    with pytest.raises(KernelError, match=f"^sample: {message}$"):
+        native.sample(np.zeros((2, 9), np.float32), draws)
+
+
+def test_bad_memory() -> None:
+    logits, draws = np.zeros((2, 9), np.float32), np.ones(2, native.DRAW)
+    with pytest.raises(KernelError, match=r"dense float32 logits \[rows, vocab\], got float64"):
+        native.sample(logits.astype(np.float64), draws)
+    with pytest.raises(KernelError, match=r"got float32 \(2, 5\) with strides \(36, 8\)"):
+        native.sample(logits[:, ::2], draws)
+    with pytest.raises(KernelError, match=r"expected 2 draws of .*, got .* \(1,\)"):
+        native.sample(logits, draws[:1])
+    with pytest.raises(KernelError, match=r"expected a vocabulary of 1 to 2\^31 - 1 .*, got 0"):
+        native.sample(logits[:, :0].copy(), draws)
+
+
+def test_logits_of_other_memory_are_taken_too() -> None:
+    logits = np.asfortranarray(np.tile(LOGITS.astype(np.float64), (3, 1)))
+    assert sample(logits, [TokenSource(SamplingParams())] * 3) == [1, 1, 1]

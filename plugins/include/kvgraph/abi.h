@@ -64,25 +64,25 @@ KVG_EXPORT int32_t kvg_cpu_update_and_attend(const kvg_call* call, char* message
                                              size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t message_size);
 
-// A row of logits of which the `most` likeliest tokens are asked for; they are found among groups of
-// tokens, of which there are more. temperature > 0: the weight of the whole row too.
-typedef struct kvg_row {
-  const float* logits;
-  int64_t groups;
-  int64_t most;
-  float temperature;
-} kvg_row;
+// How a token is drawn from one row of logits. Refused beyond these ranges.
+typedef struct kvg_draw {
+  double temperature;  // >= 0, finite; 0: the greatest logit, and the rest has no effect
+  double top_p;        // (0, 1]
+  double uniform;      // [0, 1)
+  int64_t top_k;       // >= 0; 0: all
+} kvg_draw;
 
-typedef struct kvg_likeliest {
-  int64_t count;  // of ids; more than there is room for: only so many are written; -1: a NaN
-  double total;   // sum of exp((logit - greatest) / temperature)
-} kvg_likeliest;
+typedef struct kvg_drawn {
+  int32_t token;
+  int32_t ranked;  // of how many of the row's tokens the order was found
+} kvg_drawn;
 
-// Ids, in order, of all tokens of each row whose logit reaches the `most`-th greatest of the maxima
-// of its groups: the `most` likeliest tokens, and some more. `ids`: `room` for each row.
-KVG_EXPORT int32_t kvg_cpu_likeliest(const kvg_row* rows, size_t count, int64_t vocab, int32_t* ids,
-                                     int64_t room, kvg_likeliest* found, char* message,
-                                     size_t message_size);
+// One token of each of `rows` dense rows [vocab]: the inverse transform of `uniform` over the tokens
+// that top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as
+// -infinity; where the greatest logit is infinite, or there is none, the lowest such id is drawn.
+KVG_EXPORT int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, size_t rows,
+                                  int64_t vocab, kvg_drawn* drawn, char* message,
+                                  size_t message_size);
 
 // Threads of the library's own pool, the caller's included, used where a call gives no
 // parallel_for. Default: the processors that this process may run on. 0 restores the default.
