@@ -50,7 +50,7 @@ def pool_dtype(artifact: Artifact) -> str:
 
 def new_tokens(job: dict[str, Any]) -> int:
     """Most of any case."""
-    return max(case["new_tokens"] for case in job["cases"])
+    return max(int(case["new_tokens"]) for case in job["cases"])
 
 
 def pool_pages(artifact: Artifact, rows: list[int], spare: int | None = None) -> int | None:
