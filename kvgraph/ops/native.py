@@ -40,6 +40,8 @@ ADDRESS = struct.Struct("P")
 TYPE_AND_SHAPE = struct.Struct(f"ii{MAX_RANK}q")
 TENSOR_BYTES = ADDRESS.size + TYPE_AND_SHAPE.size
 CALL = struct.Struct("IIPPIIPPPI4x")
+DRAW = struct.Struct("dddq")
+MESSAGE = ctypes.c_char * MESSAGE_BYTES
 
 
 def call(
@@ -100,22 +102,21 @@ def set_num_threads(count: int) -> None:
     library().dll.kvg_cpu_set_num_threads(count)
 
 
-def sample(logits_RV: Array, draws_R: Array) -> tuple[Array, Array]:
-    """A token of each row of dense float32 logits `[rows, vocab]`, drawn as `draws [rows]` of DRAW
-    say (abi.h), rows in parallel; and of how many tokens of each the order was found for it.
+def sample(
+    logits_RV: Array, draws: Sequence[tuple[float, float, float, int]]
+) -> tuple[list[int], list[int]]:
+    """A token of each row of dense float32 logits `[rows, vocab]`, rows in parallel; and of how
+    many tokens of each the order was found for it.
 
-    int32 both. KernelError names the row and the field that is out of its range.
+    `draws`: temperature, top-p, a number in [0, 1), top-k of each row (abi.h). KernelError names
+    the row and the field that is out of its range.
     """
-    return library().sample(logits_RV, draws_R)
+    return library().sample(logits_RV, draws)
 
 
 def num_threads() -> int:
     """Threads that kernels may use."""
     return int(library().dll.kvg_cpu_num_threads())
-
-
-DRAW = np.dtype([("temperature", "f8"), ("top_p", "f8"), ("uniform", "f8"), ("top_k", "i8")])
-"""kvg_draw."""
 
 
 @cache
@@ -146,28 +147,30 @@ class Library:
             ctypes.c_size_t,
             ctypes.c_int64,
             ctypes.c_void_p,
-            ctypes.c_char_p,
+            ctypes.c_void_p,
             ctypes.c_size_t,
         ]
 
-    def sample(self, logits_RV: Array, draws_R: Array) -> tuple[Array, Array]:
+    def sample(
+        self, logits_RV: Array, draws: Sequence[tuple[float, float, float, int]]
+    ) -> tuple[list[int], list[int]]:
         """As `sample` of this module."""
-        if logits_RV.dtype != np.float32 or logits_RV.ndim != 2 or not logits_RV.flags.c_contiguous:
+        dense = logits_RV.dtype == np.float32 and logits_RV.flags.c_contiguous
+        if not dense or logits_RV.ndim != 2:
             raise KernelError(
                 f"sample: expected dense float32 logits [rows, vocab], got {logits_RV.dtype} "
                 f"{logits_RV.shape} with strides {logits_RV.strides}"
             )
         rows, vocab = logits_RV.shape
-        if draws_R.dtype != DRAW or draws_R.shape != (rows,) or not draws_R.flags.c_contiguous:
-            raise KernelError(
-                f"sample: expected {rows} draws of {DRAW}, got {draws_R.dtype} {draws_R.shape}"
-            )
-        drawn_R2 = np.empty((rows, 2), np.int32)
-        message = ctypes.create_string_buffer(MESSAGE_BYTES)
-        addresses = (logits_RV.ctypes.data, draws_R.ctypes.data, rows, vocab, drawn_R2.ctypes.data)
-        if self.dll.kvg_cpu_sample(*addresses, message, MESSAGE_BYTES):
+        if len(draws) != rows:
+            raise KernelError(f"sample: expected draws of {rows} rows, got {len(draws)}")
+        packed = b"".join([DRAW.pack(*draw) for draw in draws])
+        drawn, message = (ctypes.c_int32 * (2 * rows))(), MESSAGE()
+        given = (logits_RV.ctypes.data, packed, rows, vocab, drawn)
+        if self.dll.kvg_cpu_sample(*given, message, MESSAGE_BYTES):
             raise KernelError(message.value.decode(errors="replace"))
-        return drawn_R2[:, 0], drawn_R2[:, 1]
+        found = list(drawn)
+        return found[::2], found[1::2]
 
     def call(
         self, spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
@@ -197,7 +200,7 @@ class _Frame:
         self.values = ctypes.create_string_buffer(self.packing.size)
         self.names = frozenset(a.name for a in spec.attributes)
         self.defaults = [(a.name, a.default) for a in spec.attributes]
-        self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        self.message = MESSAGE()
         self.frame = ctypes.create_string_buffer(
             CALL.pack(
                 ABI_VERSION,

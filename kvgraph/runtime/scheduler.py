@@ -225,17 +225,14 @@ def _within_budget(running: Iterable[Request], budget: int) -> list[Request]:
 
 
 def _batch(rows: list[Request]) -> Batch:
-    contexts = [row.context for row in rows]
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([c.active_length for c in contexts], out=offsets[1:])
-    last = [
-        i
-        for i, c in enumerate(contexts)
-        if c.processed_length + c.active_length == c.current_length
-    ]
+    offsets, indices, sampled = [0], [], []
+    for row in rows:
+        context = row.context
+        offsets.append(offsets[-1] + context.active_length)
+        if context.processed_length + context.active_length == context.current_length:
+            indices.append(offsets[-1] - 1)
+            sampled.append(row)
+    tokens = np.concatenate([row.context.active_tokens for row in rows])
     # A step of nothing but chunks still needs one row of logits: dims are at least 1.
-    indices = (offsets[1:][last] - 1) if last else np.zeros(1, np.int32)
-    tokens = np.concatenate([c.active_tokens for c in contexts])
-    return Batch(
-        rows, ModelInputs(tokens, offsets, indices.astype(np.int32)), [rows[i] for i in last]
-    )
+    logits_indices = np.array(indices or [0], np.int32)
+    return Batch(rows, ModelInputs(tokens, np.array(offsets, np.int32), logits_indices), sampled)
