@@ -204,6 +204,19 @@ def test_several_artifacts(compiled: Compiled, tmp_path: Path) -> None:
     assert "vs class" not in outcome.out  # there are no peers
 
 
+def test_prompts_computed_once(artifact: Path, tmp_path: Path) -> None:
+    """`--prefix-caching`: decode alone, and a cold start all the same."""
+    path = tmp_path / "out.json"
+    with mock.patch("kvgraph.bench.run.read_limits", return_value=READING):
+        outcome = run("bench", artifact, *TINY, "--prefix-caching", "--save", path)
+    assert outcome.code in (0, None), outcome
+    assert [line for line in outcome.out.splitlines() if "prefill, " in line] == []
+    assert all(f"decode, {case}" in outcome.out for case in CASES[:3])
+    (engine,) = json.loads(path.read_text())["engines"]
+    assert engine["error"] is None
+    assert len(engine["starts_s"]) == 2
+
+
 # -- bad input
 
 

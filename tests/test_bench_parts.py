@@ -353,7 +353,7 @@ def test_prompts_kept_from_run_to_run_are_not_computed_again(
         "threads": 1,
         "step_tokens": 4096,
         "prefix_caching": True,
-        "cases": [{"new_tokens": new}],
+        "new_tokens": new,
     }
     steps: list[int] = []
 

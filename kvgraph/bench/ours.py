@@ -16,7 +16,7 @@ from kvgraph.runtime.sampling import SamplingParams
 def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     artifact = artifacts.load(Path(job["model"]))
     session = artifact.session(num_threads=job["threads"])
-    spare = new_tokens(job) if job["prefix_caching"] else None
+    spare = job["new_tokens"] if job["prefix_caching"] else None
     pages = pool_pages(artifact, job["rows"], spare)
     step_tokens = min(job["step_tokens"], session.step_tokens)
     engine = Engine(
@@ -46,11 +46,6 @@ def pool_dtype(artifact: Artifact) -> str:
     """The stored type of the pool; of several, all."""
     leaves = artifact.params().leaves.values()
     return "+".join(dict.fromkeys(leaf.pool_dtype for leaf in leaves))
-
-
-def new_tokens(job: dict[str, Any]) -> int:
-    """Most of any case."""
-    return max(int(case["new_tokens"]) for case in job["cases"])
 
 
 def pool_pages(artifact: Artifact, rows: list[int], spare: int | None = None) -> int | None:

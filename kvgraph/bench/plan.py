@@ -216,7 +216,9 @@ def _check_interpreter(name: str, python: str, needs: dict[str, str]) -> None:
 def _job(
     settings: Settings, cases: Sequence[Case], manifest: Manifest, work: Path
 ) -> dict[str, Any]:
-    """What all engines get. `rows`: tokens of each row, longest first, that hold every case."""
+    """What all engines get. `rows`: tokens of each row, longest first, that hold every case;
+    `new_tokens`: most of any.
+    """
     model = manifest.model
     lengths = [
         sorted((length + case.new_tokens for length in case.lengths), reverse=True)
@@ -233,6 +235,7 @@ def _job(
         "step_tokens": settings.step_tokens,
         "prefix_caching": settings.prefix_caching,
         "rows": rows,
+        "new_tokens": max(case.new_tokens for case in cases),
         "folder": str(work),
         "first_prompt": prompts[0],
         "cache_elements": sum(
