@@ -15,6 +15,7 @@ import kvgraph
 from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from kvgraph.ops import native
 from kvgraph.runtime.processors import default_threads, require_threads
 
 Compiled = Callable[..., Path]
@@ -165,3 +166,15 @@ def test_sessions_refuse_too_many_threads(compiled: Compiled) -> None:
         with pytest.raises(kvgraph.RequestError, match=f"num_threads: expected 1 to {most} from"):
             artifact.session(num_threads=asked)
     artifact.session(num_threads=most)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_threads_are_the_samplers_too(compiled: Compiled, backend: str) -> None:
+    """And on torch those of our ops."""
+    artifact = kvgraph.load(compiled("tiny-llama", backend))
+    native.set_num_threads(0)
+    all_of_them = native.num_threads()
+    artifact.session(num_threads=1)
+    assert native.num_threads() == 1
+    artifact.session()
+    assert native.num_threads() == (default_threads() if backend == "onnx" else all_of_them)

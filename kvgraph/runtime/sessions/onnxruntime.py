@@ -66,6 +66,7 @@ PROVIDERS = ("CPUExecutionProvider",)
 class OnnxRuntimeSession(Session):
     """Runs `model.onnx` on ONNX Runtime's CPU provider.
 
+    `num_threads` are its own, and those of the kernels' global pool, in which the sampler runs.
     UnsupportedError for a `provider` that the artifact is not compiled for.
     """
 
@@ -84,6 +85,7 @@ class OnnxRuntimeSession(Session):
         options = ort.SessionOptions()
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         options.intra_op_num_threads = num_threads or default_threads()
+        native.set_num_threads(options.intra_op_num_threads)
         options.enable_mem_pattern = False
         options.log_severity_level = 4  # failures come as exceptions
         options.register_custom_ops_library(str(native.library_path("onnxruntime")))

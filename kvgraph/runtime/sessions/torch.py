@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.errors import KernelError, MissingDependencyError
+from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.weights import read_weights
@@ -29,6 +30,7 @@ class TorchSession(Session):
         self._torch = torch = import_torch()
         if num_threads:
             torch.set_num_threads(num_threads)
+        native.set_num_threads(num_threads or 0)
         # Its one warning is that a portable package meets a machine with wider vectors.
         logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
         package = torch._inductor.aoti_load_package(str(artifact.folder / "model.pt2"))
