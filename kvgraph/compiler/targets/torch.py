@@ -3,7 +3,10 @@
 Decisions: the kvgraph ops stay calls into the registered ops (in place on the pool; the package
 re-inplaces them), so one package serves every pool size. Weights travel once, by name, in
 `weights.safetensors`. Inductor's package is not reproducible byte for byte (it holds a compiled
-library); the manifest names it.
+library); the manifest names it. No autotuned templates: Inductor's C++ GEMM keeps each weight a
+second time, packed, as a constant of the package that no checkpoint names, and with freezing, where
+none can be bound late, autotuning itself took oneDNN's product instead (64 x 512 x 1,024 in
+float32, torch 2.13: 0.15 ms, the template 0.38). What pays is packed once by us, `--weights`.
 """
 
 from __future__ import annotations
