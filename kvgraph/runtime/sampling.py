@@ -71,8 +71,6 @@ def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int]:
     A sampled row's token is the inverse transform of its one random number over the tokens that
     top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as -Inf.
     """
-    if not sources:
-        return []
     if len(sources) == 1 and sources[0].params.temperature == 0:
         token = int(logits_RV[0].argmax())
         if not math.isnan(logits_RV[0, token]):  # else the first NaN of them

@@ -33,8 +33,10 @@ class Row {
  private:
   bool find_head(int64_t most);
   void order();
+  int32_t draw_from_ids();
   int32_t draw_from_head();
   int32_t draw_from_all();
+  int32_t draw_kept(int64_t kept, double mass);
   double weight(int64_t rank);
   int64_t kept(double bound, double* mass);
   int64_t rank(double target, int64_t most);
@@ -61,14 +63,19 @@ int32_t Row::draw(const float* logits, int64_t vocab, const kvg_draw& draw) {
   for (const int64_t most : kHeads) {
     if (most < top_k_ && top_k_ < vocab) continue;
     if (!find_head(std::min(most, top_k_))) break;
-    order();
-    const int32_t token = top_k_ <= most ? draw_from_all() : draw_from_head();
+    const int32_t token = draw_from_ids();
     if (token >= 0) return token;
   }
   ids_.resize(static_cast<size_t>(vocab));
   std::iota(ids_.begin(), ids_.end(), 0);
+  return draw_from_ids();
+}
+
+// The token, or -1 where ids_ do not decide it.
+int32_t Row::draw_from_ids() {
   order();
-  return draw_from_all();
+  if (!std::isfinite(logits_[id(0)])) return id(0);
+  return count() < top_k_ ? draw_from_head() : draw_from_all();
 }
 
 // The ids of the `most` likeliest tokens and some more; false where that is many more. What `most`
@@ -116,11 +123,9 @@ void Row::order() {
 // Where the row has tokens that are not ranked; -1 where these, or what is not known of `total_`,
 // may decide.
 int32_t Row::draw_from_head() {
-  const float top = logits_[id(0)];
-  if (!std::isfinite(top)) return id(0);
   if (total_ < 0) {
     const auto warmth = static_cast<float>(std::clamp(draw_.temperature, kColdest, kWarmest));
-    total_ = kvg::kernels().weight_sum(logits_, vocab_, top, warmth);
+    total_ = kvg::kernels().weight_sum(logits_, vocab_, logits_[id(0)], warmth);
   }
   const double least = total_ * (1 - kTotalError), most = total_ * (1 + kTotalError);
   if (draw_.top_p == 1) {
@@ -130,17 +135,21 @@ int32_t Row::draw_from_head() {
   double mass;
   const int64_t many = kept(draw_.top_p * most, &mass);
   if (many == count() || many != kept(draw_.top_p * least, &mass)) return -1;
-  return id(std::min(rank(draw_.uniform * mass, many), many - 1));
+  return draw_kept(many, mass);
 }
 
 // Where all that may be drawn is ranked.
 int32_t Row::draw_from_all() {
-  if (!std::isfinite(logits_[id(0)])) return id(0);
   ids_.resize(static_cast<size_t>(std::min(count(), top_k_)));
   double total = 0, mass;
   for (int64_t r = 0; r < count(); ++r) total += weight(r);
   const int64_t many = kept(draw_.top_p * total, &mass);
-  return id(std::min(rank(draw_.uniform * mass, many), many - 1));
+  return draw_kept(many, mass);
+}
+
+// One of the `kept` likeliest tokens, whose weights are `mass`.
+int32_t Row::draw_kept(int64_t kept, double mass) {
+  return id(std::min(rank(draw_.uniform * mass, kept), kept - 1));
 }
 
 // exp((logit - greatest) / temperature). Ranks are asked for in order.
