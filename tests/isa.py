@@ -29,14 +29,18 @@ def forced_isa(name: str) -> Iterator[native.Library]:
 
 @cache
 def load(name: str) -> native.Library:
-    """A second copy of the library, which has chosen under KVGRAPH_CPU_ISA=`name`.
+    """A second copy of the installed library, which has chosen under KVGRAPH_CPU_ISA=`name`."""
+    return load_copy(native.library_path("cpu"), name)
+
+
+def load_copy(built: Path, name: str) -> native.Library:
+    """A copy of the library in `built`, which has chosen under KVGRAPH_CPU_ISA=`name`.
 
     A library chooses once in a process: the copy is another file, so the loader takes it for
     another library. Its file is not needed once it is mapped.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(shutil.copy(native.library_path("cpu"), Path(folder, f"{name or 'best'}.so")))
-        library = native.Library(path)
+        library = native.Library(Path(shutil.copy(built, Path(folder, f"{name or 'best'}.so"))))
         with mock.patch.dict(os.environ, KVGRAPH_CPU_ISA=name):
             isa_of(library)
     return library

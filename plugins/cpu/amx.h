@@ -1,8 +1,10 @@
 // AMX: eight tiles of up to 16 rows of 64 bytes, which each thread configures for itself.
 //
-// Written against Intel's description of the instructions, never run on a processor that has them.
-// The numbers of tiles are literals, as the compiler's intrinsics want them. KVG_EMULATE_AMX puts
-// loops in their place, which tests run on other processors.
+// Its results are shown, its speed is not: it has run on an emulated processor (Bochs 3.0, Sapphire
+// Rapids, Linux 6.1, for which extended feature disable was added and the signs of TDPBUSD's second
+// operand were mended), and not on one that is built. The numbers of tiles are literals, as the
+// compiler's intrinsics want them. KVG_EMULATE_AMX puts loops in their place, which tests run on
+// other processors.
 #pragma once
 
 #include <cstdint>

@@ -43,7 +43,6 @@ struct Isa {
   const Kernels& kernels;
   const LinearKernels& linear;
   bool (*runs)();  // on this processor
-  bool by_itself = true;  // chosen where KVGRAPH_CPU_ISA asks for none
 };
 
 #if defined(KVG_X86)
@@ -64,9 +63,8 @@ bool always() { return true; }
 // The best first.
 const Isa kAll[] = {
 #if defined(KVG_AMX)
-    // Only where it is asked for: its tiles have run emulated, never on a processor that has them.
     {"amx", avx512_bf16::kKernels, amx::kLinearKernels,
-     [] { return avx512_bf16_runs() && amx_runs(); }, false},
+     [] { return avx512_bf16_runs() && amx_runs(); }},
 #endif
 #if defined(KVG_X86)
     {"avx512_bf16", avx512_bf16::kKernels, avx512_bf16::kLinearKernels, avx512_bf16_runs},
@@ -87,7 +85,7 @@ std::string names(bool that_run) {
 
 const Isa& choose(const std::string& wanted) {
   for (const Isa& isa : kAll) {
-    if (wanted.empty() ? isa.by_itself && isa.runs() : wanted == isa.name && isa.runs()) return isa;
+    if ((wanted.empty() || wanted == isa.name) && isa.runs()) return isa;
     if (wanted == isa.name)
       refuse("KVGRAPH_CPU_ISA: expected one of %s of this processor, got %s", names(true).c_str(),
              wanted.c_str());

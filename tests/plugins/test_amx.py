@@ -1,16 +1,16 @@
-"""Linear layers on AMX tiles, of which a build with KVG_EMULATE_AMX makes loops.
+"""Linear layers on AMX tiles: the processor's, and those that a build with KVG_EMULATE_AMX has.
 
-The kernel is the one that runs on a processor with AMX; what is emulated is each tile instruction.
-It shows what is loaded, multiplied and stored where, and no more: nothing of speed, and nothing of
-a processor that does otherwise than its description says.
+Emulated, each tile instruction is a loop and the kernel is the same: that shows what is loaded,
+multiplied and stored where, and no more: nothing of speed, and nothing of a processor that does
+otherwise than its description says.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import pytest
-from isa import isa_of
+from isa import isa_of, load, load_copy
 from ops.test_linear import SHAPES, call_of, outputs
 
 from kvgraph.ops import LINEAR, native
@@ -47,23 +47,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "libkvgraph_cpu.so"
 
 
-@pytest.fixture(scope="module")
-def emulated(built: Path) -> Run:
+@pytest.fixture(scope="module", params=["processor", "emulated"])
+def tiles(request: pytest.FixtureRequest) -> Run:
     """Instruction set, or "" -> a library that has chosen under it (each file chooses once)."""
-    loaded: dict[str, native.Library] = {}
+    if request.param == "processor":
+        if isa_of(load("amx")) != "amx":
+            pytest.skip("this processor has no amx")
+        return load
+    built: Path = request.getfixturevalue("built")
 
-    def load(isa: str) -> native.Library:
-        if isa not in loaded:
-            copy = Path(shutil.copy(built, built.with_name(f"{isa or 'itself'}.so")))
-            loaded[isa] = native.Library(copy)
-            with mock.patch.dict(os.environ, KVGRAPH_CPU_ISA=isa):
-                isa_of(loaded[isa])
-        return loaded[isa]
+    @cache
+    def emulated(name: str) -> native.Library:
+        return load_copy(built, name)
 
-    if isa_of(load("avx512_bf16")) != "avx512_bf16":
+    if isa_of(emulated("avx512_bf16")) != "avx512_bf16":
         pytest.skip("needs a processor with AVX512-BF16: only tiles are emulated")
-    assert isa_of(load("amx")) == "amx"
-    return load
+    return emulated
 
 
 def run(library: native.Library, given: list[Array | None], **attributes: float) -> Any:
@@ -71,17 +70,17 @@ def run(library: native.Library, given: list[Array | None], **attributes: float)
         return native.run(LINEAR, *given, **attributes)
 
 
-def test_it_is_not_chosen_unless_it_is_asked_for(emulated: Run) -> None:
-    assert isa_of(emulated("")) == "avx512_bf16"
+def test_it_is_chosen(tiles: Run) -> None:
+    assert isa_of(tiles("")) == isa_of(tiles("amx")) == "amx"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_is_the_reference(emulated: Run, bits: int, shape: str) -> None:
+def test_is_the_reference(tiles: Run, bits: int, shape: str) -> None:
     for rows in ROWS:
         given, attributes, _ = call_of(shape, bits, rows)
         expected = outputs(linear(*given, **attributes))  # type: ignore[arg-type]
-        found = outputs(run(emulated("amx"), given, **attributes))
+        found = outputs(run(tiles("amx"), given, **attributes))
         assert len(found) == len(expected)
         close = 2e-5 if bits == 16 else 2e-6
         for mine, reference in zip(found, expected, strict=True):
@@ -90,28 +89,28 @@ def test_is_the_reference(emulated: Run, bits: int, shape: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", ROWS)
-def test_integers_are_the_same_bits_as_without_tiles(emulated: Run, bits: int, rows: int) -> None:
+def test_integers_are_the_same_bits_as_without_tiles(tiles: Run, bits: int, rows: int) -> None:
     given, attributes, _ = call_of("ragged edges", bits, rows)
-    found = run(emulated("amx"), given, **attributes)
-    assert found.tobytes() == run(emulated("avx512_bf16"), given, **attributes).tobytes()
+    found = run(tiles("amx"), given, **attributes)
+    assert found.tobytes() == run(tiles("avx512_bf16"), given, **attributes).tobytes()
 
 
 @pytest.mark.parametrize(("rows", "same"), [(1, True), (15, True), (16, False), (33, False)])
-def test_tiles_are_used_from_sixteen_rows_on(emulated: Run, rows: int, same: bool) -> None:
+def test_tiles_are_used_from_sixteen_rows_on(tiles: Run, rows: int, same: bool) -> None:
     """They add bfloat16 in another order, which shows in the last bits."""
     given, attributes, _ = call_of("q, k and v", 16, rows)
     for mine, vector in zip(
-        run(emulated("amx"), given, **attributes),
-        run(emulated("avx512_bf16"), given, **attributes),
+        run(tiles("amx"), given, **attributes),
+        run(tiles("avx512_bf16"), given, **attributes),
         strict=True,
     ):
         assert (mine.tobytes() == vector.tobytes()) == same
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_threads_do_not_change_a_bit(emulated: Run, bits: int) -> None:
+def test_threads_do_not_change_a_bit(tiles: Run, bits: int) -> None:
     given, attributes, _ = call_of("SwiGLU", bits, 400)
-    library = emulated("amx")
+    library = tiles("amx")
     results = []
     for threads in (1, 3):
         library.dll.kvg_cpu_set_num_threads(threads)
@@ -121,12 +120,12 @@ def test_threads_do_not_change_a_bit(emulated: Run, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_a_row_with_a_nan_is_nan_and_others_are_not(emulated: Run, bits: int) -> None:
+def test_a_row_with_a_nan_is_nan_and_others_are_not(tiles: Run, bits: int) -> None:
     given, attributes, _ = call_of("one panel", bits, 40)
     x = given[0]
     assert x is not None
-    clean = run(emulated("amx"), given, **attributes)
+    clean = run(tiles("amx"), given, **attributes)
     x[35, 5] = np.nan
-    dirty = run(emulated("amx"), given, **attributes)
+    dirty = run(tiles("amx"), given, **attributes)
     assert np.isnan(dirty[35]).all()
     np.testing.assert_array_equal(np.delete(dirty, 35, 0), np.delete(clean, 35, 0))
