@@ -276,7 +276,7 @@ constexpr Dtype row() {
 extern const Kernels kKernels;
 const Kernels kKernels = {
     {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
-    dot, add, weigh, join, finish, scale, argmax, group_maxima, reached_by, at_least, weight_sum,
+    dot, add, weigh, join, finish, scale, argmax, group_maxima, weigh_groups, reached_by, at_least,
     kInBFloat16,
     {nullptr, nullptr, nullptr, kStreamsBFloat16, kStreamsInt8}};
 

@@ -107,14 +107,17 @@ struct Kernels {
   void (*scale)(float* x, float factor, int64_t count);
   // Of logits; a NaN counts as none. The lowest id of the greatest; 0 where there is none.
   int64_t (*argmax)(const float* x, int64_t count);
-  // maxima[g]: the largest of x[g], x[g + groups], ..., or -infinity.
-  void (*group_maxima)(const float* x, int64_t count, float* maxima, int64_t groups);
-  // A number that at least `most` of x reach, and not many more unless these are equal; no NaN in x.
+  // maxima[g]: the largest of x[g * width] and the numbers behind it, or -infinity; width: of 16.
+  void (*group_maxima)(const float* x, int64_t count, int64_t width, float* maxima);
+  // The same; and the sum of exp((x - the largest) / temperature), to 5e-6 for up to 2^18 numbers.
+  double (*weigh_groups)(const float* x, int64_t count, int64_t width, float* maxima,
+                         float temperature);
+  // A number that at least `most` of x reach, and not many more unless these are equal.
   float (*reached_by)(const float* x, int64_t count, int64_t most);
-  // Ids of x >= least, in order, and how many there are: more than `room` are not written.
-  int64_t (*at_least)(const float* x, int64_t count, float least, int32_t* ids, int64_t room);
-  // The sum of exp((x - greatest) / temperature), to 6e-6 for up to 2^18 numbers.
-  double (*weight_sum)(const float* x, int64_t count, float greatest, float temperature);
+  // Ids of x >= least, in order, and how many there are, given group_maxima; more than `room`: some,
+  // and more than that. `ids` has room for width + 16 more.
+  int64_t (*at_least)(const float* x, int64_t count, int64_t width, const float* maxima, float least,
+                      int32_t* ids, int64_t room);
   // nullptr: the processor has no dot products of its own
   const BFloat16Kernels* bfloat16;
   const StreamKernels* streams[KVG_INT32];  // by kvg_dtype of the pool

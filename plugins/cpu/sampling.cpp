@@ -19,9 +19,9 @@
 namespace {
 
 constexpr int64_t kHeads[] = {128, 1024};  // tokens looked at first, and next; then all
-constexpr int64_t kFewestGroups = 256;
-constexpr double kTotalError = 1e-5;  // twice what weight_sum's may be
-// Temperatures of weight_sum: no float32 logit overflows divided by the one, nor is the other.
+constexpr int64_t kFewestGroups = 256, kWidths = 16;  // of groups: multiples
+constexpr double kTotalError = 1e-5;  // twice what weigh_groups' may be
+// Temperatures of weigh_groups: no float32 logit overflows divided by the one, nor is the other.
 constexpr double kColdest = 1e-30, kWarmest = std::numeric_limits<float>::max();
 
 // A row on its way to a token; one for each thread, which keeps its memory.
@@ -82,14 +82,25 @@ int32_t Row::draw_from_ids() {
 // maxima of groups reach, each of them a token of its own, is reached by the `most` likeliest.
 bool Row::find_head(int64_t most) {
   const kvg::Kernels& kernels = kvg::kernels();
-  const int64_t groups = std::max(4 * most, kFewestGroups);
-  if (vocab_ < 2 * groups) return false;
+  const int64_t wanted = std::max(4 * most, kFewestGroups);
+  const int64_t width = (vocab_ / wanted / kWidths + 1) * kWidths;
+  const int64_t groups = (vocab_ + width - 1) / width, room = 4 * wanted;
+  if (2 * groups < 3 * most) return false;
   maxima_.resize(static_cast<size_t>(groups));
-  kernels.group_maxima(logits_, vocab_, maxima_.data(), groups);
-  const float least = kernels.reached_by(maxima_.data(), groups, most);
-  ids_.resize(static_cast<size_t>(4 * groups));
-  const int64_t found = kernels.at_least(logits_, vocab_, least, ids_.data(), 4 * groups);
-  if (found < most || found > 4 * groups) return false;  // NaN, or many are equal
+  if (top_k_ == vocab_ && total_ < 0) {
+    const auto warmth = static_cast<float>(std::clamp(draw_.temperature, kColdest, kWarmest));
+    total_ = kernels.weigh_groups(logits_, vocab_, width, maxima_.data(), warmth);
+  } else {
+    kernels.group_maxima(logits_, vocab_, width, maxima_.data());
+  }
+  ids_.resize(static_cast<size_t>(room + width + kWidths));
+  const auto find = [&](const float* among, int64_t count) {
+    const float least = kernels.reached_by(among, count, most);
+    return kernels.at_least(logits_, vocab_, width, maxima_.data(), least, ids_.data(), room);
+  };
+  int64_t found = find(maxima_.data(), groups);
+  if (found > room) found = find(logits_, vocab_);  // the likely ones are neighbours
+  if (found < most || found > room) return false;   // NaN, or many are equal
   ids_.resize(static_cast<size_t>(found));
   return true;
 }
@@ -113,6 +124,7 @@ void Row::order() {
   for (int byte = 0; byte < 4; ++byte) {
     uint32_t at[256];
     std::exclusive_scan(counts[byte], counts[byte] + 256, at, 0u);
+    if (counts[byte][keys_[0] >> (32 + 8 * byte) & 255] == keys_.size()) continue;  // as in all
     for (const uint64_t key : keys_) sorted_[at[key >> (32 + 8 * byte) & 255]++] = key;
     keys_.swap(sorted_);
   }
@@ -123,10 +135,6 @@ void Row::order() {
 // Where the row has tokens that are not ranked; -1 where these, or what is not known of `total_`,
 // may decide.
 int32_t Row::draw_from_head() {
-  if (total_ < 0) {
-    const auto warmth = static_cast<float>(std::clamp(draw_.temperature, kColdest, kWarmest));
-    total_ = kvg::kernels().weight_sum(logits_, vocab_, logits_[id(0)], warmth);
-  }
   const double least = total_ * (1 - kTotalError), most = total_ * (1 + kTotalError);
   if (draw_.top_p == 1) {
     const int64_t drawn = rank(draw_.uniform * least, count());

@@ -1,7 +1,7 @@
 // Passes over a row of logits, for kernels.cpp.
 #pragma once
 
-#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "cpu/vector.h"
@@ -43,16 +43,41 @@ inline int64_t argmax(const float* x, int64_t count) {
   return best;
 }
 
-inline void group_maxima(const float* x, int64_t count, float* maxima, int64_t groups) {
-  std::fill_n(maxima, groups, -kInfinity);
-  for (int64_t begin = 0; begin < count; begin += groups) {
-    const int64_t width = count - begin < groups ? count - begin : groups;
-    int64_t g = 0;
-    for (; g + kLanes <= width; g += kLanes)
-      save(maxima + g, larger(load(Float32{}, x + begin + g), load(Float32{}, maxima + g)));
-    for (; g < width; ++g)
-      if (x[begin + g] > maxima[g]) maxima[g] = x[begin + g];
+constexpr int64_t kAhead = 2048;  // numbers that memory is asked for ahead of their use
+
+// Calls done(begin, count, greatest) for four groups at a time, then for what is left over.
+template <class Done>
+void find_maxima(const float* x, int64_t count, int64_t width, float* maxima, Done&& done) {
+  int64_t begin = 0;
+  for (; begin + 4 * width <= count; begin += 4 * width, maxima += 4) {
+    Vector tops[4] = {Vector{} - kInfinity, Vector{} - kInfinity, Vector{} - kInfinity,
+                      Vector{} - kInfinity};
+    for (int64_t i = 0; i < width; i += kLanes)
+      for (int g = 0; g < 4; ++g) {
+        const float* from = x + begin + g * width + i;
+        __builtin_prefetch(from + kAhead);  // a hint: may be past the end
+        tops[g] = larger(load(Float32{}, from), tops[g]);
+      }
+    const Vector joined = reduce<larger>(tops[0], tops[1], tops[2], tops[3]);
+    std::memcpy(maxima, &joined, 4 * sizeof(float));
+    const float lower = joined[0] > joined[1] ? joined[0] : joined[1];
+    const float upper = joined[2] > joined[3] ? joined[2] : joined[3];
+    done(begin, 4 * width, lower > upper ? lower : upper);
   }
+  float greatest = -kInfinity;
+  const int64_t rest = begin;
+  for (; begin < count; begin += width) {
+    float top = -kInfinity;
+    for (int64_t i = begin; i < begin + width && i < count; ++i)
+      if (x[i] > top) top = x[i];
+    *maxima++ = top;
+    if (top > greatest) greatest = top;
+  }
+  done(rest, count - rest, greatest);
+}
+
+inline void group_maxima(const float* x, int64_t count, int64_t width, float* maxima) {
+  find_maxima(x, count, width, maxima, [](int64_t, int64_t, float) {});
 }
 
 // Halves the range of all floats, in the order of their bits.
@@ -81,47 +106,82 @@ inline float reached_by(const float* x, int64_t count, int64_t most) {
   return number(low);
 }
 
-inline int64_t at_least(const float* x, int64_t count, float least, int32_t* ids, int64_t room) {
-  int64_t found = 0, i = 0;
-  const auto take = [&](int64_t id) {
-    if (found < room) ids[found] = static_cast<int32_t>(id);
-    ++found;
+// Writes first + lane for each lane of `found`, and whatever up to kLanes of them; how many.
+inline int64_t append(Index found, int32_t first, int32_t* to) {
+  uint32_t lanes = lanes_of(found);
+  const int64_t many = __builtin_popcount(lanes);
+#if defined(__AVX512F__)
+  const auto numbers = (__m512i)(lane_numbers() + first);
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(static_cast<__mmask16>(lanes), numbers));
+#else
+  for (; lanes; lanes &= lanes - 1) *to++ = first + __builtin_ctz(lanes);
+#endif
+  return many;
+}
+
+inline int64_t at_least(const float* x, int64_t count, int64_t width, const float* maxima,
+                        float least, int32_t* ids, int64_t room) {
+  int64_t found = 0;
+  const auto take = [&](int64_t i, int64_t end) {
+    for (; i + kLanes <= end; i += kLanes)
+      found += append(load(Float32{}, x + i) >= least, static_cast<int32_t>(i), ids + found);
+    for (; i < end; ++i)
+      if (x[i] >= least) ids[found++] = static_cast<int32_t>(i);
   };
-  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-    Index reach_4[4], any = {};
-    for (int v = 0; v < 4; ++v) {
-      reach_4[v] = load(Float32{}, x + i + v * kLanes) >= least;
-      any |= reach_4[v];
+  const int64_t groups = count / width;  // whole ones
+  int64_t g = 0;
+  for (; g + kLanes <= groups; g += kLanes)
+    for (uint32_t lanes = lanes_of(load(Float32{}, maxima + g) >= least); lanes; lanes &= lanes - 1) {
+      const int64_t begin = (g + __builtin_ctz(lanes)) * width;
+      take(begin, begin + width);
+      if (found > room) return found;
     }
-    if (!lanes_of(any)) continue;  // as most do
-    for (int v = 0; v < 4; ++v)
-      for (uint32_t lanes = lanes_of(reach_4[v]); lanes; lanes &= lanes - 1)
-        take(i + v * kLanes + __builtin_ctz(lanes));
+  for (; g < groups; ++g) {
+    if (maxima[g] >= least) take(g * width, (g + 1) * width);
+    if (found > room) return found;
   }
-  for (; i < count; ++i)
-    if (x[i] >= least) take(i);
+  take(groups * width, count);
   return found;
 }
 
-inline double weight_sum(const float* x, int64_t count, float greatest, float temperature) {
-  constexpr int64_t kBlock = 16 * kLanes;  // numbers whose sum in float32 loses little
+// 2^x for x <= 127 to 2.6e-6 relative, but about 2^-126 for all below and for NaN, which no sum of a
+// 1 and 2^31 of them shows. The polynomial is a minimax fit of 2^f on [-1/2, 1/2].
+inline Vector weight_of(Vector x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
+  const Vector clipped = larger(x, Vector{} - 126.0f);
+  const Vector shifted = clipped + kRound;
+  const Vector f = clipped - (shifted - kRound);
+  Vector p = f * 9.570101909e-3f + 5.591786032e-2f;
+  p = p * f + 2.402474483e-1f;
+  p = p * f + 6.931218147e-1f;
+  p = p * f + 9.999992614e-1f;
+  return as<Vector>(as<Words>(p) + (as<Words>(shifted) << 23));
+}
+
+// Weights are against `from`, which greater numbers may pass by 2^kMost: no sum of them overflows.
+inline double weigh_groups(const float* x, int64_t count, int64_t width, float* maxima,
+                           float temperature) {
+  constexpr float kMost = 60;
   const float factor = 1.442695041f / temperature;
-  const Vector least = Vector{} - kInfinity;
+  float from = -kInfinity, greatest = -kInfinity;
   double total = 0;
-  int64_t i = 0;
-  for (; i + kBlock <= count; i += kBlock) {
+  const auto against = [&](float now) {
+    return std::exp2((static_cast<double>(from) - static_cast<double>(now)) * factor);
+  };
+  find_maxima(x, count, width, maxima, [&](int64_t begin, int64_t many, float top) {
+    if (top == -kInfinity) return;  // no weight
+    if ((top - from) * factor > kMost) total *= against(top), from = top;
+    if (top > greatest) greatest = top;
+    const int64_t end = begin + many;
     Vector sum_4[4] = {};
-    for (int64_t v = 0; v < kBlock; v += 4 * kLanes)
-      for (int n = 0; n < 4; ++n) {
-        const Vector logit = larger(load(Float32{}, x + i + v + n * kLanes), least);
-        sum_4[n] += exp2_of_negative((logit - greatest) * factor);
-      }
+    for (; begin + 4 * kLanes <= end; begin += 4 * kLanes)
+      for (int n = 0; n < 4; ++n)
+        sum_4[n] += weight_of((load(Float32{}, x + begin + n * kLanes) - from) * factor);
     total += static_cast<double>(sum(sum_4[0] + sum_4[1] + (sum_4[2] + sum_4[3])));
-  }
-  for (; i < count; ++i)
-    if (x[i] >= -kInfinity)
-      total += static_cast<double>(exp2_of_negative((x[i] - greatest) * factor));
-  return total;
+    for (; begin < end; ++begin)
+      total += static_cast<double>(weight_of(Vector{} + (x[begin] - from) * factor)[0]);
+  });
+  return total * against(greatest);
 }
 
 }  // namespace kvg::KVG_ISA

@@ -266,12 +266,15 @@ def long_rows(kind: str, vocab: int, count: int, seed: int) -> Any:
         logits *= 1e4
     if kind == "masked":
         logits[:, rng.random(vocab) < 0.9] = -np.inf
+    if kind == "late":
+        logits[:, : vocab // 2] = -np.inf
+        logits[:, vocab // 2 :] += np.linspace(-300, 0, vocab - vocab // 2, dtype=np.float32)
     return logits
 
 
 @given(
-    kind=st.sampled_from(["trained", "flat", "ties", "equal", "zeros", "masked"]),
-    vocab=st.sampled_from([2047, 2048, 2049, 5000, 9001]),
+    kind=st.sampled_from(["trained", "flat", "ties", "equal", "zeros", "masked", "late"]),
+    vocab=st.sampled_from([2047, 3072, 3073, 5000, 9001, 20003]),
     fields=st.lists(
         st.fixed_dictionaries(
             {
@@ -298,7 +301,7 @@ def test_long_rows_are_sampled_as_if_sorted_whole(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", ["trained", "ties", "equal", "masked", "steep"])
+@pytest.mark.parametrize("kind", ["trained", "ties", "equal", "masked", "late", "steep"])
 @pytest.mark.parametrize("vocab", [33, 512, 2051, 20003])
 def test_every_instruction_set_draws_the_same(isa: str, kind: str, vocab: int) -> None:
     logits = long_rows(kind, vocab, 24, vocab)
@@ -317,10 +320,11 @@ def test_every_instruction_set_draws_the_same(isa: str, kind: str, vocab: int) -
     ("fields", "most"),
     [({"top_k": 50, "top_p": 0.95}, 0), ({"top_p": 0.95}, 8), ({}, 8), ({"top_k": 5000}, 64)],
 )
-def test_rows_like_a_trained_models_are_seldom_ranked_whole(
-    fields: dict[str, Any], most: int
+@pytest.mark.parametrize("kind", ["trained", "late"])
+def test_rows_with_likely_tokens_are_seldom_ranked_whole(
+    kind: str, fields: dict[str, Any], most: int
 ) -> None:
-    logits = long_rows("trained", 32000, 64, 3)
+    logits = long_rows(kind, 32000, 64, 3)
     numbers = np.random.default_rng(3).random(64).tolist()
     draws = [(0.7, fields.get("top_p", 1.0), u, fields.get("top_k", 0)) for u in numbers]
     _, ranked = native.sample(logits, draws)
@@ -330,15 +334,17 @@ def test_rows_like_a_trained_models_are_seldom_ranked_whole(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_choice_that_rounding_may_decide_is_made_of_the_whole_row(isa: str) -> None:
-    """Numbers on the very edge between two tokens, where a sum in float32 would be off."""
-    logits = long_rows("trained", 9000, 1, 5)
+@pytest.mark.parametrize("kind", ["trained", "late"])
+def test_a_choice_that_rounding_may_decide_is_made_of_the_whole_row(isa: str, kind: str) -> None:
+    """Numbers on the very edge between two tokens, where a sum in float32 would be off; and as far
+    from it as that sum says it may be."""
+    logits = long_rows(kind, 9000, 1, 5)
     order = np.argsort(-logits[0], kind="stable")
     weights = np.exp(logits[0][order].astype(np.float64))
     edges = np.cumsum(weights) / weights.sum()
     params = SamplingParams(temperature=1.0)
     for edge in edges[:20]:
-        for number in (edge - 1e-9, edge + 1e-9):
+        for number in (edge - 1e-9, edge + 1e-9, edge * (1 - 3e-5), edge * (1 + 3e-5)):
             expected = sorted_whole(logits, [(params, number)])
             with forced_isa(isa):
                 assert sample(logits, [Given(params, number)]) == expected

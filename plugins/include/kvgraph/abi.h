@@ -89,10 +89,10 @@ KVG_EXPORT int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, si
 // Results do not depend on it, bit for bit.
 KVG_EXPORT void kvg_cpu_set_num_threads(uint32_t count);
 KVG_EXPORT uint32_t kvg_cpu_num_threads(void);
-// The instruction set of the kernels that this process runs: avx2, avx512, avx512_bf16 or baseline;
-// KVGRAPH_CPU_ISA forces one, read once. "": that one is unknown or not of this processor, and every
-// kernel refuses with a sentence that names both. amx (avx512_bf16, with linear layers of many rows
-// on tiles) is never chosen but by KVGRAPH_CPU_ISA: it has not run on a processor that has it.
+// The instruction set of the kernels that this process runs: amx (avx512_bf16, with linear layers of
+// many rows on tiles), avx512_bf16, avx512, avx2 or baseline. KVGRAPH_CPU_ISA forces one, read once.
+// "": that one is unknown or not of this processor, and every kernel refuses with a sentence that
+// names both.
 KVG_EXPORT const char* kvg_cpu_isa(void);
 
 #ifdef __cplusplus
