@@ -116,7 +116,10 @@ class TextContext:
 
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:
-            self._tokens[start : start + len(tokens)] = tokens
+            if len(tokens) == 1:
+                self._tokens[start] = tokens[0]
+            else:
+                self._tokens[start : start + len(tokens)] = tokens
         except (OverflowError, ValueError, TypeError) as error:
             raise RequestError(
                 f"update of {self.request_id!r}: expected int32 tokens, got {tokens}"

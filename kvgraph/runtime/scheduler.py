@@ -61,12 +61,12 @@ class Batch:
 
     def update(self, tokens: Sequence[int]) -> None:
         """All active tokens are processed; `tokens` (one per sampled row) are appended."""
-        generated = dict(zip(map(id, self.sampled), tokens, strict=True))
-        for row in self.rows:
-            token = generated.get(id(row))
-            if token is None:
-                row.context.update()
-                continue
+        if len(self.sampled) < len(self.rows):
+            sampled = set(map(id, self.sampled))
+            for row in self.rows:
+                if id(row) not in sampled:
+                    row.context.update()
+        for row, token in zip(self.sampled, tokens, strict=True):
             row.context.update(token)
             if token in row.stop_tokens:
                 row.finish_reason = "stop"

@@ -120,7 +120,7 @@ def measure(
     rng = np.random.default_rng(0)
     known = engine._tokenizer.get_vocab_size() if engine._tokenizer else engine.model.vocab_size
     prompts = [rng.integers(3, known, PROMPT).tolist() for _ in range(batch)]
-    ids = [engine.submit(prompt, params) for prompt in prompts]
+    ids = {engine.submit(prompt, params) for prompt in prompts}
     while engine.scheduler.waiting or any(
         row.context.active_length > 1 for row in engine.scheduler.running
     ):
@@ -132,7 +132,7 @@ def measure(
     return {part: statistics.median(step[part] for step in steps) * 1e6 for part in steps[0]}
 
 
-def _step(engine: Any, logits: Any, ids: list[str]) -> dict[str, float]:
+def _step(engine: Any, logits: Any, ids: set[str]) -> dict[str, float]:
     """One step of the engine, its parts timed; "outside" is all but the model."""
     clock = Clock()
     wall = clock.timed(MODEL, engine.session.run, perf_counter)
