@@ -116,10 +116,8 @@ class TextContext:
 
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:
-            if len(tokens) == 1:
-                self._tokens[start] = tokens[0]
-            else:
-                self._tokens[start : start + len(tokens)] = tokens
+            for place, token in enumerate(tokens, start):  # mostly one: no array of it
+                self._tokens[place] = token
         except (OverflowError, ValueError, TypeError) as error:
             raise RequestError(
                 f"update of {self.request_id!r}: expected int32 tokens, got {tokens}"

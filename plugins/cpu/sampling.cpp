@@ -122,9 +122,9 @@ void Row::order() {
     for (int byte = 0; byte < 4; ++byte) ++counts[byte][key >> 8 * byte & 255];
   }
   for (int byte = 0; byte < 4; ++byte) {
+    if (counts[byte][keys_[0] >> (32 + 8 * byte) & 255] == keys_.size()) continue;  // as in all
     uint32_t at[256];
     std::exclusive_scan(counts[byte], counts[byte] + 256, at, 0u);
-    if (counts[byte][keys_[0] >> (32 + 8 * byte) & 255] == keys_.size()) continue;  // as in all
     for (const uint64_t key : keys_) sorted_[at[key >> (32 + 8 * byte) & 255]++] = key;
     keys_.swap(sorted_);
   }

@@ -43,6 +43,13 @@ inline int64_t argmax(const float* x, int64_t count) {
   return best;
 }
 
+inline float largest(const float* x, int64_t count) {
+  float top = -kInfinity;
+  for (int64_t i = 0; i < count; ++i)
+    if (x[i] > top) top = x[i];
+  return top;
+}
+
 constexpr int64_t kAhead = 2048;  // numbers that memory is asked for ahead of their use
 
 // Calls done(begin, count, greatest) for four groups at a time, then for what is left over.
@@ -50,8 +57,8 @@ template <class Done>
 void find_maxima(const float* x, int64_t count, int64_t width, float* maxima, Done&& done) {
   int64_t begin = 0;
   for (; begin + 4 * width <= count; begin += 4 * width, maxima += 4) {
-    Vector tops[4] = {Vector{} - kInfinity, Vector{} - kInfinity, Vector{} - kInfinity,
-                      Vector{} - kInfinity};
+    Vector tops[4];
+    for (Vector& top : tops) top = Vector{} - kInfinity;
     for (int64_t i = 0; i < width; i += kLanes)
       for (int g = 0; g < 4; ++g) {
         const float* from = x + begin + g * width + i;
@@ -60,20 +67,13 @@ void find_maxima(const float* x, int64_t count, int64_t width, float* maxima, Do
       }
     const Vector joined = reduce<larger>(tops[0], tops[1], tops[2], tops[3]);
     std::memcpy(maxima, &joined, 4 * sizeof(float));
-    const float lower = joined[0] > joined[1] ? joined[0] : joined[1];
-    const float upper = joined[2] > joined[3] ? joined[2] : joined[3];
-    done(begin, 4 * width, lower > upper ? lower : upper);
+    done(begin, 4 * width, largest(maxima, 4));
   }
-  float greatest = -kInfinity;
   const int64_t rest = begin;
-  for (; begin < count; begin += width) {
-    float top = -kInfinity;
-    for (int64_t i = begin; i < begin + width && i < count; ++i)
-      if (x[i] > top) top = x[i];
-    *maxima++ = top;
-    if (top > greatest) greatest = top;
-  }
-  done(rest, count - rest, greatest);
+  int64_t groups = 0;
+  for (; begin < count; begin += width)
+    maxima[groups++] = largest(x + begin, count - begin < width ? count - begin : width);
+  done(rest, count - rest, largest(maxima, groups));
 }
 
 inline void group_maxima(const float* x, int64_t count, int64_t width, float* maxima) {
@@ -147,10 +147,7 @@ inline int64_t at_least(const float* x, int64_t count, int64_t width, const floa
 // 2^x for x <= 127 to 2.6e-6 relative, but about 2^-126 for all below and for NaN, which no sum of a
 // 1 and 2^31 of them shows. The polynomial is a minimax fit of 2^f on [-1/2, 1/2].
 inline Vector weight_of(Vector x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
-  const Vector clipped = larger(x, Vector{} - 126.0f);
-  const Vector shifted = clipped + kRound;
-  const Vector f = clipped - (shifted - kRound);
+  const auto [shifted, f] = split(larger(x, Vector{} - 126.0f));
   Vector p = f * 9.570101909e-3f + 5.591786032e-2f;
   p = p * f + 2.402474483e-1f;
   p = p * f + 6.931218147e-1f;

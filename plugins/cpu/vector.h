@@ -158,21 +158,31 @@ To as(From v) {
   return to;
 }
 
+// A number as the nearest integer, in the low bits of `shifted`, and what is left, in [-1/2, 1/2].
+template <class Floats>
+struct Split {
+  Floats shifted, left;
+};
+
+template <class Floats>
+Split<Floats> split(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
+  const Floats shifted = x + kRound;
+  return {shifted, x - (shifted - kRound)};
+}
+
 // 2^x for x <= 0, to 2e-7 relative; below 2^-126: 0. NaN stays NaN. The polynomial is a minimax fit
 // of 2^f on [-1/2, 1/2] (relative error 1.9e-9). Floats and Bits: of one lane or of several.
 template <class Floats, class Bits>
 Floats exp2_from_bits(Floats x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
-  const Floats clipped = x < -126.0f ? Floats{} - 126.0f : x;
-  const Floats shifted = clipped + kRound;
-  const Floats f = clipped - (shifted - kRound);
+  const auto [shifted, f] = split(x < -126.0f ? Floats{} - 126.0f : x);
   Floats p = f * 1.534581160e-4f + 1.339993122e-3f;
   p = p * f + 9.618488959e-3f;
   p = p * f + 5.550328777e-2f;
   p = p * f + 2.402264689e-1f;
   p = p * f + 6.931472057e-1f;
   p = p * f + 1.000000001f;
-  const Floats power = as<Floats>((as<Bits>(shifted) - bits_of(kRound) + 127u) << 23);
+  const Floats power = as<Floats>((as<Bits>(shifted) + 127u) << 23);
   return x < -126.0f ? Floats{} : p * power;
 }
 
