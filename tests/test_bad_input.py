@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +21,8 @@ from command_line import COMMAND, Outcome, run
 from models import COMMON
 
 import kvgraph
-from kvgraph.compiler import emit, pipeline
+from kvgraph.compiler import pipeline
+from kvgraph.compiler.output import PREFIX, staging
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheQuantization
 from kvgraph.contract.plain import to_json
@@ -320,32 +320,14 @@ def test_output_that_is_a_file_is_kept(tmp_path: Path, model_folder: ModelFolder
     assert out.read_text() == "mine"
 
 
-def test_output_below_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="file"), emit.staging(tmp_path / "file" / "x", force=False):
-        pass
-
-
-def test_force_replaces_an_artifact_and_an_empty_folder(tmp_path: Path) -> None:
-    for name, content in (("artifact", {"manifest.json": "{}", "old": ""}), ("empty", {})):
-        out = tmp_path / name
-        out.mkdir()
-        for file, text in content.items():
-            (out / file).write_text(text)
-        with emit.staging(out, force=True) as folder:
-            (folder / "new").write_text("new")
-        assert snapshot(out) == {"new": b"new"}
-    assert sorted(os.listdir(tmp_path)) == ["artifact", "empty"]
-
-
 def test_output_that_appears_during_the_compile_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "late"
-    staging = emit.staging(out, force=False)
-    (staging.__enter__() / "new").write_text("new")
+    made = staging(out, force=False)
+    (made.__enter__() / "new").write_text("new")
     out.mkdir()
     (out / "precious").write_text("mine")
     with pytest.raises(ArtifactError, match="expected no such folder yet, got one"):
-        staging.__exit__(None, None, None)
+        made.__exit__(None, None, None)
     assert snapshot(tmp_path) == {"late": None, "late/precious": b"mine"}
 
 
@@ -370,7 +352,7 @@ def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None
     out = tmp_path / "model.kvg"
     command = [*COMMAND, "compile", str(model_folder("llama")), "-o", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (left := sorted(tmp_path.glob(".model.kvg.*"))):
+    while process.poll() is None and not (left := sorted(tmp_path.glob(f"{PREFIX}*/made"))):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
@@ -384,23 +366,6 @@ def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None
     assert run("compile", model_folder("llama"), "-o", out, "--page-size", 16).code == 0
     assert os.listdir(tmp_path) == ["model.kvg"]
     assert run("verify", out).code == 0
-
-
-def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    out = tmp_path / "a[1].kvg"
-    kept = [
-        f".{out.name}.{os.getpid()}.other",  # compiles at this moment
-        f".a1.kvg.{dead.pid}.other",  # of another output
-        f".{out.name}.4.{dead.pid}.other",  # of the output "a[1].kvg.4"
-        f".{out.name}.notes.txt",
-    ]
-    for name in [*kept, f".{out.name}.{dead.pid}.abc_123x"]:
-        (tmp_path / name).mkdir()
-    with emit.staging(out, force=False):
-        pass
-    assert sorted(os.listdir(tmp_path)) == sorted([*kept, out.name])
 
 
 # -- artifacts: their files

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler import emit
 from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
+from kvgraph.compiler.output import require_free, staging
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
@@ -74,7 +75,7 @@ def compile(
     is_default = backend is None
     parsed, backend = _check(target, backend, cache, cache_dtype, page_size)
     why = f", the default for {parsed.kind}: {DEFAULT_REASON[parsed.kind]}" if is_default else ""
-    emit.require_free(out, force=force)
+    require_free(out, force=force)
 
     progress("reading the model")
     weightless = parsed.kind == "cuda" and backend == "torch"
@@ -104,7 +105,7 @@ def compile(
     if parsed.kind == "cuda":
         _require_kernels(plan, parsed, backend)
 
-    with emit.staging(out, force=force) as folder:
+    with staging(out, force=force) as folder:
         progress(f"lowering to {backend}{why}")
         lowering = _lowering(backend, parsed, weights, progress)
         lowered = _lower(lowering, loaded, signature, plan, folder)

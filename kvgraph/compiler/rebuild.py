@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvgraph.compiler import emit
+from kvgraph.compiler.output import require_free, staging
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
@@ -51,13 +52,13 @@ def rebuild(
             f"{folder}: backend: expected 'tensorrt' to build an engine from, "
             f"got {manifest.backend!r}"
         )
-    emit.require_free(out, force=force)
+    require_free(out, force=force)
     module = _module()
     version = trt_engine.require_module(module)
     archs = _archs(module, target, manifest)
     progress("hashing")
     verify_files(folder, manifest)
-    with emit.staging(out, force=force) as made:
+    with staging(out, force=force) as made:
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)
         progress(f"building the engine with {module} {version}")
