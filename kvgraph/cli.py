@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -78,7 +79,9 @@ class CacheDtype(StrEnum):
 def main() -> None:
     """Entry point: one sentence and exit code 2 for what a user can mend."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning  # type: ignore[assignment]
+            app()
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {error}", soft_wrap=True)
         sys.exit(2)
@@ -478,6 +481,10 @@ def cache_clear(folder: CacheFolder, json: Json = False) -> None:
         _print_json({"removed": removed})
     else:
         stdout.print(f"{folder}: {removed} pages removed", soft_wrap=True)
+
+
+def _print_warning(message: Warning | str, *where: object) -> None:
+    stderr.print(f"warning: {message}", soft_wrap=True)
 
 
 def _refuse_beside_artifact(**given: object) -> None:

@@ -110,9 +110,8 @@ def _require_parent(out: Path) -> None:
         while (kind := kind_of(parent)) is None:
             parent = parent.parent
         kind_of(parent / name)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ArtifactError(f"{out}: expected a path to make, got {why!r}") from error
+    except OSError as error:
+        raise ArtifactError(f"{out}: expected a path to make, got {error.strerror!r}") from error
     if not parent.is_dir():
         got = "a link that leads nowhere" if not parent.exists() else kind
         raise ArtifactError(f"{out}: expected a folder at {parent} to make it in, got {got}")

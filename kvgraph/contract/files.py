@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -64,11 +65,13 @@ def require_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) 
 
 
 def kind_of(path: Path) -> str | None:
-    """What lies at `path`, links not followed; None: nothing. Raises OSError."""
+    """What lies at `path`, links not followed; None: nothing. Raises OSError, for a NUL too."""
     try:
         return KINDS[stat.S_IFMT(path.lstat().st_mode)]
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)} ({error})") from error
 
 
 def can_write(folder: Path) -> bool:
