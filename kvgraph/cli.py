@@ -363,21 +363,21 @@ def plan(
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
     json: Json = False,
 ) -> None:
-    """Show how a model and its cache fit into memory; reads config.json only."""
+    """Show how a model and its cache fit into memory; reads no weight."""
     from kvgraph.compiler.plan import plan_deployment
 
-    with stderr.status("describing the model"):
-        made = plan_deployment(
-            model,
-            target=target,
-            memory=_parse_bytes(memory),
-            max_seq_len=max_seq_len,
-            max_batch_size=max_batch_size,
-            dtype=dtype.value if dtype else None,
-            weights=weights.value if weights else None,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
-            page_size=page_size,
-        )
+    made = plan_deployment(
+        model,
+        target=target,
+        memory=_parse_bytes(memory),
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        dtype=dtype.value if dtype else None,
+        weights=weights.value if weights else None,
+        cache_dtype=cache_dtype.value if cache_dtype else None,
+        page_size=page_size,
+        progress=lambda stage: stderr.print(stage, soft_wrap=True),
+    )
     if json:
         _print_json(to_plain(made))
         return

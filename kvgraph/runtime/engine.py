@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
@@ -266,8 +267,8 @@ class Engine:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: expected text in Unicode, got {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
-        return ids
+        path = self.artifact.folder / NAME
+        return encode(self._tokenizer, text, path, ArtifactError, special_tokens=special_tokens)
 
     def close(self) -> None:
         """Finish what is queued for the tiers, and let go of them. Idempotent."""
@@ -385,15 +386,8 @@ def _make_manager(
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ArtifactError(f"{path}: expected a tokenizer, got a damaged one ({error})") from error
+    path = folder / NAME
+    return read_tokenizer(path, ArtifactError) if path.is_file() else None
 
 
 def _decode_stream(tokenizer: Any, prompt: Sequence[int]) -> Any:
