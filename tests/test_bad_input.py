@@ -695,8 +695,8 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
             lambda m: m["model"].update(vocab_size=7),
             r"bindings: expected logits float32 \['num_logits', 7\]",
         ),
-        (lambda m: m["layout"].update(page_size="16"), "layout and bindings: expected those of a"),
-        (lambda m: m["layout"].update(flavour=1), "layout and bindings: expected .*flavour"),
+        (lambda m: m["layout"].update(page_size="16"), "layout.page_size: expected int, got '16'"),
+        (lambda m: m["layout"].update(flavour=1), "layout: expected fields of a cache.*flavour"),
         (lambda m: m["inputs"][3].update(device="cpu:x"), "layout and bindings: .*cpu.*|.*'x'"),
         (
             lambda m: m["inputs"].pop(),

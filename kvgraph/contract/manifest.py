@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvgraph.contract.devices import parse_logical
-from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.files import PARTIAL, inside, open_regular, replacing
+from kvgraph.contract.layouts import require_layout
 from kvgraph.contract.plain import from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
@@ -212,7 +213,9 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
                 f"got {version}"
             )
-        return from_plain(Manifest, _checked(path, fields))
+        manifest = from_plain(Manifest, _checked(path, fields))
+        _require_values(manifest)
+        return manifest
 
 
 def listed_names(folder: Path) -> frozenset[str]:
@@ -242,6 +245,25 @@ class _Listed:
 
     files: dict[str, Any]
     nondeterministic_files: list[str]
+
+
+def _require_values(manifest: Manifest) -> None:
+    """ValueError for values that have the right types, and that no compile writes."""
+    for name, entry in manifest.files.items():
+        count = ceildiv(entry.size, CHUNK_BYTES)
+        if entry.size < 0 or len(entry.chunks) != count:
+            raise ValueError(
+                f"files.{name}: expected {count} chunks for {entry.size} bytes, "
+                f"got {len(entry.chunks)}"
+            )
+    for field_name in ("vocab_size", "max_seq_len"):
+        value = getattr(manifest.model, field_name)
+        if value < 1:
+            raise ValueError(f"model.{field_name}: expected >= 1, got {value}")
+    if manifest.quality and not manifest.quality.reference_perplexity > 0:
+        found = manifest.quality.reference_perplexity
+        raise ValueError(f"quality.reference_perplexity: expected > 0, got {found}")
+    require_layout("layout", manifest.layout)
 
 
 @contextmanager
