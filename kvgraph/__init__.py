@@ -14,6 +14,7 @@ _EXPORTS = {
     "BatchCharacteristics": "kvgraph.contract.inputs",
     "BindingError": "kvgraph.errors",
     "CapacityError": "kvgraph.errors",
+    "CheckError": "kvgraph.errors",
     "ContinuousBatchingKVCacheCollection": "kvgraph.kv.collection",
     "ContinuousBatchingKVCacheInputSymbols": "kvgraph.contract.symbols",
     "ContinuousBatchingKVCacheManager": "kvgraph.kv.continuous",
@@ -54,7 +55,7 @@ _EXPORTS = {
     "TextContext": "kvgraph.kv.requests",
     "TransferError": "kvgraph.errors",
     "UnsupportedError": "kvgraph.errors",
-    "compile": "kvgraph.compiler.pipeline",
+    "compile": "kvgraph.build",
     "load": "kvgraph.runtime.artifact",
     "plan_memory": "kvgraph.kv.memory",
     "virtual_devices": "kvgraph.contract.devices",
@@ -62,7 +63,7 @@ _EXPORTS = {
 """Public name -> the private module that defines it."""
 
 if TYPE_CHECKING:
-    from kvgraph.compiler.pipeline import compile as compile
+    from kvgraph.build import compile as compile
     from kvgraph.contract.devices import Device as Device
     from kvgraph.contract.devices import Target as Target
     from kvgraph.contract.devices import virtual_devices as virtual_devices

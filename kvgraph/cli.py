@@ -134,6 +134,9 @@ def compile(
     quality_text: Annotated[
         Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
     ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Run two short rows beside the model's own forward pass.")
+    ] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
     json: Json = False,
 ) -> None:
@@ -158,7 +161,7 @@ def compile(
                 from_artifact, output, target=target, force=force, progress=stages.next
             )
         else:
-            from kvgraph.compiler.pipeline import compile as compile_model
+            from kvgraph.build import compile as compile_model
 
             if model is None:
                 raise RequestError("compile: expected MODEL_DIR or --from-artifact, got neither")
@@ -172,6 +175,7 @@ def compile(
                 cache_dtype=cache_dtype.value if cache_dtype else None,
                 page_size=page_size,
                 cache=cache.value,
+                check=check,
                 force=force,
                 progress=stages.next,
             )

@@ -11,6 +11,7 @@
     |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
     |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
     |- TransferError (RuntimeError)          pages that another engine refused, or did not get
+    |- CheckError (RuntimeError)             a compile does not compute what its model computes
     |- KernelError (RuntimeError)            a native kernel refused its operands
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
     `- MissingDependencyError (ImportError)  an optional package is not installed
@@ -70,6 +71,10 @@ class InsufficientPagesError(CapacityError):
 
 class TransferError(KVGraphError, RuntimeError):
     """Another engine refused pages, or the connection to it broke; both caches are as before."""
+
+
+class CheckError(KVGraphError, RuntimeError):
+    """What was compiled does not compute what its model computes; nothing was written."""
 
 
 class KernelError(KVGraphError, RuntimeError):

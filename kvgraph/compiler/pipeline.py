@@ -1,18 +1,16 @@
-"""compile(): from a model to an artifact, stage by stage."""
+"""The stages of a compile: what was asked for, the model, its cache, and its lowering."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.compiler import emit
 from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
-from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
     POOL_DTYPES,
     QUANTIZED_DTYPES,
@@ -26,8 +24,6 @@ from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.ops._linear import WEIGHT_BITS
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.trace import Traced
 
@@ -43,94 +39,7 @@ DEFAULT_PAGE_SIZE = 128
 Progress = Callable[[str], None]
 
 
-def compile(
-    model: str | Path | nn.Module,
-    out: str | Path,
-    *,
-    target: str = "cpu",
-    backend: str | None = None,
-    dtype: str | None = None,
-    weights: str | None = None,
-    cache_dtype: str | None = None,
-    page_size: int = DEFAULT_PAGE_SIZE,
-    cache: str = "paged",
-    params: KVCacheParams | MultiKVCacheParams | None = None,
-    vocab_size: int | None = None,
-    max_seq_len: int | None = None,
-    tokenizer: str | Path | None = None,
-    eos_token_ids: Sequence[int] | None = None,
-    bos_token_id: int | None = None,
-    force: bool = False,
-    progress: Progress = lambda stage: None,
-) -> Manifest:
-    """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
-
-    `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
-    layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
-    for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
-    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
-    nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
-    tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
-    `bos_token_id`; a model folder has its own. The cache is described by a
-    NullKVCacheManager on a virtual device: no KV memory is allocated, and any pool size can be
-    bound later. `out` appears whole or not at all.
-
-    Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
-    """
-    out = Path(out)
-    is_default = backend is None
-    parsed, backend = _check(target, backend, cache, cache_dtype, page_size)
-    why = f", the default for {parsed.kind}: {DEFAULT_REASON[parsed.kind]}" if is_default else ""
-    emit.require_free(out, force=force)
-
-    progress("reading the model")
-    weightless = parsed.kind == "cuda" and backend == "torch"
-    check_weights(weights, parsed, dtype)
-    float32 = in_float32(parsed, backend, weights)
-    text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
-    loaded, notes = _load(model, float32, dtype, vocab_size, max_seq_len, weightless, text)
-    if float32 and weights is None:
-        weights = default_weights(loaded.stored_dtype)
-
-    if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
-        notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
-
-    progress("describing the cache")
-    plan = _plan_cache(loaded, params, cache, cache_dtype, page_size, parsed)
-    manager = NullKVCacheManager(
-        plan.params,
-        max_batch_size=1,
-        max_seq_len=loaded.max_seq_len,
-        num_layers=len(plan.layers),
-        devices=plan.params.devices,
-        session=None,
-        available_cache_memory=0,
-        page_size=plan.params.page_size,
-    )
-    signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
-    loaded.place(plan)
-    if parsed.kind == "cuda":
-        _require_kernels(plan, parsed, backend)
-
-    from kvgraph.compiler.trace import trace
-
-    with emit.staging(out, force=force) as folder:
-        progress(f"lowering to {backend}{why}")
-        traced = trace(loaded, signature, plan, functional=backend != "torch")
-        lowered = _lower(_lowering(backend, parsed, weights, progress), traced, folder)
-        progress("writing the artifact")
-        return emit.emit(
-            folder,
-            traced=traced,
-            lowered=lowered,
-            target=parsed,
-            backend=backend,
-            weights=weights or loaded.dtype,
-            notes=notes,
-        )
-
-
-def _check(
+def resolve(
     target: str, backend: str | None, cache: str, cache_dtype: str | None, page_size: int
 ) -> tuple[Target, str]:
     """The parsed target and the backend: the first that the target has, where none is asked for."""
@@ -164,6 +73,11 @@ def _check(
     return parsed, backend
 
 
+def reason(target: Target) -> str:
+    """Why the default backend of a target is its default: the end of a sentence."""
+    return f", the default for {target.kind}: {DEFAULT_REASON[target.kind]}"
+
+
 def check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
     """UnsupportedError for weights that the target, or activations of `dtype`, cannot have."""
     known = ["fp32", *WEIGHT_BITS]
@@ -192,7 +106,7 @@ def default_weights(stored_dtype: str) -> str:
     return "bf16" if stored_dtype == "bfloat16" else "fp32"
 
 
-def _load(
+def load_model(
     model: Any,
     float32: bool,
     dtype: str | None,
@@ -248,7 +162,7 @@ def _require_torch() -> None:
         ) from error
 
 
-def _plan_cache(
+def plan_for(
     model: Model,
     params: KVCacheParams | MultiKVCacheParams | None,
     cache: str,
@@ -276,11 +190,29 @@ def _plan_cache(
     )
 
 
-def _lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
+def describe(model: Model, plan: CachePlan) -> GraphSignature:
+    """The graph's signature over the symbols of a manager that allocates nothing; the model learns
+    where its layers' caches are."""
+    manager = NullKVCacheManager(
+        plan.params,
+        max_batch_size=1,
+        max_seq_len=model.max_seq_len,
+        num_layers=len(plan.layers),
+        devices=plan.params.devices,
+        session=None,
+        available_cache_memory=0,
+        page_size=plan.params.page_size,
+    )
+    model.place(plan)
+    return GraphSignature.of(manager.get_symbolic_inputs()[0], model.vocab_size)
+
+
+def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
+    """What `lowering` gave, over a trace. UnsupportedError for an operator that ONNX lacks."""
     import torch.onnx
 
     try:
-        return lower(traced, folder)
+        return backend(traced, folder)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -291,7 +223,7 @@ def _lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lower
         ) from error
 
 
-def _lowering(
+def lowering(
     backend: str, target: Target, weights: str | None, progress: Progress
 ) -> Callable[..., Any]:
     weight_bits = WEIGHT_BITS.get(weights or "")
@@ -316,7 +248,16 @@ def _lowering(
     return partial(torch.lower, weight_bits=weight_bits)
 
 
-def _require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
+def rewriting(backend: str, target: Target) -> Callable[[Traced], object]:
+    """The passes that a target runs over a program of torch."""
+    if target.kind == "cuda" and backend == "torch":
+        from kvgraph.compiler.targets import cuda
+
+        return cuda.rewrite
+    return lambda traced: None
+
+
+def require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
     from kvgraph.compiler.targets import cuda
 
     if plan.strategy is not KVCacheStrategy.PAGED:
