@@ -181,7 +181,7 @@ def test_streamed_weights_are_those_of_the_layers_that_stand_for_the_others(
     manifest = kvgraph.compile(folder, tmp_path / "out", target="cuda:sm_90", page_size=16)
     assert manifest.notes[-1].endswith("one of each kind (0, 1)")
     assert {name.split(".layers.")[1][0] for name in read if ".layers." in name} == {"0", "1"}
-    assert read["model.model.embed_tokens.weight"] == 4096
+    assert max(read.values()) == 4096, "rows of the embedding"
     assert manifest.model.vocab_size == 5000
 
 
