@@ -108,7 +108,7 @@ class Planner:
             if self._settings.prefix_caching:
                 root, digests = self._settings.identities(ctx)
                 hit = self._hits.joint(digests)
-                if with_tiers and ctx.asked is not None and ctx.asked.lookup.done:
+                if with_tiers and ctx.asked is not None and ctx.asked.is_valid(self._hits.epoch):
                     hit, loads = self._hits.deeper(digests, hit, ctx.asked.present())
                 processed = hit * self._settings.page_size
                 active = min(active, ctx.current_length - processed)
@@ -142,8 +142,8 @@ class Planner:
         return costs
 
     def _revived(self, leaf: Leaf, hits: Sequence[Growth]) -> int:
-        refs = leaf.pool.refs
-        return len({page for g in hits for page in self.hit_pages(leaf, g) if not refs[page]})
+        is_free = leaf.pool.is_free
+        return len({page for g in hits for page in self.hit_pages(leaf, g) if is_free(page)})
 
     def _require_free(self, plan: Plan) -> None:
         for leaf, cost in zip(self._leaves, plan.costs, strict=True):

@@ -23,6 +23,11 @@ class Hits:
         self._leaves = leaves
         self._page_size = page_size
 
+    @property
+    def epoch(self) -> object:
+        """Changes when the cache is reset: what was found out before it is void."""
+        return self._leaves[0].pool.epoch
+
     def joint(
         self, digests: Sequence[bytes], below: Sequence[Container[bytes]] | None = None
     ) -> int:

@@ -214,14 +214,17 @@ class PagedKVCacheManager(KVCacheManager):
         self._verify()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every committed page that no live request holds, and empty the tiers.
+        """Forget every committed page, and empty the tiers.
 
-        Bound prefixes stay; what other models keep in a shared store does too.
+        A page that a live request holds is forgotten when the last such request lets go of it, and
+        until then others may take it as their prefix. Copies on their way end unseen: a request
+        that waits for a load is computed. Bound prefixes stay; what other models keep in a shared
+        store does too.
         """
         for replica in self._replicas:
             replica.reset_prefix_cache()
         if self._tiers is not None:
-            self._tiers.connector.reset()
+            self._tiers.reset()
         self._verify()
 
     # -- tiers

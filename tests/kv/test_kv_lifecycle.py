@@ -40,12 +40,13 @@ def test_a_page_edge_in_prefill_and_in_decode() -> None:
     assert (manager.num_free_blocks(), manager.get_num_used_pages()) == (P - 4, 4)
 
 
-def test_release_frees_tail_first() -> None:
+def test_pages_without_content_are_reused_first() -> None:
     manager = make_manager(pages=6)
-    start(manager, "a", range(12))
-    manager.release("a")
-    start(manager, "b", range(24))
-    assert manager.get_req_blocks("b") == [3, 4, 5, 2, 1, 0]
+    start(manager, "a", range(4))
+    start(manager, "b", range(8))
+    manager.release("b")
+    start(manager, "c", range(12))
+    assert manager.get_req_blocks("c") == [1, 2, 3]
 
 
 def test_index_tensors_keep_their_addresses_and_the_record_before_stays_valid() -> None:
