@@ -142,8 +142,9 @@ class Planner:
         return costs
 
     def _revived(self, leaf: Leaf, hits: Sequence[Growth]) -> int:
-        is_free = leaf.pool.is_free
-        return len({page for g in hits for page in self.hit_pages(leaf, g) if is_free(page)})
+        refs, pins = leaf.pool.refs, leaf.pool.pins
+        pages = {page for g in hits for page in self.hit_pages(leaf, g) if not refs[page]}
+        return len(pages - pins.keys()) if pins else len(pages)
 
     def _require_free(self, plan: Plan) -> None:
         for leaf, cost in zip(self._leaves, plan.costs, strict=True):
