@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, fields, is_dataclass, replace
+from types import GenericAlias
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
+from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import BindingError
 
 
@@ -32,8 +34,13 @@ class Buffer:
         return np.asarray(self.handle, dtype=dtype)
 
 
+@runtime_checkable
 class KVCacheInputsInterface(Protocol):
     """What the values of a single cache and of a tree of them have in common."""
+
+    def __class_getitem__(cls, item: object) -> GenericAlias:
+        """`KVCacheInputsInterface[Buffer, Buffer]` in an annotation."""
+        return GenericAlias(cls, item)
 
     @property
     def inputs(self) -> Sequence[Any]: ...
@@ -41,6 +48,7 @@ class KVCacheInputsInterface(Protocol):
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs: ...
 
 
+@runtime_checkable
 class KVCacheBufferInterface(Protocol):
     """The raw pools of one replica, of a single cache or of a tree."""
 
@@ -60,18 +68,25 @@ class Session(Protocol):
 class KVCacheInputs:
     """A leaf's values: one record per device, replica-major.
 
-    Base of the records too: a record is a leaf of one device, so its `inputs` is `[itself]`.
+    Base of the records too: a record is a leaf of one device, so its `inputs` is `[itself]`. A
+    dataclass that derives from it is a record of its fields; None stands for an absent one.
     """
 
     def __init__(self, inputs: Sequence[KVCacheInputs]) -> None:
         self._inputs = inputs
 
+    def __class_getitem__(cls, item: object) -> GenericAlias:
+        """`KVCacheInputs[Buffer, Buffer]` in an annotation."""
+        return GenericAlias(cls, item)
+
     @property
     def inputs(self) -> Sequence[Any]:
-        return self._inputs
+        return [self] if is_dataclass(self) else self._inputs
 
     def flatten(self) -> list[Buffer]:
         """All values in the order of the symbols, device after device."""
+        if is_dataclass(self):
+            return list(_present(self).values())
         return [value for record in self.inputs for value in record.flatten()]
 
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs:
@@ -82,7 +97,15 @@ class KVCacheInputs:
         return self._rebuild(iter(values))
 
     def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputs:
+        if is_dataclass(self):
+            return replace(self, **{name: next(values) for name in _present(self)})
         return KVCacheInputs([record._rebuild(values) for record in self.inputs])
+
+
+def _present(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are there."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class RaggedKVCacheInputs(KVCacheInputs):
@@ -90,6 +113,7 @@ class RaggedKVCacheInputs(KVCacheInputs):
 
     __slots__ = ("cache_lengths", "kv_blocks", "kv_scales", "lookup_table", "max_lengths")
 
+    @also_named(blocks="kv_blocks")
     def __init__(
         self,
         kv_blocks: Buffer,
