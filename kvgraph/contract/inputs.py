@@ -72,6 +72,8 @@ class KVCacheInputs:
     dataclass that derives from it is a record of its fields; None stands for an absent one.
     """
 
+    _inputs: Sequence[KVCacheInputs] | None = None  # None: a record
+
     def __init__(self, inputs: Sequence[KVCacheInputs]) -> None:
         self._inputs = inputs
 
@@ -81,13 +83,13 @@ class KVCacheInputs:
 
     @property
     def inputs(self) -> Sequence[Any]:
-        return [self] if is_dataclass(self) else self._inputs
+        return [self] if self._inputs is None else self._inputs
 
     def flatten(self) -> list[Buffer]:
         """All values in the order of the symbols, device after device."""
-        if is_dataclass(self):
+        if self._inputs is None:
             return list(_present(self).values())
-        return [value for record in self.inputs for value in record.flatten()]
+        return [value for record in self._inputs for value in record.flatten()]
 
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs:
         """The same nesting over other `values` (BindingError unless as many as `flatten` gives)."""
@@ -97,13 +99,23 @@ class KVCacheInputs:
         return self._rebuild(iter(values))
 
     def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputs:
-        if is_dataclass(self):
-            return replace(self, **{name: next(values) for name in _present(self)})
-        return KVCacheInputs([record._rebuild(values) for record in self.inputs])
+        if self._inputs is None:
+            return _replaced(self, values)
+        return KVCacheInputs([record._rebuild(values) for record in self._inputs])
+
+
+def _replaced(record: Any, values: Iterator[Buffer]) -> KVCacheInputs:
+    rebuilt: KVCacheInputs = replace(record, **{name: next(values) for name in _present(record)})
+    return rebuilt
 
 
 def _present(record: Any) -> dict[str, Any]:
     """The fields of a dataclass that are there."""
+    if not is_dataclass(record):
+        raise BindingError(
+            f"{type(record).__name__}: expected a dataclass of values, got a plain class; "
+            "decorate it with @dataclass"
+        )
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -236,10 +248,10 @@ class KVCacheInputsSequence(KVCacheInputs):
 
     @property
     def kv_cache_inputs(self) -> Sequence[KVCacheInputs]:
-        return self._inputs
+        return self.inputs
 
     def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputsSequence:
-        return KVCacheInputsSequence([child._rebuild(values) for child in self._inputs])
+        return KVCacheInputsSequence([child._rebuild(values) for child in self.inputs])
 
 
 @dataclass(frozen=True, slots=True)

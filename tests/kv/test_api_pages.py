@@ -403,6 +403,13 @@ def test_records_of_a_users_own() -> None:
 
     assert len(Fewer(host(0)).flatten()) == 1
     assert Fewer(host(0)).unflatten([host(3)]) == Fewer(host(3))
+
+    class Plain(KVCacheInputs):
+        def __init__(self) -> None:
+            self.blocks = host(0)
+
+    with pytest.raises(BindingError, match=r"Plain: expected a dataclass .* decorate it"):
+        Plain().flatten()
     with pytest.raises(UnsupportedError, match=r"with cache_lengths, got Fewer; override"):
         OwnManager(make_params(), 1, 16).increment_cache_lengths([Fewer(host(0))], np.array([0]))
 

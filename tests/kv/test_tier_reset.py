@@ -172,6 +172,24 @@ def test_an_answer_from_before_is_void() -> None:
     assert manager.get_metrics_aggregated().load_failures == 0
 
 
+def test_a_waiting_request_is_asked_for_again() -> None:
+    manager = offered(MemoryStore())
+    work(manager)
+    manager.poll()
+    evict(manager)
+    waiting = ask(manager, "b")
+    manager.reset_prefix_cache()
+    prefill(manager, "c")
+    manager.release("c")
+    work(manager)
+    manager.poll()
+    evict(manager)
+    manager.prefetch([waiting])
+    work(manager)
+    manager.alloc(waiting)
+    assert manager.is_loading("b")
+
+
 def test_a_request_of_a_later_epoch_is_loaded_again() -> None:
     manager, ctx = loading()
     manager.reset_prefix_cache()
