@@ -15,7 +15,7 @@ T = TypeVar("T")
 def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
     """`each[replica_idx]` of what there is one of per replica."""
     if not 0 <= replica_idx < len(each):
-        hint = "; a number of steps is num_steps=" if call == "alloc" else ""
+        hint = "; give a number of steps as num_steps=" if call == "alloc" else ""
         raise RequestError(
             f"{call}: expected replica_idx below data_parallel_degree={len(each)}, "
             f"got {replica_idx}{hint}"

@@ -72,7 +72,7 @@ class Planner:
 
     def forecast(self, ctx: TextContext, row: Row) -> list[int]:
         """Free pages that `alloc` would cost in each leaf, whether there are as many or not."""
-        if row.is_dummy:
+        if ctx.processed_length + ctx.active_length <= row.limit:
             return [0] * len(self._leaves)
         growths = [self._plan_row(ctx, row, 0, self._settings.has_tiers)]
         return self._affordable(Plan(growths, self._costs(growths)), 0).costs

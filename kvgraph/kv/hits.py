@@ -25,7 +25,7 @@ class Hits:
 
     @property
     def epoch(self) -> object:
-        """Changes when the cache is reset: what was found out before it is void."""
+        """A new object after each reset of the cache; answers from an earlier one are not valid."""
         return self._leaves[0].pool.epoch
 
     def joint(

@@ -215,10 +215,10 @@ class PagedKVCacheManager(KVCacheManager):
     def reset_prefix_cache(self) -> None:
         """Forget every committed page, and empty the tiers.
 
-        A page that a live request holds is forgotten when the last such request lets go of it, and
-        until then others may take it as their prefix. Copies on their way end unseen: a request
-        that waits for a load is computed. Bound prefixes stay; what other models keep in a shared
-        store does too.
+        A page that a live request holds is forgotten when the last such request releases it; until
+        then other requests may take it as their prefix. A copy that has begun is discarded when it
+        ends, and a request that waits for a load is computed. Bound prefixes stay, and so does what
+        other models keep in a shared store.
         """
         for replica in self._replicas:
             replica.reset_prefix_cache()

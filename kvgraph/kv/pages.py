@@ -22,7 +22,7 @@ class PagePool:
     - `epoch`: a new object after each `forget`; what began in an earlier one is not published
 
     The queue is a ring of links whose end is the id `num_pages`: every operation takes constant
-    time a page.
+    time per page.
     """
 
     __slots__ = (

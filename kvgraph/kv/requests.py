@@ -22,7 +22,6 @@ RequestID = Hashable
 
 _INT32 = np.iinfo(np.int32)
 
-
 Batches = Sequence[Sequence["TextContext"]]
 """One batch of requests per replica."""
 

@@ -476,7 +476,7 @@ def test_the_second_argument_of_alloc() -> None:
     null.alloc(ctx, 3)
     paged = PagedKVCacheManager(make_params(), None, 4, max_batch_size=1)
     paged.claim("a")
-    with pytest.raises(RequestError, match=r"replica_idx below .*=1, got 3; a number of steps is"):
+    with pytest.raises(RequestError, match=r"replica_idx below .*=1, got 3; give .* as num_steps="):
         paged.alloc(ctx, 3)
     paged.alloc(ctx, 0, num_steps=3)
 

@@ -246,6 +246,20 @@ def test_forecast_changes_nothing() -> None:
     assert (again.processed_length, larger.processed_length) == (0, 0)
 
 
+def test_forecast_of_a_request_with_nothing_to_process() -> None:
+    manager = make_manager(pages=P, enable_prefix_caching=True)
+    a = start(manager, "a", range(17))
+    a.update(1)
+    manager.step([a])
+    manager.release("a")
+    again = TextContext("b", range(17))
+    manager.claim("b")
+    again.active_length = 0
+    assert manager.get_pct_used_blocks_after_allocation(again) == 0
+    manager.alloc(again)
+    assert manager.get_num_used_pages() == 0
+
+
 def test_raw_pools_and_tiers_that_are_not_there() -> None:
     manager = make_manager(tp=2, dp=2)
     shapes = [buffer.shape for buffer in manager.get_device_buffer(1).all_buffers]

@@ -27,7 +27,7 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers import asked, tiered
 from kvgraph.kv.tiers.store import page_key
 
-EXAMPLES, STEPS = 100, 40
+EXAMPLES, STEPS = 80, 40
 
 seen: Counter[str] = Counter()
 

@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 0.25
 class Asked:
     """One look-up for a request of `length` tokens.
 
-    - `epoch`: of the cache then: a reset makes the answer void
+    - `epoch`: of the cache when it was asked; a reset makes the answer invalid
     - `digests`: of its pages, of which the device had the first `hit` then
     - `keys`: per leaf, the digest of each page that was asked for, by its key
     - `renewal`: the same asked again; until it is answered the old answer serves

@@ -87,8 +87,8 @@ class Connector(Protocol):
     def reset(self) -> None:
         """Empty every tier but the bound prefixes; returns when that is done.
 
-        Nothing that was offloaded or loaded before is held after it. Transfers on their way go on
-        to their end; queued offloads end here.
+        Nothing that was offloaded or loaded before is held after it. Queued offloads end here;
+        transfers that have begun go on, and `poll` returns them.
         """
 
     def metrics(self) -> KVCacheMetrics:
