@@ -350,7 +350,7 @@ class Replica:
         for at in range(row.passed[i], passed):
             self.point(row, i, at, leaf.null)
         row.passed[i] = passed
-        leaf.pool.drop(gone)
+        leaf.pool.drop(reversed(gone))
 
     def point(self, row: Row, i: int, at: int, page: int) -> None:
         """Position `at` of the row is `page` from now on, in leaf `i`."""
@@ -363,9 +363,9 @@ class Replica:
     # -- cache and metrics
 
     def reset_prefix_cache(self) -> None:
-        """Un-commit what no live request holds."""
+        """Un-commit what no live request holds, and the rest once none holds it any more."""
         for leaf in self.leaves:
-            leaf.pool.forget_free()
+            leaf.pool.forget()
 
     def verify_staging(self) -> None:
         """AssertionError if a row that is not marked dirty differs from its lookup row."""

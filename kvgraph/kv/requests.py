@@ -22,6 +22,9 @@ RequestID = Hashable
 
 _INT32 = np.iinfo(np.int32)
 
+Batches = Sequence[Sequence["TextContext"]]
+"""One batch of requests per replica."""
+
 
 class TextContext:
     """The tokens of one request (prompt, then what was generated) and its lengths, all in tokens.

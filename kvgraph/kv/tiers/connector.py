@@ -85,7 +85,11 @@ class Connector(Protocol):
         """
 
     def reset(self) -> None:
-        """Empty every tier but the bound prefixes; returns when that is done."""
+        """Empty every tier but the bound prefixes; returns when that is done.
+
+        Nothing that was offloaded or loaded before is held after it. Queued offloads end here;
+        transfers that have begun go on, and `poll` returns them.
+        """
 
     def metrics(self) -> KVCacheMetrics:
         """Counters of copies and I/O since the start; `inflight_ops` is now's."""

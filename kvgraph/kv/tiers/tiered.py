@@ -165,8 +165,7 @@ class TieredConnector:
                     self._changed.wait()
                 elif self._offloads:
                     self._counts.offload_dropped += len(self._offloads)
-                    self._end(Transfer(list(self._offloads), is_load=False))
-                    self._offloads.clear()
+                    self._end_offloads()
                 else:
                     return False
         return True
@@ -174,6 +173,7 @@ class TieredConnector:
     def reset(self) -> None:
         with self._changed:
             self._generation += 1
+            self._end_offloads()
             self._host.clear()
             for slot in self._writes:
                 self._host.unpin(slot)
@@ -255,6 +255,12 @@ class TieredConnector:
         self._loading.discard(transfer)
         self._ended.append(transfer)
         self._tell()
+
+    def _end_offloads(self) -> None:
+        """Give up those that are queued."""
+        if self._offloads:
+            self._end(Transfer(list(self._offloads), is_load=False))
+            self._offloads.clear()
 
     def _tell(self) -> None:
         self._news = True
@@ -355,7 +361,7 @@ class TieredConnector:
         if self._loads:
             transfer = self._loads.popleft()
             self._loading.add(transfer)
-            return partial(self._load, transfer)
+            return partial(self._load, transfer, self._generation)
         if self._writes:
             self._num_writing += 1
             return partial(self._write, self._writes.popleft())
@@ -392,11 +398,13 @@ class TieredConnector:
                     lookup.done = True
                 self._tell()
 
-    def _load(self, transfer: Transfer) -> None:
+    def _load(self, transfer: Transfer, generation: int) -> None:
         deadline = time.monotonic() + GRACE_SECONDS
         try:
             for move in transfer.moves:
-                if transfer.is_cancelled or time.monotonic() > deadline or not self._fetch(move):
+                if transfer.is_cancelled or time.monotonic() > deadline:
+                    return
+                if not self._fetch(move, generation):
                     return
                 deadline += move.place.record_size / LEAST_RATE
             transfer.ok = True
@@ -404,11 +412,13 @@ class TieredConnector:
             with self._changed:
                 self._end(transfer)
 
-    def _fetch(self, move: Move) -> bool:
-        """One page from wherever it is to the device, and into the host tier on its way."""
+    def _fetch(self, move: Move, generation: int) -> bool:
+        """One page from wherever it is to the device, and into the host tier on its way.
+
+        Not into the host tier of another generation than the load's.
+        """
         size = move.place.record_size
         with self._changed:
-            generation = self._generation
             held = self._host.pin(move.key, size)
             slot = held or self._host.reserve(move.key, size)
         data = self._bounce[:size] if slot is None else slot.data
