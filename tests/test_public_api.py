@@ -25,6 +25,7 @@ PUBLIC = [
     "Device",
     "DeviceError",
     "Engine",
+    "GenerationError",
     "GraphSignature",
     "InsufficientPagesError",
     "KVCacheInputSymbols",

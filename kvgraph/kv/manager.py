@@ -13,6 +13,7 @@ from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import KVCacheInputSymbols
+from kvgraph.errors import UnsupportedError
 from kvgraph.kv.memory import plan_memory
 from kvgraph.kv.requests import RequestID, TextContext
 
@@ -25,6 +26,7 @@ class KVCacheManager(ABC):
 
     A manager never reads or writes K and V: sessions run graphs over the buffers that
     `runtime_inputs` returns. Misuse raises ValueErrors (RequestError) and leaves it unchanged.
+    Not thread-safe: its caller sees to it that calls do not overlap, as an engine does.
     """
 
     @abstractmethod
@@ -78,6 +80,20 @@ class KVCacheManager(ABC):
     @abstractmethod
     def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
         """Whether `alloc(ctx)` would succeed now; changes nothing."""
+
+    def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
+        """Digests of the prompts' pages that the next step of `contexts` computes, or begins to.
+
+        Empty where no pages are shared.
+        """
+        return set()
+
+    def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
+        """Digest of the first page that the first `alloc(ctx)` would not find on the device.
+
+        None where it finds every page that it can, or where no pages are shared.
+        """
+        return None
 
     @abstractmethod
     def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
@@ -133,6 +149,18 @@ class KVCacheManager(ABC):
     def wait(self, timeout: float | None = None) -> bool:
         """Block until `poll` or `prefetch` may have news; False where `timeout` seconds passed."""
         return True
+
+    def rebuild(self) -> None:
+        """Start all bookkeeping over on the same memory: nothing is claimed, nothing is cached.
+
+        For after a call that an interrupt or a lack of memory broke off: whatever state it left.
+        Copies between tiers that go on are waited for, those that wait are dropped; metrics stay.
+        A `rebuild` that is broken off itself can be called again.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__}.rebuild: expected a manager that starts over, got one that "
+            "does not define it"
+        )
 
     def close(self) -> None:
         """Finish what is queued for the tiers, and let go of them. Idempotent."""

@@ -119,6 +119,10 @@ class PaddedKVCacheManager(KVCacheManager):
         del self._claimed[request_id]
         self._free[replica_idx].add(row)
 
+    def rebuild(self) -> None:
+        free = [set(range(self.max_batch_size)) for _ in self._free]
+        self._claimed, self._free = {}, free
+
     # -- multistep
 
     def get_runtime_inputs(

@@ -18,8 +18,11 @@ import numpy.typing as npt
 
 from kvgraph.errors import RequestError
 from kvgraph.ops import native
+from kvgraph.runtime.arguments import flag, integer, integers, number, optional_integer
 
 Logits = npt.NDArray[np.float32]
+
+_UNKNOWN = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class SamplingParams:
     tokens; `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it.
     Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, or at the model's own
     end tokens unless `ignore_eos`. With a `seed` a request's tokens do not depend on its batch.
+    RequestError names a field of another type, or out of its range.
     """
 
     max_new_tokens: int = 64
@@ -41,27 +45,53 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        limits: dict[str, tuple[bool, str]] = {
-            "max_new_tokens": (self.max_new_tokens >= 1, ">= 1"),
-            "temperature": (0 <= self.temperature < math.inf, ">= 0 and finite"),
-            "top_k": (self.top_k >= 0, ">= 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "seed": (self.seed is None or self.seed >= 0, ">= 0 or None"),
-        }
-        for name, (fits, expected) in limits.items():
+        temperature, top_p = number("temperature", self.temperature), number("top_p", self.top_p)
+        for name, value, fits, expected in (
+            ("temperature", temperature, 0 <= temperature < math.inf, ">= 0 and finite"),
+            ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
+        ):
             if not fits:
-                raise RequestError(f"{name}: expected {expected}, got {getattr(self, name)}")
+                raise RequestError(f"{name}: expected {expected}, got {value}")
+        for name, own in {
+            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, 1),
+            "temperature": temperature,
+            "top_k": integer("top_k", self.top_k, 0),
+            "top_p": top_p,
+            "seed": optional_integer("seed", self.seed, 0),
+            "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+        }.items():
+            object.__setattr__(self, name, own)
 
 
 class TokenSource:
-    """One request's random numbers: one uniform per generated token."""
+    """One request's random numbers: one uniform per generated token, a function of its seed."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self._random = np.random.default_rng(params.seed) if params.temperature > 0 else None
+        self._seed = np.random.SeedSequence(params.seed) if params.temperature > 0 else None
+        self._random: np.random.Generator | None = None
+        self._given: float = _UNKNOWN  # how many numbers
+        self.at(0)
+
+    def at(self, count: int) -> TokenSource:
+        """This source, about to give the number of a token that `count` others came before.
+
+        What a step that failed drew is given again.
+        """
+        if self._given != count and self._seed is not None:
+            numbers = np.random.PCG64(self._seed)
+            numbers.advance(count)
+            self._random, self._given = np.random.Generator(numbers), count
+        return self
 
     def uniform(self) -> float:
-        return self._random.random() if self._random else 0.0
+        if self._random is None:
+            return 0.0
+        given, self._given = self._given, _UNKNOWN  # until it is drawn: an interrupt may come
+        drawn = self._random.random()
+        self._given = given + 1
+        return drawn
 
 
 def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int]:
@@ -81,3 +111,14 @@ def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int]:
         p = source.params
         draws.append((p.temperature, p.top_p, source.uniform(), min(p.top_k, vocab)))
     return native.sample(np.ascontiguousarray(logits_RV, np.float32), draws)[0]
+
+
+def rows_without_a_token(logits_RV: Logits, tokens: Sequence[int]) -> list[int]:
+    """Rows whose logits are NaN or -Inf for the whole vocabulary; `tokens` are what `sample` gave.
+
+    Only of such a row it gives a token whose own logit is not above -Inf.
+    """
+    if len(tokens) == 1:
+        return [] if logits_RV[0, tokens[0]] > -math.inf else [0]
+    drawn_R = logits_RV[range(len(tokens)), np.array(tokens, np.intp)]
+    return np.flatnonzero(~(drawn_R > -np.inf)).tolist()

@@ -5,15 +5,21 @@
                   '------ preempted: newest first, recomputed --'
 
 Running requests go before waiting ones, and only the head of the queue may be admitted, so no
-request starves. A step that preempts admits nobody.
+request starves. A step that preempts admits none.
+
+A waiting request is held back while a row of this step computes the first page that it lacks: in
+the next step it finds that page in the prefix cache. Those behind it may be admitted meanwhile. It
+is held only beside a row that comes closer to its own end, so this ends.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -23,11 +29,15 @@ from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.sampling import TokenSource
+from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
 """Waiting requests that the tiers are asked about before they come to the head of the queue."""
 
-FinishReason = Literal["stop", "length"]
+_ARRIVAL = attrgetter("arrival")
+
+FinishReason = Literal["stop", "length", "error"]
+"""Why a request ended: at a stop or end token, at its longest, or by a failure that was its own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,11 +49,38 @@ class Request:
     stop_tokens: frozenset[int]
     max_length: int
     """Tokens of prompt and output together at which it ends."""
+    text: TextStream | None = None
     finish_reason: FinishReason | None = None
+    arrival: int = 0
+    """Its place among all that were submitted."""
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = self.context.current_length
 
     @property
     def request_id(self) -> str:
         return str(self.context.request_id)
+
+    @property
+    def num_generated(self) -> int:
+        return self.context.current_length - self.prompt_length
+
+    def reason_after(self, token: int) -> FinishReason | None:
+        """Why it ends with `token` as its next one, if it does."""
+        if token in self.stop_tokens:
+            return "stop"
+        return "length" if self.context.current_length + 1 >= self.max_length else None
+
+    def redo(self, token: int | None, length: int) -> None:
+        """Have `token` behind `length` tokens, which a broken off `update` may have appended.
+
+        Nothing is processed then.
+        """
+        self.context.rewind()
+        if token is not None and self.context.current_length == length:
+            self.context.update(token)
+            self.context.rewind()
 
 
 @dataclass(slots=True)
@@ -59,19 +96,22 @@ class Batch:
         """Contexts per replica, as the cache manager takes them."""
         return [[row.context for row in self.rows]]
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """All active tokens are processed; `tokens` (one per sampled row) are appended."""
+    def update(self, tokens: Sequence[int | None]) -> None:
+        """All active tokens are processed; `tokens` (one per sampled row) are appended.
+
+        A row without one has failed: it ends, and what this step made of it is not cached.
+        """
         if len(self.sampled) < len(self.rows):
             sampled = set(map(id, self.sampled))
             for row in self.rows:
                 if id(row) not in sampled:
                     row.context.update()
         for row, token in zip(self.sampled, tokens, strict=True):
-            row.context.update(token)
-            if token in row.stop_tokens:
-                row.finish_reason = "stop"
-            elif row.context.current_length >= row.max_length:
-                row.finish_reason = "length"
+            if token is None:
+                row.finish_reason = "error"
+            else:
+                row.finish_reason = row.reason_after(token)
+                row.context.update(token)
 
 
 @dataclass(eq=False)
@@ -79,6 +119,7 @@ class Scheduler:
     """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
 
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
+    Every queue is in the order of arrival.
     """
 
     kv: KVCacheManager
@@ -88,12 +129,24 @@ class Scheduler:
     loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     preemptions: int = 0
+    _arrivals: int = 0
 
-    def submit(self, request: Request) -> None:
-        """Queue a request that can complete: RequestError if the whole pool is too small for it."""
+    def require_room(self, request: Request) -> None:
+        """RequestError if the whole pool is too small for it to complete."""
         tokens = request.max_length - 1  # the last token is never cached
         self.kv.require_room(request.context.request_id, tokens, self.max_batch_tokens)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that can complete: RequestError as of `require_room`."""
+        self.require_room(request)
+        request.arrival = self._arrivals = self._arrivals + 1
         self.waiting.append(request)
+
+    def restart(self, requests: Collection[Request]) -> None:
+        """Start over with `requests`, in the order of arrival; the cache knows none of them."""
+        for request in requests:
+            request.context.rewind()
+        self.waiting, self.loading, self.running = deque(requests), [], []
 
     @property
     def busy(self) -> bool:
@@ -112,7 +165,7 @@ class Scheduler:
         rows, preempted = self._continue_running(budget)
         budget -= sum(row.context.active_length for row in rows)
         if not preempted:
-            rows += self._admit(budget)
+            rows += self._admit(budget, rows)
         assert rows or self._is_held(), "the oldest always fits: submit() refused it otherwise"
         return _batch(rows) if rows else None
 
@@ -152,10 +205,10 @@ class Scheduler:
         for request in [r for r in self.loading if r.context.request_id in ended]:
             self.loading.remove(request)
             if ended[request.context.request_id]:
-                self.running.append(request)
+                insort(self.running, request, key=_ARRIVAL)
             else:
                 self.kv.release(request.context.request_id)
-                self.waiting.appendleft(request)
+                insort(self.waiting, request, key=_ARRIVAL)
 
     def _continue_running(self, budget: int) -> tuple[list[Request], bool]:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
@@ -174,14 +227,17 @@ class Scheduler:
         victim = candidates.pop()
         self.kv.release(victim.context.request_id)
         victim.context.rewind()
-        self.waiting.appendleft(victim)
+        insort(self.waiting, victim, key=_ARRIVAL)
         self.preemptions += 1
 
-    def _admit(self, budget: int) -> list[Request]:
+    def _admit(self, budget: int, rows: Sequence[Request]) -> list[Request]:
+        """Waiting requests that join the `rows` of this step."""
         admitted: list[Request] = []
+        coming: set[bytes] | None = None
+        held = 0
         self.kv.prefetch([request.context for request in islice(self.waiting, LOOK_AHEAD)])
-        while self.waiting and budget > 0 and self._num_claimed < self.max_batch_size:
-            request = self.waiting[0]
+        while held < len(self.waiting) and budget > 0 and self._num_claimed < self.max_batch_size:
+            request = self.waiting[held]
             context = request.context
             if not all(self.kv.prefetch([context])):
                 break
@@ -189,6 +245,11 @@ class Scheduler:
             # Alone, a first chunk is enough: windows give pages back as the prompt goes on.
             if self._num_claimed and not self.kv.has_room(context):
                 break
+            if coming is None:
+                coming = self.kv.coming_pages([row.context for row in rows])
+            if coming and self.kv.missing_page(context) in coming:
+                held += 1
+                continue
             self.kv.claim(context.request_id)
             context.active_length = min(context.active_length, budget)
             try:
@@ -197,13 +258,14 @@ class Scheduler:
                 self.kv.release(context.request_id)
                 context.rewind()
                 break
-            self.waiting.popleft()
+            del self.waiting[held]
             if self.kv.is_loading(context.request_id):
-                self.loading.append(request)
+                insort(self.loading, request, key=_ARRIVAL)
                 continue
             budget -= context.active_length
-            self.running.append(request)
+            insort(self.running, request, key=_ARRIVAL)
             admitted.append(request)
+            coming |= self.kv.coming_pages([context])
         return admitted
 
     @property

@@ -118,7 +118,11 @@ def measure(
     engine = kvgraph.Engine(artifact, session=session, max_batch_size=batch)
     params = kvgraph.SamplingParams(max_new_tokens=STEPS + WARM + 8, ignore_eos=True, **sampling)
     rng = np.random.default_rng(0)
-    known = engine._tokenizer.get_vocab_size() if engine._tokenizer else engine.model.vocab_size
+    known = (
+        engine._intake.tokenizer.get_vocab_size()
+        if engine._intake.tokenizer
+        else engine.model.vocab_size
+    )
     prompts = [rng.integers(3, known, PROMPT).tolist() for _ in range(batch)]
     ids = {engine.submit(prompt, params) for prompt in prompts}
     while engine.scheduler.waiting or any(
