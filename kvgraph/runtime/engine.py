@@ -150,6 +150,7 @@ class Engine:
         self._left: deque[Request] = deque()  # that no caller waits for any more
         self._outcome: Outcome | None = None  # of a step that has happened and is not recorded yet
         self._is_whole = True  # scheduler and manager: False where a call that changes them stopped
+        self._has_drawn = False  # numbers and texts of tokens that no request has
         self.generated_tokens = 0
         self.failed_requests = 0
         self.repairs = 0
@@ -180,13 +181,15 @@ class Engine:
 
     def _run_step(self) -> None:
         """One batch, whose tokens are held; nothing, where there is nothing to run."""
-        self._settle()
+        if self._left or not self._is_whole or self._has_drawn:
+            self._settle()
         batch = self._schedule()
         while batch is None and self.scheduler.busy:
             self.kv.wait(MOST_WAIT_SECONDS)  # all requests wait for pages from a tier
             batch = self._schedule()
         if batch is not None:
             logits = self._run(batch)
+            self._has_drawn = True
             self._commit(outcome_of(batch, logits))
         if self._left:  # while the step ran
             self._settle()
@@ -288,22 +291,24 @@ class Engine:
         """Every request gets its token. Where this is broken off, `_repair` does the rest."""
         self._is_whole = False
         self._outcome = outcome  # from here on the step has happened
-        outcome.batch.update(outcome.tokens)  # requests grow first
+        outcome.batch.update(outcome.tokens, outcome.reasons)  # requests grow first
         self.kv.step(outcome.batch.requests)  # then full pages join the prefix cache
-        self.scheduler.retire()
+        if any(outcome.reasons):
+            self.scheduler.retire()
         self._record(outcome)
         self._is_whole = True
 
     def _record(self, outcome: Outcome) -> None:
         """The step's tokens are held for their callers: all at once, and once."""
-        for token in outcome.said:
-            if token.finish_reason:
-                self._open.pop(token.request_id, None)
+        failed = 0
+        if any(outcome.reasons):
+            failed = outcome.reasons.count("error")
+            for token in outcome.said:
+                if token.finish_reason:
+                    self._open.pop(token.request_id, None)
         held = self._held + outcome.said
-        failed = sum([token.error is not None for token in outcome.said])
-        generated = len(outcome.said) - failed
-        self._held, self._outcome = held, None
-        self.generated_tokens += generated
+        self._held, self._outcome, self._has_drawn = held, None, False
+        self.generated_tokens += len(outcome.said) - failed
         self.failed_requests += failed
 
     # -- calls that did not end
@@ -312,6 +317,10 @@ class Engine:
         """Make good what calls before this one left half done. May itself be broken off."""
         if not self._is_whole:
             self._repair()
+        if self._has_drawn:
+            for request in self._open.values():
+                request.rewind_output()
+            self._has_drawn = False
         while self._left:
             self._forget(self._left[0])
             self._left.popleft()

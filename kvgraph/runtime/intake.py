@@ -42,7 +42,7 @@ class Intake:
             TokenSource(sampling),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
-            TextStream(self.tokenizer, len(tokens)),
+            TextStream(self.tokenizer, len(tokens)) if self.tokenizer is not None else None,
         )
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:

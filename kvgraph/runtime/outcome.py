@@ -1,17 +1,16 @@
-"""What a step made of its logits: a token and its text for each sampled row, or why there is none.
-
-Nothing here changes a request: asked again after a step that failed, the answer is the same.
-"""
+"""What a step made of its logits: for each sampled row a token and its text, or why not."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvgraph.runtime.sampling import Logits, rows_without_a_token, sample
+from kvgraph.runtime.sampling import Logits, sample
 from kvgraph.runtime.scheduler import Batch, FinishReason, Request
 from kvgraph.runtime.text import is_panic
+
+NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
 
 NO_TOKEN = -1
 """Stands for a token where a request failed before it had one."""
@@ -54,27 +53,45 @@ class Outcome(NamedTuple):
 
     batch: Batch
     tokens: list[int | None]
+    reasons: list[FinishReason | None]
     lengths: list[int]
     said: list[Token]
 
 
 def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
-    """Sample and detokenise; the logits' first rows are those of `batch.sampled`."""
+    """Sample and detokenise; the logits' first rows are those of `batch.sampled`.
+
+    Each row's source and text have gone on by a token: `rewind_output` undoes that.
+    """
     rows = batch.sampled
-    logits_RV = logits_RV[: len(rows)]
-    drawn = sample(logits_RV, [row.source.at(row.num_generated) for row in rows])
-    said = said_by(rows, drawn, rows_without_a_token(logits_RV, drawn))
-    tokens = [None if token.error else token.token_id for token in said]
-    return Outcome(batch, tokens, [row.context.current_length for row in rows], said)
+    tokens = sample(logits_RV[: len(rows)], [row.source for row in rows])
+    said = said_by(rows, tokens)
+    reasons = [token.finish_reason for token in said]
+    if "error" in reasons:
+        tokens = [None if token.error else token.token_id for token in said]
+    return Outcome(batch, tokens, reasons, [row.context.current_length for row in rows], said)
 
 
-def said_by(rows: Sequence[Request], tokens: Sequence[int], failed: Collection[int]) -> list[Token]:
-    """Each row's token with the text that it completes; positions in `failed` have none."""
-    said = [_said(row, token) for row, token in zip(rows, tokens, strict=True)]
-    for at in failed:
-        said[at] = _failure(
-            rows[at], "expected a logit above -inf from the model, got NaN or -inf for every token"
-        )
+def said_by(rows: Sequence[Request], tokens: Sequence[int | None]) -> list[Token]:
+    """Each row's token with the text that it completes."""
+    said = []
+    for row, token in zip(rows, tokens, strict=True):
+        if token is None:
+            said.append(_failure(row, NO_NUMBER))
+            continue
+        reason, text = row.reason_after(token), ""
+        if reason != "stop" and row.text is not None:
+            try:
+                text = row.text.piece(row.context, token)
+            except MemoryError:
+                raise
+            except BaseException as error:
+                if not isinstance(error, Exception) and not is_panic(error):
+                    raise
+                why = f"expected the text of token {token} from the tokenizer, got {error}"
+                said.append(_failure(row, why))
+                continue
+        said.append(Token(row.request_id, token, text, reason))
     return said
 
 
@@ -89,22 +106,6 @@ def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
         last.finish_reason,
         last.error,
     )
-
-
-def _said(row: Request, token: int) -> Token:
-    reason, text = row.reason_after(token), ""
-    if reason != "stop" and row.text is not None:
-        try:
-            text = row.text.piece(row.context, token)
-        except MemoryError:
-            raise
-        except BaseException as error:
-            if not isinstance(error, Exception) and not is_panic(error):
-                raise
-            return _failure(
-                row, f"expected the text of token {token} from the tokenizer, got {error}"
-            )
-    return Token(row.request_id, token, text, reason)
 
 
 def _failure(row: Request, why: str) -> Token:

@@ -22,8 +22,6 @@ from kvgraph.runtime.arguments import flag, integer, integers, number, optional_
 
 Logits = npt.NDArray[np.float32]
 
-_UNKNOWN = -math.inf
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -71,54 +69,37 @@ class TokenSource:
         self.params = params
         self._seed = np.random.SeedSequence(params.seed) if params.temperature > 0 else None
         self._random: np.random.Generator | None = None
-        self._given: float = _UNKNOWN  # how many numbers
-        self.at(0)
-
-    def at(self, count: int) -> TokenSource:
-        """This source, about to give the number of a token that `count` others came before.
-
-        What a step that failed drew is given again.
-        """
-        if self._given != count and self._seed is not None:
-            numbers = np.random.PCG64(self._seed)
-            numbers.advance(count)
-            self._random, self._given = np.random.Generator(numbers), count
-        return self
+        self.rewind(0)
 
     def uniform(self) -> float:
-        if self._random is None:
-            return 0.0
-        given, self._given = self._given, _UNKNOWN  # until it is drawn: an interrupt may come
-        drawn = self._random.random()
-        self._given = given + 1
-        return drawn
+        return self._random.random() if self._random else 0.0
+
+    def rewind(self, count: int) -> None:
+        """Go on behind the first `count` numbers, wherever it stood."""
+        if self._seed is not None:
+            numbers = np.random.PCG64(self._seed)
+            numbers.advance(count)
+            self._random = np.random.Generator(numbers)
 
 
-def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int]:
+def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None]:
     """One token for each row of `logits [rows, vocab]`; the logits are not changed, and not copied
     where they are dense float32.
 
     A sampled row's token is the inverse transform of its one random number over the tokens that
     top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as -Inf.
+    None for a row whose logits are all -Inf.
     """
     if len(sources) == 1 and sources[0].params.temperature == 0:
         token = int(logits_RV[0].argmax())
-        if not math.isnan(logits_RV[0, token]):  # else the first NaN of them
+        if logits_RV[0, token] > -math.inf:  # else the first NaN of them, or of nothing but -Inf
             return [token]
     vocab = logits_RV.shape[1]
     draws = []
     for source in sources:
         p = source.params
         draws.append((p.temperature, p.top_p, source.uniform(), min(p.top_k, vocab)))
-    return native.sample(np.ascontiguousarray(logits_RV, np.float32), draws)[0]
-
-
-def rows_without_a_token(logits_RV: Logits, tokens: Sequence[int]) -> list[int]:
-    """Rows whose logits are NaN or -Inf for the whole vocabulary; `tokens` are what `sample` gave.
-
-    Only of such a row it gives a token whose own logit is not above -Inf.
-    """
-    if len(tokens) == 1:
-        return [] if logits_RV[0, tokens[0]] > -math.inf else [0]
-    drawn_R = logits_RV[range(len(tokens)), np.array(tokens, np.intp)]
-    return np.flatnonzero(~(drawn_R > -np.inf)).tolist()
+    dense_RV = np.ascontiguousarray(logits_RV, np.float32)
+    logit, tokens = dense_RV.item, native.sample(dense_RV, draws)[0]
+    # The kernel gives a token that is not above -Inf only where none is.
+    return [token if logit(row, token) > -math.inf else None for row, token in enumerate(tokens)]

@@ -53,24 +53,24 @@ class Request:
     finish_reason: FinishReason | None = None
     arrival: int = 0
     """Its place among all that were submitted."""
+    request_id: str = field(init=False)
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.request_id = str(self.context.request_id)
         self.prompt_length = self.context.current_length
-
-    @property
-    def request_id(self) -> str:
-        return str(self.context.request_id)
-
-    @property
-    def num_generated(self) -> int:
-        return self.context.current_length - self.prompt_length
 
     def reason_after(self, token: int) -> FinishReason | None:
         """Why it ends with `token` as its next one, if it does."""
         if token in self.stop_tokens:
             return "stop"
         return "length" if self.context.current_length + 1 >= self.max_length else None
+
+    def rewind_output(self) -> None:
+        """Its random numbers and its text go on behind the tokens that it has."""
+        self.source.rewind(self.context.current_length - self.prompt_length)
+        if self.text is not None:
+            self.text.rewind()
 
     def redo(self, token: int | None, length: int) -> None:
         """Have `token` behind `length` tokens, which a broken off `update` may have appended.
@@ -85,33 +85,38 @@ class Request:
 
 @dataclass(slots=True)
 class Batch:
-    """One step: its rows, its graph inputs, and the rows whose last token gets logits."""
+    """One step: its rows, its graph inputs, and the rows whose last token gets logits.
+
+    `requests`: contexts per replica, as the cache manager takes them.
+    """
 
     rows: list[Request]
+    requests: list[list[TextContext]]
     inputs: ModelInputs
     sampled: list[Request]
 
-    @property
-    def requests(self) -> list[list[TextContext]]:
-        """Contexts per replica, as the cache manager takes them."""
-        return [[row.context for row in self.rows]]
-
-    def update(self, tokens: Sequence[int | None]) -> None:
+    def update(
+        self, tokens: Sequence[int | None], reasons: Sequence[FinishReason | None] | None = None
+    ) -> None:
         """All active tokens are processed; `tokens` (one per sampled row) are appended.
 
         A row without one has failed: it ends, and what this step made of it is not cached.
+        `reasons` are those of `reason_after`, where they are known already.
         """
         if len(self.sampled) < len(self.rows):
             sampled = set(map(id, self.sampled))
             for row in self.rows:
                 if id(row) not in sampled:
                     row.context.update()
-        for row, token in zip(self.sampled, tokens, strict=True):
-            if token is None:
-                row.finish_reason = "error"
-            else:
-                row.finish_reason = row.reason_after(token)
+        if reasons is None:
+            pairs = zip(self.sampled, tokens, strict=True)
+            reasons = [
+                "error" if token is None else row.reason_after(token) for row, token in pairs
+            ]
+        for row, token, reason in zip(self.sampled, tokens, reasons, strict=True):
+            if token is not None:
                 row.context.update(token)
+            row.finish_reason = reason
 
 
 @dataclass(eq=False)
@@ -161,10 +166,9 @@ class Scheduler:
         if not self.busy:
             return None
         self._settle_loads()
-        budget = self.max_batch_tokens
-        rows, preempted = self._continue_running(budget)
-        budget -= sum(row.context.active_length for row in rows)
-        if not preempted:
+        rows, preempted = self._continue_running(self.max_batch_tokens)
+        if self.waiting and not preempted:
+            budget = self.max_batch_tokens - sum([row.context.active_length for row in rows])
             rows += self._admit(budget, rows)
         assert rows or self._is_held(), "the oldest always fits: submit() refused it otherwise"
         return _batch(rows) if rows else None
@@ -202,6 +206,8 @@ class Scheduler:
     def _settle_loads(self) -> None:
         """Requests whose pages have landed run on; where they have not, they are computed."""
         ended = self.kv.poll()
+        if not ended:
+            return
         for request in [r for r in self.loading if r.context.request_id in ended]:
             self.loading.remove(request)
             if ended[request.context.request_id]:
@@ -280,21 +286,25 @@ def _within_budget(running: Iterable[Request], budget: int) -> list[Request]:
         if budget <= 0:
             break
         context = row.context
-        context.active_length = min(context.current_length - context.processed_length, budget)
-        budget -= context.active_length
+        rest = context.current_length - context.processed_length
+        context.active_length = active = rest if rest < budget else budget
+        budget -= active
         rows.append(row)
     return rows
 
 
 def _batch(rows: list[Request]) -> Batch:
-    offsets, indices, sampled = [0], [], []
-    for row in rows:
-        context = row.context
-        offsets.append(offsets[-1] + context.active_length)
-        if context.processed_length + context.active_length == context.current_length:
-            indices.append(offsets[-1] - 1)
+    contexts = [row.context for row in rows]
+    end, offsets, indices, sampled = 0, [0], [], []
+    for row, context in zip(rows, contexts, strict=True):
+        active = context.active_length
+        end += active
+        offsets.append(end)
+        if context.processed_length + active == context.current_length:
+            indices.append(end - 1)
             sampled.append(row)
-    tokens = np.concatenate([row.context.active_tokens for row in rows])
+    tokens = np.concatenate([context.active_tokens for context in contexts])
     # A step of nothing but chunks still needs one row of logits: dims are at least 1.
     logits_indices = np.array(indices or [0], np.int32)
-    return Batch(rows, ModelInputs(tokens, np.array(offsets, np.int32), logits_indices), sampled)
+    inputs = ModelInputs(tokens, np.array(offsets, np.int32), logits_indices)
+    return Batch(rows, [contexts], inputs, sampled)

@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvgraph.errors import ArtifactError
 from kvgraph.kv.requests import TextContext
 
 SEEN_BY_DECODER = 8
 """Tokens of the prompt that decide how the first generated ones read."""
-
-_UNKNOWN = -1
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -35,35 +30,32 @@ class TextStream:
 
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
-    What a step that failed has decoded is decoded again.
     """
 
-    __slots__ = ("_decoder", "_first", "_seen", "_tokenizer")
+    __slots__ = ("_decoder", "_first", "_tokenizer")
 
     def __init__(self, tokenizer: Any, prompt_length: int) -> None:
         self._tokenizer = tokenizer
         self._first = max(0, prompt_length - SEEN_BY_DECODER)
-        self._seen = _UNKNOWN  # tokens before the one that comes next
         self._decoder: Any = None
 
     def piece(self, context: TextContext, token: int) -> str:
-        """The text that `token` completes behind the tokens of `context`."""
-        if self._tokenizer is None:
-            return ""
-        length = context.current_length
-        if self._seen != length:
-            self._start(context.tokens)
-        self._seen = _UNKNOWN  # until it is decoded: an interrupt may come
-        text = self._decoder.step(self._tokenizer, token) or ""
-        self._seen = length + 1
-        return text
+        """The text that `token` completes, the next one behind the tokens of `context`."""
+        if self._decoder is None:
+            self._decoder = self._decoder_behind(context)
+        return self._decoder.step(self._tokenizer, token) or ""
 
-    def _start(self, tokens: npt.NDArray[np.int32]) -> None:
+    def rewind(self) -> None:
+        """Go on behind the tokens that the context has, whatever was decoded."""
+        self._decoder = None
+
+    def _decoder_behind(self, context: TextContext) -> Any:
         from tokenizers.decoders import DecodeStream
 
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        for token in tokens[self._first :].tolist():
-            self._decoder.step(self._tokenizer, token)
+        decoder = DecodeStream(skip_special_tokens=True)
+        for token in context.tokens[self._first :].tolist():
+            decoder.step(self._tokenizer, token)
+        return decoder
 
 
 def is_panic(error: BaseException) -> bool:

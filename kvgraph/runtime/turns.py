@@ -39,7 +39,7 @@ class Turns:
 
     def take(self, call: Call) -> None:
         """RequestError while another call runs, one of the same thread included."""
-        running = self._first(call)
+        running = self.__dict__.setdefault("running", call)  # one step for all threads
         if running is not call:
             name, thread = running
             other = "the same" if thread == call[1] else "another"
@@ -50,12 +50,7 @@ class Turns:
 
     def try_take(self, call: Call) -> bool:
         """Whether no other call runs."""
-        return self._first(call) is call
-
-    def _first(self, call: Call) -> Call:
-        """The running call, from now on `call` if none was: one step for all threads."""
-        first: Call = self.__dict__.setdefault("running", call)
-        return first
+        return self.__dict__.setdefault("running", call) is call
 
 
 class Owner(Protocol):

@@ -128,8 +128,7 @@ def drain(engine: Engine, fault: Fault | None = None) -> tuple[Said, int]:
 def traced(seen: Callable[[Line], None], folder: str = PACKAGE) -> Iterator[None]:
     """Tell `seen` of each line of a folder or file before it runs; what it raises is raised there.
 
-    Not of lines that make no call, so that no interrupt comes between them: those that give a turn
-    back, and those of `step` that hand its tokens over.
+    Not of `step` itself: it calls what is told of, and then hands the tokens over without a call.
     """
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -137,8 +136,7 @@ def traced(seen: Callable[[Line], None], folder: str = PACKAGE) -> Iterator[None
         if event == "line":
             seen((code.co_filename, frame.f_lineno))
         elif event == "call":
-            makes_no_call = code is STEP or code.co_filename.endswith("turns.py")
-            return None if makes_no_call or not code.co_filename.startswith(folder) else trace
+            return trace if code.co_filename.startswith(folder) and code is not STEP else None
         return trace
 
     sys.settrace(trace)
@@ -153,10 +151,13 @@ def lines_of(call: Callable[[], Any]) -> Counter[Line]:
     counts: Counter[Line] = Counter()
     with traced(lambda line: counts.update([line])):
         call()
-    # The line of a `with` over a lock runs again at its end, and then makes no call before it.
-    return Counter(
-        {line: n for line, n in counts.items() if "with self._lock" not in getline(*line)}
-    )
+    return Counter({line: times for line, times in counts.items() if makes_a_call(*line)})
+
+
+def makes_a_call(file: str, number: int) -> bool:
+    """False of lines that give a lock or a turn back: no interrupt comes before they have."""
+    text = getline(file, number)
+    return "with self._lock" not in text and "turns.running" not in text
 
 
 def assert_as_undisturbed(said: Said, undisturbed: Said, kind: type[BaseException]) -> None:

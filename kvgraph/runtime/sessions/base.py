@@ -106,15 +106,16 @@ class Session(ABC):
 
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
         """Dense host arrays, or a device's own, in the signature's order, checked against it."""
-        values = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices, *kv.flatten()]
+        values: list[Any] = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]
+        values += kv.flatten()
         if len(values) != len(self.signature.inputs):
             raise BindingError(
                 f"inputs: expected {len(self.signature.inputs)} values "
                 f"({', '.join(s.name for s in self.signature.inputs)}), got {len(values)}"
             )
         self._check(values)
-        arrays: list[Any] = [getattr(value, "handle", value) for value in values]
-        return [_dense(s, a) for s, a in zip(self.signature.inputs, arrays, strict=True)]
+        pairs = zip(self.signature.inputs, values, strict=True)
+        return [_dense(symbol, getattr(value, "handle", value)) for symbol, value in pairs]
 
     def _check(self, values: list[Any]) -> None:
         """BindingError unless dtypes and shapes fit; what fitted at the last step is not asked."""
