@@ -153,9 +153,9 @@ class KVCacheManager(ABC):
     def rebuild(self) -> None:
         """Start all bookkeeping over on the same memory: nothing is claimed, nothing is cached.
 
-        For after a call that an interrupt or a lack of memory broke off: whatever state it left.
+        For after a call that an interrupt or a lack of memory stopped: whatever state it left.
         Copies between tiers that go on are waited for, those that wait are dropped; metrics stay.
-        A `rebuild` that is broken off itself can be called again.
+        A `rebuild` that is itself interrupted can be called again.
         """
         raise UnsupportedError(
             f"{type(self).__name__}.rebuild: expected a manager that starts over, got one that "

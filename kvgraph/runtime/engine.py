@@ -65,9 +65,9 @@ class Engine:
     such as "4GiB".
 
     Threads may use an engine in turn: a call that overlaps another one is a RequestError. A call
-    that raises, by an interrupt (KeyboardInterrupt) too, costs no request a token: a step did not
-    happen, or the next `step` gives its tokens. What it left half done the next call makes good, by
-    computing all requests again where it must (counted in `repairs`). A request that fails on its
+    that raises, by an interrupt (KeyboardInterrupt) too, costs no request a token: its step did not
+    happen, or the next `step` gives its tokens. The next call repairs what is half done; where it
+    must, it computes all open requests again (counted in `repairs`). A request that fails on its
     own (counted in `failed_requests`) ends with finish_reason "error", and the others go on.
     """
 
@@ -150,7 +150,7 @@ class Engine:
         self._left: deque[Request] = deque()  # that no caller waits for any more
         self._outcome: Outcome | None = None  # of a step that has happened and is not recorded yet
         self._is_whole = True  # scheduler and manager: False where a call that changes them stopped
-        self._has_drawn = False  # numbers and texts of tokens that no request has
+        self._in_step = False  # a step has begun to run and is not recorded yet
         self.generated_tokens = 0
         self.failed_requests = 0
         self.repairs = 0
@@ -181,15 +181,15 @@ class Engine:
 
     def _run_step(self) -> None:
         """One batch, whose tokens are held; nothing, where there is nothing to run."""
-        if self._left or not self._is_whole or self._has_drawn:
+        if self._left or not self._is_whole or self._in_step:
             self._settle()
         batch = self._schedule()
         while batch is None and self.scheduler.busy:
             self.kv.wait(MOST_WAIT_SECONDS)  # all requests wait for pages from a tier
             batch = self._schedule()
         if batch is not None:
+            self._in_step = True
             logits = self._run(batch)
-            self._has_drawn = True
             self._commit(outcome_of(batch, logits))
         if self._left:  # while the step ran
             self._settle()
@@ -288,7 +288,7 @@ class Engine:
         return self.session.run(step.inputs, kv_inputs, capture=padded is not None)
 
     def _commit(self, outcome: Outcome) -> None:
-        """Every request gets its token. Where this is broken off, `_repair` does the rest."""
+        """Every request gets its token. Where this is interrupted, `_repair` does the rest."""
         self._is_whole = False
         self._outcome = outcome  # from here on the step has happened
         outcome.batch.update(outcome.tokens, outcome.reasons)  # requests grow first
@@ -307,20 +307,22 @@ class Engine:
                 if token.finish_reason:
                     self._open.pop(token.request_id, None)
         held = self._held + outcome.said
-        self._held, self._outcome, self._has_drawn = held, None, False
+        self._held, self._outcome, self._in_step = held, None, False
         self.generated_tokens += len(outcome.said) - failed
         self.failed_requests += failed
 
     # -- calls that did not end
 
     def _settle(self) -> None:
-        """Make good what calls before this one left half done. May itself be broken off."""
+        """Repair what calls before this one left half done. May itself be interrupted."""
+        if self._in_step:
+            self.session.synchronize()
         if not self._is_whole:
             self._repair()
-        if self._has_drawn:
+        if self._in_step:
             for request in self._open.values():
                 request.rewind_output()
-            self._has_drawn = False
+            self._in_step = False
         while self._left:
             self._forget(self._left[0])
             self._left.popleft()
@@ -376,7 +378,7 @@ class Engine:
         return request
 
     def _requests(self, prompts: Any, sampling: Any) -> list[Request]:
-        """Of each prompt one; RequestError names the index of one that cannot be."""
+        """Of each prompt one; of several, RequestError names the index of one that cannot be."""
         listed = sequence("prompts", "text", prompts)
         requests = []
         each = one_for_each("sampling", sampling, len(listed))
@@ -384,6 +386,8 @@ class Engine:
             try:
                 requests.append(self._request(prompt, params))
             except RequestError as error:
+                if len(listed) == 1:
+                    raise
                 raise RequestError(f"prompts[{at}]: {error}") from error
         return requests
 

@@ -101,5 +101,6 @@ def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None
         draws.append((p.temperature, p.top_p, source.uniform(), min(p.top_k, vocab)))
     dense_RV = np.ascontiguousarray(logits_RV, np.float32)
     logit, tokens = dense_RV.item, native.sample(dense_RV, draws)[0]
-    # The kernel gives a token that is not above -Inf only where none is.
-    return [token if logit(row, token) > -math.inf else None for row, token in enumerate(tokens)]
+    # A row of nothing but NaN and -Inf gives token 0: the lowest id of equal ones.
+    pairs = enumerate(tokens)
+    return [token if token or logit(row, 0) > -math.inf else None for row, token in pairs]

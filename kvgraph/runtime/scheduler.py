@@ -73,7 +73,7 @@ class Request:
             self.text.rewind()
 
     def redo(self, token: int | None, length: int) -> None:
-        """Have `token` behind `length` tokens, which a broken off `update` may have appended.
+        """Have `token` behind `length` tokens, which an interrupted `update` may have appended.
 
         Nothing is processed then.
         """

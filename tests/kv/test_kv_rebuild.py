@@ -1,4 +1,4 @@
-"""Bookkeeping that starts over: whatever broke off, nothing of it is left."""
+"""Bookkeeping that starts over: whatever was interrupted, nothing of it is left."""
 
 from __future__ import annotations
 

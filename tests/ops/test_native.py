@@ -1,4 +1,4 @@
-"""Calls of the kernel library: one that is broken off leaves nothing for the next."""
+"""Calls of the kernel library: one that is interrupted leaves nothing for the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stored(tokens: int, *, by: Any = native.run) -> Any:
 
 
 @pytest.mark.parametrize("next_tokens", [1, 3])
-def test_a_call_that_is_broken_off(next_tokens: int) -> None:
+def test_a_call_that_is_interrupted(next_tokens: int) -> None:
     """Calls of one token and of three take turns; the one after the fault has its own shapes."""
     wanted = operands(next_tokens)
     STORE_KV.reference(*wanted, layer=0)

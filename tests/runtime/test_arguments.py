@@ -122,7 +122,7 @@ def test_submit(artifact: Artifact, arguments: dict[str, Any], message: str) -> 
         ([[5], [6]], [SamplingParams()], "sampling: expected 2, one for each prompt, got 1"),
         ([[5], [6]], [SamplingParams(), 1], "prompts[1]: sampling: expected SamplingParams, got "
          "int 1"),
-        ([[5]], 1, "prompts[0]: sampling: expected SamplingParams, got int 1"),
+        ([[5]], 1, "sampling: expected SamplingParams, got int 1"),
     ],
 )  # fmt: skip
 def test_generate(engine: Engine, prompts: Any, sampling: Any, message: str) -> None:

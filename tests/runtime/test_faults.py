@@ -1,4 +1,4 @@
-"""An engine whose calls are broken off anywhere goes on as if they had not been.
+"""An engine whose calls are interrupted anywhere goes on as if they had not been.
 
 The session of these tests keeps tokens in the pool, in place of K and V, and its logits are a
 function of the tokens that it reads back: a page of another request changes what is generated.
@@ -16,6 +16,7 @@ from itertools import count
 from linecache import getline
 from pathlib import Path
 from random import Random
+from time import perf_counter
 from types import CodeType
 from typing import Any
 
@@ -216,7 +217,7 @@ def test_a_fault_at_every_line_of_a_repair(
     engine = make_engine(artifact)
 
     def broken() -> Said:
-        """Tokens of three steps, before a fourth that is broken off."""
+        """Tokens of three steps, before a fourth that is interrupted."""
         submit_all(engine)
         said: Said = {name: [] for name in REQUESTS}
         for token in engine.step() + engine.step() + engine.step():
@@ -288,14 +289,18 @@ def test_interrupted_steps(artifact: Artifact, undisturbed: Said, options: dict[
     random, failures = Random(1), 0
     alarms = Alarms(STEP)
     with make_engine(artifact, **options) as engine:
+        start = perf_counter()
+        submit_all(engine)
+        drain(engine)
+        whole = perf_counter() - start
         for _ in range(250):
             submit_all(engine)
-            with alarms.after(random.uniform(1e-5, 0.012)):
+            with alarms.after(random.uniform(1e-5, whole)):
                 said, failed = drain(engine)
             failures += failed
             assert said == undisturbed
             assert_whole(engine)
-    assert failures > 100
+    assert failures > 50
 
 
 def test_interrupted_generate_and_stream(artifact: Artifact, undisturbed: Said) -> None:
@@ -308,10 +313,14 @@ def test_interrupted_generate_and_stream(artifact: Artifact, undisturbed: Said) 
         (Engine._generate.__code__, lambda: engine.generate([prompt, [3] * 30], few)),
         (Engine.stream.__code__, lambda: list(engine.stream(prompt, few))),
     ]
+    start = perf_counter()
+    for _, call in calls:
+        call()
+    each = (perf_counter() - start) / len(calls)
     for at in range(200):
         within, call = calls[at % 2]
         engine.submit(prompt, sampling, request_id="seeded")
-        with Alarms(within).after(random.uniform(1e-5, 0.01)):
+        with Alarms(within).after(random.uniform(1e-5, each)):
             try:
                 call()
             except KeyboardInterrupt:
@@ -319,7 +328,7 @@ def test_interrupted_generate_and_stream(artifact: Artifact, undisturbed: Said) 
         said, _ = drain(engine)
         assert said["seeded"] == undisturbed["seeded"]
         assert_whole(engine)
-    assert failures > 50
+    assert failures > 30
 
 
 # -- where a call of the manager fails

@@ -142,7 +142,7 @@ def test_logits_last_until_the_next_step_but_one(gpu: Machine) -> None:
     np.testing.assert_array_equal(*kept[1])
 
 
-def test_a_step_that_was_broken_off_ends_before_the_next(
+def test_a_step_that_was_interrupted_ends_before_the_next(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next one would write over the index tensors that its copies still read."""

@@ -180,7 +180,7 @@ def test_threads_are_the_samplers_too(compiled: Compiled, backend: str) -> None:
     assert native.num_threads() == (default_threads() if backend == "onnx" else all_of_them)
 
 
-# -- a step that is broken off
+# -- a step that is interrupted
 
 
 class Breaking(CountingBinding):
@@ -212,7 +212,7 @@ def rebind(session: Any, binding: Any) -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_was_not_bound_to_its_end_is_bound_again(session: Any, before: bool) -> None:
-    """A step of other sizes and another pool is broken off at each binding; then both run on."""
+    """A step of other sizes and another pool is interrupted at each binding; then both run on."""
     first, second = Rows(session, [5, 3], 7), Rows(session, [9, 1, 4], 30)
     binding = session._binding
     alone = [Rows(session, [5, 3], 7), Rows(session, [9, 1, 4], 30)]

@@ -276,7 +276,7 @@ def test_a_step_without_logits_is_run(gpu: Machine) -> None:
     assert gpu.driver.view(gpu.driver.device, pool.address, pool.nbytes).any()
 
 
-def test_a_step_that_was_broken_off_ends_before_the_next(
+def test_a_step_that_was_interrupted_ends_before_the_next(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next one would write over the index tensors that its copies still read."""

@@ -40,7 +40,7 @@ class Session(ABC):
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[Any, tuple[int, ...]]] = []
         self._turns = Turns("Session")
-        self._has_ended = True  # the last step: False where it raised
+        self._has_ended = True  # the last run: False where it raised
 
     @property
     def identity(self) -> bytes:
@@ -91,8 +91,7 @@ class Session(ABC):
         try:
             self._turns.take(call)
             arrays = self._arrays(inputs, kv)
-            if not self._has_ended:
-                self._synchronize()
+            self.synchronize()
             self._has_ended = False
             if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
                 logits = np.empty((len(inputs.logits_indices), self._vocab), np.float32)
@@ -124,11 +123,17 @@ class Session(ABC):
             self.signature.bind(values)
             self._checked = kinds
 
-    def _synchronize(self) -> None:
-        """After a step that was broken off: nothing of it is on its way on a device any more.
+    def synchronize(self) -> None:
+        """After a run that raised: wait until nothing of it is on its way on a device any more.
 
-        Else the next step would overwrite what its copies and kernels still read.
+        Else what its copies and kernels still read or write would be used again.
         """
+        if not self._has_ended:
+            self._synchronize()
+            self._has_ended = True
+
+    def _synchronize(self) -> None:
+        """Wait for the device, where there is one."""
         return
 
     @abstractmethod
