@@ -22,6 +22,7 @@ _EXPORTS = {
     "Device": "kvgraph.contract.devices",
     "DeviceError": "kvgraph.errors",
     "Engine": "kvgraph.runtime.engine",
+    "GenerationError": "kvgraph.errors",
     "GraphSignature": "kvgraph.contract.signature",
     "InsufficientPagesError": "kvgraph.errors",
     "KVCacheBufferInterface": "kvgraph.contract.inputs",

@@ -10,6 +10,7 @@
     |- UnsupportedError (ValueError)         what no kernel, backend or frontend has
     |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
     |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
+    |- GenerationError (RuntimeError)        a request that failed on its own while others went on
     |- TransferError (RuntimeError)          pages that another engine refused, or did not get
     |- CheckError (RuntimeError)             a compile does not compute what its model computes
     |- KernelError (RuntimeError)            a native kernel refused its operands
@@ -67,6 +68,10 @@ class InsufficientPagesError(CapacityError):
     def __init__(self, message: str, *, needed: int, free: int, used: int, total: int) -> None:
         super().__init__(message)
         self.needed, self.free, self.used, self.total = needed, free, used, total
+
+
+class GenerationError(KVGraphError, RuntimeError):
+    """A request ended with finish_reason "error" where only its text is handed over."""
 
 
 class TransferError(KVGraphError, RuntimeError):

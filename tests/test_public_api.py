@@ -27,6 +27,7 @@ PUBLIC = [
     "Device",
     "DeviceError",
     "Engine",
+    "GenerationError",
     "GraphSignature",
     "InsufficientPagesError",
     "KVCacheBufferInterface",

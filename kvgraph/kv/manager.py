@@ -28,6 +28,7 @@ class KVCacheManager(ABC):
 
     A manager never reads or writes K and V: sessions run graphs over the buffers that
     `runtime_inputs` returns. Misuse raises ValueErrors (RequestError) and leaves it unchanged.
+    Not thread-safe: its caller sees to it that calls do not overlap, as an engine does.
 
     Meant to be subclassed: `fetch` and `input_symbols` are what a subclass defines. As it stands
     each of `max_batch_size` slots of a replica holds a sequence of `max_seq_len` tokens. For
@@ -216,6 +217,15 @@ class KVCacheManager(ABC):
         """Block until `poll` or `prefetch` may have news; False where `timeout` seconds passed."""
         return True
 
+    def rebuild(self) -> None:
+        """Start all bookkeeping over on the same memory: nothing is claimed, nothing is cached.
+
+        For after a call that an interrupt or a lack of memory stopped: whatever state it left.
+        Copies between tiers that go on are waited for, those that wait are dropped; metrics stay.
+        A `rebuild` that is itself interrupted can be called again.
+        """
+        vars(self).pop("_slots", None)
+
     def close(self) -> None:
         """Finish what is queued for the tiers, and let go of them. Idempotent."""
         return
@@ -238,6 +248,20 @@ class KVCacheManager(ABC):
     def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
         """Whether `alloc(ctx)` would succeed now; changes nothing."""
         return ctx.current_length <= self.max_seq_len
+
+    def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
+        """Digests of the prompts' pages that the next step of `contexts` computes, or begins to.
+
+        Empty where no pages are shared.
+        """
+        return set()
+
+    def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
+        """Digest of the first page that the first `alloc(ctx)` would not find on the device.
+
+        None where it finds every page that it can, or where no pages are shared.
+        """
+        return None
 
     def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
         """Page ids of the request, in the order of its tokens; without pages its slot."""

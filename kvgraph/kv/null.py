@@ -118,6 +118,10 @@ class NullKVCacheManager(KVCacheManager):
     def _slots(self) -> Slots:
         raise no_slots(self)
 
+    def rebuild(self) -> None:
+        """Forgets the claims."""
+        self._claimed = {}
+
     def contains(self, request_id: RequestID, replica_idx: int | None = None) -> bool:
         claimed_on = self._claimed.get(request_id)
         return claimed_on is not None and replica_idx in (None, claimed_on)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import (
     BatchCharacteristics,
     KVCacheInputs,
@@ -226,6 +227,14 @@ class PagedKVCacheManager(KVCacheManager):
             self._tiers.reset()
         self._verify()
 
+    def rebuild(self) -> None:
+        if self._tiers is not None:
+            self._tiers.connector.drain()
+        replicas = [replica.rebuilt() for replica in self._replicas]
+        tiers = None if self._tiers is None else self._tiers.rebuilt(replicas)
+        self._claimed, self._replicas, self._tiers = {}, replicas, tiers
+        self._verify()
+
     # -- tiers
 
     def prefetch(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> list[bool]:
@@ -302,6 +311,26 @@ class PagedKVCacheManager(KVCacheManager):
 
     def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
         return self.get_pct_used_blocks_after_allocation(ctx, replica_idx) <= 100
+
+    def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
+        replica = at_replica(self._replicas, replica_idx, "coming_pages")
+        if not replica.settings.prefix_caching:
+            return set()
+        size, claimed = replica.settings.page_size, self._claimed
+        coming = set[bytes]()
+        for ctx in contexts:
+            first, end = ctx.processed_length, ctx.processed_length + ctx.active_length
+            row = replica.row_of(ctx.request_id, claimed, "coming_pages")
+            coming.update(row.digests[first // size : ceildiv(end, size)])
+        return coming
+
+    def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
+        replica = at_replica(self._replicas, replica_idx, "missing_page")
+        if not replica.settings.prefix_caching:
+            return None
+        digests = replica.settings.identities(ctx)[1]
+        hit = replica.hits.joint(digests)
+        return digests[hit] if hit < len(digests) else None
 
     def get_num_pages(self, replica_idx: int = 0) -> int:
         """Usable pages."""

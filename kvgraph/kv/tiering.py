@@ -85,6 +85,19 @@ class Tiering:
         self._ended: dict[RequestID, bool] = {}
         self._metrics_before = KVCacheMetrics()
 
+    def rebuilt(self, replicas: Sequence[Replica]) -> Tiering:
+        """The same tiers behind `replicas` that know of no transfer; metrics go on."""
+        leaves = {
+            place: leaf
+            for own, replica in zip(self.places, replicas, strict=True)
+            for place, leaf in zip(own, replica.leaves, strict=True)
+        }
+        fresh = Tiering(self.connector, leaves, self.places)
+        fresh._metrics_before = self._metrics_before
+        for replica in replicas:
+            replica.tiers = fresh
+        return fresh
+
     # -- before alloc
 
     def ask(self, replica: Replica, contexts: Sequence[TextContext]) -> list[bool]:

@@ -84,6 +84,12 @@ class Connector(Protocol):
         Waits for copies that go on; drops offloads that wait for slots.
         """
 
+    def drain(self) -> None:
+        """End every load and offload, and forget them: `poll` tells of none of them.
+
+        Waits for copies that go on; the rest is dropped.
+        """
+
     def reset(self) -> None:
         """Empty every tier but the bound prefixes; returns when that is done.
 
