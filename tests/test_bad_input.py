@@ -459,7 +459,7 @@ def test_output_that_appears_during_the_compile_is_kept(tmp_path: Path) -> None:
 def test_a_compile_that_fails_in_the_middle_leaves_nothing(
     tmp_path: Path, model_folder: ModelFolder, error: BaseException
 ) -> None:
-    def lower(model: Any, signature: Any, plan: Any, folder: Path) -> None:
+    def lower(traced: Any, folder: Path) -> None:
         (folder / "weights.safetensors").write_text("half")
         raise error
 
@@ -810,7 +810,7 @@ def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
             r"request 'request-0': expected at most 1 pages from the pool, got \d+ tokens "
             r"\(prompt and output\) that need \d+",
         ),
-        (["The", "--num-pages", 0], "total_num_pages: expected >= 1, got 0"),
+        (["The", "--num-pages", 0], "num_pages: expected >= 1 or None, got 0"),
         (["The", "--num-pages", 1 << 40], r"Unable to allocate .*iB.*"),
         (
             ["The", "--session", "tensorrt"],

@@ -18,6 +18,7 @@ FLOORS = {
     "compiler": 3,
     "runtime": 3,
     "bench": 4,
+    "build": 4,
     "quality": 4,
     "serve": 4,
     "show": 4,

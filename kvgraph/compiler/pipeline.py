@@ -1,20 +1,18 @@
-"""compile(): from a model to an artifact, stage by stage."""
+"""The stages of a compile: what was asked for, the model, its cache, and its lowering."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.compiler import emit
 from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
-from kvgraph.compiler.options import BACKENDS, check_weights, default_weights, in_float32
-from kvgraph.compiler.output import require_free, staging
+from kvgraph.compiler.options import BACKENDS
+from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
-from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
     POOL_DTYPES,
     QUANTIZED_DTYPES,
@@ -28,9 +26,8 @@ from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.ops._linear import WEIGHT_BITS
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from kvgraph.compiler.model import Model
+    from kvgraph.compiler.trace import Traced
 
 DEFAULT_REASON = {
     "cpu": "it starts soonest, and runs without torch",
@@ -42,88 +39,7 @@ DEFAULT_PAGE_SIZE = 128
 Progress = Callable[[str], None]
 
 
-def compile(
-    model: str | Path | nn.Module,
-    out: str | Path,
-    *,
-    target: str = "cpu",
-    backend: str | None = None,
-    dtype: str | None = None,
-    weights: str | None = None,
-    cache_dtype: str | None = None,
-    page_size: int = DEFAULT_PAGE_SIZE,
-    cache: str = "paged",
-    params: KVCacheParams | MultiKVCacheParams | None = None,
-    vocab_size: int | None = None,
-    max_seq_len: int | None = None,
-    force: bool = False,
-    progress: Progress = lambda stage: None,
-) -> Manifest:
-    """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
-
-    `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
-    layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
-    for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
-    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
-    nn.Module needs `params`, `vocab_size` and `max_seq_len`. The cache is described by a
-    NullKVCacheManager on a virtual device: no KV memory is allocated, and any pool size can be
-    bound later. `out` appears whole or not at all.
-
-    Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
-    """
-    out = Path(out)
-    is_default = backend is None
-    parsed, backend = _check(target, backend, cache, cache_dtype, page_size)
-    why = f", the default for {parsed.kind}: {DEFAULT_REASON[parsed.kind]}" if is_default else ""
-    require_free(out, force=force)
-
-    progress("reading the model")
-    weightless = parsed.kind == "cuda" and backend == "torch"
-    check_weights(weights, parsed, dtype)
-    float32 = in_float32(parsed, backend, weights)
-    loaded, notes = _load(model, float32, dtype, vocab_size, max_seq_len, weightless)
-    if float32 and weights is None:
-        weights = default_weights(loaded.stored_dtype)
-
-    if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
-        notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
-
-    progress("describing the cache")
-    plan = _plan_cache(loaded, params, cache, cache_dtype, page_size, parsed)
-    manager = NullKVCacheManager(
-        plan.params,
-        max_batch_size=1,
-        max_seq_len=loaded.max_seq_len,
-        num_layers=len(plan.layers),
-        devices=plan.params.devices,
-        session=None,
-        available_cache_memory=0,
-        page_size=plan.params.page_size,
-    )
-    signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
-    loaded.place(plan)
-    if parsed.kind == "cuda":
-        _require_kernels(plan, parsed, backend)
-
-    with staging(out, force=force) as folder:
-        progress(f"lowering to {backend}{why}")
-        lowering = _lowering(backend, parsed, weights, progress)
-        lowered = _lower(lowering, loaded, signature, plan, folder)
-        progress("writing the artifact")
-        return emit.emit(
-            folder,
-            model=loaded,
-            plan=plan,
-            signature=signature,
-            lowered=lowered,
-            target=parsed,
-            backend=backend,
-            weights=weights or loaded.dtype,
-            notes=notes,
-        )
-
-
-def _check(
+def resolve(
     target: str, backend: str | None, cache: str, cache_dtype: str | None, page_size: int
 ) -> tuple[Target, str]:
     """The parsed target and the backend: the first that the target has, where none is asked for."""
@@ -157,13 +73,19 @@ def _check(
     return parsed, backend
 
 
-def _load(
+def reason(target: Target) -> str:
+    """Why the default backend of a target is its default: the end of a sentence."""
+    return f", the default for {target.kind}: {DEFAULT_REASON[target.kind]}"
+
+
+def load_model(
     model: Any,
     float32: bool,
     dtype: str | None,
     vocab_size: int | None,
     max_seq_len: int | None,
     weightless: bool,
+    text: Mapping[str, Any],
 ) -> tuple[Model, list[str]]:
     """The model in a dtype that the backend computes in, and what was converted.
 
@@ -176,7 +98,9 @@ def _load(
     from kvgraph.compiler.frontends import huggingface, module
 
     if not isinstance(model, str | Path):
-        loaded = module.load(model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype)
+        loaded = module.load(
+            model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype, **text
+        )
         if float32 and loaded.dtype != "float32":
             raise UnsupportedError(
                 "dtype: expected float32 activations for backend onnx on cpu and for packed "
@@ -184,6 +108,12 @@ def _load(
             )
         return loaded, []
     folder = Path(model)
+    given = [name for name, value in text.items() if value is not None]
+    if given:
+        raise UnsupportedError(
+            f"{given[0]}: expected None for a model folder, which has its own, got "
+            f"{text[given[0]]!r}"
+        )
     wanted = dtype or checkpoint_dtype(read_config(folder))
     if float32 and wanted != "float32":
         note = (
@@ -204,7 +134,7 @@ def _require_torch() -> None:
         ) from error
 
 
-def _plan_cache(
+def plan_for(
     model: Model,
     params: KVCacheParams | MultiKVCacheParams | None,
     cache: str,
@@ -232,22 +162,40 @@ def _plan_cache(
     )
 
 
-def _lower(lower: Callable[..., Any], model: Model, *given: Any) -> Any:
+def describe(model: Model, plan: CachePlan) -> GraphSignature:
+    """The graph's signature over the symbols of a manager that allocates nothing; the model learns
+    where its layers' caches are."""
+    manager = NullKVCacheManager(
+        plan.params,
+        max_batch_size=1,
+        max_seq_len=model.max_seq_len,
+        num_layers=len(plan.layers),
+        devices=plan.params.devices,
+        session=None,
+        available_cache_memory=0,
+        page_size=plan.params.page_size,
+    )
+    model.place(plan)
+    return GraphSignature.of(manager.get_symbolic_inputs()[0], model.vocab_size)
+
+
+def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
+    """What `lowering` gave, over a trace. UnsupportedError for an operator that ONNX lacks."""
     import torch.onnx
 
     try:
-        return lower(model, *given)
+        return backend(traced, folder)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise UnsupportedError(
-            f"architecture {model.architecture!r}: expected operators that the onnx exporter has, "
-            f"got one that it has not: {str(cause).splitlines()[0]}"
+            f"architecture {traced.model.architecture!r}: expected operators that the onnx "
+            f"exporter has, got one that it has not: {str(cause).splitlines()[0]}"
         ) from error
 
 
-def _lowering(
+def lowering(
     backend: str, target: Target, weights: str | None, progress: Progress
 ) -> Callable[..., Any]:
     weight_bits = WEIGHT_BITS.get(weights or "")
@@ -272,7 +220,16 @@ def _lowering(
     return partial(torch.lower, weight_bits=weight_bits)
 
 
-def _require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
+def rewriting(backend: str, target: Target) -> Callable[[Traced], object]:
+    """The passes that a target runs over a program of torch."""
+    if target.kind == "cuda" and backend == "torch":
+        from kvgraph.compiler.targets import cuda
+
+        return cuda.rewrite
+    return lambda traced: None
+
+
+def require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
     from kvgraph.compiler.targets import cuda
 
     if plan.strategy is not KVCacheStrategy.PAGED:

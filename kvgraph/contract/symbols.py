@@ -36,10 +36,15 @@ MAX_EXTENTS: Mapping[str, int] = {
 
 
 class KVCacheInputSymbols:
-    """Base of the records: the fields that are present, in declaration order."""
+    """Base of the records: dataclasses of TensorTypes; a field that is None does not count."""
 
     def symbols(self) -> tuple[TensorType, ...]:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        if not dataclasses.is_dataclass(self):
+            raise BindingError(
+                f"{type(self).__name__}: expected a dataclass of TensorTypes, got a plain class; "
+                "decorate it with @dataclass"
+            )
+        fields = dataclasses.fields(self)
         values = (getattr(self, field.name) for field in fields)
         return tuple(value for value in values if value is not None)
 

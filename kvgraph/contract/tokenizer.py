@@ -34,12 +34,17 @@ def encode(
     return ids
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust failed on its own account: no Exception, and no interrupt."""
+    return type(error).__name__ == "PanicException"
+
+
 @contextmanager
 def _refusing(path: Path, refusal: type[KVGraphError], expected: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         why = " ".join(str(error).split()) or type(error).__name__
         raise refusal(f"{path}: {expected} ({why})") from error

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import TINY_LLAMA
 from torch import nn
 
 import kvgraph
@@ -43,6 +46,44 @@ class Meddler(Decoder):
         pool.mul_(2)
 
 
+class Rounded(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return super().forward(*inputs).long()
+
+
+CUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "split": lambda h: h.view(-1, 8, 8).split((4, 2, 2), 1),
+    "slice": lambda h: (h.view(-1, 8, 8)[:, a:b] for a, b in ((0, 4), (4, 6), (6, 8))),
+    "reshape": lambda h: (h[:, a:b].reshape(-1, (b - a) // 8, 8) for a, b in SPANS),
+    "view": lambda h: (h[:, a:b].view(-1, (b - a) // 8, 8) for a, b in SPANS),
+    "transpose": lambda h: (
+        x.transpose(0, 1) for x in h.view(-1, 8, 8).transpose(0, 1).split((4, 2, 2))
+    ),
+}
+SPANS = ((0, 32), (32, 48), (48, 64))
+
+
+class Cut(Decoder):
+    """q, k and v as ordinary code takes them from one projection; rows found by the offsets."""
+
+    def __init__(self, cut: str, dense: bool) -> None:
+        super().__init__()
+        self.cut, self.dense = CUTS[cut], dense
+        self.order = nn.Embedding(64, 32)
+
+    def forward(
+        self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any, *index: Any
+    ) -> torch.Tensor:
+        lengths, table, most = index
+        at = torch.arange(tokens.shape[0], dtype=torch.int32)
+        row = (at[:, None] >= offsets[None, 1:]).sum(-1)
+        x = self.embed(tokens) + self.order(at - offsets[row] + lengths[row])
+        q, k, v = (y.contiguous() if self.dense else y for y in self.cut(self.qkv(x)))
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
+        return (x + out.reshape(x.shape[0], -1))[logits_indices] @ self.embed.weight.T
+
+
 def compile_module(module: nn.Module, out: Path, **options: Any) -> Any:
     settings = {"params": PARAMS, "vocab_size": VOCAB, "max_seq_len": 64}
     return kvgraph.compile(module, out, **settings | options)  # type: ignore[arg-type]
@@ -63,11 +104,7 @@ def test_it_generates(tmp_path: Path) -> None:
             {"backend": "torch", "params": None},
             "params: expected KVCacheParams to compile an nn.Module, got None",
         ),
-        (
-            Decoder(dtype=torch.bfloat16),
-            {"backend": "torch"},
-            r"logits: expected float32 .*got bfl",
-        ),
+        (Rounded(), {}, r"logits: expected float32 .* from the signature, got int64 .* from the"),
         (Decoder(dtype=torch.bfloat16), {}, "expected float32 activations .*, got bfloat16"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
@@ -80,3 +117,102 @@ def test_what_does_not_fit_is_said(
     with pytest.raises(kvgraph.UnsupportedError, match=message):
         compile_module(module, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_ordinary_ways_to_cut_a_projection(cut: str, tmp_path: Path) -> None:
+    """Each with and without `.contiguous()`: the same tokens, at a batch of one token too."""
+    found = []
+    for dense in (False, True):
+        torch.manual_seed(3)
+        compile_module(Cut(cut, dense), tmp_path / "out", force=True)
+        engine = kvgraph.Engine(tmp_path / "out", num_pages=32)
+        prompts = [[1], [2, 3, 4, 5, 6]]
+        together = [done.token_ids for done in engine.generate(prompts)]
+        assert together == [engine.generate([prompt])[0].token_ids for prompt in prompts]
+        found.append(together)
+    assert found[0] == found[1]
+
+
+class Branches(Decoder):
+    def forward(self, tokens: Any, *rest: Any) -> torch.Tensor:
+        if tokens.shape[0] > 4:  # not known at compile time
+            tokens = tokens + 0
+        return super().forward(tokens, *rest)
+
+
+class Reads(Decoder):
+    def forward(self, tokens: Any, *rest: Any) -> torch.Tensor:
+        return super().forward(tokens + int(tokens.max()), *rest)
+
+
+@pytest.mark.parametrize(
+    ("module", "why", "code"),
+    [
+        (Branches(), "Not all values of total_seq_len", "if tokens.shape[0] > 4:"),
+        (Reads(), "Could not extract specialized integer", "tokens + int(tokens.max())"),
+    ],
+)
+def test_line_at_which_torch_refuses(
+    module: nn.Module, why: str, code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(kvgraph.UnsupportedError) as refused:
+        compile_module(module, tmp_path / "out")
+    message = str(refused.value)
+    assert f"torch.export cannot trace it with dynamic rows and tokens: {why}" in message
+    assert f", at {__file__}:" in message
+    assert code in message
+    assert "\n" not in message
+    assert capfd.readouterr().err == ""
+
+
+def test_logits_in_bfloat16(tmp_path: Path) -> None:
+    compile_module(Decoder(dtype=torch.bfloat16), tmp_path / "out", backend="torch")
+    done = kvgraph.Engine(tmp_path / "out", num_pages=16).generate([[1, 2, 3]])[0]
+    assert len(done.token_ids) == 61
+
+
+def test_a_module_brings_its_text_files(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    shutil.copy(TINY_LLAMA / "tokenizer.json", source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 5], "bos_token_id": 1}')
+    vocab = 2048
+    options = {"vocab_size": vocab, "tokenizer": source, "force": True}
+    manifest = compile_module(Decoder(vocab), tmp_path / "out", **options)
+    assert manifest.model.eos_token_ids == [3, 5]
+    assert manifest.model.bos_token_id == 1
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+    engine = kvgraph.Engine(tmp_path / "out", num_pages=16)
+    ending = kvgraph.SamplingParams(max_new_tokens=8)
+    assert engine.generate(["The import"], ending)[0].text
+    options |= {"tokenizer": source / "tokenizer.json", "eos_token_ids": (7,)}
+    assert compile_module(Decoder(vocab), tmp_path / "out", **options).model.eos_token_ids == [7]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tokenizer": "nowhere"}, kvgraph.ModelError, "nowhere: expected tokenizer.json or a fol"),
+        (
+            {"eos_token_ids": [32]},
+            kvgraph.UnsupportedError,
+            "eos_token_ids: expected token ids below vocab_size=32, got 32",
+        ),
+        (
+            {"bos_token_id": -1},
+            kvgraph.UnsupportedError,
+            "bos_token_id: expected token ids below vocab_size=32, got -1",
+        ),
+    ],
+)
+def test_text_that_does_not_fit(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        compile_module(Decoder(), tmp_path / "out", **options)
+
+
+def test_a_model_folder_has_its_own_text_files(tmp_path: Path) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match="eos_token_ids: expected None for a model"):
+        kvgraph.compile(TINY_LLAMA, tmp_path / "out", eos_token_ids=[1])
