@@ -240,7 +240,7 @@ def generate(
         str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
     ] = None,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder that keeps pages from run to run.")
+        Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
     ] = None,
     disk_bytes: Annotated[str, typer.Option(help="Size limit of --disk.")] = "16GiB",
     remote: Annotated[

@@ -127,11 +127,17 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
 
     kernels = folder / "kernels"
     wanted = tensorrt.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
-    present = {path.name for path in kernels.iterdir() if path.is_dir()}
+    try:
+        present = {path.name for path in kernels.iterdir() if path.is_dir()}
+        described = json.loads((kernels / KERNELS_NAME).read_text())
+        shapes = [tensorrt.shape_of(fields) for fields in described["shapes"]]
+        nodes = {name: shapes[index] for name, index in described["nodes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ArtifactError(
+            f"kernels/{KERNELS_NAME}: expected what compile writes of its kernels, got a damaged "
+            f"file ({error})"
+        ) from error
     if set(wanted) <= present:
         return
-    described = json.loads((kernels / KERNELS_NAME).read_text())
-    shapes = [tensorrt.shape_of(fields) for fields in described["shapes"]]
-    nodes = {name: shapes[index] for name, index in described["nodes"].items()}
     shutil.rmtree(kernels)
     tensorrt.write_kernels(nodes, wanted, folder, progress)

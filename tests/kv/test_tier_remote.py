@@ -421,8 +421,7 @@ def test_a_server_whose_keys_come_to_no_end(monkeypatch: pytest.MonkeyPatch) -> 
         store.clear()
         assert "the keys come to no end" in store.stats().problem
         recover(store)
-        assert store.contains(KEYS[:1]) == [True], "and it is used again"
-        assert store.stats().problem == ""
+        assert store.contains(KEYS[:1]) == [False], "it is not used before it is empty"
         store.close()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,55 @@ def test_files_that_are_something_else(
         "safetensors",
     )
     assert any(version in text for version in versions)
+
+
+class Touch:
+    """What is unpickled of this makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def with_pickle(archive: Path, where: str, touched: Path) -> None:
+    """Write the program again, with a pickle in place of what is at `where`."""
+    content = {}
+    with zipfile.ZipFile(archive) as old:
+        content = {entry.filename: old.read(entry) for entry in old.infolist()}
+    pickled = io.BytesIO()
+    torch.save(Touch(touched), pickled)
+    (found,) = (name for name in content if where in name)
+    if where.endswith(".json"):
+        config = json.loads(content[found])
+        payload = next(iter(config["config"].values()))
+        payload["use_pickle"] = True
+        content[found] = json.dumps(config).encode()
+        content[f"{found.rpartition('/')[0]}/{payload['path_name']}"] = pickled.getvalue()
+    else:
+        content[found] = pickled.getvalue()
+    with zipfile.ZipFile(archive, "w") as new:
+        for name, data in content.items():
+            new.writestr(name, data)
+
+
+@pytest.mark.parametrize(
+    "where", ["model_weights_config.json", "model_constants_config.json", "data/sample_inputs/"]
+)
+def test_a_program_that_holds_pickles_is_not_opened(
+    where: str, compiled: Compiled, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
+    from kvgraph.runtime.sessions.pickles import require_no_pickles
+
+    whole = compiled("tiny-llama", "torch", target="cuda:sm_90")
+    require_no_pickles(whole / "model.pt2")
+    path, touched = Path(shutil.copy(whole / "model.pt2", tmp_path)), tmp_path / "touched"
+    with_pickle(path, where, touched)
+    with pytest.raises(ArtifactError, match=r"model.pt2: expected a program without pickles"):
+        require_no_pickles(path)
+    assert not touched.exists()
 
 
 def test_a_program_for_cuda_that_is_something_else(compiled: Compiled, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_fusions, torch_ops
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.opening import opening
+from kvgraph.runtime.sessions.pickles import require_no_pickles
 from kvgraph.runtime.sessions.weights import read_weights
 
 Operands = Mapping[str, torch.Tensor]
@@ -54,6 +55,7 @@ def load_program(artifact: Artifact, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
     path = artifact.folder / "model.pt2"
     with opening(path, f"torch {torch.__version__}"):
+        require_no_pickles(path)
         program = _read_program(path)
         _bind_weights(program, artifact, gpu.device)
         if gpu.device.type != "cpu":  # saved as a CPU graph

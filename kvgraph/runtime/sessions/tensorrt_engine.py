@@ -23,7 +23,6 @@ from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, U
 from kvgraph.ops.native import library_path
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
-from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.tensorrt_bindings import DTYPES, require_bindings
 
 ENGINE_NAME, WEIGHTS_NAME = "model.engine", "weights.safetensors"
@@ -111,8 +110,7 @@ class LoadedEngine:
     def _refit(self, path: Path) -> None:
         """Give the engine the weights that it was built without; they are read where they lie."""
         refitter = self.trt.Refitter(self.engine, self._logger)
-        with opening(path, "kvgraph"):
-            tensors, raw = read_layout(path), _mapped(path)
+        tensors, raw = read_layout(path), _mapped(path)
         for name in self.info.refit:
             self._refit_one(refitter, path, name, raw, tensors)
         missing = list(refitter.get_missing_weights())
