@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.compiler import emit, pipeline
+from kvgraph.compiler import emit, options, pipeline
+from kvgraph.compiler.output import require_free, staging
 from kvgraph.compiler.pipeline import DEFAULT_PAGE_SIZE, Progress
 from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
@@ -65,18 +66,18 @@ def compile(
     is_default = backend is None
     parsed, backend = pipeline.resolve(target, backend, cache, cache_dtype, page_size)
     why = pipeline.reason(parsed) if is_default else ""
-    emit.require_free(out, force=force)
+    require_free(out, force=force)
 
     progress("reading the model")
     weightless = parsed.kind == "cuda" and backend == "torch"
-    pipeline.check_weights(weights, parsed, dtype)
-    float32 = pipeline.in_float32(parsed, backend, weights)
+    options.check_weights(weights, parsed, dtype)
+    float32 = options.in_float32(parsed, backend, weights)
     text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
     loaded, notes = pipeline.load_model(
         model, float32, dtype, vocab_size, max_seq_len, weightless, text
     )
     if float32 and weights is None:
-        weights = pipeline.default_weights(loaded.stored_dtype)
+        weights = options.default_weights(loaded.stored_dtype)
     if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 
@@ -103,7 +104,7 @@ def compile(
             notes=notes,
         )
 
-    with emit.staging(out, force=force) as folder:
+    with staging(out, force=force) as folder:
         progress(f"lowering to {backend}{why}")
         traced = trace(loaded, signature, plan, functional=backend != "torch")
         manifest = write(traced, folder, progress)

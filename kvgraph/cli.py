@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -78,7 +79,9 @@ class CacheDtype(StrEnum):
 def main() -> None:
     """Entry point: one sentence and exit code 2 for what a user can mend."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning  # type: ignore[assignment]
+            app()
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {error}", soft_wrap=True)
         sys.exit(2)
@@ -237,7 +240,7 @@ def generate(
         str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
     ] = None,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder that keeps pages from run to run.")
+        Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
     ] = None,
     disk_bytes: Annotated[str, typer.Option(help="Size limit of --disk.")] = "16GiB",
     remote: Annotated[
@@ -364,21 +367,21 @@ def plan(
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
     json: Json = False,
 ) -> None:
-    """Show how a model and its cache fit into memory; reads config.json only."""
+    """Show how a model and its cache fit into memory; reads no weight."""
     from kvgraph.compiler.plan import plan_deployment
 
-    with stderr.status("describing the model"):
-        made = plan_deployment(
-            model,
-            target=target,
-            memory=parse_bytes("memory", memory),
-            max_seq_len=max_seq_len,
-            max_batch_size=max_batch_size,
-            dtype=dtype.value if dtype else None,
-            weights=weights.value if weights else None,
-            cache_dtype=cache_dtype.value if cache_dtype else None,
-            page_size=page_size,
-        )
+    made = plan_deployment(
+        model,
+        target=target,
+        memory=parse_bytes("memory", memory),
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        dtype=dtype.value if dtype else None,
+        weights=weights.value if weights else None,
+        cache_dtype=cache_dtype.value if cache_dtype else None,
+        page_size=page_size,
+        progress=lambda stage: stderr.print(stage, soft_wrap=True),
+    )
     if json:
         _print_json(to_plain(made))
         return
@@ -482,6 +485,10 @@ def cache_clear(folder: CacheFolder, json: Json = False) -> None:
         _print_json({"removed": removed})
     else:
         stdout.print(f"{folder}: {removed} pages removed", soft_wrap=True)
+
+
+def _print_warning(message: Warning | str, *where: object) -> None:
+    stderr.print(f"warning: {message}", soft_wrap=True)
 
 
 def _refuse_beside_artifact(**given: object) -> None:

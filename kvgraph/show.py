@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvgraph.contract.files import open_regular
 from kvgraph.contract.manifest import Manifest, QualityInfo
+from kvgraph.contract.plain import from_plain
+from kvgraph.errors import ArtifactError
 
 
 def show(folder: Path, manifest: Manifest, to: Console) -> None:
@@ -101,14 +105,44 @@ def kernels(folder: Path, paths: list[str]) -> Table:
     for column in ("kernel", "arch", "warps", "regs", "shared", "spills", "s"):
         table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
     for path in paths:
-        for kernel in json.loads((folder / path).read_bytes()):
-            name = f"{kernel['kernel']} {kernel['role']}".strip()
-            figures: tuple[Any, ...] = (kernel["num_warps"], kernel["registers"], kernel["shared"])
-            spills = kernel["spill_stores"] + kernel["spill_loads"]
-            took = seconds.get(str(Path(path).with_name(kernel["file"])))
-            figures += (spills, "" if took is None else f"{took:.2f}")
-            table.add_row(name, kernel["arch"], *map(str, figures))
+        for kernel in _kernels(folder, path):
+            name = f"{kernel.kernel} {kernel.role}".strip()
+            took = seconds.get(str(Path(path).with_name(kernel.file)))
+            spills = kernel.spill_stores + kernel.spill_loads
+            figures = (kernel.num_warps, kernel.registers, kernel.shared, spills)
+            time = "" if took is None else f"{took:.2f}"
+            table.add_row(name, kernel.arch, *map(str, figures), time)
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """What is shown of an entry of kernels.json."""
+
+    kernel: str
+    role: str
+    arch: str
+    file: str
+    num_warps: int
+    registers: int
+    shared: int
+    spill_stores: int
+    spill_loads: int
+
+
+def _kernels(folder: Path, path: str) -> list[_Kernel]:
+    """ArtifactError for a file that is damaged: no hash was compared."""
+    try:
+        return from_plain(list[_Kernel], _read_json(folder / path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{folder / path}: expected a list of kernels, got a damaged file ({error})"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _BuildLog:
+    compile_seconds: dict[str, float]
 
 
 def _compile_seconds(folder: Path) -> dict[str, float]:
@@ -116,9 +150,14 @@ def _compile_seconds(folder: Path) -> dict[str, float]:
     from kvgraph.compiler.targets import BUILD_LOG_NAME
 
     try:
-        return dict(json.loads((folder / BUILD_LOG_NAME).read_bytes())["compile_seconds"])
-    except (OSError, ValueError, TypeError, KeyError):
+        return from_plain(_BuildLog, _read_json(folder / BUILD_LOG_NAME)).compile_seconds
+    except (OSError, ValueError, RecursionError):
         return {}
+
+
+def _read_json(path: Path) -> Any:
+    with open_regular(path) as file:
+        return json.loads(file.read())
 
 
 def files(manifest: Manifest) -> Table:

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,8 +21,10 @@ from command_line import COMMAND, Outcome, run
 from models import COMMON
 
 import kvgraph
-from kvgraph.compiler import emit, pipeline
-from kvgraph.contract.manifest import read_manifest
+from kvgraph.compiler import pipeline
+from kvgraph.compiler.output import PREFIX, staging
+from kvgraph.compiler.shards import stored_tensors
+from kvgraph.contract.manifest import hash_file, read_manifest
 from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheQuantization
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import (
@@ -159,11 +160,134 @@ def test_incomplete_weights(
     assert re.fullmatch(rf"{model}: expected weights for every parameter, {message}.*", text)
 
 
+# -- compile: what is no checkpoint
+
+GGUF = "compile the checkpoint that it was made from, with --weights int4 or int8"
+
+
+def either(tmp_path: Path, model: Path | str) -> str:
+    """The sentence in which both compile and plan refuse a model."""
+    text = refused(Path(model), tmp_path)
+    assert sentence(run("plan", model, "--memory", "1GiB")) == text
+    return text
+
+
+def test_a_name_on_the_hub(tmp_path: Path) -> None:
+    assert either(tmp_path, "meta-llama/Llama-3-8B") == (
+        "meta-llama/Llama-3-8B: expected a model folder, got nothing there; if it is a name on the "
+        "Hugging Face hub, download it first: hf download meta-llama/Llama-3-8B --local-dir DIR"
+    )
+
+
+@pytest.mark.parametrize("beside", ["adapter_config.json", "config.json"])
+def test_a_lora_adapter(model: Path, tmp_path: Path, beside: str) -> None:
+    """Also where its base's configuration lies beside it: transformers would look for the base."""
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    if beside == "adapter_config.json":
+        (model / "config.json").unlink()
+    assert either(tmp_path, model) == (
+        f"{model}: expected config.json in a model folder, got a LoRA adapter; merge it into its "
+        "base model (peft: merge_and_unload, then save_pretrained) and compile that folder"
+    )
+
+
+def test_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    for name in ("gguf/b.gguf", "gguf/a.gguf", "unnamed"):
+        (tmp_path / name).write_bytes(b"GGUF\x03\0\0\0")
+    expected = f"{tmp_path}/gguf: expected config.json in a model folder, got the GGUF file a.gguf"
+    assert either(tmp_path, tmp_path / "gguf") == f"{expected}; {GGUF}"
+    for name in ("gguf/a.gguf", "unnamed"):
+        expected = (
+            f"{tmp_path}/{name}: expected a model folder, got the GGUF file {Path(name).name}"
+        )
+        assert either(tmp_path, tmp_path / name) == f"{expected}; {GGUF}"
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    assert either(tmp_path, tmp_path / "weights.safetensors").endswith(
+        "expected a model folder, got a file; give the folder that holds config.json"
+    )
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", None])
+@pytest.mark.parametrize("where", ["quantization_config", "text_config"])
+def test_quantised_checkpoints(model: Path, tmp_path: Path, method: str | None, where: str) -> None:
+    quantised: dict[str, Any] = {"quantization_config": {"quant_method": method, "bits": 4}}
+    configure(model, **(quantised if where == "quantization_config" else {where: quantised}))
+    assert either(tmp_path, model) == (
+        f"{model}/config.json: quantization_config: expected plain weights, got a checkpoint "
+        f"quantised by {method!r}; compile the one that it was made from, with --weights int4 or "
+        "int8"
+    )
+
+
+def test_a_pipe_in_place_of_the_configuration(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    assert either(tmp_path, model) == f"{model}: expected config.json in a model folder, got none"
+
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def write_index(model: Path, index: str, shard: str) -> None:
+    tensors = ["model.embed_tokens.weight", "model.norm.weight"]
+    (model / index).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
+
+
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("shard", ["../secret", "{tmp_path}/secret", "link", "folder/secret", ".."])
+def test_an_index_that_leads_out_of_the_folder(
+    model: Path, tmp_path: Path, index: str, shard: str
+) -> None:
+    shard = shard.format(tmp_path=tmp_path)
+    (model / "model.safetensors").rename(tmp_path / "secret")
+    (model / "link").symlink_to("../secret")
+    (model / "folder").symlink_to(tmp_path)
+    write_index(model, index, shard)
+    assert refused(model, tmp_path) == (
+        f"{model}/{index}: expected shards inside the folder, got {shard!r}, which leads out of it"
+    )
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_no_way_out(model: Path, tmp_path: Path) -> None:
+    """There every file is a link into the folder of blobs beside it."""
+    hub = tmp_path / "models--a--b"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots").mkdir()
+    snapshot_folder = hub / "snapshots" / "0123"
+    shutil.copytree(model, snapshot_folder)
+    (snapshot_folder / "model.safetensors").rename(hub / "blobs" / "cafe")
+    (snapshot_folder / "shard.safetensors").symlink_to("../../blobs/cafe")
+    write_index(snapshot_folder, INDEXES[0], "shard.safetensors")
+    assert stored_tensors(snapshot_folder).keys() == stored_tensors(model).keys()
+    (snapshot_folder / "shard.safetensors").unlink()
+    (snapshot_folder / "shard.safetensors").symlink_to("../../../secret")
+    with pytest.raises(ModelError, match="leads out of it"):
+        stored_tensors(snapshot_folder)
+
+
+# -- compile: the model's other files
+
+
 def test_damaged_tokenizer(model: Path, tmp_path: Path) -> None:
     path = model / "tokenizer.json"
     path.write_bytes(path.read_bytes()[:3000])
     text = refused(model, tmp_path)
     assert text.startswith(f"{path}: expected a tokenizer, got a damaged one (")
+
+
+PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+"""At which the library panics, with an exception that is no Exception."""
+
+
+def retokenize(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_tokenizer_that_panics(model: Path, tmp_path: Path) -> None:
+    retokenize(model / "tokenizer.json", normalizer=PRECOMPILED)
+    text = refused(model, tmp_path)
+    assert text.startswith(f"{model}/tokenizer.json: expected a tokenizer, got a damaged one (Prec")
 
 
 # -- compile: the architecture
@@ -320,32 +444,14 @@ def test_output_that_is_a_file_is_kept(tmp_path: Path, model_folder: ModelFolder
     assert out.read_text() == "mine"
 
 
-def test_output_below_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="file"), emit.staging(tmp_path / "file" / "x", force=False):
-        pass
-
-
-def test_force_replaces_an_artifact_and_an_empty_folder(tmp_path: Path) -> None:
-    for name, content in (("artifact", {"manifest.json": "{}", "old": ""}), ("empty", {})):
-        out = tmp_path / name
-        out.mkdir()
-        for file, text in content.items():
-            (out / file).write_text(text)
-        with emit.staging(out, force=True) as folder:
-            (folder / "new").write_text("new")
-        assert snapshot(out) == {"new": b"new"}
-    assert sorted(os.listdir(tmp_path)) == ["artifact", "empty"]
-
-
 def test_output_that_appears_during_the_compile_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "late"
-    staging = emit.staging(out, force=False)
-    (staging.__enter__() / "new").write_text("new")
+    made = staging(out, force=False)
+    (made.__enter__() / "new").write_text("new")
     out.mkdir()
     (out / "precious").write_text("mine")
     with pytest.raises(ArtifactError, match="expected no such folder yet, got one"):
-        staging.__exit__(None, None, None)
+        made.__exit__(None, None, None)
     assert snapshot(tmp_path) == {"late": None, "late/precious": b"mine"}
 
 
@@ -370,7 +476,7 @@ def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None
     out = tmp_path / "model.kvg"
     command = [*COMMAND, "compile", str(model_folder("llama")), "-o", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (left := sorted(tmp_path.glob(".model.kvg.*"))):
+    while process.poll() is None and not (left := sorted(tmp_path.glob(f"{PREFIX}*/made"))):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
@@ -384,23 +490,6 @@ def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None
     assert run("compile", model_folder("llama"), "-o", out, "--page-size", 16).code == 0
     assert os.listdir(tmp_path) == ["model.kvg"]
     assert run("verify", out).code == 0
-
-
-def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    out = tmp_path / "a[1].kvg"
-    kept = [
-        f".{out.name}.{os.getpid()}.other",  # compiles at this moment
-        f".a1.kvg.{dead.pid}.other",  # of another output
-        f".{out.name}.4.{dead.pid}.other",  # of the output "a[1].kvg.4"
-        f".{out.name}.notes.txt",
-    ]
-    for name in [*kept, f".{out.name}.{dead.pid}.abc_123x"]:
-        (tmp_path / name).mkdir()
-    with emit.staging(out, force=False):
-        pass
-    assert sorted(os.listdir(tmp_path)) == sorted([*kept, out.name])
 
 
 # -- artifacts: their files
@@ -606,8 +695,8 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
             lambda m: m["model"].update(vocab_size=7),
             r"bindings: expected logits float32 \['num_logits', 7\]",
         ),
-        (lambda m: m["layout"].update(page_size="16"), "layout and bindings: expected those of a"),
-        (lambda m: m["layout"].update(flavour=1), "layout and bindings: expected .*flavour"),
+        (lambda m: m["layout"].update(page_size="16"), "layout.page_size: expected int, got '16'"),
+        (lambda m: m["layout"].update(flavour=1), "layout: expected fields of a cache.*flavour"),
         (lambda m: m["inputs"][3].update(device="cpu:x"), "layout and bindings: .*cpu.*|.*'x'"),
         (
             lambda m: m["inputs"].pop(),
@@ -773,6 +862,36 @@ def test_a_damaged_tokenizer_in_an_artifact(artifact: Path) -> None:
     edit_manifest(artifact, lambda fields: fields["files"].update({path.name: entry}))
     text = sentence(run("generate", artifact, "The"))
     assert text.startswith(f"{path}: expected a tokenizer, got a damaged one (")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": PRECOMPILED}, r"expected a tokenizer, got a damaged one \(Precompiled: "),
+        (
+            {"post_processor": {"type": "TemplateProcessing", "special_tokens": {}, "pair": [],
+                                "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}]}},
+            r"expected a tokenizer that encodes the text, got one that fails \(no entry found",
+        ),
+        (
+            {"model": {"type": "WordLevel", "unk_token": "[U]", "vocab": {"a": 0}}},
+            r"expected a tokenizer that encodes the text, got one that fails \(WordLevel error",
+        ),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_of_an_artifact_that_fails(
+    artifact: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = artifact / "tokenizer.json"
+    retokenize(path, **changes)
+    edit_manifest(artifact, lambda fields: fields["files"].update({path.name: rehashed(path)}))
+    text = sentence(run("generate", artifact, "The"))
+    assert re.match(f"{path}: {message}", text), text
+
+
+def rehashed(path: Path) -> dict[str, Any]:
+    entry = hash_file(path)
+    return {"size": entry.size, "chunks": entry.chunks}
 
 
 # -- the shape of it, from outside

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -321,6 +323,46 @@ def test_files_that_cannot_be_written(artifact: Path, tmp_path: Path) -> None:
         assert refused(artifact, option, nowhere) == expected
     expected = f"plot: expected a file .svg or .png, got {tmp_path}/a.pdf"
     assert refused(artifact, "--plot", tmp_path / "a.pdf") == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "what"),
+    [
+        ("--save", "a.json", "report"),
+        ("--plot", "a.svg", "picture"),
+        ("--plot", "a.png", "picture"),
+    ],
+)
+def test_a_file_that_no_run_made_is_kept(
+    artifact: Path, tmp_path: Path, option: str, name: str, what: str
+) -> None:
+    path = tmp_path / name
+    expected = (
+        f"{path}: expected no such file, or an earlier {what} of kvgraph bench to replace, "
+        "got {} (kept); give another name"
+    )
+    path.write_text('{"mine": 1}')
+    assert refused(artifact, option, path) == expected.format("another file")
+    path.unlink()
+    os.mkfifo(path)
+    assert refused(artifact, option, path) == expected.format("a pipe")
+    path.unlink()
+    path.symlink_to("elsewhere")
+    assert refused(artifact, option, path) == expected.format("a link")
+
+
+def test_files_of_an_earlier_run_are_replaced(
+    measured: tuple[Outcome, dict[str, Any], Path], artifact: Path, tmp_path: Path
+) -> None:
+    for name in ("out.json", "out.svg"):
+        shutil.copy(measured[2] / name, tmp_path)
+    before = (tmp_path / "out.svg").read_bytes()
+    options = ("--save", tmp_path / "out.json", "--plot", tmp_path / "out.svg")
+    with mock.patch("kvgraph.bench.run.read_limits", return_value=READING):
+        assert run("bench", artifact, *TINY, *options).code in (0, None)
+    assert (tmp_path / "out.svg").read_bytes() != before
+    assert len(json.loads((tmp_path / "out.json").read_text())["engines"]) == 1
+    assert sorted(os.listdir(tmp_path)) == ["out.json", "out.svg"]
 
 
 def test_matplotlib_missing(artifact: Path, tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ def test_a_folder_is_made_once(tmp_path: Path) -> None:
 def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^tool: exit status 1: disk full$"):
         prepare(tmp_path / "model", "os.mkdir(sys.argv[1]); sys.exit('no more:\\ndisk full')")
-    assert not (tmp_path / "model").exists()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "model.partial").mkdir()  # a user's own
     prepare(tmp_path / "model", "os.mkdir(sys.argv[1])")
-    assert (tmp_path / "model").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.partial"]
 
 
 @pytest.mark.parametrize(

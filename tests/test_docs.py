@@ -16,7 +16,7 @@ from kvgraph import cli
 ROOT = Path(__file__).parents[1]
 TEXTS = [
     path
-    for pattern in ("*.md", "examples/**/*.md", "examples/**/*.py", "kvgraph/**/*.py")
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "examples/**/*.py", "kvgraph/**/*.py")
     for path in ROOT.glob(pattern)
 ]
 
@@ -46,7 +46,7 @@ def test_make_targets_and_commands_exist() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for path in ROOT.glob("*.md"):
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert link.startswith("https://") or (path.parent / link).exists(), link
 

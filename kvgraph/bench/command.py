@@ -82,8 +82,9 @@ def bench(
 
     from kvgraph.bench.plan import make_plan
     from kvgraph.bench.plot import check_plot, write_plot
-    from kvgraph.bench.run import report_data, run
+    from kvgraph.bench.run import is_report, report_data, run
     from kvgraph.bench.table import print_report
+    from kvgraph.contract.files import replacing, require_replaceable
     from kvgraph.contract.plain import to_json
 
     settings = make_settings(
@@ -98,9 +99,8 @@ def bench(
         step_tokens=step_tokens,
         prefix_caching=prefix_caching,
     )
-    for path in (save, plot):
-        if path is not None and not path.parent.is_dir():
-            raise RequestError(f"{path}: expected a file in a folder that exists, got none there")
+    if save is not None:
+        require_replaceable(save, is_report, "an earlier report of kvgraph bench")
     if plot is not None:
         check_plot(plot)
     stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -118,7 +118,8 @@ def bench(
         report = run(plan, timeout=timeout, progress=show)
     data = to_json(report_data(report), indent=1) + b"\n"
     if save is not None:
-        save.write_bytes(data)
+        with replacing(save) as file:
+            file.write(data)
     if plot is not None:
         write_plot(report, plot)
     if json:

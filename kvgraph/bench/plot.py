@@ -8,15 +8,21 @@ from typing import Any
 
 from kvgraph.bench.figures import Figure
 from kvgraph.bench.run import Report
+from kvgraph.contract.files import replacing, require_replaceable
 from kvgraph.errors import MissingDependencyError, RequestError
 
-SUFFIXES = (".svg", ".png")
+SUFFIXES = {".svg": "Creator", ".png": "Software"}
+"""Kinds of files, and the field in which each says who made it."""
+
+MAKER = "kvgraph bench"
 
 
 def check_plot(path: Path) -> None:
-    """RequestError for another kind of file, MissingDependencyError without matplotlib."""
+    """RequestError for another kind of file, or one that is not of an earlier run;
+    MissingDependencyError without matplotlib."""
     if path.suffix not in SUFFIXES:
         raise RequestError(f"plot: expected a file {' or '.join(SUFFIXES)}, got {path}")
+    require_replaceable(path, _is_picture, "an earlier picture of kvgraph bench")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -49,7 +55,14 @@ def write_plot(report: Report, path: Path) -> None:
     handles, labels = left.get_legend_handles_labels()
     if handles:
         picture.legend(handles, labels, loc="outside right center", frameon=False)
-    picture.savefig(path, dpi=150)
+    about = {SUFFIXES[path.suffix]: MAKER}
+    with replacing(path) as file:
+        picture.savefig(file, format=path.suffix.removeprefix("."), dpi=150, metadata=about)
+
+
+def _is_picture(path: Path) -> bool:
+    with path.open("rb") as file:
+        return MAKER.encode() in file.read(1 << 16)
 
 
 def _panel(

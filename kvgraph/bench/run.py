@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvgraph.bench import machine
@@ -83,3 +85,12 @@ def report_data(report: Report) -> dict[str, Any]:
         "engines": to_plain(report.results),
         "figures": to_plain(report.figures),
     }
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file holds what `report_data` gives, of any version."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and {"schema_version", "machine", "figures"} <= data.keys()

@@ -16,9 +16,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -76,14 +76,14 @@ def make_folder(folder: Path, tool: str, command: list[str]) -> None:
     """Have `command` make a folder that is not there yet, whole or not at all."""
     if folder.exists():
         return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    done = subprocess.run([*command, str(partial)], capture_output=True, text=True)
-    sys.stderr.write(done.stdout + done.stderr)
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"{tool}: exit status {done.returncode}: {last}")
-    os.rename(partial, folder)
+    with tempfile.TemporaryDirectory(prefix=".kvgraph-bench.", dir=folder.parent) as own:
+        partial = Path(own, folder.name)
+        done = subprocess.run([*command, str(partial)], capture_output=True, text=True)
+        sys.stderr.write(done.stdout + done.stderr)
+        if done.returncode:
+            last = (done.stderr.strip() or "no message").splitlines()[-1]
+            raise RuntimeError(f"{tool}: exit status {done.returncode}: {last}")
+        os.rename(partial, folder)
 
 
 def measure(job: dict[str, Any], adapter: Any, say: Say) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors: names and shapes first, values in pieces, never all at once.
+"""A checkpoint's values, in pieces: never all at once.
 
 Decision: the library checks a shard's header, and plain reads get the values: its torch tensors
 are views of a private mapping of the whole shard, which a machine with less memory refuses.
@@ -6,18 +6,15 @@ are views of a private mapping of the whole shard, which a machine with less mem
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
 
 import torch
 
-from kvgraph.contract.safetensors import read_layout
+from kvgraph.compiler.shards import Stored
 from kvgraph.errors import ModelError
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE_BYTES = 16 << 20
 
 READ_DTYPES = {
@@ -26,17 +23,6 @@ READ_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of a shard: its elements start at byte `offset` of the file."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -70,44 +56,6 @@ class Checkpoint:
                 cast = piece.to(dtype)
                 _require_finite(stored, start, piece, cast)
                 yield cast
-
-
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint in `folder`; empty where it has no safetensors.
-
-    Headers only. ModelError for a shard that is missing, truncated or damaged.
-    """
-    if (folder / WHOLE).is_file():
-        paths = [folder / WHOLE]
-    elif (folder / INDEX).is_file():
-        paths = [folder / shard for shard in _shards(folder / INDEX)]
-    else:
-        return {}
-    return {stored.name: stored for path in paths for stored in _read_header(path)}
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        shards = json.loads(index.read_text())["weight_map"].values()
-        return sorted({str(shard) for shard in shards})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{index.parent}: cannot read the weights: {index.name}: expected a weight_map, "
-            f"got a damaged file ({error})"
-        ) from error
-
-
-def _read_header(path: Path) -> list[Stored]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy"):
-            pass  # the header is sound, and the file as long as it says
-        layout = read_layout(path)
-    except (SafetensorError, OSError) as error:
-        why = str(error).splitlines()[0]
-        raise ModelError(f"{path.parent}: cannot read the weights: {path.name}: {why}") from error
-    return [Stored(path, name, at.dtype, at.shape, at.offset) for name, at in layout.items()]
 
 
 def _spans(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:

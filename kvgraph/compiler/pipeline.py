@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
+from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
+from kvgraph.compiler.options import BACKENDS
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
 from kvgraph.contract.params import (
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.trace import Traced
 
-BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch", "tensorrt", "onnx")}
-"""Kind of target -> its backends, the default first."""
 DEFAULT_REASON = {
     "cpu": "it starts soonest, and runs without torch",
     "cuda": "one program for all architectures, replayed as CUDA graphs",
@@ -78,34 +78,6 @@ def reason(target: Target) -> str:
     return f", the default for {target.kind}: {DEFAULT_REASON[target.kind]}"
 
 
-def check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
-    """UnsupportedError for weights that the target, or activations of `dtype`, cannot have."""
-    known = ["fp32", *WEIGHT_BITS]
-    if weights is None:
-        return
-    if weights not in known:
-        raise UnsupportedError(f"weights: expected one of {known}, got {weights!r}")
-    if target.kind != "cpu":
-        raise UnsupportedError(
-            f"weights: expected none for target {target.kind}, whose weights have the activations' "
-            f"--dtype, got {weights!r}"
-        )
-    if dtype not in (None, "float32"):
-        raise UnsupportedError(
-            f"dtype: expected float32 activations beside weights {weights!r}, got {dtype!r}"
-        )
-
-
-def in_float32(target: Target, backend: str, weights: str | None) -> bool:
-    """Whether activations are float32 whatever the checkpoint's dtype is."""
-    return target.kind == "cpu" and (backend == "onnx" or weights is not None)
-
-
-def default_weights(stored_dtype: str) -> str:
-    """What linear layers keep under float32 activations where nobody says."""
-    return "bf16" if stored_dtype == "bfloat16" else "fp32"
-
-
 def load_model(
     model: Any,
     float32: bool,
@@ -142,7 +114,7 @@ def load_model(
             f"{given[0]}: expected None for a model folder, which has its own, got "
             f"{text[given[0]]!r}"
         )
-    wanted = dtype or huggingface.checkpoint_dtype(folder)
+    wanted = dtype or checkpoint_dtype(read_config(folder))
     if float32 and wanted != "float32":
         note = (
             f"activations: {wanted} converted to float32, since the CPU kernels compute in it "

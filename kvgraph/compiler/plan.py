@@ -1,30 +1,21 @@
-"""How a model and its cache fit into a device's memory, from its configuration alone."""
+"""How a model and its cache fit into a device's memory; no weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from torch import nn
+from typing import Any
 
 from kvgraph.compiler.cache import plan_cache, pool_types
-from kvgraph.compiler.frontends import huggingface
-from kvgraph.compiler.packed_weights import Packed, pack
-from kvgraph.compiler.passes.fuse_rope import TABLE_BYTES
-from kvgraph.compiler.pipeline import BACKENDS, check_weights, default_weights, in_float32
+from kvgraph.compiler.described import Described
+from kvgraph.compiler.frontends import stored
+from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
+from kvgraph.compiler.options import BACKENDS, check_weights, default_weights, in_float32
 from kvgraph.contract.devices import Target, virtual_devices
-from kvgraph.contract.dims import ceildiv
-from kvgraph.errors import ParamsError
+from kvgraph.errors import MissingDependencyError, ParamsError
 from kvgraph.kv.memory import plan_leaves
-from kvgraph.kv.null import NullKVCacheManager
-from kvgraph.ops._linear import COLUMNS, DEPTH, WEIGHT_BITS
-
-FREQUENCIES = "inv_freq"
-"""How the name of a rotary embedding's frequencies ends in transformers."""
-OF_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings that depend on a step's length: no table by position holds them."""
+from kvgraph.ops._linear import WEIGHT_BITS
 
 
 @dataclass(frozen=True)
@@ -65,22 +56,25 @@ def plan_deployment(
     weights: str | None = None,
     cache_dtype: str | None,
     page_size: int,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> Plan:
     """Plan one device of `memory` bytes for the checkpoint in `folder`.
 
     `dtype` and `weights` mean what they mean to `compile` with the target's default backend. The
-    cache is described by a NullKVCacheManager on a virtual device; no weight is read and nothing
-    is allocated. ParamsError where the weights alone do not fit, or not one page does;
-    UnsupportedError for weights that the target cannot have, as `compile` raises it.
+    cache is described on a virtual device; no weight is read and nothing is allocated. Weights are
+    counted by the headers of the safetensors, or their index; without them, and for other than the
+    best-known architectures, transformers is asked. ParamsError where the weights alone do not fit,
+    or not one page does; UnsupportedError for weights that the target cannot have, as `compile`
+    raises it; MissingDependencyError where transformers is needed.
     """
     parsed = Target.parse(target)
     check_weights(weights, parsed, dtype)
-    dtype = dtype or huggingface.checkpoint_dtype(folder)
+    config = read_config(folder)
+    dtype = dtype or checkpoint_dtype(config)
     if in_float32(parsed, BACKENDS[parsed.kind][0], weights):
         weights, dtype = weights or default_weights(dtype), "float32"
-    model = huggingface.describe(folder, dtype)
-    weight_bytes = _weight_bytes(model.module, WEIGHT_BITS.get(weights or ""))
-    weight_bytes += sum(_rotary_tables(model.module, model.max_seq_len))
+    bits = WEIGHT_BITS.get(weights or "")
+    model = _describe(folder, config, dtype, bits is not None, progress)
     pool_dtype, quantization = pool_types(dtype, cache_dtype)
     cache = plan_cache(
         model.layers,
@@ -89,6 +83,7 @@ def plan_deployment(
         page_size=page_size,
         devices=virtual_devices(target),
     )
+    weight_bytes = model.weight_bytes(dtype, bits)
     available = memory - weight_bytes
     if available <= 0:
         raise ParamsError(
@@ -99,18 +94,10 @@ def plan_deployment(
         raise ParamsError(
             f"max_seq_len: expected 1 to {model.max_seq_len} from the model, got {length}"
         )
-    manager = NullKVCacheManager(
-        cache.params,
-        max_batch_size,
-        length,
-        len(cache.layers),
-        cache.params.devices,
-        None,
-        available,
-        page_size,
-    )
-    planned = plan_leaves(manager.params, available, max_batch_size, length, max_batch_tokens)
-    leaves = manager.params.leaves
+    if max_batch_size < 1:
+        raise ParamsError(f"max_batch_size: expected >= 1, got {max_batch_size}")
+    leaves = cache.params.leaves
+    planned = plan_leaves(cache.params, available, max_batch_size, length, max_batch_tokens)
     unbounded = [p for p, leaf in leaves.items() if leaf.window_size is None]
     tokens = min((planned.pages[p] * page_size for p in unbounded), default=model.max_seq_len)
     return Plan(
@@ -131,42 +118,26 @@ def plan_deployment(
     )
 
 
-def _weight_bytes(module: nn.Module, bits: int | None) -> int:
-    """Of the parameters as they are, or with linear layers packed and tables in bfloat16.
+def _describe(
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: str,
+    by_shape: bool,
+    progress: Callable[[str], None],
+) -> Described:
+    """By the checkpoint's own files, or by transformers where they leave something in doubt."""
+    try:
+        return stored.describe(folder, config, by_shape=by_shape)
+    except stored.InDoubtError as error:
+        try:
+            import torch  # noqa: F401
+            import transformers  # noqa: F401
+        except ImportError as missing:
+            raise MissingDependencyError(
+                f"{missing.name}: needed to plan {folder}, since {error}, not installed; "
+                "pip install 'kvgraph[compile]'"
+            ) from missing
+        progress(f"asking transformers, since {error}")
+    from kvgraph.compiler.frontends import measured
 
-    Packed, a router that is a linear layer counts as one; it keeps its few bytes (pack_linear).
-    """
-    if bits is None:
-        return sum(p.numel() * p.element_size() for p in module.parameters())
-    linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    tables = {layer.weight for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    other = set(module.parameters()) - tables - {p for layer in linears for p in layer.parameters()}
-    tile = pack([np.zeros((COLUMNS, DEPTH), np.float32)], bits)
-    return (
-        sum(_packed_bytes(layer, tile) for layer in linears)
-        + sum(table.numel() * 2 for table in tables)
-        + sum(p.numel() * p.element_size() for p in other)
-    )
-
-
-def _packed_bytes(layer: nn.Linear, tile: Packed) -> int:
-    """`tile`: a panel that is `DEPTH` deep, as `pack` makes it."""
-    panels, tiles = ceildiv(layer.out_features, COLUMNS), ceildiv(layer.in_features, DEPTH)
-    bias = 4 * COLUMNS if layer.bias is not None else 0
-    deep = tile.weight.nbytes + (tile.multipliers.nbytes if tile.multipliers is not None else 0)
-    flat = bias + (tile.scales.nbytes if tile.scales is not None else 0)
-    return panels * (tiles * deep + flat)
-
-
-def _rotary_tables(module: nn.Module, positions: int) -> Iterator[int]:
-    """Bytes of each table of cosines and sines by position that fuse_rope makes."""
-    for embedding in module.modules():
-        kinds = getattr(embedding, "rope_type", None)
-        for name, frequencies in embedding.named_buffers(recurse=False):
-            layer_type = name.removesuffix(FREQUENCIES).removesuffix("_")
-            if not name.endswith(FREQUENCIES) or layer_type.endswith("original"):
-                continue
-            kind = kinds.get(layer_type) if isinstance(kinds, dict) else kinds
-            nbytes = positions * 2 * frequencies.numel() * 4
-            if kind not in OF_LENGTH and nbytes <= TABLE_BYTES:
-                yield nbytes
+    return measured.describe(folder, dtype)

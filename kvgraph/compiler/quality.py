@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.scores import Scores, joined, score
+from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
 from kvgraph.errors import MissingDependencyError, ModelError, RequestError
 
 HELD_SHARE = 0.05
@@ -90,15 +91,11 @@ def cut_windows(text: Text, source: Path, bos: int | None, length: int, most: in
 
 
 def _tokenize(text: Text, source: Path) -> list[int]:
-    path = source / "tokenizer.json"
+    path = source / NAME
     if not path.is_file():
-        raise ModelError(f"{source}: expected tokenizer.json to measure quality with, got none")
-    from tokenizers import Tokenizer
-
-    ids: list[int] = (
-        Tokenizer.from_file(str(path)).encode(text.content, add_special_tokens=False).ids
-    )
-    return ids
+        raise ModelError(f"{source}: expected {NAME} to measure quality with, got none")
+    tokenizer = read_tokenizer(path, ModelError)
+    return encode(tokenizer, text.content, path, ModelError, special_tokens=False)
 
 
 def score_reference(source: Path, windows: Windows) -> Scores:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvgraph.compiler import emit
+from kvgraph.compiler.output import require_free, staging
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
@@ -51,13 +52,13 @@ def rebuild(
             f"{folder}: backend: expected 'tensorrt' to build an engine from, "
             f"got {manifest.backend!r}"
         )
-    emit.require_free(out, force=force)
+    require_free(out, force=force)
     module = _module()
     version = trt_engine.require_module(module)
     archs = _archs(module, target, manifest)
     progress("hashing")
     verify_files(folder, manifest)
-    with emit.staging(out, force=force) as made:
+    with staging(out, force=force) as made:
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)
         progress(f"building the engine with {module} {version}")
@@ -126,11 +127,17 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
 
     kernels = folder / "kernels"
     wanted = tensorrt.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
-    present = {path.name for path in kernels.iterdir() if path.is_dir()}
+    try:
+        present = {path.name for path in kernels.iterdir() if path.is_dir()}
+        described = json.loads((kernels / KERNELS_NAME).read_text())
+        shapes = [tensorrt.shape_of(fields) for fields in described["shapes"]]
+        nodes = {name: shapes[index] for name, index in described["nodes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ArtifactError(
+            f"kernels/{KERNELS_NAME}: expected what compile writes of its kernels, got a damaged "
+            f"file ({error})"
+        ) from error
     if set(wanted) <= present:
         return
-    described = json.loads((kernels / KERNELS_NAME).read_text())
-    shapes = [tensorrt.shape_of(fields) for fields in described["shapes"]]
-    nodes = {name: shapes[index] for name, index in described["nodes"].items()}
     shutil.rmtree(kernels)
     tensorrt.write_kernels(nodes, wanted, folder, progress)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import RawIOBase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from kvgraph.contract.devices import parse_logical
-from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dims import TensorType, ceildiv
+from kvgraph.contract.files import PARTIAL, inside, open_regular, replacing
+from kvgraph.contract.layouts import require_layout
 from kvgraph.contract.plain import from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
@@ -187,12 +189,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     fields = to_plain(manifest)
     text = to_json(fields | {"sha256": _hash(fields)}, indent=1)
-    temporary = folder / (MANIFEST_NAME + ".partial")
-    with temporary.open("wb") as file:
+    with replacing(folder / MANIFEST_NAME) as file:
         file.write(text + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MANIFEST_NAME)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -205,7 +203,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "
             "its compile did not finish)"
         )
-    try:
+    with _damage(path):
         fields = json.loads(path.read_bytes())
         version = fields.get("schema_version") if isinstance(fields, dict) else None
         if type(version) is not int:
@@ -215,18 +213,79 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
                 f"got {version}"
             )
-        found = str(fields.pop("sha256", None))
-        expected = _hash(fields)
-        if found != expected:
-            raise ArtifactError(
-                f"{path}: sha256: expected {expected[:16]} from its other fields, "
-                f"got {found[:16]}: the file was changed"
+        manifest = from_plain(Manifest, _checked(path, fields))
+        _require_values(manifest)
+        return manifest
+
+
+def listed_names(folder: Path) -> frozenset[str]:
+    """Names of the files that a compile wrote into `folder`, the manifest's own among them.
+
+    Of an artifact of any schema. ArtifactError where the manifest is none of kvgraph's, or names a
+    path outside the folder.
+    """
+    path = folder / MANIFEST_NAME
+    with _damage(path):
+        with open_regular(path) as file:
+            fields = json.loads(file.read())
+        if not isinstance(fields, dict):
+            raise ValueError(f"expected fields, got {type(fields).__name__}")
+        _checked(path, fields)
+        listed = from_plain(_Listed, fields)
+    names = {*listed.files, *listed.nondeterministic_files, MANIFEST_NAME}
+    for name in names:
+        _inside(folder, name)
+    partial = {path.name for path in folder.iterdir() if PARTIAL.fullmatch(path.name)}
+    return frozenset(names | partial)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What manifests of all schemas have."""
+
+    files: dict[str, Any]
+    nondeterministic_files: list[str]
+
+
+def _require_values(manifest: Manifest) -> None:
+    """ValueError for values that have the right types, and that no compile writes."""
+    for name, entry in manifest.files.items():
+        count = ceildiv(entry.size, CHUNK_BYTES)
+        if entry.size < 0 or len(entry.chunks) != count:
+            raise ValueError(
+                f"files.{name}: expected {count} chunks for {entry.size} bytes, "
+                f"got {len(entry.chunks)}"
             )
-        return from_plain(Manifest, fields)
+    for field_name in ("vocab_size", "max_seq_len"):
+        value = getattr(manifest.model, field_name)
+        if value < 1:
+            raise ValueError(f"model.{field_name}: expected >= 1, got {value}")
+    if manifest.quality and not manifest.quality.reference_perplexity > 0:
+        found = manifest.quality.reference_perplexity
+        raise ValueError(f"quality.reference_perplexity: expected > 0, got {found}")
+    require_layout("layout", manifest.layout)
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
     except ArtifactError:
         raise
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or of other types
+    except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, of other types
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
+
+
+def _checked(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` without the hash of the others; ArtifactError where that is not theirs."""
+    found, rest = str(fields.get("sha256")), {k: v for k, v in fields.items() if k != "sha256"}
+    expected = _hash(rest)
+    if found != expected:
+        raise ArtifactError(
+            f"{path}: sha256: expected {expected[:16]} from its other fields, "
+            f"got {found[:16]}: the file was changed"
+        )
+    return rest
 
 
 def _hash(fields: dict[str, Any]) -> str:
@@ -287,11 +346,10 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    parts = PurePosixPath(name).parts
-    resolved = (folder / name).resolve()
-    if ".." in parts or name.startswith("/") or not resolved.is_relative_to(folder.resolve()):
+    path = inside(folder, name)
+    if path is None:
         raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}")
-    return folder / name
+    return path
 
 
 def _check_chunk(job: tuple[Path, int, str]) -> str | None:

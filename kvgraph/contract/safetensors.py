@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from kvgraph.contract.files import open_regular
+from kvgraph.errors import ArtifactError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +23,27 @@ class TensorAt:
 
 
 def read_layout(path: Path) -> dict[str, TensorAt]:
-    """Every tensor by name, in the header's order; the data is not read, nor checked."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    data = 8 + length
-    return {
-        name: TensorAt(of["dtype"], tuple(of["shape"]), data + start, end - start)
-        for name, of in header.items()
-        for start, end in [of["data_offsets"]]
-    }
+    """Every tensor by name, in the header's order; the data is not read, nor checked.
+
+    ArtifactError for a header that is damaged, or leads beyond the file.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {name: _tensor(of, 8 + length, size) for name, of in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{path}: expected safetensors, got a damaged header ({error})"
+        ) from error
+
+
+def _tensor(of: dict[str, Any], data: int, size: int) -> TensorAt:
+    start, end = of["data_offsets"]
+    if not 0 <= start <= end <= size - data:
+        raise ValueError(f"bytes {start} to {end} of {size - data}")
+    return TensorAt(of["dtype"], tuple(of["shape"]), data + start, end - start)

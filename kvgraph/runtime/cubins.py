@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.files import inside
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.kernels.launch import Plan, Variant
 from kvgraph.ops.cuda_native import Kernel, launcher
 from kvgraph.runtime.machine import runnable
+from kvgraph.runtime.sessions.opening import opening
 
 MIN_DRIVER = (12, 0)
 """The cubins' assembler is of CUDA 12: any driver of 12.0 or later takes them."""
@@ -45,7 +47,8 @@ class Cubins:
             self._launcher.launch(self._kernels[one.variant.name], one.grid, given, stream)
 
     def _load(self, ordinal: int) -> tuple[str, dict[str, Kernel]]:
-        archs = sorted(path.name for path in self._folder.iterdir() if path.is_dir())
+        folders = self._folder.iterdir() if self._folder.is_dir() else ()
+        archs = sorted(path.name for path in folders if path.is_dir())
         refusals = []
         for arch in runnable(archs, ordinal):
             try:
@@ -59,11 +62,16 @@ class Cubins:
         )
 
     def _load_arch(self, folder: Path, ordinal: int) -> dict[str, Kernel]:
-        entries = json.loads((folder / "kernels.json").read_bytes())
-        return {Path(e["file"]).stem: self._kernel(folder, e, ordinal) for e in entries}
+        path = folder / "kernels.json"
+        with opening(path, "kvgraph"):
+            entries = json.loads(path.read_bytes())
+            return {Path(e["file"]).stem: self._kernel(folder, e, ordinal) for e in entries}
 
     def _kernel(self, folder: Path, entry: dict[str, Any], ordinal: int) -> Kernel:
-        image = (folder / entry["file"]).read_bytes()
+        file = inside(folder, entry["file"])
+        if file is None:
+            raise ArtifactError(f"{folder}: expected kernels inside, got {entry['file']!r}")
+        image = file.read_bytes()
         module = self._launcher.load(
             image, entry["arch"], device=ordinal, sha256=entry["sha256"], min_driver=MIN_DRIVER
         )

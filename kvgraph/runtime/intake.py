@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.contract.manifest import ModelInfo
+from kvgraph.contract.tokenizer import NAME, encode
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance, token_ids
@@ -57,8 +58,8 @@ class Intake:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: expected text in Unicode, got {error}") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special_tokens).ids
-        return ids
+        path = self.folder / NAME
+        return encode(self.tokenizer, text, path, ArtifactError, special_tokens=special_tokens)
 
     def _check(self, request_id: str, tokens: list[int]) -> None:
         if not tokens:

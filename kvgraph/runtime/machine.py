@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvgraph.contract.devices import PORTABLE, Target
-from kvgraph.errors import ArtifactError, DeviceError, KVGraphError
+from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, UnsupportedError
 from kvgraph.ops.cuda_native import launcher
 
 
 def require_machine(target: str, where: str) -> None:
     """ArtifactError, with both values, unless a session of this machine can run `target`."""
-    parsed = Target.parse(target)
+    try:
+        parsed = Target.parse(target)
+    except UnsupportedError as error:
+        raise ArtifactError(f"{where}: {error}") from error
     if parsed.kind == "cuda":
         _require_gpu(parsed.archs, target, where)
     elif target != "cpu":

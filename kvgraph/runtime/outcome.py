@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvgraph.contract.tokenizer import is_panic
 from kvgraph.runtime.sampling import Logits, sample
 from kvgraph.runtime.scheduler import Batch, FinishReason, Request
-from kvgraph.runtime.text import is_panic
 
 NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
 

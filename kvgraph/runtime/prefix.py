@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.files import open_regular, replacing, require_replaceable
 from kvgraph.errors import ArtifactError, GenerationError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
@@ -55,8 +56,9 @@ class Prefix:
 def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) -> Prefix:
     """Compute `prompt` (text or token ids) on an idle engine, and write its pages to `path`.
 
-    RequestError: a prompt that fills no page, or a cache that shares no pages. GenerationError
-    where the model's logits for it are not numbers.
+    The file appears whole, or stays as it was. RequestError: a prompt that fills no page, a cache
+    that shares no pages, or something else than an earlier prefix at `path`. GenerationError where
+    the model's logits for it are not numbers.
     """
     from safetensors.numpy import save
 
@@ -69,6 +71,7 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     size = kv.params.page_size
     if len(tokens) < size:
         raise RequestError(f"prefix: expected at least a page of {size} tokens, got {len(tokens)}")
+    require_replaceable(path, _is_prefix, "an earlier prefix")
     done = engine._generate([tokens], SamplingParams(max_new_tokens=1, ignore_eos=True))[0]
     if done.error:
         raise GenerationError(done.error)
@@ -84,25 +87,15 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
         "fingerprint": kv.fingerprint.hex(),
     }
     metadata["sha256"] = _digest(metadata, tensors)
-    path.write_bytes(save(dict(tensors), metadata))
+    with replacing(path) as file:
+        file.write(save(dict(tensors), metadata))
     return _prefix(path, metadata, tensors)
 
 
 def read_prefix(path: str | Path) -> Prefix:
     """Read and verify a file of `write_prefix`; ArtifactError where it is damaged or is none."""
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(
-            f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"
-        ) from error
+    metadata, tensors = _read(path)
     if metadata.get("format") != FORMAT:
         raise ArtifactError(
             f"{path}: format: expected {FORMAT!r} from this kvgraph, "
@@ -113,7 +106,61 @@ def read_prefix(path: str | Path) -> Prefix:
         raise ArtifactError(
             f"{path}: sha256: expected {metadata.get('sha256')} from its metadata, got {found}"
         )
+    _require_parts(path, tensors)
     return _prefix(path, metadata, tensors)
+
+
+def _read(path: Path) -> tuple[dict[str, str], Tensors]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        open_regular(path).close()  # a pipe would be waited for
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
+    except (SafetensorError, OSError, TypeError, AttributeError) as error:  # a dtype NumPy lacks
+        raise ArtifactError(
+            f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"
+        ) from error
+
+
+def _require_parts(path: Path, tensors: Tensors) -> None:
+    """ArtifactError unless there are tokens, and beside all pages their keys."""
+    leaves = [name.removeprefix("keys.") for name in tensors if name.startswith("keys.")]
+    expected: dict[str, tuple[str, tuple[int | None, ...]]] = {"tokens": ("int32", (None,))}
+    for leaf in leaves:
+        count = len(tensors[f"keys.{leaf}"]) if tensors[f"keys.{leaf}"].ndim else 0
+        expected[f"keys.{leaf}"] = ("uint8", (count, KEY_BYTES))
+        expected[f"pages.{leaf}"] = ("uint8", (count, None))
+    for name in sorted(expected.keys() | tensors.keys()):
+        wanted, got = expected.get(name), tensors.get(name)
+        if wanted is None or got is None or not _fits(got, *wanted):
+            found = None if got is None else (str(got.dtype), got.shape)
+            raise ArtifactError(
+                f"{path}: {name}: expected {_said(wanted)} from {FORMAT}, got {_said(found)}"
+            )
+
+
+def _fits(tensor: npt.NDArray[Any], dtype: str, shape: tuple[int | None, ...]) -> bool:
+    extents = zip(shape, tensor.shape, strict=False)
+    same = str(tensor.dtype) == dtype and tensor.ndim == len(shape)
+    return same and all(wanted in (None, got) for wanted, got in extents)
+
+
+def _said(part: tuple[str, tuple[int | None, ...]] | None) -> str:
+    if part is None:
+        return "no tensor"
+    return f"{part[0]} [{', '.join('any' if n is None else str(n) for n in part[1])}]"
+
+
+def _is_prefix(path: Path) -> bool:
+    """Whether a file is one of `write_prefix`, of any version."""
+    try:
+        return _read(path)[0].get("format", "").startswith("kvgraph-prefix-")
+    except ArtifactError:
+        return False
 
 
 class PrefixStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.tokenizer import NAME, read_tokenizer
 from kvgraph.errors import ArtifactError
 from kvgraph.kv.requests import TextContext
 
@@ -14,15 +15,8 @@ SEEN_BY_DECODER = 8
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of an artifact; None where it has none."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ArtifactError(f"{path}: expected a tokenizer, got a damaged one ({error})") from error
+    path = folder / NAME
+    return read_tokenizer(path, ArtifactError) if path.is_file() else None
 
 
 class TextStream:
@@ -56,8 +50,3 @@ class TextStream:
         for token in context.tokens[self._first :].tolist():
             decoder.step(self._tokenizer, token)
         return decoder
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust failed on its own account: no Exception, and no interrupt."""
-    return type(error).__name__ == "PanicException"

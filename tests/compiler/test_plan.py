@@ -1,22 +1,34 @@
-"""`kvgraph plan`: figures from config.json alone, on hardware that is not here."""
+"""`kvgraph plan`: figures of a checkpoint that is not read, on hardware that is not here."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import onnx
 import pytest
-from models import make_model
+from models import OVERRIDES, make_model
 from safetensors import safe_open
 
 import kvgraph
 from kvgraph import ParamsError, UnsupportedError
+from kvgraph.compiler.described import Described
+from kvgraph.compiler.frontends import measured, stored
+from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.plan import Plan, plan_deployment
+from kvgraph.contract.plain import to_plain
 from kvgraph.contract.safetensors import read_layout
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
+
+Compiled = Callable[..., Path]
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -91,7 +103,207 @@ def test_positions_of_a_step_s_length_have_no_table(tmp_path: Path) -> None:
     assert weights["plain"] - weights["longrope"] == TABLE
 
 
-Compiled = Callable[..., Path]
+# -- by the checkpoint's own files, and by transformers
+
+HIDDEN = ("torch", "transformers", "onnx", "onnxruntime")
+WITHOUT = f"""
+import sys
+options, folders = sys.argv[1:3], sys.argv[3:]
+sys.modules.update(dict.fromkeys({HIDDEN!r}))
+from kvgraph.cli import main
+for folder in folders:
+    sys.argv = ["kvgraph", "plan", folder, "--memory", "1GiB", "--json", *options]
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code:
+            raise
+"""
+
+
+def configure(folder: Path, source: Path, **changes: Any) -> Path:
+    """A copy of `source` whose config.json has these fields; None removes one."""
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text()) | changes
+    left = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(left))
+    return folder
+
+
+def described(folder: Path) -> Described:
+    return stored.describe(folder, read_config(folder), by_shape=True)
+
+
+@pytest.mark.parametrize("architecture", OVERRIDES)
+def test_a_checkpoint_is_described_without_torch_as_transformers_builds_it(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    folder = model_folder(architecture)
+    assert described(folder) == measured.describe(folder, "float32")
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+OLDER: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama of 2023": ("llama", {"rope_parameters": None, "head_dim": None, "rope_theta": 1e4}),
+    "llama, linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "mistral without a window": ("mistral", {"sliding_window": 0}),
+    "qwen2 of 2024": ("qwen2", {"layer_types": None, "rope_parameters": None, "rope_theta": 1e6}),
+    "qwen2 that slides": (
+        "qwen2",
+        {
+            "layer_types": None,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 3,
+        },
+    ),
+    "qwen3, yarn": ("qwen3", {"rope_scaling": YARN}),
+    "gemma2 of 2024": ("gemma2", {"layer_types": None, "tie_word_embeddings": None}),
+    "gemma3 of 2025": (
+        "gemma3_text",
+        {
+            "layer_types": None,
+            "rope_parameters": None,
+            "rope_scaling": {"type": "linear", "factor": 8.0},
+        },
+    ),
+    "gpt_oss without rope": ("gpt_oss", {"rope_parameters": None, "layer_types": None}),
+}
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_configurations_as_older_versions_wrote_them(
+    case: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    architecture, changes = OLDER[case]
+    folder = configure(tmp_path / "model", model_folder(architecture), **changes)
+    if changes.get("sliding_window") == 0:
+        config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
+        (folder / "config.json").write_text(json.dumps(config))
+    assert described(folder) == measured.describe(folder, "float32")
+
+
+def test_every_option_of_a_checkpoint_s_shapes(tmp_path: Path) -> None:
+    """Biases, tied embeddings, one head for all queries."""
+    for i, options in enumerate(
+        (
+            {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+            {"tie_word_embeddings": True, "num_key_value_heads": 4},
+        )
+    ):
+        folder = make_model("llama", tmp_path / str(i), **options)
+        assert described(folder) == measured.describe(folder, "float32")
+        for weights in ("fp32", "int4"):
+            made = plan(folder, target="cpu", weights=weights, max_seq_len=None)
+            with mock.patch.object(stored, "describe", side_effect=stored.InDoubtError):
+                assert made == plan(folder, target="cpu", weights=weights, max_seq_len=None)
+
+
+DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another architecture": ("phi3", {}, "architecture 'phi3' is none that its files alone"),
+    "a window's rule": ("qwen2", {"use_sliding_window": True, "max_window_layers": None,
+                                  "sliding_window": 8, "layer_types": None},
+                        "does not say max_window_layers"),
+    "layers of its own": ("llama", {"layer_types": ["full_attention"] * 4}, "has layer_types of"),
+    "chunked layers": ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "layers of chunked"),
+    "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "has use_bidirect"),
+    "a part of the head": ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope"),
+    "by length": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope"),
+    "fewer layers": ("llama", {"num_hidden_layers": 3}, "it has model.layers.3"),
+    "more layers": ("llama", {"num_hidden_layers": 5}, "it lacks model.layers.4"),
+    "other heads": ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[32, 64\], and its"),
+    "another vocabulary": ("llama", {"vocab_size": 161}, r".weight is \[160, 64\], and its"),
+    "a text": ("llama", {"head_dim": "16"}, "says head_dim '16'"),
+    "not said": ("qwen3", {"num_key_value_heads": None}, "does not say num_key_value_heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_where_files_leave_a_doubt_transformers_is_asked(
+    case: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    architecture, changes, why = DOUBTS[case]
+    folder = configure(tmp_path / "model", model_folder(architecture), **changes)
+    with pytest.raises(stored.InDoubtError, match=why):
+        described(folder)
+
+
+def test_plans_without_torch_are_those_with_it(model_folder: Callable[[str], Path]) -> None:
+    """Of every family, packed or not, and no framework is imported."""
+    folders = [model_folder(name) for name in OVERRIDES]
+    for options in (("--target", "cuda:sm_90"), ("--weights", "int4")):
+        command = [sys.executable, "-c", WITHOUT, *options, *map(str, folders)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        target, weights = (options[1], None) if options[0] == "--target" else ("cpu", "int4")
+        with mock.patch.object(stored, "describe", side_effect=stored.InDoubtError):
+            expected = [
+                plan(folder, target=target, weights=weights, memory=1 << 30, max_seq_len=None)
+                for folder in folders
+            ]
+        found = [json.loads(text) for text in re.findall(r"^{.*?^}", done.stdout, re.M | re.S)]
+        assert found == [to_plain(each) for each in expected]
+
+
+def test_without_torch_what_is_in_doubt_is_one_sentence(
+    llama_8b: Path, model_folder: Callable[[str], Path]
+) -> None:
+    for folder, why in (
+        (llama_8b, "it has no safetensors"),
+        (model_folder("phi3"), "architecture 'phi3' is none that its files alone describe"),
+    ):
+        command = [sys.executable, "-c", WITHOUT, "--target", "cpu", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == (
+            f"kvgraph: torch: needed to plan {folder}, since {why}, not installed; "
+            "pip install 'kvgraph[compile]'"
+        )
+
+
+def test_an_index_alone_says_how_large_the_weights_are(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = model_folder("llama")
+    layout = read_layout(source / "model.safetensors")
+    total = sum(at.nbytes for at in layout.values())
+    shards = dict.fromkeys(layout, "a.safetensors")
+    index = {"metadata": {"total_size": total}, "weight_map": shards}
+    folder = configure(tmp_path / "model", source)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for dtype in ("float32", "bfloat16"):
+        assert plan(folder, max_seq_len=None, dtype=dtype) == plan(
+            source, max_seq_len=None, dtype=dtype
+        )
+    with pytest.raises(stored.InDoubtError, match="packed weights are counted by their"):
+        described(folder)
+    del shards["lm_head.weight"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(stored.InDoubtError, match=r"it lacks lm_head\.weight"):
+        stored.describe(folder, read_config(folder), by_shape=False)
+
+
+@pytest.mark.parametrize("architecture", OVERRIDES)
+def test_what_is_planned_is_what_compile_makes(
+    architecture: str, compiled: Compiled, model_folder: Callable[[str], Path]
+) -> None:
+    artifact = kvgraph.load(compiled(architecture))
+    made = plan(
+        model_folder(architecture), target="cpu", page_size=16, max_seq_len=None, memory=1 << 30
+    )
+    leaves = artifact.params().leaves
+    assert made.bytes_per_page == {path: leaf.bytes_per_page for path, leaf in leaves.items()}
+    assert made.cache_dtype == next(iter(leaves.values())).dtype
+    manifest = artifact.manifest
+    found = (manifest.model.architecture, manifest.model.max_seq_len, manifest.dtype)
+    assert (made.architecture, made.max_seq_len, made.dtype) == found
+    assert made.weights_dtype == manifest.weights
+    # Biases that are all zero are stored once.
+    assert made.weights == pytest.approx(held_bytes(artifact.folder), rel=0.02)
+
+
+# -- weights
 
 
 def held_bytes(artifact: Path) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import random
 import resource
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -305,6 +309,131 @@ def test_no_damage_to_any_file_serves_a_wrong_page(
     assert 0 < hits < ROUNDS * 40
 
 
+def test_no_flipped_bit_of_the_index_stops_a_start(tmp_path: Path) -> None:
+    """All bytes of text, and others in turn; whatever they say, the tier serves again."""
+    store = opened(tmp_path / "whole", pages=8)
+    put(store, *range(5))
+    store.close()
+    content = (tmp_path / "whole" / "kvgraph-1.1" / "index.sqlite").read_bytes()
+    places = [at for at, byte in enumerate(content) if byte]
+    rng, hits = random.Random(0), 0
+    for at in places[::5]:
+        folder = tmp_path / "flipped"
+        shutil.copytree(tmp_path / "whole", folder)
+        flipped = bytearray(content)
+        flipped[at] ^= rng.choice((1 << 7, 1 << rng.randrange(7)))
+        (folder / "kvgraph-1.1" / "index.sqlite").write_bytes(flipped)
+        store = opened(folder, pages=8)
+        assert store.stats().problem == ""
+        hits += sum(all_right(store, 5))
+        put_or_drop(store)
+        store.touch(KEYS[:3])
+        store.close()
+        store = opened(folder, pages=8)
+        store.clear()
+        put(store, 20)
+        assert got(store, 20) == page(20), at
+        store.close()
+        shutil.rmtree(folder)
+    assert 0 < hits < 5 * len(places[::5])
+
+
+def plant(kind: str, path: Path) -> None:
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    else:
+        path.symlink_to(path.parent.parent.parent / "precious")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "link"])
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-journal", "8192.pages"])
+def test_what_is_no_file_is_neither_followed_nor_waited_for(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_bytes(page(7) * 9)
+    folder = tmp_path / "t"
+    store = opened(folder)
+    put(store, 0, 1)
+    store.close()
+    (folder / "kvgraph-1.1" / name).touch()
+    plant(kind, folder / "kvgraph-1.1" / name)
+    store = opened(folder)
+    assert all_right(store, 2) == [False, False]
+    store.write(KEYS[2], [memoryview(page(2))])
+    put(store, 3)
+    assert got(store, 3) == page(3), "in the next generation"
+    store.clear()
+    store.close()
+    assert (tmp_path / "precious").read_bytes() == page(7) * 9
+
+
+def test_a_folder_serves_one_user(tmp_path: Path) -> None:
+    was = os.umask(0)
+    try:
+        store = opened(tmp_path / "t")
+        put(store, 0)
+        store.close()
+    finally:
+        os.umask(was)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "t").rglob("*")}
+    assert modes == {"kvgraph-1.1": 0o700, "index.sqlite": 0o600, "8192.pages": 0o600,
+                     "index.sqlite-journal": 0o600}  # fmt: skip
+    assert (tmp_path / "t").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "t" / "kvgraph-1.1").chmod(0o755)  # as it was made once
+    opened(tmp_path / "t").close()
+    assert (tmp_path / "t" / "kvgraph-1.1").stat().st_mode & 0o777 == 0o700
+
+
+def test_links_in_place_of_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name, target in (("linked", "real"), ("dangling", "nowhere")):
+        message = rf"{name}: expected a folder, got a link to .*{target}; .*serves one user: give"
+        with pytest.raises(StoreError, match=message):
+            opened(tmp_path / name)
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier" / "kvgraph-1.1").symlink_to(tmp_path / "real")
+    with pytest.raises(
+        StoreError, match=r"kvgraph-1.1: expected a folder of this tier, got a link"
+    ):
+        opened(tmp_path / "tier")
+    assert not list((tmp_path / "real").iterdir())
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kvgraph-1.1").mkdir()
+    os.chown(tmp_path / "kvgraph-1.1", 65534, 65534)
+    message = r"kvgraph-1.1: expected a folder of user 0, got one of user 65534; .* serves one user"
+    with pytest.raises(StoreError, match=message):
+        opened(tmp_path)
+
+
+def test_only_files_of_the_store_are_ever_removed(tmp_path: Path) -> None:
+    """Of a damaged generation, of older ones, and of the dead."""
+    for number in (1, 2):
+        folder = tmp_path / f"kvgraph-1.{number}"
+        folder.mkdir()
+        for name in ("notes.txt", "notes.owner", "x.pages", "index.sqlite", "4096.pages"):
+            (folder / name).write_bytes(b"not a database" * 99)
+    (tmp_path / "kvgraph-1.7").write_text("a file")
+    store = opened(tmp_path)
+    put(store, 0)
+    store.close()
+    for number in (1, 2):
+        left = sorted(os.listdir(tmp_path / f"kvgraph-1.{number}"))
+        assert left == ["notes.owner", "notes.txt", "x.pages"]
+    assert (tmp_path / "kvgraph-1.7").read_text() == "a file"
+
+
 def put_or_drop(store: DiskStore) -> None:
     for i in range(40, 48):
         store.write(KEYS[i], [memoryview(page(i))])
@@ -355,6 +484,51 @@ def test_a_full_disk_is_no_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert store.write(KEYS[2], [memoryview(page(2, size))])
     assert got(store, 2, size) == page(2, size)
     store.close()
+
+
+def test_a_disk_that_is_full_at_the_start_is_no_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with files_of_at_most(0):
+        store = opened(tmp_path / "t")
+        problem = store.stats().problem
+        assert problem.startswith(
+            f"disk tier {tmp_path}/t: expected files to read and write, got '"
+        )
+        assert got(store, 0) is None
+        assert not store.write(KEYS[0], [memoryview(page(0))])
+    monkeypatch.setattr(store, "_usable_at", 0.0)
+    put(store, 0)
+    assert got(store, 0) == page(0)
+    assert store.stats().problem == ""
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "mkdir", "pwritev", "preadv", "listdir", "stat"])
+def test_a_disk_that_fails_at_any_call_is_no_tier(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of these calls fails, then the second alone, and so on."""
+    monkeypatch.setattr(disk, "PAUSE_SECONDS", 0.0)
+    original = getattr(os, call)
+    for fails in range(12):
+        counts = itertools.count()
+
+        def failing(*given: Any, at: int = fails, of: Any = counts, **options: Any) -> Any:
+            if next(of) == at:
+                raise OSError(number, os.strerror(number))
+            return original(*given, **options)
+
+        monkeypatch.setattr(os, call, failing)
+        store = opened(tmp_path / str(fails))
+        put_or_drop(store)
+        all_right(store, 48)
+        monkeypatch.setattr(os, call, original)
+        put(store, 50)
+        assert got(store, 50) == page(50)
+        assert store.stats().problem == ""
+        store.close()
 
 
 def test_an_index_that_cannot_grow_is_no_tier(tmp_path: Path) -> None:
@@ -462,7 +636,7 @@ def test_a_limit_below_one_page(tmp_path: Path) -> None:
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
-    for folder in (path, path / "below"):
+    for folder in (path, path / "below", tmp_path / ("n" * 300), tmp_path / "\0"):
         with pytest.raises(StoreError, match=f"disk tier {folder}: expected a folder that can be"):
             opened(folder)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvgraph.kv.tiers.folder import PrivateFolder
 from kvgraph.kv.tiers.index import Fresh, Index
 from kvgraph.kv.tiers.slabs import Slot
 
@@ -21,11 +22,11 @@ OWNERS = ("one", "two")
 class Disk:
     """An index over slots whose blocks are counted: claiming takes them, `give_back` frees them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.blocks: set[Slot] = set()
         self.claimed: list[tuple[Slot, str]] = []
         self.time = 0
-        self.index = Index(path, MODEL, self.blocks.discard)
+        self.index = Index(PrivateFolder(folder, "index"), MODEL, self.blocks.discard)
 
     def claim(self, stride: int, count: int, owner: str = "one", limit: int = LIMIT) -> list[Slot]:
         slots, _ = self.index.claim(stride, count, limit, owner)
@@ -53,7 +54,7 @@ class Disk:
 
 def test_a_page_evicted_for_its_like_is_the_slot_that_is_claimed(tmp_path: Path) -> None:
     """Though another slot of that size is free: else the evicted one would keep its blocks."""
-    disk = Disk(tmp_path / "index.sqlite")
+    disk = Disk(tmp_path)
     for slot in disk.claim(2 * BLOCK, 2, limit=4 * BLOCK):
         disk.publish(slot)
     disk.publish(*disk.claim(BLOCK, 1, limit=4 * BLOCK))  # the first goes, and leaves a free slot
@@ -64,7 +65,7 @@ def test_a_page_evicted_for_its_like_is_the_slot_that_is_claimed(tmp_path: Path)
 
 def test_pages_evicted_for_their_like_beyond_need_give_their_blocks_back(tmp_path: Path) -> None:
     """A process with a smaller limit evicts more than it claims."""
-    disk = Disk(tmp_path / "index.sqlite")
+    disk = Disk(tmp_path)
     for slot in disk.claim(BLOCK, 20):
         disk.publish(slot)
     assert len(disk.claim(BLOCK, 1, limit=4 * BLOCK)) == 1
@@ -74,7 +75,7 @@ def test_pages_evicted_for_their_like_beyond_need_give_their_blocks_back(tmp_pat
 
 @pytest.mark.parametrize("seed", range(8))
 def test_free_slots_have_no_blocks_after_any_calls(seed: int, tmp_path: Path) -> None:
-    disk, rng = Disk(tmp_path / "index.sqlite"), random.Random(seed)
+    disk, rng = Disk(tmp_path), random.Random(seed)
     evicting = 0
     for _ in range(250):
         action, owner = rng.random(), rng.choice(OWNERS)

@@ -25,6 +25,8 @@ class FakeOnnxRuntime(types.ModuleType):
     SessionOptions = real.SessionOptions
     ExecutionMode = real.ExecutionMode
 
+    __version__ = real.__version__
+
     def __init__(self, driver: FakeDriver, *, loads: bool = True) -> None:
         super().__init__("onnxruntime")
         self.__spec__ = real.__spec__  # torch looks for it

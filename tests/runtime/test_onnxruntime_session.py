@@ -124,6 +124,25 @@ def test_values_that_stop_fitting_are_refused_each_time(session: Any) -> None:
         session.run(inputs, kv)
 
 
+def test_values_that_are_no_arrays_are_named(session: Any) -> None:
+    inputs, kv = Rows(session, [5], 7).inputs()
+    for value in ([3, 4], None, "text"):
+        given = ModelInputs(value, inputs.input_row_offsets, inputs.logits_indices)  # type: ignore[arg-type]
+        message = (
+            rf"^tokens: expected an array of int32 \['total_seq_len'\], got {type(value).__name__}$"
+        )
+        with pytest.raises(kvgraph.BindingError, match=message):
+            session.run(given, kv)
+    flat = ModelInputs(inputs.tokens[None], inputs.input_row_offsets, inputs.logits_indices)
+    with pytest.raises(
+        kvgraph.BindingError, match=r"tokens: expected rank 1 .* got shape \[1, 5\]"
+    ):
+        session.run(flat, kv)
+    with pytest.raises(kvgraph.BindingError, match=r"cache: expected one device's .* got list"):
+        session.run(inputs, [kv])
+    session.run(inputs, kv)
+
+
 def test_many_rows_of_logits_after_few(session: Any) -> None:
     """The buffers grow, and give each chunk's own rows."""
     manager = PagedKVCacheManager(session.artifact.params(), session, 32, max_batch_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from command_line import run
 
 import kvgraph
 from kvgraph import ArtifactError, Engine, RequestError, SamplingParams
+from kvgraph.runtime import prefix as prefixes
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.prefix import Prefix, read_prefix, write_prefix
 
@@ -97,6 +99,77 @@ def test_no_flipped_bit_and_no_cut_is_read(written: Path, tmp_path: Path) -> Non
         damaged.write_bytes(whole[:end])
         with pytest.raises(ArtifactError, match=r"damaged.kvp: "):
             read_prefix(damaged)
+
+
+KEYS, PAGES = "keys.", "pages."
+REPLACED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "no tokens": ("tokens", lambda t: None, r"tokens: expected int32 \[any\] .* got no tensor"),
+    "no keys": (KEYS, lambda t: None, r"pages.: expected no tensor .* got uint8 \[6, \d+\]"),
+    "no pages": (PAGES, lambda t: None, r"pages.: expected uint8 \[6, any\] .* got no tensor"),
+    "wide tokens": ("tokens", lambda t: t.astype(np.int64), r"tokens: .* got int64 \[100\]"),
+    "ranks": ("tokens", lambda t: t.reshape(2, -1), r"tokens: .* got int32 \[2, 50\]"),
+    "a number": (KEYS, lambda t: t[0, 0], r"keys.: expected uint8 \[0, 32\] .* got uint8 \[\]"),
+    "short keys": (KEYS, lambda t: t[:, :31], r"keys.: expected uint8 \[6, 32\] .*\[6, 31\]"),
+    "fewer pages": (PAGES, lambda t: t[1:], r"pages.: expected uint8 \[6, any\] .*\[5, \d+\]"),
+    "signed pages": (PAGES, lambda t: t.view(np.int8), r"pages.: .* got int8 \[6, \d+\]"),
+    "something else": ("more", lambda t: np.zeros(3), r"more: expected no tensor .*float64 \[3\]"),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_parts_that_are_missing_or_of_another_kind(
+    case: str, written: Path, tmp_path: Path
+) -> None:
+    """By another version, or on purpose: the hash is right."""
+    from safetensors.numpy import load_file, save_file
+
+    prefix, tensors = read_prefix(written), load_file(written)
+    name, change, message = REPLACED[case]
+    made = change(tensors.pop(name, None))
+    if made is not None:
+        tensors[name] = np.array(made, order="C")
+    metadata = dict(prefix.metadata)
+    metadata["sha256"] = prefixes._digest(metadata, tensors)
+    save_file(tensors, tmp_path / "other.kvp", metadata)
+    with pytest.raises(ArtifactError, match=rf"^{tmp_path}/other.kvp: {message}"):
+        read_prefix(tmp_path / "other.kvp")
+
+
+def test_dtypes_that_numpy_lacks(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'
+    path = tmp_path / "small.kvp"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(ArtifactError, match=r"small.kvp: expected a prefix .* got a damaged file"):
+        read_prefix(path)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder")):
+        with pytest.raises(ArtifactError, match=rf"{path}: .*\(expected a file, got {kind}\)"):
+            read_prefix(path)
+
+
+def test_only_an_earlier_prefix_is_replaced(
+    artifact: Artifact, written: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.txt"
+    engine = Engine(artifact, num_pages=60)
+    (tmp_path / "linked").symlink_to(written)
+    for content in (b"mine", written.read_bytes()[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(RequestError, match=r"notes.txt: expected no such file, or an earlier"):
+            write_prefix(engine, TOKENS, path)
+        assert path.read_bytes() == content
+    with pytest.raises(RequestError, match=r"linked: expected no such file, .* got a link"):
+        write_prefix(engine, TOKENS, tmp_path / "linked")
+    with pytest.raises(RequestError, match=r"expected a file in a folder that exists"):
+        write_prefix(engine, TOKENS, tmp_path / "nowhere" / "a.kvp")
+    assert not engine.busy
+    path.write_bytes(written.read_bytes())
+    write_prefix(engine, TOKENS[:40], path)
+    assert read_prefix(path).tokens == TOKENS[:40]
+    assert sorted(os.listdir(tmp_path)) == ["linked", "notes.txt"]
 
 
 def test_what_is_no_prefix(artifact: Artifact, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -12,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import COMMAND
 from kv.redis_server import RedisServer
 from kv.stores import MemoryStore, opener
 from runtime.drive import Logits, inputs_of
@@ -377,6 +382,52 @@ def test_a_server_that_dies_freezes_and_comes_back(artifact: Artifact, server: R
             evict_device(kv)
             assert answers(engine, asked) == wanted
         assert_conserved(engine)
+
+
+@pytest.fixture
+def dead_server() -> str:
+    """The address of nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"redis://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def full_disk(*given: Any, **options: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_engine_serves_without_tiers_that_cannot_be_used(
+    artifact: Artifact, dead_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so once, of each; figures say so as long as it lasts."""
+    asked = prompts(2, 100)
+    wanted = answers(Engine(artifact, num_pages=60, num_threads=1), asked)
+    folder = tmp_path / "tier"
+    monkeypatch.setattr(os, "mkdir", full_disk)
+    with pytest.warns(UserWarning, match="tier") as told:
+        engine = Engine(artifact, num_pages=60, num_threads=1, disk=folder, remote=dead_server)
+    sentences = [str(warning.message) for warning in told]
+    server = dead_server.removeprefix("redis://")
+    assert len(sentences) == 2
+    assert sentences[0] == (
+        f"disk tier {folder}: expected files to read and write, got 'No space left on device'; it "
+        "is missed until it can be used"
+    )
+    assert sentences[1].startswith(f"remote tier {server}: expected the answers of a Valkey or ")
+    with engine:
+        assert answers(engine, asked) == wanted
+        settle(engine.kv)
+        stats: Any = engine.kv.tier_stats()  # type: ignore[attr-defined]
+        assert [bool(stats[name].problem) for name in ("host", "disk", "remote")] == [0, 1, 1]
+
+
+def test_the_command_line_says_it_in_one_line(artifact: Artifact, dead_server: str) -> None:
+    command = [*COMMAND, "generate", str(artifact.folder), "The", "--max-new-tokens", "4"]
+    done = subprocess.run([*command, "--remote", dead_server], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) != (0, ""), done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("warning: remote tier 127.0.0.1:")
+    assert first.endswith("Connection refused; it is missed until it can be used")
+    assert len(rest) == 1, "how fast it was"
 
 
 def test_pages_outlive_the_process_that_computed_them(artifact: Artifact, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ does everything else.
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,13 @@ from kvgraph.compiler.cache import CachePlan, LayerNeed
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
+from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.frontends.masks import AskedMask
 from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
 from kvgraph.compiler.frontends.weightless import fake_parameters, locate
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.shards import INDEXES, read_index
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 NAME = "kvgraph"
@@ -180,13 +181,6 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
     return tuple(seen.layers[i] for i in range(num_layers))
 
 
-def checkpoint_dtype(folder: Path) -> str:
-    """The dtype that a checkpoint's configuration names (float32 where it names none)."""
-    config = _read_config(folder)
-    text = config.get("text_config", config)
-    return str(text.get("dtype") or text.get("torch_dtype") or "float32")
-
-
 def load(folder: Path, dtype: str, *, weightless: bool = False) -> Model:
     """Read a checkpoint folder in `dtype`.
 
@@ -195,7 +189,9 @@ def load(folder: Path, dtype: str, *, weightless: bool = False) -> Model:
     ModelError: a folder that is missing, truncated or lacks weights. UnsupportedError: an
     architecture that is not a decoder of the attention interface.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
+    for index in INDEXES:
+        read_index(folder, index)
     transformers = _transformers()
     with quiet_loggers(*REPORTING):
         return _load(transformers, folder, config, dtype, weightless)
@@ -239,8 +235,7 @@ def _build(
     if text.model_type != config["model_type"]:
         return None, None, "the decoder is a part of a larger model"
     with fake_parameters():
-        auto = transformers.AutoModelForCausalLM
-        model = auto.from_config(text, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+        model = _make(transformers, folder, text, dtype)
     checkpoint, why = locate(model, folder, getattr(torch, dtype))
     if (folder / "generation_config.json").is_file():
         with contextlib.suppress(OSError):  # as from_pretrained: the model's own defaults stay
@@ -248,6 +243,18 @@ def _build(
                 folder, local_files_only=True
             )
     return model, checkpoint and checkpoint.renamed("model."), why
+
+
+def _make(transformers: Any, folder: Path, config: Any, dtype: str) -> Any:
+    """The model of a configuration; ModelError where one of its values is none that it takes."""
+    auto = transformers.AutoModelForCausalLM
+    try:
+        return auto.from_config(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+    except Exception as error:
+        raise ModelError(
+            f"{folder}/config.json: expected values that transformers makes a model of, got one "
+            f"that it does not take: {_first_line(error)}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -266,29 +273,13 @@ def describe(folder: Path, dtype: str) -> Description:
 
     Raises as `load` does, except that weights are not looked at.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     transformers = _transformers()
     with quiet_loggers(*REPORTING), FakeTensorMode(allow_non_fake_inputs=True):
         text = _decoder_config(transformers, folder, config)
-        auto = transformers.AutoModelForCausalLM
-        model = auto.from_config(text, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+        model = _make(transformers, folder, text, dtype)
         layers = probe(Decoder(model).eval(), text.model_type, text.num_hidden_layers)
     return Description(text.model_type, layers, model, text.max_position_embeddings)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: expected a model folder, got nothing there")
-    if not path.is_file():
-        raise ModelError(f"{folder}: expected config.json in a model folder, got none")
-    try:
-        config = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path}: expected a model_type, got none")
-    return config
 
 
 def _transformers() -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError
 
 NAMES = (
@@ -26,14 +27,8 @@ def text_files(folder: Path) -> dict[str, Path]:
 
 def require_tokenizer(path: Path) -> None:
     """ModelError if the file is there and damaged: the artifact would only fail at its user's."""
-    if not path.is_file():
-        return
-    from tokenizers import Tokenizer
-
-    try:
-        Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ModelError(f"{path}: expected a tokenizer, got a damaged one ({error})") from error
+    if path.is_file():
+        read_tokenizer(path, ModelError)
 
 
 def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from kvgraph.compiler.checkpoint import READ_DTYPES, Checkpoint, Stored, stored_tensors
+from kvgraph.compiler.checkpoint import READ_DTYPES, Checkpoint
+from kvgraph.compiler.shards import Stored, stored_tensors
 from kvgraph.errors import ModelError
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+TABLE_BYTES = 128 << 20
+"""Of one table of cosines and sines: 262144 positions of a head of 128. Beyond, a step computes its
+few rows."""
+
 
 @dataclass
 class PassReport:

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, Node
 
-from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes import TABLE_BYTES, PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
 from kvgraph.compiler.passes.operands import UnmatchedError, erase_unused, expect, typed, value
 from kvgraph.compiler.passes.rotations import Columns, Rotation, find_rotation
@@ -28,9 +28,6 @@ from kvgraph.ops._update_and_attend import ROPE_HALVES
 
 aten = torch.ops.aten
 CHECK = aten._assert_tensor_metadata.default
-
-TABLE_BYTES = 128 << 20
-"""Of one table: 262144 positions of a head of 128. Beyond, a step computes its few rows."""
 
 
 def fuse_rope(program: ExportedProgram, signature: GraphSignature, positions: int) -> PassReport:

@@ -33,6 +33,7 @@ written 88 % on tmpfs, read from the cache 69 and 49 %. 64 KiB misses 70 % by fa
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 import time
@@ -43,8 +44,9 @@ from pathlib import Path
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
+from kvgraph.kv.tiers.folder import DamagedError, make_top
 from kvgraph.kv.tiers.generation import Generation, open_newest, other_versions
-from kvgraph.kv.tiers.index import DamagedIndexError, Fresh, Held
+from kvgraph.kv.tiers.index import Fresh, Held
 from kvgraph.kv.tiers.slabs import Slot, stride_of
 from kvgraph.kv.tiers.store import StoreStats
 
@@ -57,15 +59,31 @@ PAUSE_SECONDS = 10.0
 RECOUNT_SECONDS = 1.0
 """How old figures may be at a `flush` that concern what other processes do."""
 
+MISTAKES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
+"""What the name of a folder or its permissions explain; all else is the disk's state."""
+
+LOST = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
+"""Errors after which the files are opened again."""
+
 log = logging.getLogger("kvgraph.tiers")
 
 
 class DiskStore:
-    """A `PageStore` (see there) in `folder`, which need not exist.
+    """A `PageStore` (see there) in `folder`, which need not exist and serves one user.
 
     `limit`: bytes that pages take there at most, of all models and processes; the index adds
     about 300 a page. A call waits for another process's transaction `index.LOCK_SECONDS` at most,
-    and then the store pauses.
+    and then the store pauses. StoreError for a limit below a page and a `folder` that a user has to
+    change: no folder, a link, another user's, not to be written. What a full or a failing disk
+    explains is in `stats().problem`, and the store tries again every `PAUSE_SECONDS`.
     """
 
     name = "disk"
@@ -83,15 +101,17 @@ class DiskStore:
         self._spare: dict[int, list[Slot]] = {}  # claimed
         self._used: dict[bytes, int] = {}  # to tell the index
         self._files: Generation | None = None
-        self._is_closed = self._to_clear = False
+        self._damaged: Path | None = None
+        self._was_open = self._is_closed = self._to_clear = False
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             self._open()
         except (OSError, sqlite3.Error) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise StoreError(
-                f"disk tier {folder}: expected a folder that can be written, got {reason!r}"
-            ) from error
+            if isinstance(error, OSError) and error.errno in MISTAKES:
+                raise StoreError(
+                    f"disk tier {folder}: expected a folder that can be written, "
+                    f"got {error.strerror!r}"
+                ) from error
+            self._pause(error, is_write=False)
 
     # -- the protocol
 
@@ -242,7 +262,14 @@ class DiskStore:
 
     def _open(self) -> None:
         self._begin()
-        self._files = files = open_newest(self._folder, self._fingerprint)
+        if not self._was_open:  # one that vanished later is not made again
+            make_top(self._folder)
+        self._files = open_newest(
+            self._folder, self._fingerprint, self._take_up, damaged=self._damaged
+        )
+        self._was_open = True
+
+    def _take_up(self, files: Generation) -> None:
         self._stats.evicted += files.index.shrink(self._limit)
         self._stats.foreign += self._recount(files) + len(other_versions(self._folder))
 
@@ -271,17 +298,23 @@ class DiskStore:
             files = self._ready(is_write)
         with self._ending_errors(is_write):
             yield files
+            if files is not None and (is_write or not self._writable_at):
+                self._stats.problem, self._writable_at = "", 0.0
 
     @contextmanager
     def _ending_errors(self, is_write: bool) -> Iterator[None]:
         try:
             yield
-        except DamagedIndexError as error:  # or another process abandoned the generation
+        except DamagedError as error:  # or another process abandoned the generation
             log.warning("disk tier %s: %s", self._folder, error)
             self._stats.damaged += 1
+            self._damaged = self._files.path if self._files else None
             self._let_go()
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, StoreError) as error:
+            before = self._stats.problem
             self._pause(error, is_write)
+            if self._stats.problem != before:
+                log.warning("%s; pauses for %.0f s", self._stats.problem, PAUSE_SECONDS)
 
     def _ready(self, is_write: bool) -> Generation | None:
         ready_at = max(self._usable_at, self._writable_at) if is_write else self._usable_at
@@ -301,13 +334,21 @@ class DiskStore:
         self._to_clear = False
 
     def _let_go(self) -> None:
+        self._stats.dropped += len(self._pending)
+        self._begin()
         if self._files is not None:
             self._files.close()
             self._files = None
 
     def _pause(self, error: Exception, is_write: bool) -> None:
-        log.warning("disk tier %s: pauses for %.0f s: %s", self._folder, PAUSE_SECONDS, error)
+        """Misses, or drops, for a while; files that were lost are opened again after it."""
+        why = getattr(error, "strerror", None) or str(error)
+        self._stats.problem = (
+            f"disk tier {self._folder}: expected files to read and write, got {why!r}"
+        )
         if is_write:
             self._writable_at = time.monotonic() + PAUSE_SECONDS
-        else:
-            self._usable_at = time.monotonic() + PAUSE_SECONDS
+            return
+        self._usable_at = time.monotonic() + PAUSE_SECONDS
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CANTOPEN) & 0xFF in LOST:
+            self._let_go()

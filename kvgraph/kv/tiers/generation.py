@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
-import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvgraph.kv.tiers.index import DamagedIndexError, Index
-from kvgraph.kv.tiers.owners import Owner
-from kvgraph.kv.tiers.slabs import Slabs
+from kvgraph.contract.files import kind_of
+from kvgraph.kv.tiers.folder import FOLDER, DamagedError, PrivateFolder
+from kvgraph.kv.tiers.index import INDEX, Index
+from kvgraph.kv.tiers.owners import OWNER, Owner
+from kvgraph.kv.tiers.slabs import SLAB, Slabs
 
 FORMAT = "kvgraph-1"
 """Raised when anything in the folder changes its meaning."""
 
-INDEX = "index.sqlite"
+GENERATION = re.compile(rf"{FORMAT}\.([1-9]\d{{0,17}})")
+OURS = re.compile(rf"{re.escape(INDEX)}(-journal|-wal|-shm)?|{SLAB.pattern}|{OWNER.pattern}")
+"""Names of a generation's files: all that is ever removed."""
+
+ATTEMPTS = 3
+"""Generations that are tried: a disk that damages new ones too is no tier."""
 
 log = logging.getLogger("kvgraph.tiers")
 
@@ -24,15 +33,17 @@ log = logging.getLogger("kvgraph.tiers")
 class Generation:
     """Slabs, index and this process's lock, in one folder.
 
-    The constructor and the index's calls raise DamagedIndexError, OSError or sqlite3.Error.
+    The constructor and the index's calls raise DamagedError, OSError or sqlite3.Error; the
+    constructor also StoreError for a folder that is a link, or another user's.
     """
 
     def __init__(self, folder: Path, fingerprint: bytes) -> None:
-        self.folder = folder
-        self.slabs = Slabs(folder)
-        self.owner = Owner(folder)
+        self.path = folder
+        self._folder = PrivateFolder(folder.parent, folder.name)
+        self.slabs = Slabs(self._folder)
         try:
-            self.index = Index(folder / INDEX, fingerprint, self.slabs.free)
+            self.owner = Owner(self._folder)
+            self.index = Index(self._folder, fingerprint, self.slabs.free)
             self.bury_the_dead()
         except BaseException:
             self.close()
@@ -45,36 +56,60 @@ class Generation:
         self.owner.bury()
 
     def close(self) -> None:
-        self.owner.close()
+        if hasattr(self, "owner"):
+            self.owner.close()
         self.slabs.close()
         if hasattr(self, "index"):
             with suppress(sqlite3.Error):
                 self.index.close()
+        self._folder.close()
 
 
-def open_newest(folder: Path, fingerprint: bytes) -> Generation:
-    """The newest generation that is whole; a new one if none is."""
-    while True:
+def open_newest(
+    folder: Path,
+    fingerprint: bytes,
+    prepare: Callable[[Generation], None],
+    damaged: Path | None = None,
+) -> Generation:
+    """The newest generation that is whole, `prepare`d; a new one if none is.
+
+    `damaged`: one that was found to be so in use. Raises as `Generation`, but for damage, which is
+    an OSError where `ATTEMPTS` did not end it.
+    """
+    for _ in range(ATTEMPTS):
         found = generations(folder)
-        number = found[-1] if found else 1
+        number = found[-1] if found else _first_free(folder)
         path = folder / f"{FORMAT}.{number}"
         try:
-            path.mkdir(exist_ok=True)
-            opened = Generation(path, fingerprint)
-        except DamagedIndexError as error:
-            log.warning("%s: the index is damaged (%s); the tier starts anew", path, error)
-            (folder / f"{FORMAT}.{number + 1}").mkdir(exist_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+            if path == damaged:
+                raise DamagedError("it failed in use")
+            opened = _prepared(path, fingerprint, prepare)
+        except DamagedError as error:
+            log.warning("%s: the index is damaged (%s); the tier starts again", path, error)
+            PrivateFolder(folder, f"{FORMAT}.{number + 1}").close()
+            _remove(path)
             continue
         for old in found[:-1]:
-            shutil.rmtree(folder / f"{FORMAT}.{old}", ignore_errors=True)
+            _remove(folder / f"{FORMAT}.{old}")
         return opened
+    raise OSError(errno.EIO, "new files were damaged too")
+
+
+def _prepared(path: Path, fingerprint: bytes, prepare: Callable[[Generation], None]) -> Generation:
+    opened = Generation(path, fingerprint)
+    try:
+        prepare(opened)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def generations(folder: Path) -> list[int]:
-    """Numbers of the generations, ascending. Raises OSError."""
-    names = [re.fullmatch(rf"{FORMAT}\.([1-9]\d{{0,17}})", path.name) for path in folder.iterdir()]
-    return sorted(int(match[1]) for match in names if match)
+    """Numbers of the generations, ascending; of a link too. Raises OSError."""
+    numbers = _numbers(folder)
+    kinds = ("a folder", "a link")
+    return [n for n in numbers if kind_of(folder / f"{FORMAT}.{n}") in kinds]
 
 
 def other_versions(folder: Path) -> list[Path]:
@@ -82,3 +117,29 @@ def other_versions(folder: Path) -> list[Path]:
     own = re.compile(rf"{FORMAT}\.\d+")
     stores = sorted(folder.glob("kvgraph-[0-9]*.[0-9]*"))
     return [path for path in stores if not own.fullmatch(path.name)]
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Of all names like a generation's, ascending; none where there is no folder yet."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := GENERATION.fullmatch(name)))
+
+
+def _first_free(folder: Path) -> int:
+    return max(_numbers(folder), default=0) + 1
+
+
+def _remove(path: Path) -> None:
+    """Remove a generation's files, and its folder unless something else is in it."""
+    with suppress(OSError):
+        folder = os.open(path, FOLDER)
+        try:
+            for name in filter(OURS.fullmatch, os.listdir(folder)):
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
+        path.rmdir()

@@ -14,10 +14,12 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvgraph.kv.tiers.folder import DamagedError, PrivateFolder
 from kvgraph.kv.tiers.slabs import Slot
+
+INDEX = "index.sqlite"
 
 LOCK_SECONDS = 1.0
 """Longest wait for another process's transaction; then the call misses or drops."""
@@ -45,12 +47,9 @@ PASSING = {
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_CANTOPEN,
 }
 """Errors that say nothing about the file itself."""
-
-
-class DamagedIndexError(Exception):
-    """The database cannot be read, or says what cannot be."""
 
 
 class Held(NamedTuple):
@@ -72,23 +71,31 @@ class Fresh(NamedTuple):
 
 
 class Index:
-    """The index at `path`. Calls raise DamagedIndexError, or sqlite3.Error for what may pass.
+    """The index in `folder`. Calls raise DamagedError, or sqlite3.Error for what may pass.
 
     `model` is the fingerprint of the pages that the calls are about; times are in ns. `give_back`
     takes the blocks of a slot that becomes free, before anybody else can claim it.
     """
 
-    def __init__(self, path: Path, model: bytes, give_back: Callable[[Slot], None]) -> None:
+    def __init__(
+        self, folder: PrivateFolder, model: bytes, give_back: Callable[[Slot], None]
+    ) -> None:
         self._model = model
         self._give_back = give_back
         self.taken = 0
         """Bytes of all slots that are not free, as last seen."""
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            folder.require_file(INDEX + suffix)
         with _damage():
             self._db = sqlite3.connect(
-                path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+                folder.path / INDEX,
+                timeout=LOCK_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
             )
             try:
                 self._open()
+                folder.take_over(INDEX)
             except BaseException:
                 self._db.close()
                 raise
@@ -100,7 +107,7 @@ class Index:
                 self._db.execute(statement)
             problems = self._db.execute("PRAGMA integrity_check(1)").fetchall()
             if problems != [("ok",)]:
-                raise DamagedIndexError(str(problems))
+                raise DamagedError(str(problems))
             self._db.execute("DELETE FROM taken")
             self._db.execute(
                 "INSERT INTO taken SELECT ifnull(sum(stride), 0) FROM slots "
@@ -119,7 +126,7 @@ class Index:
             return None
         at, (size, sum_) = _slot(*row[:2]), row[2:]
         if not (type(size) is int and type(sum_) is bytes):
-            raise DamagedIndexError(f"page of {size!r} bytes, sum {sum_!r}")
+            raise DamagedError(f"page of {size!r} bytes, sum {sum_!r}")
         return Held(at, size, sum_)
 
     def counts(self) -> tuple[int, int]:
@@ -136,17 +143,18 @@ class Index:
     def models(self) -> list[tuple[bytes, int, int, int]]:
         """Fingerprint, pages, bytes of records and time of the last use, of each model."""
         with _damage():
-            return self._db.execute(
+            rows = self._db.execute(
                 "SELECT model, count(*), sum(size), max(used) FROM slots WHERE key IS NOT NULL "
                 "GROUP BY model ORDER BY max(used) DESC"
             ).fetchall()
+        return _typed((bytes, int, int, int), rows)
 
     def all_keys(self) -> list[bytes]:
         with _damage():
             rows = self._db.execute(
                 "SELECT key FROM slots WHERE model = ? AND key IS NOT NULL", (self._model,)
             ).fetchall()
-        return [key for (key,) in rows]
+        return [key for (key,) in _typed((bytes,), rows)]
 
     def owners(self) -> list[str]:
         """Tokens of those that claim slots, dead or alive."""
@@ -154,7 +162,7 @@ class Index:
             rows = self._db.execute(
                 "SELECT DISTINCT owner FROM slots WHERE owner IS NOT NULL"
             ).fetchall()
-        return [owner for (owner,) in rows]
+        return [owner for (owner,) in _typed((str,), rows)]
 
     # -- changes
 
@@ -244,7 +252,7 @@ class Index:
     def _taken(self) -> int:
         row = self._db.execute("SELECT nbytes FROM taken").fetchone()
         if row is None or type(row[0]) is not int:
-            raise DamagedIndexError(f"{row!r} bytes taken")
+            raise DamagedError(f"{row!r} bytes taken")
         return row[0]
 
     def _claim(self, stride: int, owner: str, warm: list[Slot]) -> Slot:
@@ -333,12 +341,25 @@ def _damage() -> Iterator[None]:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in PASSING:
             raise
-        raise DamagedIndexError(str(error)) from error
+        raise DamagedError(str(error)) from error
+    except (UnicodeError, OverflowError) as error:  # of a text, or a number, that none of us wrote
+        raise DamagedError(str(error)) from error
+    except MemoryError as error:
+        raise sqlite3.OperationalError("not enough memory") from error
+
+
+def _typed(kinds: Sequence[type], rows: Iterable[Sequence[Any]]) -> list[Any]:
+    """`rows` as tuples; DamagedError for a value of another kind."""
+    found = [tuple(row) for row in rows]
+    for row in found:
+        if [type(value) for value in row] != list(kinds):
+            raise DamagedError(f"a row of {row!r}")
+    return found
 
 
 def _slot(stride: object, slot: object) -> Slot:
     if not (type(stride) is int and type(slot) is int):
-        raise DamagedIndexError(f"slot {stride!r}, {slot!r}")
+        raise DamagedError(f"slot {stride!r}, {slot!r}")
     if not (stride > 0 and slot >= 0 and stride * (slot + 1) < 1 << 62):
-        raise DamagedIndexError(f"slot {stride}, {slot}")
+        raise DamagedError(f"slot {stride}, {slot}")
     return Slot(stride, slot)

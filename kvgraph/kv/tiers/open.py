@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
@@ -37,7 +38,8 @@ def open_tiers(
 ) -> TieredConnector:
     """The connector of `places[replica][leaf]`; pages of the pools and of the host by leaf path.
 
-    `identity`: of model and layout. StoreError for what a user can mend; then nothing stays open.
+    `identity`: of model and layout. StoreError for what a user has to change; then nothing stays
+    open. A UserWarning for a store that cannot be used now: it misses until it can.
     """
     sizes = {place.leaf: place.record_size for place in places[0]}
     pages: dict[int, int] = {}
@@ -51,6 +53,9 @@ def open_tiers(
     try:
         for opener in (*sources, *stores):
             opened.append(opener(fingerprint, largest))
+        for store in opened:
+            if problem := store.stats().problem:
+                warnings.warn(f"{problem}; it is missed until it can be used", stacklevel=2)
         host = HostStore(pages, staging, places[0][0].copier.pinned_host_bytes)
     except BaseException:
         for store in opened:

@@ -7,29 +7,35 @@ import os
 import re
 import secrets
 from contextlib import suppress
-from pathlib import Path
+
+from kvgraph.kv.tiers.folder import PrivateFolder
+
+OWNER = re.compile(r"([0-9a-f]{16})\.owner")
 
 
 class Owner:
-    """This process, or rather one store of it, in a folder. The calls may raise OSError."""
+    """This process, or rather one store of it, in a folder.
 
-    def __init__(self, folder: Path) -> None:
+    The calls may raise OSError, or DamagedError for what is no file.
+    """
+
+    def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
         while True:
             self.token = secrets.token_hex(8)
-            self._file = os.open(self._path(self.token), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            self._file = folder.open(_name(self.token), os.O_CREAT | os.O_EXCL | os.O_RDWR)
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            if self._path(self.token).exists():  # not buried before it was locked
+            if folder.has(_name(self.token)):  # not buried before it was locked
                 return
             os.close(self._file)
 
     def is_alive(self, token: str) -> bool:
         if token == self.token:
             return True
-        if re.fullmatch("[0-9a-f]{16}", token) is None:
+        if OWNER.fullmatch(_name(token)) is None:
             return False
         try:
-            file = os.open(self._path(token), os.O_RDWR)
+            file = self._folder.open(_name(token), os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
@@ -42,15 +48,17 @@ class Owner:
 
     def bury(self) -> None:
         """Remove the files of those that are gone."""
-        for path in self._folder.glob("*.owner"):
-            if not self.is_alive(path.stem):
-                path.unlink(missing_ok=True)
+        for name in self._folder.names():
+            match = OWNER.fullmatch(name)
+            if match and not self.is_alive(match[1]):
+                self._folder.remove(name)
 
     def close(self) -> None:
         with suppress(OSError):
-            self._path(self.token).unlink()
+            self._folder.remove(_name(self.token))
         with suppress(OSError):
             os.close(self._file)
 
-    def _path(self, token: str) -> Path:
-        return self._folder / f"{token}.owner"
+
+def _name(token: str) -> str:
+    return f"{token}.owner"

@@ -12,6 +12,7 @@ LMCache or Mooncake would be other implementations of `PageStore`.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import ssl
 import time
@@ -41,6 +42,15 @@ PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 SCAN_COUNT, COUNT_SECONDS = 1000, 10.0
 """Keys that a SCAN looks at, and how often the pages are counted."""
 
+CLEAR_SECONDS = 60.0
+"""Longest time of a `clear`, of which each exchange removes about `SCAN_COUNT` keys."""
+
+MOST_BESIDE_A_PAGE = 4 << 20
+"""Bytes that the answers of an exchange may have beside a page: of keys, and of figures."""
+
+MOST_REASON = 200
+"""Characters of what a server said that are passed on."""
+
 log = logging.getLogger("kvgraph.tiers")
 
 
@@ -51,9 +61,9 @@ class RemoteStore:
     when the store connects again or counts, up to four more; `clear` one for 1,000 keys. Whatever
     fails ends the call. Name resolution is the system's, and not bounded.
 
-    StoreError for a malformed address, a name that nobody knows, credentials or a certificate that
-    are refused, and a server that speaks something else. A server that does not answer is no
-    error: the store starts dead, and recovers.
+    StoreError for a malformed address, a name that nobody knows, and credentials or a certificate
+    that are refused. A server that does not answer, or answers oddly, is no error: the store starts
+    dead, says why in `stats().problem`, and recovers.
     """
 
     name = "remote"
@@ -71,7 +81,7 @@ class RemoteStore:
         self._to_clear = False
         self._stats = StoreStats()
         try:
-            self._wire = Wire(url, timeout)
+            self._wire = Wire(url, timeout, page_bytes + MOST_BESIDE_A_PAGE)
         except (ValueError, TypeError) as error:
             raise StoreError(
                 f"remote tier: expected an address such as redis://host:6379/0, got one for "
@@ -172,6 +182,8 @@ class RemoteStore:
             log.warning("remote tier %s: takes no pages: %s", self._server, answer)
             self._writable_at = time.monotonic() + LONGEST_PAUSE_SECONDS
             return False
+        if answer != b"OK":
+            raise _odd(answer)
         self._stats.written += 1
         self._stats.num_used_pages += 1
         return True
@@ -192,25 +204,27 @@ class RemoteStore:
 
     def _remove_all(self) -> None:
         """Raises redis.RedisError, also where the server does not let us."""
+        deadline = time.monotonic() + CLEAR_SECONDS
         for names in self._scan(self._prefix + b"*", is_required=True):
             (answer,) = self._wire.ask(("UNLINK", *names)) if names else (0,)
             if isinstance(answer, Exception):
                 raise answer
+            if time.monotonic() > deadline:
+                raise redis.TimeoutError("the keys come to no end")
         self._stats.num_used_pages = 0
         self._to_clear = False
 
     def _connect(self) -> None:
         self._wire.connect()
         self._count()
-        self._pause = PAUSE_SECONDS
+        self._pause, self._stats.problem = PAUSE_SECONDS, ""
 
     def _count(self) -> None:
         self._counted_at = time.monotonic()
         (found,) = self._wire.ask(("INFO", "memory"))
         if isinstance(found, bytes):
-            fields = dict(line.split(b":", 1) for line in found.splitlines() if b":" in line)
-            self._stats.num_pages = int(fields.get(b"maxmemory", 0)) // self._page_bytes
-            self._stats.nbytes = int(fields.get(b"used_memory", 0))
+            self._stats.num_pages = _figure(b"maxmemory", found) // self._page_bytes
+            self._stats.nbytes = _figure(b"used_memory", found)
         own = others = 0
         for names in self._scan(b"kvgraph-*"):
             mine = sum(name.startswith(self._prefix) for name in names)
@@ -226,9 +240,9 @@ class RemoteStore:
             (found,) = self._wire.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT))
             if is_required and isinstance(found, Exception):
                 raise found
-            if not isinstance(found, list):  # not allowed
+            if isinstance(found, Exception):  # not allowed
                 return
-            cursor, names = found
+            cursor, names = _keys(found)
             yield names
             if cursor == b"0":
                 return
@@ -238,13 +252,41 @@ class RemoteStore:
         try:
             yield
         except (redis.RedisError, OSError) as error:
+            pause = self._pause
             self._fail(error)
+            log.warning("%s; pauses for %.0f s", self._stats.problem, pause)
 
     def _fail(self, error: Exception) -> None:
         self._wire.close()
         self._usable_at = time.monotonic() + self._pause
-        log.warning("remote tier %s: pauses for %.0f s: %s", self._server, self._pause, error)
+        why = " ".join(str(error).split()).rstrip(".")[:MOST_REASON] or type(error).__name__
+        self._stats.problem = (
+            f"remote tier {self._server}: expected the answers of a Valkey or Redis server, "
+            f"got: {why}"
+        )
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
+
+def _figure(name: bytes, info: bytes) -> int:
+    """A number of INFO's answer; 0 where it has none of that name."""
+    match = re.search(rb"^%s:(.*?)\r?$" % name, info, re.MULTILINE)
+    if match is None:
+        return 0
+    if not re.fullmatch(rb"\d{1,20}", match[1]):
+        raise _odd(match[0])
+    return int(match[1])
+
+
+def _keys(found: object) -> tuple[bytes, list[bytes]]:
+    """A SCAN's answer: where to go on, and names."""
+    match found:
+        case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
+            return cursor, names
+    raise _odd(found)
+
+
+def _odd(answer: object) -> redis.InvalidResponse:
+    return redis.InvalidResponse(f"an answer that nothing was asked for: {answer!r}")
 
 
 def server_of(url: str) -> str:
@@ -261,8 +303,6 @@ def _reason(error: Exception) -> str:
     cause = error.__cause__ or error.__context__
     if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
         return f"credentials refused ({error})"
-    if isinstance(error, redis.InvalidResponse):
-        return "an answer in another protocol"
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"a certificate that is not trusted ({cause.verify_message})"
     if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
+
+from kvgraph.kv.tiers.folder import PrivateFolder
 
 BLOCK = 4096
 """Slots start on a block of the file system, so that an evicted one gives its blocks back."""
+
+SLAB = re.compile(r"[1-9]\d*\.pages")
 
 KEEP_SIZE_AND_PUNCH_HOLE = 1 | 2  # fallocate(2)
 
@@ -29,9 +33,9 @@ def stride_of(size: int) -> int:
 
 
 class Slabs:
-    """The slab files of one folder. All calls may raise OSError."""
+    """The slab files of one folder. All calls may raise OSError, or DamagedError for no file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
         self._files: dict[int, int] = {}
         self._libc = ctypes.CDLL(None)
@@ -63,6 +67,6 @@ class Slabs:
     def _file(self, stride: int) -> int:
         file = self._files.get(stride)
         if file is None:
-            path = self._folder / f"{stride}.pages"
-            file = self._files[stride] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            file = self._folder.open(f"{stride}.pages", os.O_RDWR | os.O_CREAT)
+            self._files[stride] = file
         return file

@@ -38,6 +38,7 @@ class StoreStats:
       size: ignored
     - `dropped`: pages not written: full and not evictable, slow, dead, larger than the limit
     - `evicted`: pages removed to make room
+    - `problem`: why the store misses or drops everything now, one sentence; empty if it does not
     """
 
     num_pages: int = 0
@@ -50,6 +51,7 @@ class StoreStats:
     foreign: int = 0
     dropped: int = 0
     evicted: int = 0
+    problem: str = ""
 
 
 class PageStore(Protocol):
@@ -57,10 +59,11 @@ class PageStore(Protocol):
 
     Built with what its place needs, and with `fingerprint` (32 bytes: of the model, the layout and
     the format of pages) and `page_bytes` (size of the largest record): the constructor raises
-    StoreError for what a user can mend (a folder that cannot be written, a limit below one page, a
-    malformed address, credentials that are refused). A server that does not answer is not an
-    error: the store starts dead and recovers. Nothing else ever raises: a store that fails is a
-    store that misses and drops.
+    StoreError for what a user has to change (a folder that cannot be written, a limit below one
+    page, a malformed address, credentials that are refused). Damage, a full disk, a server that
+    does not answer or answers oddly are no errors: the store starts dead, says why in
+    `stats().problem`, and recovers. Nothing else ever raises: a store that fails is a store that
+    misses and drops.
 
     One worker thread makes all calls but the constructor's, before it, and `close`, after it; these
     may come from other threads. `stats` any thread may call at any time; it does no I/O. No call

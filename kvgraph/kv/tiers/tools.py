@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
+from kvgraph.kv.tiers.folder import DamagedError
 from kvgraph.kv.tiers.generation import FORMAT, Generation, generations, other_versions
-from kvgraph.kv.tiers.index import DamagedIndexError
+from kvgraph.kv.tiers.index import INDEX
 
 
 class ModelPages(NamedTuple):
@@ -69,7 +70,7 @@ def clear(folder: Path) -> int:
 @contextmanager
 def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
     found = generations(folder) if folder.is_dir() else []
-    if not found:
+    if not (found and (folder / f"{FORMAT}.{found[-1]}" / INDEX).exists()):
         raise StoreError(f"{folder}: expected the folder of a disk tier, got one without pages")
     try:
         files = Generation(folder / f"{FORMAT}.{found[-1]}", fingerprint)
@@ -77,10 +78,10 @@ def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
             yield files
         finally:
             files.close()
-    except DamagedIndexError as error:
+    except DamagedError as error:
         raise StoreError(
             f"{folder}: expected a whole index, got a damaged one ({error}); the next engine that "
-            f"opens the folder starts anew"
+            f"opens the folder starts again"
         ) from error
     except sqlite3.Error as error:
         raise StoreError(f"{folder}: expected an index to read, got: {error}") from error

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvgraph.contract.files import open_regular
 from kvgraph.errors import KVGraphError, TransferError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
@@ -264,8 +265,12 @@ def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
 def _opened_block(name: str, leaves: Sequence[LeafPages]) -> Iterator[list[Any]]:
     """The pages of the other side's block, as arrays."""
     sizes = [leaf.place.record_size for leaf in leaves for _ in leaf.pages]
-    path = _memory_folder() / os.path.basename(name)
-    if path.stat().st_size < sum(sizes):
-        raise ValueError(f"a block of {path.stat().st_size} bytes instead of {sum(sizes)}")
-    block = np.memmap(path, np.uint8, "r", shape=(max(1, sum(sizes)),))
-    yield np.split(block[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
+    with open_regular(_memory_folder() / os.path.basename(name)) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < sum(sizes):
+            raise ValueError(f"a block of {size} bytes instead of {sum(sizes)}")
+        if not sizes:
+            yield []
+            return
+        block = np.memmap(file, np.uint8, "r", shape=(sum(sizes),))
+    yield np.split(block, np.cumsum(sizes)[:-1])

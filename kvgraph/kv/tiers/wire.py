@@ -13,11 +13,40 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 
-class Wire:
-    """Calls raise redis.RedisError or OSError; ValueError or TypeError for a malformed `url`."""
+class Bounded:
+    """A socket that gives at most `left` bytes more; all else is the socket's own."""
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, sock: Any) -> None:
+        self._sock = sock
+        self.left = 0
+
+    def recv(self, count: int) -> bytes:
+        data: bytes = self._sock.recv(count)
+        self._spend(len(data))
+        return data
+
+    def recv_into(self, buffer: Any) -> int:
+        count: int = self._sock.recv_into(buffer)
+        self._spend(count)
+        return count
+
+    def _spend(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise redis.InvalidResponse("more bytes than any answer has")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+class Wire:
+    """Calls raise redis.RedisError or OSError; ValueError or TypeError for a malformed `url`.
+
+    The answers of an exchange have at most `limit` bytes; more are an odd server's.
+    """
+
+    def __init__(self, url: str, timeout: float, limit: int) -> None:
+        self._timeout, self._limit = timeout, limit
         pool = redis.ConnectionPool.from_url(
             url,
             protocol=2,
@@ -25,12 +54,13 @@ class Wire:
             socket_timeout=timeout,
             socket_connect_timeout=timeout,
         )
+        pool.connection_class = _bounded(pool.connection_class, limit)
         self._connection: Any = pool.make_connection()
         self.is_connected = False
 
     def connect(self) -> None:
         """Also asks for a sign of life, which a server refuses to those whom it does not know."""
-        with self._deadline():
+        with self._exchange():
             self._connection.connect()
             self._connection.send_command("PING")
             self._connection.read_response()
@@ -41,7 +71,9 @@ class Wire:
 
         NoPermissionError aside, errors about the connection's standing are raised.
         """
-        with self._deadline():
+        with self._exchange():
+            if self._connection._sock is not None:
+                self._connection._sock.left = self._limit
             self._connection.send_packed_command(self._connection.pack_commands(commands))
             return [self._answer() for _ in commands]
 
@@ -55,6 +87,17 @@ class Wire:
         self.is_connected = False
         with suppress(redis.RedisError, OSError):
             self._connection.disconnect()
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Within the time; whatever an odd answer does to the parser is an InvalidResponse."""
+        try:
+            with self._deadline():
+                yield
+        except (redis.RedisError, OSError):
+            raise
+        except Exception as error:
+            raise redis.InvalidResponse(f"an answer that cannot be read: {error!r}") from error
 
     @contextmanager
     def _deadline(self) -> Iterator[None]:
@@ -72,3 +115,14 @@ class Wire:
         if sock is not None:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def _bounded(kind: Any, limit: int) -> Any:
+    """The connection class `kind` over a bounded socket."""
+
+    def connect(self: Any) -> Bounded:
+        sock = Bounded(kind._connect(self))
+        sock.left = limit
+        return sock
+
+    return type(kind.__name__, (kind,), {"_connect": connect})

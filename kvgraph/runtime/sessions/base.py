@@ -106,6 +106,10 @@ class Session(ABC):
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
         """Dense host arrays, or a device's own, in the signature's order, checked against it."""
         values: list[Any] = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]
+        if not hasattr(kv, "flatten"):
+            raise BindingError(
+                f"cache: expected one device's runtime inputs of a manager, got {type(kv).__name__}"
+            )
         values += kv.flatten()
         if len(values) != len(self.signature.inputs):
             raise BindingError(
@@ -118,10 +122,24 @@ class Session(ABC):
 
     def _check(self, values: list[Any]) -> None:
         """BindingError unless dtypes and shapes fit; what fitted at the last step is not asked."""
-        kinds = [(value.dtype, value.shape) for value in values]
+        try:
+            kinds = [(value.dtype, value.shape) for value in values]
+        except AttributeError as error:
+            raise self._no_array(values) from error
         if kinds != self._checked:
             self.signature.bind(values)
             self._checked = kinds
+
+    def _no_array(self, values: list[Any]) -> BindingError:
+        symbol, value = next(
+            (symbol, value)
+            for symbol, value in zip(self.signature.inputs, values, strict=True)
+            if not (hasattr(value, "dtype") and hasattr(value, "shape"))
+        )
+        return BindingError(
+            f"{symbol.name}: expected an array of {symbol.dtype} {list(symbol.shape)}, "
+            f"got {type(value).__name__}"
+        )
 
     def synchronize(self) -> None:
         """After a run that raised: wait until nothing of it is on its way on a device any more.

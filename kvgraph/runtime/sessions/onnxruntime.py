@@ -33,6 +33,7 @@ Decision: of ONNX Runtime's settings, measured on 246M parameters in float32 (94
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,18 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import NUMPY_DTYPES, TensorType
 from kvgraph.contract.signature import output_name
-from kvgraph.errors import DeviceError, KernelError, MissingDependencyError, UnsupportedError
+from kvgraph.errors import (
+    ArtifactError,
+    DeviceError,
+    KernelError,
+    MissingDependencyError,
+    UnsupportedError,
+)
 from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.processors import default_threads
 from kvgraph.runtime.sessions.base import Session, host_zeros
+from kvgraph.runtime.sessions.opening import require_names
 
 # onnx.TensorProto.DataType, which the deployment side does not install.
 ELEMENT_TYPES = {
@@ -58,6 +66,8 @@ ELEMENT_TYPES = {
     "float8_e4m3fn": 17,
 }
 
+
+UPGRADE = "pip install --upgrade 'kvgraph[onnx]'"
 
 PROVIDERS = ("CPUExecutionProvider",)
 """That an artifact for the CPU runs on, the default first."""
@@ -88,8 +98,11 @@ class OnnxRuntimeSession(Session):
         native.set_num_threads(options.intra_op_num_threads)
         options.enable_mem_pattern = False
         options.log_severity_level = 4  # failures come as exceptions
-        options.register_custom_ops_library(str(native.library_path("onnxruntime")))
-        self._session = open_session(ort, artifact.folder / "model.onnx", options, provider)
+        register_ops(options)
+        path = artifact.folder / "model.onnx"
+        self._session = open_session(ort, path, options, provider)
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        require_names(path, self.signature, [x.name for x in inputs], [x.name for x in outputs])
         self._binding = self._session.io_binding()
         self._inputs = [_bound(self._binding, symbol) for symbol in self.signature.inputs]
         self._logits = _Logits(self._binding, self._vocab)
@@ -189,11 +202,15 @@ def open_session(
     """A session of `ort` on `provider`, with its `settings`, and nothing else.
 
     ONNX Runtime falls back to the CPU without an error. MissingDependencyError: the installed build
-    lacks the provider; DeviceError: it has it and cannot load it here (no GPU, driver or library).
+    lacks the provider; DeviceError: it has it and cannot load it here (no GPU, driver or library);
+    ArtifactError: it refuses the model, which may be of a newer version than it knows.
     """
     require_provider(ort, provider)
     chosen = (provider, dict(settings)) if settings else provider
-    session = ort.InferenceSession(str(model), options, providers=[chosen])
+    try:
+        session = ort.InferenceSession(str(model), options, providers=[chosen])
+    except Exception as error:  # ONNX Runtime's own, of many kinds
+        raise _refusal(ort, model, error) from error
     found = session.get_providers()
     if found[0] != provider:
         raise DeviceError(
@@ -202,12 +219,50 @@ def open_session(
     return session
 
 
+NEWER = (
+    (r"Unsupported model (IR version): (\d+), max supported IR version: (\d+)", ""),
+    (r"(Opset) (\d+) is under development.* domain (\S+) is till opset (\d+)", "of {} "),
+)
+"""What an ONNX Runtime says of a model that is newer than it: what, that of the model, its own."""
+
+
+def _refusal(ort: Any, model: Path, error: Exception) -> ArtifactError:
+    """One sentence; where a newer ONNX Runtime would take the model, with both versions."""
+    said, mine = " ".join(str(error).split()), f"onnxruntime {ort.__version__}"
+    for pattern, domain in NEWER:
+        match = re.search(pattern, said)
+        if match:
+            what, found, *names, most = match.groups()
+            return ArtifactError(
+                f"{model}: {what}: expected at most {most} {domain.format(*names)}from {mine}, got "
+                f"{found}; {UPGRADE}"
+            )
+    why = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from .*? failed: ?)?", "", said)
+    return ArtifactError(
+        f"{model}: expected a model that {mine} takes, got one that it refuses: {why}"
+    )
+
+
+def register_ops(options: Any) -> None:
+    """Our custom ops; MissingDependencyError for an ONNX Runtime that is too old for them."""
+    try:
+        options.register_custom_ops_library(str(native.library_path("onnxruntime")))
+    except Exception as error:  # ONNX Runtime's own, of many kinds
+        why = last_sentence(error).rpartition("kvgraph: ")[2]
+        raise MissingDependencyError(f"onnxruntime: {why}; {UPGRADE}") from error
+
+
 def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
+        if error.name == "onnxruntime" and isinstance(error, ModuleNotFoundError):
+            why, how = "not installed", "pip install 'kvgraph[onnx]'"
+        else:
+            why = f"installed, and it cannot be imported ({error!r} beside NumPy {np.__version__})"
+            how = UPGRADE
         raise MissingDependencyError(
-            "onnxruntime: needed to run this artifact, not installed; pip install 'kvgraph[onnx]'"
+            f"onnxruntime: needed to run this artifact, {why}; {how}"
         ) from error
     return onnxruntime
 

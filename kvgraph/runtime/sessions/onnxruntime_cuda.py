@@ -27,13 +27,12 @@ from kvgraph.contract.dims import TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import (
+    ArtifactError,
     BindingError,
     CapacityError,
     DeviceError,
     KernelError,
-    KVGraphError,
 )
-from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
@@ -43,6 +42,7 @@ from kvgraph.runtime.sessions.onnxruntime import (
     import_onnxruntime,
     last_sentence,
     open_session,
+    register_ops,
     require_provider,
 )
 
@@ -54,7 +54,8 @@ class OnnxRuntimeCudaSession(Session):
     """Runs `model.onnx` on one GPU. Pools are device memory; logits come back on the host.
 
     MissingDependencyError: no ONNX Runtime, or one without the CUDA provider; DeviceError: no GPU,
-    or the provider cannot be loaded; KernelError: ONNX Runtime refuses the model or a step.
+    or the provider cannot be loaded; ArtifactError: ONNX Runtime refuses the model; KernelError: a
+    step.
     """
 
     def __init__(self, artifact: Artifact, device: int = 0) -> None:
@@ -139,7 +140,7 @@ def _open(ort: Any, artifact: Artifact, device: CudaDevice) -> Any:
     options = ort.SessionOptions()
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 4  # failures come as exceptions
-    options.register_custom_ops_library(str(native.library_path("onnxruntime")))
+    register_ops(options)
     settings = {
         "device_id": str(device.ordinal),
         "user_compute_stream": str(int(device.stream)),
@@ -148,11 +149,9 @@ def _open(ort: Any, artifact: Artifact, device: CudaDevice) -> Any:
     path = artifact.folder / "model.onnx"
     try:
         return open_session(ort, path, options, PROVIDER, settings)
-    except KVGraphError:
-        raise
-    except Exception as error:  # ONNX Runtime's own, of many kinds
+    except ArtifactError:
         _require_loaded(ort, device)
-        raise KernelError(f"{path}: onnxruntime: {last_sentence(error)}") from error
+        raise
 
 
 def _require_loaded(ort: Any, device: CudaDevice) -> None:

@@ -25,6 +25,8 @@ from kvgraph.kernels.launch import Plan, Sizes, Variant
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_fusions, torch_ops
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.opening import opening
+from kvgraph.runtime.sessions.pickles import require_no_pickles
 from kvgraph.runtime.sessions.weights import read_weights
 
 Operands = Mapping[str, torch.Tensor]
@@ -52,13 +54,15 @@ class Gpu(Protocol):
 def load_program(artifact: Artifact, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
     path = artifact.folder / "model.pt2"
-    program = _read_program(path)
-    _bind_weights(program, artifact, gpu.device)
-    if gpu.device.type != "cpu":  # saved as a CPU graph
-        program = move_to_device_pass(program, str(gpu.device))
-    module = program.module(check_guards=False)  # the signature is checked before every run
-    leaves = artifact.params().leaves
-    _replace_ops(module, artifact.signature.inputs, leaves, gpu, path)
+    with opening(path, f"torch {torch.__version__}"):
+        require_no_pickles(path)
+        program = _read_program(path)
+        _bind_weights(program, artifact, gpu.device)
+        if gpu.device.type != "cpu":  # saved as a CPU graph
+            program = move_to_device_pass(program, str(gpu.device))
+        module = program.module(check_guards=False)  # the signature is checked before every run
+        leaves = artifact.params().leaves
+        _replace_ops(module, artifact.signature.inputs, leaves, gpu, path)
     return module
 
 

@@ -11,6 +11,7 @@ from kvgraph.contract.signature import output_name
 from kvgraph.errors import MissingDependencyError
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.opening import opening, require_names
 
 
 class ReferenceSession(Session):
@@ -19,6 +20,7 @@ class ReferenceSession(Session):
     def __init__(self, artifact: Artifact) -> None:
         super().__init__(artifact)
         try:
+            import onnx
             from onnx.reference import ReferenceEvaluator
 
             from kvgraph.ops.onnx_ops import reference_ops
@@ -27,8 +29,10 @@ class ReferenceSession(Session):
                 "onnx: needed by the reference session, not installed; "
                 "pip install 'kvgraph[compile]'"
             ) from error
-        model = str(artifact.folder / "model.onnx")
-        self._evaluator = ReferenceEvaluator(model, new_ops=reference_ops())
+        path = artifact.folder / "model.onnx"
+        with opening(path, f"onnx {onnx.__version__}"):
+            self._evaluator = made = ReferenceEvaluator(str(path), new_ops=reference_ops())
+        require_names(path, self.signature, made.input_names, made.output_names)
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         names = (symbol.name for symbol in self.signature.inputs)

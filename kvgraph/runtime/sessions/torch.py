@@ -16,6 +16,7 @@ from kvgraph.errors import KernelError, MissingDependencyError
 from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.weights import read_weights
 
 
@@ -33,10 +34,11 @@ class TorchSession(Session):
         native.set_num_threads(num_threads or 0)
         # Its one warning is that a portable package meets a machine with wider vectors.
         logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
-        package = torch._inductor.aoti_load_package(str(artifact.folder / "model.pt2"))
-        self._runner = package.loader
-        self._weights = read_weights(artifact, self._runner.get_constant_fqns())
-        self._runner.load_constants(self._weights, False, True, True)  # user-managed memory
+        path = artifact.folder / "model.pt2"
+        with opening(path, f"torch {torch.__version__}"):
+            self._runner = torch._inductor.aoti_load_package(str(path)).loader
+            self._weights = read_weights(artifact, self._runner.get_constant_fqns())
+            self._runner.load_constants(self._weights, False, True, True)  # user-managed memory
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         tensors = [

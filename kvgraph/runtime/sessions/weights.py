@@ -7,6 +7,7 @@ from typing import Any
 
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.opening import opening
 
 
 def read_weights(artifact: Artifact, names: Iterable[str], device: str = "cpu") -> dict[str, Any]:
@@ -18,7 +19,7 @@ def read_weights(artifact: Artifact, names: Iterable[str], device: str = "cpu") 
 
     path = artifact.folder / "weights.safetensors"
     weights: dict[str, Any] = {}
-    with safe_open(path, framework="pt", device=device) as file:
+    with opening(path, "safetensors"), safe_open(path, framework="pt", device=device) as file:
         owners = file.metadata() or {}
         stored = set(file.keys())
         read: dict[str, Any] = {}

@@ -1,0 +1,100 @@
+"""What a user gives as a model: its config.json, or what it is instead of a checkpoint.
+
+Knows no framework, so that a wrong folder is refused at once, and on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kvgraph.contract.files import open_regular
+from kvgraph.errors import ModelError, UnsupportedError
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+
+UNPACKED = ("mxfp4", "fp8")
+"""Quantised checkpoints that transformers turns into plain weights when it loads them."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+GGUF_MAGIC = b"GGUF"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the checkpoint in `folder`.
+
+    ModelError or UnsupportedError, with the next step, for what is no checkpoint that a compile
+    takes: a name on the hub, an adapter, a GGUF file, packed weights.
+    """
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: expected a model folder, got {_instead_of_a_folder(folder)}")
+    if not path.is_file() or (folder / ADAPTER).is_file():
+        raise ModelError(f"{folder}: expected {CONFIG} in a model folder, got {_instead(folder)}")
+    try:
+        with open_regular(path) as file:
+            config = json.loads(file.read().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{path}: expected a model_type, got none")
+    _require_plain_weights(path, config)
+    return config
+
+
+def checkpoint_dtype(config: dict[str, Any]) -> str:
+    """The dtype that a configuration names (float32 where it names none)."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    return str(text.get("dtype") or text.get("torch_dtype") or "float32")
+
+
+def _instead_of_a_folder(path: Path) -> str:
+    if path.is_file():
+        return _gguf(path) if _is_gguf(path) else "a file; give the folder that holds config.json"
+    if not path.exists() and HUB_ID.fullmatch(str(path)):
+        return (
+            f"nothing there; if it is a name on the Hugging Face hub, download it first: "
+            f"hf download {path} --local-dir DIR"
+        )
+    return "nothing there"
+
+
+def _instead(folder: Path) -> str:
+    """What a folder is that holds no whole model; transformers would look for an adapter's base."""
+    if (folder / ADAPTER).is_file():
+        return (
+            "a LoRA adapter; merge it into its base model (peft: merge_and_unload, then "
+            "save_pretrained) and compile that folder"
+        )
+    packed = sorted(folder.glob("*.gguf"))
+    return _gguf(packed[0]) if packed else "none"
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return path.suffix == ".gguf" or file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+
+
+def _gguf(path: Path) -> str:
+    return (
+        f"the GGUF file {path.name}; compile the checkpoint that it was made from, with --weights "
+        "int4 or int8"
+    )
+
+
+def _require_plain_weights(path: Path, config: dict[str, Any]) -> None:
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    given = config.get("quantization_config") or nested
+    if not given:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if method not in UNPACKED:
+        raise UnsupportedError(
+            f"{path}: quantization_config: expected plain weights, got a checkpoint quantised by "
+            f"{method!r}; compile the one that it was made from, with --weights int4 or int8"
+        )

@@ -1,0 +1,247 @@
+"""The output folder of a compile: made beside its place, moved there whole; only ours is removed.
+
+    PARENT/.kvgraph-staging.<word>/owner      JSON: whose it is, and for which output
+                                   made/      what becomes the output
+                                   replaced/  the artifact before it, until it is removed
+
+The live process holds a lock on `owner`, which a kill lets go of, on whatever machine or in
+whatever container it ran. Without that file, or while it is locked, nothing of a folder is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+from kvgraph.contract.files import can_write, kind_of
+from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
+from kvgraph.errors import ArtifactError
+
+PREFIX = ".kvgraph-staging."
+OWNER, MADE, REPLACED = "owner", "made", "replaced"
+MARKER = {"kvgraph": "staging"}
+
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Of a file system that locks nothing: leftovers stay there, since none proves to be dead."""
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
+
+SHOWN = 3
+"""Names that a refusal lists."""
+
+
+def require_free(out: Path, *, force: bool) -> frozenset[str]:
+    """Names of the files that a compile to `out` replaces.
+
+    ArtifactError, before anything is computed, for an `out` that cannot become an artifact, and for
+    one that would lose something: any folder without `force`, and with it one that holds more than
+    the files of an artifact.
+    """
+    _require_parent(out)
+    kind = kind_of(out)
+    if kind is None:
+        return frozenset()
+    if kind == "a link":
+        raise ArtifactError(
+            f"{out}: expected a folder, got a link to {os.readlink(out)}; give that folder"
+        )
+    if not force:
+        raise ArtifactError(f"{out}: expected no such folder yet, got one (kept); use --force")
+    if kind == "a folder" and not any(out.iterdir()):
+        names = frozenset[str]()
+    elif kind == "a folder" and (out / MANIFEST_NAME).exists():
+        names = _listed(out)
+    else:
+        raise ArtifactError(
+            f"{out}: expected an artifact or an empty folder to replace, got something else (kept)"
+        )
+    if out.is_mount() or not can_write(out):
+        why = "a mount point" if out.is_mount() else "one that cannot be written"
+        raise ArtifactError(f"{out}: expected a folder that can be moved, got {why}")
+    return names
+
+
+@contextmanager
+def staging(out: Path, *, force: bool) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` on success and disappears on failure.
+
+    `require_free` is asked again at the end: what appeared at `out` meanwhile is not lost. A killed
+    process leaves the old artifact, or the new one, and a hidden folder; the next compile to the
+    same place removes that.
+    """
+    out = absolute(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for folder in sorted(out.parent.glob(f"{PREFIX}*")):
+        _settle_leftover(folder)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
+    owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        _lock(owner)
+        os.write(owner, json.dumps(MARKER | {"output": out.name}).encode())
+        made = folder / MADE
+        made.mkdir()
+        yield made
+        _follow_umask(made)
+        _replace(out, folder, require_free(out, force=force))
+    finally:
+        _settle(folder, out)
+        os.close(owner)
+
+
+def absolute(out: Path) -> Path:
+    """`out` with a name of its own: "." and "x/.." have none."""
+    out = out.absolute()
+    return out.resolve() if out.name in ("", "..") else out
+
+
+def _require_parent(out: Path) -> None:
+    """ArtifactError unless `out` can be made in the nearest of its parents that exists."""
+    parent, name = absolute(out).parent, absolute(out).name
+    try:
+        while (kind := kind_of(parent)) is None:
+            parent = parent.parent
+        kind_of(parent / name)
+    except OSError as error:
+        raise ArtifactError(f"{out}: expected a path to make, got {error.strerror!r}") from error
+    if not parent.is_dir():
+        got = "a link that leads nowhere" if not parent.exists() else kind
+        raise ArtifactError(f"{out}: expected a folder at {parent} to make it in, got {got}")
+    if not can_write(parent):
+        raise ArtifactError(f"{out}: expected a folder that can be written, got {parent}")
+
+
+def _listed(out: Path) -> frozenset[str]:
+    """The artifact's own files; ArtifactError where `out` holds others."""
+    try:
+        names = listed_names(out)
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"{out}: expected an artifact or an empty folder to replace, got one whose "
+            f"{MANIFEST_NAME} is of no artifact (kept): {error}"
+        ) from error
+    others = sorted(_others(out, names))
+    if others:
+        shown = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")
+        raise ArtifactError(
+            f"{out}: expected only files of its artifact to replace, got {len(others)} more "
+            f"(kept): {shown}; move them out"
+        )
+    return names
+
+
+def _others(folder: Path, names: Collection[str]) -> Iterator[str]:
+    """What is in `folder` beside the files `names` and their folders."""
+    folders = _folders(names)
+    for path, inner, files in os.walk(folder):
+        where = Path(path).relative_to(folder)
+        for name in list(inner):
+            found = (where / name).as_posix()
+            if found not in folders or (Path(path) / name).is_symlink():
+                inner.remove(name)
+                yield f"{found}/"
+        yield from (f for name in files if (f := (where / name).as_posix()) not in names)
+
+
+def _folders(names: Collection[str]) -> set[str]:
+    parents = (parent.as_posix() for name in names for parent in PurePosixPath(name).parents)
+    return {parent for parent in parents if parent != "."}
+
+
+def _lock(owner: int) -> None:
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def _follow_umask(made: Path) -> None:
+    """Give every file the permissions of `made`: some libraries write for their user alone."""
+    mode = made.stat().st_mode & 0o666
+    for path in made.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
+def _replace(out: Path, folder: Path, names: Collection[str]) -> None:
+    """Put what was made at `out`; at every moment the old artifact or the new one is there.
+
+    Where the file system cannot exchange two folders, `out` is missing for a moment; a kill there
+    leaves the old one in `folder`, and `_settle` moves it back.
+    """
+    made, old = folder / MADE, folder / REPLACED
+    if not names:
+        made.rename(out)  # also over an empty folder
+        return
+    made.rename(old)
+    if not _exchange(old, out):
+        old.rename(made)
+        out.rename(old)
+        made.rename(out)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    paths = (AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other))
+    if rename(*paths, RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _settle_leftover(folder: Path) -> None:
+    """`_settle` what a killed process left; nothing where another owner or none is to be seen."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            said = json.loads(os.read(owner, 1 << 16))
+            name = Path(said.pop("output")).name
+            if said == MARKER and name and not folder.is_symlink():
+                _settle(folder, folder.parent / name)
+        finally:
+            os.close(owner)
+
+
+def _settle(folder: Path, out: Path) -> None:
+    """Move back an artifact that is missing at `out`, and remove what else is ours in `folder`."""
+    old = folder / REPLACED
+    if old.is_dir() and not os.path.lexists(out):
+        old.rename(out)
+    if old.is_dir():
+        _remove_listed(old)
+    shutil.rmtree(folder / MADE, ignore_errors=True)
+    if not old.exists():
+        with suppress(OSError):
+            (folder / OWNER).unlink()
+            folder.rmdir()
+
+
+def _remove_listed(folder: Path) -> None:
+    """Remove an artifact's files, and the folder unless something came into it meanwhile."""
+    with suppress(ArtifactError):  # without a manifest: all of them are gone
+        names = listed_names(folder)
+        for name in [*(names - {MANIFEST_NAME}), MANIFEST_NAME]:
+            (folder / name).unlink(missing_ok=True)
+    for path, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            Path(path).rmdir()
+    if folder.exists():
+        warnings.warn(
+            f"{folder}: files that came into the artifact while it was replaced are kept there",
+            stacklevel=2,
+        )

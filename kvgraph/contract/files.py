@@ -1,0 +1,101 @@
+"""Files that appear whole, names that stay in their folder, and opens that never wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from kvgraph.errors import RequestError
+
+PARTIAL = re.compile(r"\.kvgraph-[0-9a-f]{16}\.partial")
+"""Names of files that are being written; a kill leaves one."""
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: "a file",
+}
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the scope ends; after an error nothing does.
+
+    It is on the medium before it is seen. Its permissions follow the umask.
+    """
+    partial = path.with_name(f".kvgraph-{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def require_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
+    """RequestError unless `path` can be made: free, or a file that `is_ours`, which is `what`.
+
+    A link, a pipe or a device at `path` is no file of ours.
+    """
+    if not path.parent.is_dir():
+        raise RequestError(f"{path}: expected a file in a folder that exists, got none there")
+    if not can_write(path.parent):
+        raise RequestError(f"{path}: expected a folder that can be written, got {path.parent}")
+    kind = kind_of(path)
+    if kind is not None and (kind != "a file" or not is_ours(path)):
+        got = "another file" if kind == "a file" else kind
+        raise RequestError(
+            f"{path}: expected no such file, or {what} to replace, got {got} (kept); "
+            "give another name"
+        )
+
+
+def kind_of(path: Path) -> str | None:
+    """What lies at `path`, links not followed; None: nothing. Raises OSError, for a NUL too."""
+    try:
+        return KINDS[stat.S_IFMT(path.lstat().st_mode)]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"{os.strerror(errno.EINVAL)} ({error})") from error
+
+
+def can_write(folder: Path) -> bool:
+    """Whether this process may make and remove files in `folder`."""
+    effective = os.access in os.supports_effective_ids
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+def inside(folder: Path, name: str) -> Path | None:
+    """The path of `name` in `folder`; None where the name, or a link on the way, leads out."""
+    try:
+        resolved = (folder / name).resolve()
+    except (ValueError, OSError, RuntimeError):  # a NUL, too long a name, links in a circle
+        return None
+    is_inside = resolved.is_relative_to(folder.resolve()) and ".." not in PurePosixPath(name).parts
+    return folder / name if is_inside and not name.startswith("/") else None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file for reading, links followed. OSError for what is none; a pipe is not waited
+    for."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = KINDS[stat.S_IFMT(os.fstat(file).st_mode)]
+    if kind != "a file":
+        os.close(file)
+        raise OSError(f"expected a file, got {kind}")
+    return os.fdopen(file, "rb")

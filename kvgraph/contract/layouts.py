@@ -1,0 +1,57 @@
+"""The layout in a manifest: plain data, which cache parameters are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvgraph.contract.plain import from_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Types of a layout's field."""
+
+    dtype: str
+    scale_dtype: str
+    granularity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Types of the fields of one cache's layout."""
+
+    dtype: str
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    num_layers: int
+    page_size: int
+    window_size: int | None
+    quantization: Quantization | None
+    is_mla: bool
+    layout: str
+    cache_strategy: str
+    n_shards: int
+
+
+def require_layout(where: str, layout: dict[str, Any]) -> None:
+    """ValueError, which ParamsError is too, unless a cache or a tree of caches has this layout."""
+    from kvgraph.contract.trees import params_from_layout  # only who reads a manifest needs it
+
+    _require_types(where, layout)
+    try:
+        params_from_layout(layout)
+    except TypeError as error:  # a field that no cache has
+        raise ValueError(f"{where}: expected fields of a cache, got another ({error})") from error
+
+
+def _require_types(where: str, layout: Any) -> None:
+    """Types first: parameters compare what they are given with numbers."""
+    if not isinstance(layout, dict) or not layout:
+        raise ValueError(f"{where}: expected a cache, got {layout!r}")
+    if any(field.name in layout for field in fields(Layout)):
+        from_plain(Layout, layout, where)
+        return
+    for name, inner in layout.items():
+        _require_types(f"{where}.{name}", inner)

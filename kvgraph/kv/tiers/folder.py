@@ -1,0 +1,125 @@
+"""A folder of a disk store: of one user, without links, and nothing in it is waited for.
+
+Names are looked up in the folder that was opened, wherever its path leads meanwhile. What another
+user may write, or has planted, is refused: whoever writes pages writes what a model computes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from kvgraph.contract.files import KINDS, kind_of
+from kvgraph.errors import StoreError
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class DamagedError(Exception):
+    """What is on the disk cannot be read, or says what cannot be."""
+
+
+class PrivateFolder:
+    """The folder `name` in `parent`, made if it is not there; entries are for this user alone.
+
+    StoreError where it is a link or of another user. All calls may raise OSError.
+    """
+
+    def __init__(self, parent: Path, name: str) -> None:
+        self.path = parent / name
+        top = open_top(parent)
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=top)
+            self._require_folder()
+            self.fd = os.open(name, FOLDER, dir_fd=top)
+        finally:
+            os.close(top)
+        try:
+            self._make_private()
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, name: str, flags: int) -> int:
+        """A file of the folder; DamagedError for what is none."""
+        self.require_file(name)
+        file = os.open(name, flags | FILE, 0o600, dir_fd=self.fd)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise DamagedError(f"{name}: expected a file, got something else meanwhile")
+        return file
+
+    def names(self) -> list[str]:
+        return os.listdir(self.fd)
+
+    def has(self, name: str) -> bool:
+        return self._status(name) is not None
+
+    def require_file(self, name: str) -> None:
+        """DamagedError where `name` is there and is no file. It is not opened: to close it would
+        release the locks that SQLite holds in this process."""
+        status = self._status(name)
+        kind = KINDS[stat.S_IFMT(status.st_mode)] if status else "a file"
+        if kind != "a file":
+            raise DamagedError(f"{name}: expected a file, got {kind}")
+
+    def take_over(self, name: str) -> None:
+        """A file that was opened by its path is this folder's, and becomes private."""
+        mine, found = self._status(name), (self.path / name).lstat()
+        if mine is None or not os.path.samestat(mine, found):
+            raise OSError(errno.ESTALE, f"{self.path} was replaced while it was opened")
+        os.chmod(name, 0o600, dir_fd=self.fd)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.close(self.fd)
+
+    def _status(self, name: str) -> os.stat_result | None:
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def _require_folder(self) -> None:
+        kind = kind_of(self.path)
+        if kind not in ("a folder", None):
+            raise StoreError(f"disk tier {self.path}: expected a folder of this tier, got {kind}")
+
+    def _make_private(self) -> None:
+        status = os.fstat(self.fd)
+        if status.st_uid != os.geteuid():
+            raise StoreError(
+                f"disk tier {self.path}: expected a folder of user {os.geteuid()}, got one of user "
+                f"{status.st_uid}; a tier's folder serves one user, give another"
+            )
+        if status.st_mode & 0o077:
+            os.fchmod(self.fd, 0o700)
+
+
+def make_top(folder: Path) -> None:
+    """Make the folder that a user names, if it is not there. StoreError for a link."""
+    _refuse_link(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def open_top(folder: Path) -> int:
+    """The folder that a user names. StoreError for a link."""
+    _refuse_link(folder)
+    return os.open(folder, FOLDER)
+
+
+def _refuse_link(folder: Path) -> None:
+    if kind_of(folder) == "a link":
+        raise StoreError(
+            f"disk tier {folder}: expected a folder, got a link to {os.readlink(folder)}; a tier "
+            "follows no links, since it serves one user: give that folder"
+        )

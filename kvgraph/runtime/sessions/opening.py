@@ -1,0 +1,41 @@
+"""Files that a framework does not take, or that are not the manifest's: one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvgraph.contract.signature import GraphSignature, output_name
+from kvgraph.errors import ArtifactError, KVGraphError
+
+
+@contextmanager
+def opening(path: Path, framework: str) -> Iterator[None]:
+    """ArtifactError for what `framework` ("torch 2.13.0") raises while it opens `path`."""
+    try:
+        yield
+    except (KVGraphError, MemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        why = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise ArtifactError(
+            f"{path}: expected a file that {framework} opens, got one that it refuses ({why})"
+        ) from error
+
+
+def require_names(
+    path: Path, signature: GraphSignature, inputs: Collection[str], outputs: Collection[str]
+) -> None:
+    """ArtifactError unless an ONNX model's inputs and outputs are the manifest's."""
+    named = {
+        "inputs": ({symbol.name for symbol in signature.inputs}, set(inputs)),
+        "outputs": ({output_name(symbol) for symbol in signature.outputs}, set(outputs)),
+    }
+    for kind, (expected, found) in named.items():
+        if expected != found:
+            raise ArtifactError(
+                f"{path}: {kind}: expected {sorted(expected)} from the manifest, "
+                f"got {sorted(found)}"
+            )

@@ -1,0 +1,176 @@
+"""Manifests with any field of another kind, and a right hash: one sentence, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run
+from rich.console import Console
+
+import kvgraph
+from kvgraph.contract.manifest import read_manifest
+from kvgraph.contract.plain import to_json
+from kvgraph.errors import ArtifactError, KVGraphError
+from kvgraph.runtime.artifact import verify
+from kvgraph.show import show
+
+Compiled = Callable[..., Path]
+Way = tuple[str | int, ...]
+
+OTHER_KINDS: list[Any] = [
+    *(None, True, 0, -1, 1 << 63, 10**30, 1.5, float("nan"), "", "x", "a\0b", "../x", "[red]"),
+    *([], [1], [None], [[]], {}, {"a": 1}, {"a": {}}, {"": None}),
+]
+MUTATIONS = 250
+"""Of each artifact; all of them (about 3,000) take minutes."""
+
+
+def ways(value: Any, way: Way = ()) -> Iterator[Way]:
+    """Where each field is, and the first entries of lists."""
+    keys: Any = value if isinstance(value, dict) else range(min(3, len(value)))
+    for key in keys:
+        yield (*way, key)
+        if isinstance(value[key], dict | list):
+            yield from ways(value[key], (*way, key))
+
+
+def write(folder: Path, fields: dict[str, Any]) -> None:
+    hashed = fields | {"sha256": hashlib.sha256(to_json(fields)).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(hashed))
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    del fields["sha256"]
+    return fields
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, compiled: Compiled) -> Path:
+    return Path(shutil.copytree(compiled("tiny-llama"), tmp_path / "artifact"))
+
+
+def inspect(folder: Path) -> None:
+    show(folder, read_manifest(folder), Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "gemma2"])
+def test_any_field_of_another_kind(model: str, compiled: Compiled, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(compiled(model), tmp_path / "artifact"))
+    whole = fields_of(folder)
+    rng = random.Random(model)
+    refused = 0
+    places = list(ways(whole))
+    for _ in range(MUTATIONS):
+        *way, last = rng.choice(places)
+        fields = copy.deepcopy(whole)
+        place: Any = fields
+        for key in way:
+            place = place[key]
+        place[last] = rng.choice(OTHER_KINDS)
+        write(folder, fields)
+        for read in (kvgraph.load, verify, inspect):
+            try:
+                read(folder)
+            except KVGraphError as error:
+                refused += 1
+                assert "\n" not in str(error)
+    assert MUTATIONS < refused < 3 * MUTATIONS
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "message"),
+    [
+        (("layout", "n_kv_heads"), None, "layout.n_kv_heads: expected int, got None"),
+        (
+            ("layout", "quantization"),
+            1,
+            "layout.quantization: expected Quantization or null, got 1",
+        ),
+        (
+            ("layout", "quantization"),
+            {"dtype": "int8"},
+            "layout.quantization: expected Quantization",
+        ),
+        (("layout", "flavour"), 1, "layout: expected fields of a cache, got another .*'flavour'"),
+        (("layout", "head_dim"), -1, "head_dim: expected >= 1, got -1"),
+        (("layout",), {"a": {"b": 1}}, r"layout\.a\.b: expected a cache, got 1"),
+        (("layout",), {}, r"layout: expected a cache, got {}"),
+        (("files", "model.onnx", "chunks"), [], r"files.model.onnx: expected 1 chunks for \d+ byt"),
+        (("files", "model.onnx", "size"), -1, r"files.model.onnx: expected 0 chunks for -1 bytes"),
+        (("model", "max_seq_len"), 0, "model.max_seq_len: expected >= 1, got 0"),
+        (("model", "vocab_size"), -1, "model.vocab_size: expected >= 1, got -1"),
+    ],
+)
+def test_values_that_no_compile_writes(
+    artifact: Path, way: tuple[str, ...], value: Any, message: str
+) -> None:
+    fields = fields_of(artifact)
+    place: Any = fields
+    for key in way[:-1]:
+        place = place[key]
+    place[way[-1]] = value
+    write(artifact, fields)
+    for read in (kvgraph.load, verify):
+        with pytest.raises(ArtifactError, match=message):
+            read(artifact)
+
+
+KERNEL: dict[str, Any] = {
+    "kernel": "store_kv", "role": "", "arch": "sm_90", "file": "a.cubin", "num_warps": 4,
+    "registers": 32, "shared": 0, "spill_stores": 0, "spill_loads": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (json.dumps([KERNEL]), True),
+        (json.dumps([KERNEL | {"num_warps": "4"}]), False),
+        (json.dumps([{}]), False),
+        ("{}", False),
+        ("[1]", False),
+        ("nothing", False),
+        (None, False),
+    ],
+)
+def test_inspect_reads_kernels_that_no_hash_protects(
+    artifact: Path, content: str | None, shown: bool
+) -> None:
+    """What a build took is of no account: a damaged log is not shown."""
+    fields, path = fields_of(artifact), artifact / "kernels/sm_90/kernels.json"
+    path.parent.mkdir(parents=True)
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    fields["files"]["kernels/sm_90/kernels.json"] = {"size": 0, "chunks": []}
+    (artifact / "build.json").write_text('{"compile_seconds": {"kernels/sm_90/a.cubin": "long"}}')
+    write(artifact, fields)
+    outcome = run("inspect", artifact)
+    if shown:
+        assert outcome.code in (0, None)
+        assert "store_kv" in outcome.out
+    else:
+        assert outcome.code == 2
+        assert outcome.err.startswith(f"kvgraph: {path}: expected a list of kernels, got a damaged")
+
+
+def test_a_quality_that_divides_by_nothing(artifact: Path) -> None:
+    fields = fields_of(artifact)
+    fields["quality"] = {"text": "t", "sha256": "", "tokens": 1, "perplexity": 2.0,
+                         "reference_perplexity": 0, "agreement": 1.0}  # fmt: skip
+    write(artifact, fields)
+    outcome = run("inspect", artifact)
+    assert outcome.code == 2
+    assert "quality.reference_perplexity: expected > 0, got 0" in outcome.err

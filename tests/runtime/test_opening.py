@@ -1,0 +1,251 @@
+"""Sessions over files that their frameworks refuse: one sentence with the version that refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import kvgraph
+from kvgraph.contract.manifest import hash_file
+from kvgraph.contract.plain import to_json
+from kvgraph.errors import ArtifactError, MissingDependencyError
+from kvgraph.runtime.sessions import onnxruntime as sessions
+
+Compiled = Callable[..., Path]
+
+ORT = f"onnxruntime {onnxruntime.__version__}"
+
+
+def rehash(folder: Path) -> None:
+    """The manifest lists every file as it is now."""
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["sha256"]
+    for name in fields["files"]:
+        entry = hash_file(folder / name)
+        fields["files"][name] = {"size": entry.size, "chunks": entry.chunks}
+    fields["sha256"] = hashlib.sha256(to_json(fields)).hexdigest()
+    path.write_bytes(to_json(fields))
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, compiled: Compiled) -> Path:
+    return Path(shutil.copytree(compiled("tiny-llama"), tmp_path / "artifact"))
+
+
+def refusal(folder: Path, kind: str | None = None) -> str:
+    rehash(folder)
+    with pytest.raises(ArtifactError) as caught:
+        kvgraph.load(folder).session(kind)
+    (sentence,) = str(caught.value).splitlines()
+    return sentence
+
+
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    path = folder / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    change(model)
+    path.write_bytes(model.SerializeToString())
+
+
+def set_opset(model: Any) -> None:
+    next(o for o in model.opset_import if not o.domain).version = 99
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a newer IR": (
+        lambda m: setattr(m, "ir_version", 99),
+        "IR version: expected at most {ir} from",
+    ),
+    "a newer opset": (set_opset, "Opset: expected at most {} of ai.onnx from"),
+    "another op": (
+        lambda m: setattr(m.graph.node[0], "op_type", "Nope"),
+        "expected a model that {ort} takes, got one that it refuses: This is an invalid model.",
+    ),
+    "another input": (
+        lambda m: setattr(m.graph.input[0], "name", "nope"),
+        "expected a model that {ort} takes, got one that it refuses: Invalid model.",
+    ),
+    "one input more": (
+        lambda m: m.graph.input.append(
+            onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, [1])
+        ),
+        "inputs: expected ['cache_lengths', 'input_row_offsets', ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_model_that_onnx_runtime_refuses(artifact: Path, case: str) -> None:
+    change, message = CHANGES[case]
+    edit(artifact, change)
+    text = refusal(artifact)
+    assert text.startswith(f"{artifact}/model.onnx: {message.split('{')[0]}")
+    assert text.count("[ONNXRuntimeError]") == text.count("/onnxruntime_src/") == 0
+    if "newer" in case:
+        assert f"from {ORT}, got 99; pip install --upgrade 'kvgraph[onnx]'" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            "[ONNXRuntimeError] : 1 : FAIL : Load model from a failed:/src/model.cc:1 void f() "
+            "Unsupported model IR version: 10, max supported IR version: 9\n",
+            "IR version: expected at most 9 from onnxruntime 1.2.3, got 10; pip install",
+        ),
+        (
+            "[ONNXRuntimeError] : 1 : FAIL : Load model from a failed:/src/x.h:46 void g() ONNX "
+            "Runtime only *guarantees* support for models stamped with official released onnx "
+            "opset versions. Opset 23 is under development and support for this is limited. The "
+            "operator schemas may change. Current official support for domain ai.onnx is till "
+            "opset 22.\n",
+            "Opset: expected at most 22 of ai.onnx from onnxruntime 1.2.3, got 23; pip install",
+        ),
+    ],
+)
+def test_an_older_onnx_runtime_is_named_with_what_it_lacks(said: str, message: str) -> None:
+    """Its own words, of 1.17 and 1.22."""
+    older: Any = type("Older", (), {"__version__": "1.2.3"})
+    error = sessions._refusal(older, Path("model.onnx"), RuntimeError(said))
+    assert str(error).startswith(f"model.onnx: {message}")
+
+
+def test_an_onnx_runtime_that_is_too_old_for_our_ops() -> None:
+    class Options:
+        def register_custom_ops_library(self, path: str) -> None:
+            raise RuntimeError(
+                "[ONNXRuntimeError] : 1 : FAIL : kvgraph: expected ONNX Runtime 1.21 or newer, got "
+                "1.20.1"
+            )
+
+    message = (
+        r"^onnxruntime: expected ONNX Runtime 1.21 or newer, got 1.20.1; pip install --upgrade"
+    )
+    with pytest.raises(MissingDependencyError, match=message):
+        sessions.register_ops(Options())
+
+
+def test_an_onnx_runtime_that_cannot_be_imported(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('built for another NumPy')")
+    code = f"import kvgraph; kvgraph.load({str(artifact)!r}).session()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert (
+        "MissingDependencyError: onnxruntime: needed to run this artifact, installed, and" in last
+    )
+    assert "built for another NumPy" in last
+    assert last.endswith("pip install --upgrade 'kvgraph[onnx]'")
+
+
+GARBAGE = b"garbage " * 99
+
+
+@pytest.mark.parametrize("content", [b"", GARBAGE, b"PK\x03\x04" + GARBAGE])
+@pytest.mark.parametrize(
+    ("backend", "kind", "name"),
+    [
+        ("onnx", None, "model.onnx"),
+        ("onnx", None, "weights.safetensors"),
+        ("onnx", "reference", "model.onnx"),
+        ("torch", None, "model.pt2"),
+        ("torch", None, "weights.safetensors"),
+    ],
+)
+def test_files_that_are_something_else(
+    backend: str, kind: str | None, name: str, content: bytes, compiled: Compiled, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(compiled("tiny-llama", backend), tmp_path / "artifact"))
+    (folder / name).write_bytes(content)
+    text = refusal(folder, kind)
+    assert text.startswith(f"{folder}/{'model.onnx' if backend == 'onnx' else name}: ")
+    versions = (
+        "from the manifest",
+        ORT,
+        f"onnx {onnx.__version__}",
+        f"torch {torch.__version__}",
+        "safetensors",
+    )
+    assert any(version in text for version in versions)
+
+
+class Touch:
+    """What is unpickled of this makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def with_pickle(archive: Path, where: str, touched: Path) -> None:
+    """Write the program again, with a pickle in place of what is at `where`."""
+    content = {}
+    with zipfile.ZipFile(archive) as old:
+        content = {entry.filename: old.read(entry) for entry in old.infolist()}
+    pickled = io.BytesIO()
+    torch.save(Touch(touched), pickled)
+    (found,) = (name for name in content if where in name)
+    if where.endswith(".json"):
+        config = json.loads(content[found])
+        payload = next(iter(config["config"].values()))
+        payload["use_pickle"] = True
+        content[found] = json.dumps(config).encode()
+        content[f"{found.rpartition('/')[0]}/{payload['path_name']}"] = pickled.getvalue()
+    else:
+        content[found] = pickled.getvalue()
+    with zipfile.ZipFile(archive, "w") as new:
+        for name, data in content.items():
+            new.writestr(name, data)
+
+
+@pytest.mark.parametrize(
+    "where", ["model_weights_config.json", "model_constants_config.json", "data/sample_inputs/"]
+)
+def test_a_program_that_holds_pickles_is_not_opened(
+    where: str, compiled: Compiled, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
+    from kvgraph.runtime.sessions.pickles import require_no_pickles
+
+    whole = compiled("tiny-llama", "torch", target="cuda:sm_90")
+    require_no_pickles(whole / "model.pt2")
+    path, touched = Path(shutil.copy(whole / "model.pt2", tmp_path)), tmp_path / "touched"
+    with_pickle(path, where, touched)
+    with pytest.raises(ArtifactError, match=r"model.pt2: expected a program without pickles"):
+        require_no_pickles(path)
+    assert not touched.exists()
+
+
+def test_a_program_for_cuda_that_is_something_else(compiled: Compiled, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
+    from kvgraph.runtime.artifact import Artifact, verify
+    from kvgraph.runtime.sessions.program import load_program
+
+    whole = compiled("tiny-llama", "torch", target="cuda:sm_90")
+    folder = Path(shutil.copytree(whole, tmp_path / "artifact"))
+    (folder / "model.pt2").write_bytes(GARBAGE)
+    rehash(folder)
+    gpu: Any = type("Gpu", (), {"device": torch.device("cpu"), "arch": "sm_90"})
+    with pytest.raises(
+        ArtifactError, match=rf"model.pt2: expected a file that torch {torch.__version__[:3]}"
+    ):
+        load_program(Artifact(folder, verify(folder).manifest), gpu)
