@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,19 @@ VOCAB = 32
 
 
 class Decoder(nn.Module):
-    """One layer; `between` runs after the store and before the attention."""
+    """One layer; `between` runs after the store and before the attention.
 
-    def __init__(self, vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> None:
+    `changes`: operand -> what the cache ops get instead of it; attribute -> its value; `store`
+    False: nothing is stored.
+    """
+
+    def __init__(
+        self, vocab: int = VOCAB, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, 32, dtype=dtype)
         self.qkv = nn.Linear(32, 64, dtype=dtype)
+        self.changes = changes
 
     def between(self, pool: torch.Tensor) -> None: ...
 
@@ -32,10 +40,18 @@ class Decoder(nn.Module):
         lengths, table, most = index
         x = self.embed(tokens)
         q, k, v = self.qkv(x).view(x.shape[0], -1, 8).split((4, 2, 2), dim=1)
-        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        changed = {"q": q, "k": k, "v": v, "pool": pool, "table": table}
+        changed |= {n: self.changes[n](t) for n, t in changed.items() if n in self.changes}
+        q, k, v, pool, table = changed.values()
+        given = {"layer": 0, "scale": 0.3} | {
+            n: a for n, a in self.changes.items() if n not in (*changed, "store")
+        }
+        if self.changes.get("store", True):
+            ops.store_kv(pool, k, v, offsets, lengths, table, layer=given["layer"])
         self.between(pool)
-        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
-        return (x + out.reshape(x.shape[0], -1))[logits_indices.long()] @ self.embed.weight.T
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, **given)
+        x = x + out.reshape(x.shape[0], -1).sum(-1, keepdim=True)
+        return x[logits_indices.long()] @ self.embed.weight.T
 
 
 class Meddler(Decoder):
@@ -71,7 +87,7 @@ def test_it_generates(tmp_path: Path) -> None:
         (Decoder(dtype=torch.bfloat16), {}, "expected float32 activations .*, got bfloat16"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
-        (Meddler(), {}, "store_kv of layer 0: expected a paged_attention .* right behind it"),
+        (Meddler(), {}, "paged_attention of layer 0: kv_blocks: expected a pool .* got aten.mul_"),
     ],
 )
 def test_what_does_not_fit_is_said(
@@ -80,3 +96,92 @@ def test_what_does_not_fit_is_said(
     with pytest.raises(kvgraph.UnsupportedError, match=message):
         compile_module(module, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": lambda q: q[:, :3]}, "q: dim num_heads: expected a multiple of the 2 kv .*, got 3"),
+        ({"q": lambda q: q[..., :4]}, "dim head_dim: expected 4 as q has it, got 8"),
+        ({"q": lambda q: q.half()}, "layer 0 .*: k: expected dtype float16 of q, got float32"),
+        ({"k": lambda k: k[:, :1]}, "store_kv: k: dim num_kv_heads: expected 2 as kv_blocks has i"),
+        ({"k": lambda k: k[1:], "v": lambda v: v[1:]}, "k: dim total_seq_len: expected .*, got "),
+        ({"v": lambda v: v[..., :4]}, "out: dim v_head_dim: expected 4 as v has it, got 8"),
+        (
+            {"v": lambda v: v[..., :4], "v_head_dim": 4},
+            "layer 0 of leaf '': v_head_dim: expected 8 from the cache's params, got 4 from its",
+        ),
+        ({"table": lambda t: t.long()}, "lookup_table: expected dtype int32, got int64"),
+        ({"table": lambda t: t[0]}, "lookup_table: expected rank 2, got 1"),
+        (
+            {"pool": lambda p: p.clone()},
+            "store_kv of layer 0: kv_blocks: expected a pool of the .*",
+        ),
+        ({"pool": lambda p: p[:, :1]}, r"kv_blocks: dim kv_dim: expected 2 \(K, then V\), got 1"),
+        ({"pool": lambda p: p[:, :, :, ::2]}, "kv_blocks: expected a contiguous buffer to write"),
+        ({"v_head_dim": 99}, "v_head_dim: expected at most head_dim 8, got 99"),
+        ({"v_head_dim": -1}, "v_head_dim: expected at most head_dim 8, got -1"),
+        ({"softcap": -1.0}, "softcap: expected at least 0, and finite, got -1"),
+        ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
+        ({"window": -1}, "window: expected at least 0, got -1"),
+        ({"causal": 2}, "causal: expected 0 or 1, got 2"),
+        ({"layer": 99}, "layer: expected one of the 1 layers of kv_blocks, got 99"),
+        ({"layer": -1}, "layer: expected one of the 1 layers of kv_blocks, got -1"),
+        (
+            {"store": False},
+            "layer 0 of leaf '': expected a store_kv of its new tokens before .* none",
+        ),
+    ],
+)
+def test_calls_that_no_step_could_run_do_not_compile(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match=message):
+        compile_module(Decoder(**changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_that_is_never_stored(tmp_path: Path) -> None:
+    two = replace(PARAMS, num_layers=2)
+    with pytest.raises(kvgraph.UnsupportedError, match="one update_and_attend for each of 2 layer"):
+        compile_module(Decoder(), tmp_path / "out", params=two)
+
+
+class Mixed(Decoder):
+    """Attends over the pool of cache a by the table of cache b."""
+
+    def forward(self, tokens: Any, offsets: Any, logits_indices: Any, *cache: Any) -> torch.Tensor:
+        pool, lengths, _, most, _, _, table, _ = cache
+        return super().forward(tokens, offsets, logits_indices, pool, lengths, table, most)
+
+
+def test_the_table_of_another_cache(tmp_path: Path) -> None:
+    params = kvgraph.MultiKVCacheParams.from_params({"a": PARAMS, "b": PARAMS})
+    message = "store_kv of layer 0: lookup_table: expected 'a.lookup_table' .*, got 'b.lookup_tabl"
+    with pytest.raises(kvgraph.UnsupportedError, match=message):
+        compile_module(Mixed(), tmp_path / "out", params=params)
+
+
+class Reader(nn.Module):
+    """Writes V of a padded cache, through a view, and K only where told."""
+
+    def __init__(self, *, k: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.k = k
+
+    def forward(
+        self, tokens: Any, offsets: Any, logits_indices: Any, k: Any, v: Any, *_: Any
+    ) -> torch.Tensor:
+        x = self.embed(tokens)
+        for cache in (k, v) if self.k else (v,):
+            cache[0, 0].narrow(0, 0, 1).copy_(x[:1, None].expand(1, 2, 8))
+        x = x + k[0, 0, 0, 0] + v[0, 0, 0, 0]
+        return x[logits_indices.long()] @ self.embed.weight.T
+
+
+def test_a_padded_cache_that_is_never_written(tmp_path: Path) -> None:
+    params = replace(PARAMS, cache_strategy=kvgraph.KVCacheStrategy.PADDED)
+    with pytest.raises(kvgraph.UnsupportedError, match="k_cache: expected a module that writes it"):
+        compile_module(Reader(k=False), tmp_path / "out", params=params)
+    compile_module(Reader(k=True), tmp_path / "out", params=params, backend="torch")
