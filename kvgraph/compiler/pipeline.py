@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler import emit
-from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
+from kvgraph.compiler.cache import (
+    CachePlan,
+    of_one_shard,
+    plan_cache,
+    pool_types,
+    require_target,
+)
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
@@ -73,6 +79,9 @@ def compile(
     out = Path(out)
     is_default = backend is None
     parsed, backend = _check(target, backend, cache, cache_dtype, page_size)
+    if params is not None:
+        require_target(params, parsed)
+        require_page_size(params.page_size)
     why = f", the default for {parsed.kind}: {DEFAULT_REASON[parsed.kind]}" if is_default else ""
     emit.require_free(out, force=force)
 
@@ -149,11 +158,16 @@ def _check(
         raise UnsupportedError(
             f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
         )
+    require_page_size(page_size)
+    return parsed, backend
+
+
+def require_page_size(page_size: int) -> None:
+    """UnsupportedError for pages that the kernels do not have."""
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise UnsupportedError(
             f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
         )
-    return parsed, backend
 
 
 def check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
@@ -241,11 +255,7 @@ def _plan_cache(
 ) -> CachePlan:
     """Where the layers' caches are: as given, or as the model's attention needs them."""
     if params is not None:
-        if params.n_shards > 1:
-            raise UnsupportedError(
-                f"params.devices: expected one device per replica, got {params.n_shards} shards"
-            )
-        return CachePlan.of(params)
+        return CachePlan.of(of_one_shard(params, target.kind))
     if not model.layers:
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
     dtype, quantization = pool_types(model.dtype, cache_dtype)

@@ -141,6 +141,63 @@ def test_calls_that_no_step_could_run_do_not_compile(
     assert not (tmp_path / "out").exists()
 
 
+def on(*devices: kvgraph.Device, **changes: Any) -> kvgraph.KVCacheParams:
+    return replace(PARAMS, devices=devices, **changes)
+
+
+SM_90 = kvgraph.virtual_devices("cuda:sm_90")[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "backend", "params", "message"),
+    [
+        *(
+            ("cuda:sm_86", backend, PARAMS, "expected devices of target 'cuda:sm_86', got cpu; pas")
+            for backend in ("torch", "onnx", "tensorrt")
+        ),
+        ("cuda:sm_86", None, on(SM_90), r"of target 'cuda:sm_86', got virtual cuda:0\(sm_90\); "),
+        ("cpu", None, on(SM_90), r"got virtual .*; pass devices=kvgraph.virtual_devices\('cpu'\)"),
+        ("cpu", None, on(kvgraph.Device("cpu"), SM_90, data_parallel_degree=2), "got virtual cuda"),
+        ("cpu", None, on(*[kvgraph.Device("cpu")] * 2), "one device per replica, got 2 shards"),
+        (
+            "cpu",
+            None,
+            replace(PARAMS, is_mla=True),
+            "is_mla: expected False to compile or run .*, ",
+        ),
+        (
+            "cpu",
+            None,
+            replace(PARAMS, page_size=65537),
+            "page_size: expected 1 to 65536 tokens fro",
+        ),
+    ],
+)
+def test_params_that_the_target_cannot_bind(
+    target: str, backend: str | None, params: kvgraph.KVCacheParams, message: str, tmp_path: Path
+) -> None:
+    trees = kvgraph.MultiKVCacheParams.from_params({"a": params, "b": params})
+    for given in (params, trees):
+        with pytest.raises(kvgraph.UnsupportedError, match=message):
+            compile_module(
+                Decoder(), tmp_path / "out", target=target, backend=backend, params=given
+            )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [on(kvgraph.Device("cpu:3")), on(*[kvgraph.Device("cpu")] * 2, data_parallel_degree=2)],
+    ids=["device 3", "two replicas"],
+)
+def test_a_graph_is_for_one_shard_of_any_deployment(
+    params: kvgraph.KVCacheParams, tmp_path: Path
+) -> None:
+    manifest = compile_module(Decoder(), tmp_path / "out", params=params)
+    assert manifest.inputs == compile_module(Decoder(), tmp_path / "one").inputs
+    assert kvgraph.Engine(tmp_path / "out", num_pages=16).generate([[1, 2, 3]])[0].token_ids
+
+
 def test_a_layer_that_is_never_stored(tmp_path: Path) -> None:
     two = replace(PARAMS, num_layers=2)
     with pytest.raises(kvgraph.UnsupportedError, match="one update_and_attend for each of 2 layer"):
