@@ -38,10 +38,14 @@ MAX_EXTENTS: Mapping[str, int] = {
 class KVCacheInputSymbols:
     """Base of the records: the fields that are present, in declaration order."""
 
+    def entries(self) -> dict[str, Any]:
+        """What the record holds, by name: its fields that are present, a tree's children."""
+        names = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
     def symbols(self) -> tuple[TensorType, ...]:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        values = (getattr(self, field.name) for field in fields)
-        return tuple(value for value in values if value is not None)
+        return tuple(self.entries().values())
 
     def __iter__(self) -> Iterator[TensorType]:
         return iter(self.symbols())
@@ -118,6 +122,9 @@ class MultiKVCacheInputSymbols(KVCacheInputSymbols):
 
     def __init__(self, children: Mapping[str, KVCacheInputSymbols]) -> None:
         self.children = dict(children)
+
+    def entries(self) -> dict[str, Any]:
+        return self.children
 
     def symbols(self) -> tuple[TensorType, ...]:
         return tuple(symbol for child in self.children.values() for symbol in child)
