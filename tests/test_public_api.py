@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 import kvgraph
+import kvgraph.onnx
 from kvgraph import cli
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,11 @@ def test_public_names() -> None:
     assert all(getattr(kvgraph, name).__module__.startswith("kvgraph.") for name in PUBLIC)
 
 
+def test_public_names_of_onnx() -> None:
+    names = ["library_path", "lower_caches", "register_schemas", "translation_table"]
+    assert kvgraph.onnx.__all__ == names
+
+
 def test_flags() -> None:
     commands = dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
     group = commands.pop("cache").commands
@@ -113,7 +119,8 @@ def test_environment_variables() -> None:
 def test_importing_the_package_imports_no_framework() -> None:
     code = (
         "import sys, kvgraph; kvgraph.KVCacheParams; kvgraph.PagedKVCacheManager; "
-        "kvgraph.Engine; kvgraph.load; import kvgraph.cli; "
+        "kvgraph.Engine; kvgraph.load; import kvgraph.cli, kvgraph.onnx; "
+        "kvgraph.onnx.library_path(); "
         "print(sorted({'torch', 'onnx', 'onnxruntime', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

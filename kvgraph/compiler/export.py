@@ -38,8 +38,7 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
     UnsupportedError: torch.export cannot trace the model with dynamic dims.
     """
     buffers = [i for i, s in enumerate(signature.inputs) if s.kind == "buffer"]
-    examples, dynamic = signature.to_torch_export()
-    shapes = tuple(dynamic[s.name] for s in signature.inputs)
+    examples, shapes = signature.to_torch_export()
     with (
         _positional(model.module, buffers if return_buffers else []),
         symbolic_batch(),

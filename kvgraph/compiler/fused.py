@@ -12,7 +12,11 @@ from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
-from kvgraph.compiler.passes.require_stored import require_stored, require_whole_pools
+from kvgraph.compiler.passes.require_stored import (
+    require_planned,
+    require_stored,
+    require_whole_pools,
+)
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ModelError
 
@@ -22,8 +26,8 @@ def export_fused(
 ) -> tuple[ExportedProgram, list[PassReport]]:
     """Export, one update_and_attend for each layer, rotary embeddings into it where they fit.
 
-    UnsupportedError as `export`, `require_fused` and `require_stored` raise it; ModelError for a
-    weight in memory that is not finite (one that is streamed is checked on its way).
+    UnsupportedError as `export` and the passes' checks raise it; ModelError for a weight in memory
+    that is not finite (one that is streamed is checked on its way).
     """
     for name, weight in model.module.state_dict().items():
         if weight.is_floating_point() and not isinstance(weight, FakeTensor):
@@ -32,7 +36,8 @@ def export_fused(
     require_whole_pools(program, signature)
     fused = fuse_update_and_attend(program.graph)
     require_fused(program, fused, signature, plan)
-    require_stored(program, signature, plan)
+    require_stored(program.graph)
+    require_planned(program, signature, plan)
     return program, [fused, fuse_rope(program, signature, model.max_seq_len)]
 
 

@@ -56,7 +56,7 @@ class KVCacheInputSymbols:
     def __len__(self) -> int:
         return len(self.symbols())
 
-    def to_torch_export(self) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
+    def to_torch_export(self) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
         return emit_torch_export(self.symbols())
 
     def to_onnx(self) -> list[Any]:
@@ -220,11 +220,13 @@ def padded_symbols(params: KVCacheParams) -> list[PaddedKVCacheInputSymbols]:
 
 def emit_torch_export(
     symbols: Sequence[TensorType],
-) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
-    """Fake example tensors (no storage), and `dynamic_shapes` with one named Dim per symbol.
+) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
+    """Positional `args` and `dynamic_shapes` of `torch.export.export`, one of each per symbol.
 
-    Example extents are all distinct, so that no two dims are taken for one. Sharing is by dim
-    name over all `symbols` of the call.
+    The arguments are fake tensors without storage; a symbolic dim is one named Dim wherever it
+    occurs in the call. Example extents are all distinct, so that no two dims are taken for one.
+    What a module takes as `*rest` or as a record is one argument: nest both alike, a record's
+    shapes as a list.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -236,13 +238,11 @@ def emit_torch_export(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         tensors = tuple(torch.empty(s.extents(sizes), dtype=_torch_dtype(s)) for s in symbols)
-    dynamic = {
-        s.name: {
-            axis: _export_dim(dim, dims) for axis, dim in enumerate(s.shape) if isinstance(dim, str)
-        }
+    shapes = tuple(
+        {axis: _export_dim(dim, dims) for axis, dim in enumerate(s.shape) if isinstance(dim, str)}
         for s in symbols
-    }
-    return tensors, dynamic
+    )
+    return tensors, shapes
 
 
 def _torch_dtype(symbol: TensorType) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from kvgraph.contract.inputs import (
@@ -67,6 +68,8 @@ def _register_all() -> None:
         _register(kind, kind, pytree.MappingKey)
     for kind in LISTS:
         _register(kind, partial(_of_records, kind), pytree.SequenceKey)
+    # A saved program holds its example inputs, which torch reads back from a list of safe types.
+    torch.serialization.add_safe_globals([*RECORDS, *TREES, *LISTS])
 
 
 def _of_fields(kind: type[Any], entries: dict[Any, Any]) -> Any:

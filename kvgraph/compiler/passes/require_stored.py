@@ -6,17 +6,18 @@ nothing wrote, or another cache's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes.fuse_update_and_attend import ATTEND, FUSED, STORE, arguments
 from kvgraph.compiler.passes.operands import value
 from kvgraph.contract.dims import TensorType
-from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, UnsupportedError
 from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec
@@ -24,14 +25,17 @@ from kvgraph.ops.torch_ops import check_call
 
 SPECS = {STORE: STORE_KV, ATTEND: PAGED_ATTENTION, FUSED: UPDATE_AND_ATTEND}
 
-OF_ITS_LEAF = ("lookup_table", "kv_scales")
+OF_ITS_POOL = ("lookup_table", "kv_scales")
 """Operands that must come from the same cache as the pool; lengths are equal in all caches."""
+
+Symbols = Mapping[Any, TensorType]
+"""A program's own inputs -> what each is in the signature."""
 
 
 def require_whole_pools(program: ExportedProgram, signature: GraphSignature) -> None:
     """UnsupportedError unless the cache ops get the graph's own pools, each with its own table."""
     symbols = _symbols(program, signature)
-    for spec, given in _cache_ops(program):
+    for spec, given in _cache_ops(program.graph):
         what = f"{spec.name} of layer {given['layer']}"
         pool = symbols.get(given["kv_blocks"])
         if pool is None or pool.kind != "buffer":
@@ -39,7 +43,7 @@ def require_whole_pools(program: ExportedProgram, signature: GraphSignature) -> 
                 f"{what}: kv_blocks: expected a pool of the graph's inputs, got "
                 f"{pool.name if pool else given['kv_blocks'].target}"
             )
-        for operand in OF_ITS_LEAF:
+        for operand in OF_ITS_POOL:
             found = symbols.get(given.get(operand))
             expected = pool.name.removesuffix("kv_blocks") + operand
             if found is not None and found.name != expected:
@@ -48,35 +52,23 @@ def require_whole_pools(program: ExportedProgram, signature: GraphSignature) -> 
                 )
 
 
-def require_stored(program: ExportedProgram, signature: GraphSignature, plan: CachePlan) -> None:
-    """UnsupportedError unless every layer is stored before it is attended to, with V as wide as the
-    params say; for a padded cache, unless K and V are written at all."""
-    symbols = _symbols(program, signature)
-    if plan.strategy is KVCacheStrategy.PADDED:
-        written = set(_written(program))
-        for node, symbol in symbols.items():
-            if symbol.kind == "buffer" and node not in written:
-                raise UnsupportedError(
-                    f"{symbol.name}: expected a module that writes its new tokens, got one that "
-                    "never does"
-                )
-        return
+def require_stored(graph: Graph) -> None:
+    """UnsupportedError unless each fused op fits, and its layer is stored before it is read."""
     stored = set()
-    for spec, given in _cache_ops(program):
-        leaf = symbols[given["kv_blocks"]].name.rpartition(".")[0]
-        where = f"layer {given['layer']} of leaf {leaf!r}"
-        _require_operands(where, spec, given)
+    for spec, given in _cache_ops(graph):
+        where = f"layer {given['layer']}"
+        _require_fits(where, spec, given)
+        layer = given["kv_blocks"], given["layer"]
         if given["k"] is not None:
-            stored.add((leaf, given["layer"]))
-        if (leaf, given["layer"]) not in stored:
+            stored.add(layer)
+        if layer not in stored:
             raise UnsupportedError(
                 f"{where}: expected a store_kv of its new tokens before its paged_attention, got "
                 "none: pages would be read that nothing wrote"
             )
-        _require_width(where, given, plan.params.leaves[leaf])
 
 
-def _require_operands(where: str, spec: OpSpec, given: dict[str, Any]) -> None:
+def _require_fits(where: str, spec: OpSpec, given: Mapping[str, Any]) -> None:
     """What fits a store and an attention apart need not fit the op that they became."""
     values = {n: value(each) if isinstance(each, Node) else each for n, each in given.items()}
     try:
@@ -85,33 +77,50 @@ def _require_operands(where: str, spec: OpSpec, given: dict[str, Any]) -> None:
         raise UnsupportedError(f"{where}: {error}") from error
 
 
-def _require_width(where: str, given: dict[str, Any], leaf: KVCacheParams) -> None:
-    found = given["v_head_dim"] or leaf.head_dim
-    if found != leaf.v_head_dim:
-        raise UnsupportedError(
-            f"{where}: v_head_dim: expected {leaf.v_head_dim} from the cache's params, got {found} "
-            "from its attention"
-        )
+def require_planned(program: ExportedProgram, signature: GraphSignature, plan: CachePlan) -> None:
+    """UnsupportedError unless V is as wide as the params say, and padded caches are written."""
+    symbols = _symbols(program, signature)
+    if plan.strategy is KVCacheStrategy.PADDED:
+        _require_written(program.graph, symbols)
+        return
+    for _, given in _cache_ops(program.graph):
+        path = symbols[given["kv_blocks"]].name.rpartition(".")[0]
+        leaf = plan.params.leaves[path]
+        found = given["v_head_dim"] or leaf.head_dim
+        if found != leaf.v_head_dim:
+            raise UnsupportedError(
+                f"layer {given['layer']} of leaf {path!r}: v_head_dim: expected {leaf.v_head_dim} "
+                f"from the cache's params, got {found} from its attention"
+            )
 
 
-def _symbols(program: ExportedProgram, signature: GraphSignature) -> dict[Any, TensorType]:
-    """The program's own inputs -> what each is in the signature."""
+def _require_written(graph: Graph, symbols: Symbols) -> None:
+    written = set(_written(graph))
+    for node, symbol in symbols.items():
+        if symbol.kind == "buffer" and node not in written:
+            raise UnsupportedError(
+                f"{symbol.name}: expected a module that writes its new tokens, got one that never "
+                "does"
+            )
+
+
+def _symbols(program: ExportedProgram, signature: GraphSignature) -> Symbols:
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     users = program.graph_signature.user_inputs
     return {nodes[str(u)]: s for u, s in zip(users, signature.inputs, strict=True)}
 
 
-def _cache_ops(program: ExportedProgram) -> Iterator[tuple[OpSpec, dict[str, Any]]]:
+def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, Any]]]:
     """Each cache op with its inputs and attributes, in order."""
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         if node.target in SPECS:
             spec = SPECS[node.target]
             yield spec, arguments(spec, node)
 
 
-def _written(program: ExportedProgram) -> Iterator[Node]:
+def _written(graph: Graph) -> Iterator[Node]:
     """Inputs that some op writes, through views too."""
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         for argument, given in _schema_arguments(node):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield _base(given)
@@ -119,10 +128,16 @@ def _written(program: ExportedProgram) -> Iterator[Node]:
 
 def _base(node: Node) -> Node:
     """What a chain of views is of."""
-    while (schema := getattr(node.target, "_schema", None)) and schema.returns[0].alias_info:
+    while _is_view(node):
         assert isinstance(node.args[0], Node)
         node = node.args[0]
     return node
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    aliases = schema is not None and any(result.alias_info for result in schema.returns)
+    return aliases or node.target is operator.getitem
 
 
 def _schema_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
