@@ -232,9 +232,9 @@ def emit_torch_export(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.export import Dim as ExportDim
 
-    bases = list(dict.fromkeys(d.partition(" + ")[0] for s in symbols for d in s.symbolic_dims))
-    sizes = {name: 3 + 2 * i for i, name in enumerate(bases)}
-    dims = {name: ExportDim(name, min=1, max=MAX_EXTENTS.get(name)) for name in bases}
+    names = list(dict.fromkeys(name for s in symbols for name in s.symbolic_dims))
+    sizes = {name: 3 + 2 * i for i, name in enumerate(names)}
+    dims = {name: ExportDim(name, min=1, max=MAX_EXTENTS.get(name)) for name in names}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         tensors = tuple(torch.empty(s.extents(sizes), dtype=_torch_dtype(s)) for s in symbols)

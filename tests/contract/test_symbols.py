@@ -117,6 +117,11 @@ def test_tensorrt_profile(signature: GraphSignature) -> None:
         signature.to_tensorrt_profile(SIZES, SIZES | {"batch_size": 8}, SIZES)
     with pytest.raises(BindingError, match="tokens: expected an extent for dim 'total_seq_len'"):
         signature.to_tensorrt_profile({}, SIZES, SIZES)
+    assert set(SIZES) == {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
+    derived = SIZES | {"batch_size + 1": 99}  # follows batch_size, whatever is said of it
+    assert (
+        signature.to_tensorrt_profile(derived, derived, derived)["input_row_offsets"] == ((2,),) * 3
+    )
 
 
 def test_binding_gives_one_extent_per_dim(signature: GraphSignature) -> None:

@@ -66,7 +66,7 @@ def require_module(name: str) -> str:
 
 def profiles_of(signature: GraphSignature, max_seq_len: int) -> list[ProfileInfo]:
     """One for decode steps (a token a row), one for anything: prefill, chunks, mixed rows."""
-    names = {d.partition(" + ")[0] for s in signature.inputs for d in s.symbolic_dims}
+    names = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
     tokens = min(MAX_TOKENS, MAX_ROWS * max_seq_len)
     width = ceildiv(max_seq_len, _page_size(signature))
     ranges = {BATCH_SIZE: MAX_ROWS, NUM_LOGITS: MAX_ROWS, NUM_STEPS: MAX_STEPS}
