@@ -17,6 +17,7 @@ from kvgraph.compiler.cache import (
     require_target,
 )
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
+from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
     POOL_DTYPES,
@@ -25,6 +26,7 @@ from kvgraph.contract.params import (
     KVCacheStrategy,
 )
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
@@ -43,6 +45,8 @@ DEFAULT_REASON = {
 }
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128
+DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
+"""Of a step, in the profiles of backend tensorrt."""
 
 Progress = Callable[[str], None]
 
@@ -61,6 +65,8 @@ def compile(
     params: KVCacheParams | MultiKVCacheParams | None = None,
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
+    max_batch: int | None = None,
+    max_tokens: int | None = None,
     force: bool = False,
     progress: Progress = lambda stage: None,
 ) -> Manifest:
@@ -70,9 +76,10 @@ def compile(
     layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
     for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
     (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
-    nn.Module needs `params`, `vocab_size` and `max_seq_len`. The cache is described by a
-    NullKVCacheManager on a virtual device: no KV memory is allocated, and any pool size can be
-    bound later. `out` appears whole or not at all.
+    nn.Module needs `params`, `vocab_size` and `max_seq_len`. `max_batch` and `max_tokens` bound a
+    step's rows and new tokens in the profiles of backend tensorrt (default: 256 and 8192); other
+    backends have no bounds. The cache is described by a NullKVCacheManager on a virtual device: no
+    KV memory is allocated, and any pool size can be bound later. `out` appears whole or not at all.
 
     Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
     """
@@ -82,6 +89,7 @@ def compile(
     if params is not None:
         require_target(params, parsed)
         require_page_size(params.page_size)
+    bounds = _bounds(backend, max_batch, max_tokens)
     why = f", the default for {parsed.kind}: {DEFAULT_REASON[parsed.kind]}" if is_default else ""
     emit.require_free(out, force=force)
 
@@ -115,7 +123,7 @@ def compile(
 
     with emit.staging(out, force=force) as folder:
         progress(f"lowering to {backend}{why}")
-        lowering = _lowering(backend, parsed, weights, progress)
+        lowering = _lowering(backend, parsed, weights, bounds, progress)
         lowered = _lower(lowering, loaded, signature, plan, folder)
         progress("writing the artifact")
         return emit.emit(
@@ -168,6 +176,29 @@ def require_page_size(page_size: int) -> None:
         raise UnsupportedError(
             f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
         )
+
+
+def _bounds(backend: str, max_batch: int | None, max_tokens: int | None) -> tuple[int, int]:
+    """Rows and new tokens of a step at most, the defaults filled in.
+
+    UnsupportedError for one that is out of range, or given to a backend that bounds no step.
+    """
+    for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens)):
+        if value is not None and backend != "tensorrt":
+            raise UnsupportedError(
+                f"{name}: expected none for backend {backend}, whose graph takes steps of any "
+                f"size, got {value}"
+            )
+    if max_batch is not None:
+        _require_range("max_batch", max_batch, 1, MAX_EXTENTS[BATCH_SIZE])
+    tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    _require_range("max_tokens", tokens, max_batch or 1, MAX_EXTENTS[TOTAL_SEQ_LEN])
+    return min(DEFAULT_MAX_BATCH, tokens) if max_batch is None else max_batch, tokens
+
+
+def _require_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UnsupportedError(f"{name}: expected {least} to {most}, got {value}")
 
 
 def check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
@@ -285,13 +316,17 @@ def _lower(lower: Callable[..., Any], model: Model, *given: Any) -> Any:
 
 
 def _lowering(
-    backend: str, target: Target, weights: str | None, progress: Progress
+    backend: str,
+    target: Target,
+    weights: str | None,
+    bounds: tuple[int, int],
+    progress: Progress,
 ) -> Callable[..., Any]:
     weight_bits = WEIGHT_BITS.get(weights or "")
     if backend == "tensorrt":
         from kvgraph.compiler.targets import tensorrt
 
-        return partial(tensorrt.lower, archs=target.archs, progress=progress)
+        return partial(tensorrt.lower, archs=target.archs, bounds=bounds, progress=progress)
     if target.kind == "cuda" and backend == "onnx":
         from kvgraph.compiler.targets import onnx_cuda
 

@@ -15,9 +15,11 @@ from kvgraph.contract.dims import (
     BATCH_SIZE,
     MAX_NUM_PAGES,
     MAX_SEQ_LEN,
+    NUM_LOGITS,
     NUM_PAGE_SLOTS,
     NUM_SLOTS,
     NUM_STEPS,
+    TOTAL_SEQ_LEN,
     Dim,
     TensorType,
 )
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 MAX_EXTENTS: Mapping[str, int] = {
     BATCH_SIZE: 4096,
-    "total_seq_len": 1 << 20,
-    "num_logits": 1 << 20,
+    TOTAL_SEQ_LEN: 1 << 20,
+    NUM_LOGITS: 1 << 20,
     NUM_STEPS: 1 << 16,
 }
 """Upper bounds that an exported program may assume; a dim not listed is unbounded."""

@@ -71,9 +71,13 @@ def lower(
     folder: Path,
     *,
     archs: Sequence[str],
+    bounds: tuple[int, int],
     progress: Callable[[str], None],
 ) -> Lowered:
-    """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`."""
+    """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`.
+
+    `bounds`: rows and new tokens of a step at most.
+    """
     require_module(RTX)
     program, reports = export_fused(model, signature, plan, return_buffers=True)
     attention = attention_of_nodes(program, signature, plan)
@@ -89,7 +93,7 @@ def lower(
     lowered.engine = build_engine(
         folder,
         signature,
-        profiles_of(signature, model.max_seq_len),
+        profiles_of(signature, model.max_seq_len, *bounds),
         [] if tuple(archs) == (PORTABLE,) else list(archs),
     )
     log = {"compile_seconds": seconds, "engine_seconds": round(time.perf_counter() - start, 3)}
