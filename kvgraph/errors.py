@@ -11,7 +11,7 @@
     |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
     |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
     |- TransferError (RuntimeError)          pages that another engine refused, or did not get
-    |- KernelError (RuntimeError)            a native kernel refused its operands
+    |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
     `- MissingDependencyError (ImportError)  an optional package is not installed
 
@@ -73,7 +73,7 @@ class TransferError(KVGraphError, RuntimeError):
 
 
 class KernelError(KVGraphError, RuntimeError):
-    """A native kernel refused its operands."""
+    """An op refused its operands: its kernel at a step, or its fake where a model is traced."""
 
 
 class DeviceError(KVGraphError, RuntimeError):

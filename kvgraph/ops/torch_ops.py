@@ -91,7 +91,10 @@ def _results(spec: OpSpec, inputs: Tensors, attributes: Mapping[str, Any]) -> li
         )
     if spec is LINEAR:
         widths = [max(attributes.get(str(out.dims[-1])) or 0, 0) for out in spec.results]
-        return [first.new_empty((first.shape[0] if w else 0, w)) for w in widths]
+        return [
+            first.new_empty((first.shape[0] if width or not out.optional else 0, width))
+            for out, width in zip(spec.results, widths, strict=True)
+        ]
     rows, heads, head_dim = first.shape
     width = attributes.get("v_head_dim") or head_dim
     return [first.new_empty((rows, heads, width if width > 0 else head_dim))]

@@ -187,6 +187,11 @@ REFUSED: dict[str, tuple[dict[str, float], dict[int, Any], str]] = {
         {},
         "linear: weight: dim num_panels: expected 3 for out_features, got 1",
     ),
+    "negative width": (
+        {"out_features": -1},
+        {},
+        "linear: out_features: expected at least 0, got -1",
+    ),
     "no scales": ({}, {2: None}, "linear: scales: expected some for 8 bits, got none"),
     "multipliers": (
         {},

@@ -95,6 +95,8 @@ REFUSALS: list[tuple[str, Case, Change, str]] = [
     ("causal", BASE, attribute("causal", 2), "causal: expected 0 or 1, got 2"),
     ("v-head-dim", Case("paged_attention"), attribute("v_head_dim", 65),
      "v_head_dim: expected at most head_dim 64, got 65"),
+    ("v-head-dim-negative", Case("paged_attention"), attribute("v_head_dim", -1),
+     "v_head_dim: expected at most head_dim 64, got -1"),
     ("v-head-dim-of-v", BASE, attribute("v_head_dim", 32),
      "out: dim v_head_dim: expected 64 as v has it, got 32"),
     ("rope-style", BASE, attribute("rope_style", 2), "rope_style: expected 0 .* or 1 .*, got 2"),
