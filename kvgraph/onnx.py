@@ -31,9 +31,10 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
 
     Each `store_kv` and the `paged_attention` behind it become an `update_and_attend` that takes
     the pool and hands it on. Pools `[num_page_slots, 2, L, S, K, D]`, and their `kv_scales`, become
-    outputs behind the program's own, in the order of the inputs. `program` comes from
-    `torch.export.export`, without decompositions. UnsupportedError: it has no cache ops, a store
-    without its attention or the other way round, or a pool that is not one of its inputs.
+    outputs behind the program's own, in the order of the inputs. Tensors of indices become int64,
+    as ONNX asks. `program` comes from `torch.export.export`, without decompositions.
+    UnsupportedError: it has no cache ops, a store without its attention or the other way round, or
+    a pool that is not one of its inputs.
     """
     from kvgraph.compiler.lower_caches import lower_caches
 

@@ -36,7 +36,7 @@ class Decoder(nn.Module):
         for i in range(self.layers * self.caches):
             own = cache[i % self.caches * fields :][:fields]
             x = x + self.layer(i // self.caches, x, offsets, *own)
-        return x[logits_indices.long()] @ self.embed.weight.T
+        return x[logits_indices] @ self.embed.weight.T
 
     def layer(
         self,

@@ -136,6 +136,12 @@ def plan_cache(
     return CachePlan(params, tuple(refs))
 
 
+def as_paged(plan: CachePlan) -> CachePlan:
+    """The same layers over pages. The plan is of a single cache, as padded ones are."""
+    (leaf,) = plan.params.leaves.values()
+    return replace(plan, params=replace(leaf, cache_strategy=KVCacheStrategy.PAGED))
+
+
 def _leaf_names(groups: Sequence[LayerNeed]) -> dict[LayerNeed, str]:
     """Names by kind, "full" and "sliding", where they differ in it; numbered where they do not."""
     if len(groups) == 1:

@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.model import Model
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import (
@@ -28,9 +27,11 @@ from kvgraph.contract.manifest import (
     write_manifest,
 )
 from kvgraph.contract.plain import to_json
-from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
 from kvgraph.ops.header import ABI_VERSION
+
+if TYPE_CHECKING:
+    from kvgraph.compiler.trace import Traced
 
 REPLACED = "replaced"
 """Where the artifact that `--force` replaces waits until the new one is in its place."""
@@ -116,9 +117,7 @@ def _files(folder: Path) -> list[str]:
 def emit(
     folder: Path,
     *,
-    model: Model,
-    plan: CachePlan,
-    signature: GraphSignature,
+    traced: Traced,
     lowered: Lowered,
     target: Target,
     backend: str,
@@ -126,6 +125,7 @@ def emit(
     notes: list[str],
 ) -> Manifest:
     """Copy the model's travelling files, hash everything, write the manifest."""
+    model, signature = traced.model, traced.signature
     for name, source in model.files.items():
         shutil.copyfile(source, folder / name)
     files = hash_all(folder)
@@ -135,7 +135,7 @@ def emit(
         op_abi_version=ABI_VERSION,
         model=ModelInfo(
             model.architecture,
-            _model_identity(model, files["weights.safetensors"]),
+            _model_identity(traced, files["weights.safetensors"]),
             model.vocab_size,
             model.max_seq_len,
             list(model.eos_token_ids),
@@ -145,10 +145,10 @@ def emit(
         target=str(target),
         dtype=model.dtype,
         weights=weights,
-        layout=plan.params.layout_dict(),
+        layout=traced.plan.params.layout_dict(),
         inputs=[Binding.of(symbol) for symbol in signature.inputs],
         outputs=[Binding.of(symbol, output=True) for symbol in signature.outputs],
-        layers=list(plan.layers),
+        layers=list(traced.plan.layers),
         ops=lowered.ops,
         passes=[PassEntry(r.name, r.applied, r.unmatched) for r in lowered.passes],
         notes=[*notes, *lowered.notes],
@@ -161,6 +161,9 @@ def emit(
     return manifest
 
 
-def _model_identity(model: Model, weights: FileEntry) -> str:
-    parts = [model.architecture, model.fingerprint.hex(), weights.chunks]
-    return hashlib.sha256(to_json(parts)).hexdigest()
+def _model_identity(traced: Traced, weights: FileEntry) -> str:
+    """Of everything that decides a page's content beside its layout: the program and the weights.
+
+    Equal in every process, pool and rank that runs the artifact.
+    """
+    return hashlib.sha256(to_json([traced.digest.hex(), weights.chunks])).hexdigest()

@@ -1,61 +1,143 @@
-"""Signature -> torch.export: one program for every batch, length and pool size."""
+"""Signature -> torch.export: one program for every batch, length and pool size.
+
+Decision: a module is exported with torch's own settings first. They take ordinary module code
+(`.contiguous()` on a slice), and may decide that a dim is not 1; such a program says so in its
+guards and is exported again with `symbolic_batch`, which leaves the question open. Where that fails
+(a module that has both), the first program is taken without its guards, if a step of one token
+gives what the module gives.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
+import io
 from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
+from kvgraph.compiler.trace_errors import call_refused, refusal
+from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.errors import UnsupportedError
+from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
+
+REPORTING = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
 @contextlib.contextmanager
 def symbolic_batch() -> Iterator[None]:
     """Keep a dim of extent 1 symbolic, and torch's own deprecation warnings quiet.
 
-    Without it, a graph traced at batch 3 fails at batch 1 on a guard that no range shows
-    (torch 2.13). Lowering the program needs the same setting.
+    A program that was traced at batch 3 may else fail at batch 1 (torch 2.13). Lowering a program
+    needs the same setting.
     """
     from torch.fx.experimental import _config
 
     patch = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    with patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with patch, quiet_warnings():
         yield
 
 
 def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> ExportedProgram:
-    """Export `model` over `signature`, every symbolic dim dynamic.
+    """Export `model` over `signature`, every symbolic dim dynamic and at least 1.
 
     The example inputs are fake: no KV memory is allocated, whatever the pool's size. With
     `return_buffers` the mutated buffers are outputs behind the logits (functional backends).
-    UnsupportedError: torch.export cannot trace the model with dynamic dims.
+    Logits in another floating type become float32.
+    UnsupportedError: torch.export cannot trace the model with dynamic dims; with the line of the
+    module at which it refused.
     """
     buffers = [i for i, s in enumerate(signature.inputs) if s.kind == "buffer"]
-    examples, shapes = signature.to_torch_export()
-    with (
-        _positional(model.module, buffers if return_buffers else []),
-        symbolic_batch(),
-        torch.no_grad(),
-    ):
-        try:
-            program = torch.export.export(
-                model.module, examples, dynamic_shapes=(shapes,), strict=False
-            )
-        except Exception as error:
-            lines = (str(error).strip() or type(error).__name__).splitlines()
-            raise UnsupportedError(
-                f"architecture {model.architecture!r}: torch.export cannot trace it with dynamic "
-                f"rows and tokens: {lines[0]}"
-            ) from error
+    with _positional(model.module, buffers if return_buffers else []), torch.no_grad():
+        program = _trace(model, signature)
     _require_logits(program, signature)
     return program
+
+
+def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
+    """See the decision above. UnsupportedError where no program fits all extents."""
+    refused: list[Exception] = []
+    guarded: list[ExportedProgram] = []
+    for settings in (quiet_warnings, symbolic_batch):
+        with settings():
+            try:
+                program = _export(model.module, signature)
+            except KernelError as error:
+                raise call_refused(model, error) from error
+            except KVGraphError:
+                raise
+            except Exception as error:
+                refused.append(error)
+                continue
+        if _admits_ones(program, signature):
+            return program
+        guarded.append(program)
+    if guarded and _agrees_at_ones(guarded[0], model.module, signature):
+        guarded[0]._guards_code = []
+        return guarded[0]
+    raise refusal(model, refused, lambda: _export(model.module, signature))
+
+
+def _export(module: nn.Module, signature: GraphSignature) -> ExportedProgram:
+    examples, shapes = signature.to_torch_export()
+    reports = contextlib.redirect_stderr(io.StringIO())  # of a trace that fails
+    with _restored(module), quiet_loggers(*REPORTING), reports:
+        return torch.export.export(module, examples, dynamic_shapes=(shapes,), strict=False)
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Attributes and buffers that a trace sets are as before: its values are fake."""
+    before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes, buffers in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+
+
+def _admits_ones(program: ExportedProgram, signature: GraphSignature) -> bool:
+    """Whether no guard of the program rules out a batch of one row with one token."""
+    inputs = [torch.empty(s.extents(_ones(signature)), device="meta") for s in signature.inputs]
+    scope = {"L": {"inputs": inputs}, "torch": torch}
+    return all(eval(guard, scope) for guard in program._guards_code)
+
+
+def _agrees_at_ones(program: ExportedProgram, module: nn.Module, signature: GraphSignature) -> bool:
+    """Whether program and module give the same logits for one token of one row, at any rate."""
+    if any(isinstance(value, FakeTensor) for value in module.state_dict().values()):
+        return False
+    run = program.module(check_guards=False)
+    try:
+        found, expected = (step(*_one_token(signature))[0] for step in (run, module.forward))
+    except Exception:  # one of them runs on more rows only
+        return False
+    return bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True))
+
+
+def _one_token(signature: GraphSignature) -> list[torch.Tensor]:
+    """Inputs of a step over an empty cache; fields that are left out here are zeros."""
+    values = {"input_row_offsets": [0, 1], "max_lengths": [[1, 1]]}
+    made = []
+    for symbol in signature.inputs:
+        dtype = getattr(torch, symbol.dtype)
+        zeros = torch.zeros(symbol.extents(_ones(signature)), dtype=dtype)
+        given = values.get(symbol.name.rpartition(".")[2])
+        made.append(zeros if given is None else torch.tensor(given, dtype=dtype))
+    return made
+
+
+def _ones(signature: GraphSignature) -> dict[str, int]:
+    """An extent of 1 for each dim; a pool has two pages, of which the last is the null page."""
+    dims = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
+    return {dim: 2 if dim.endswith((NUM_PAGE_SLOTS, NUM_SLOTS)) else 1 for dim in dims}
 
 
 def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None:
@@ -75,12 +157,17 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
 def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
     """`module.forward` over positional inputs, which also returns the inputs at `returned`.
 
+    Logits of a floating type are float32, whatever the module computes in.
+
     The module is not wrapped, so parameters keep its own names.
     """
     forward = module.forward
 
     def positional(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (forward(*inputs), *(inputs[i] for i in returned))
+        logits = forward(*inputs)
+        if isinstance(logits, torch.Tensor) and logits.is_floating_point():
+            logits = logits.float()
+        return (logits, *(inputs[i] for i in returned))
 
     module.forward = positional
     try:

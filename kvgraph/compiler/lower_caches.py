@@ -22,6 +22,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
 from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.compiler.passes.require_stored import require_stored
 from kvgraph.compiler.passes.thread_pool import thread_pool
+from kvgraph.compiler.passes.wide_indices import wide_indices
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import UPDATE_AND_ATTEND
 
@@ -37,6 +38,7 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
     require_stored(graph)
     _return(lowered, pools)
     thread_pool(graph)
+    wide_indices(graph)
     name_outputs(lowered)
     graph.lint()
     lowered.graph_module.recompile()

@@ -32,8 +32,6 @@ class Model:
     max_seq_len: int
     dtype: str
     place: Callable[[CachePlan], None] = lambda plan: None
-    fingerprint: bytes = b""
-    """What identifies the model beside its weights: its configuration."""
     files: dict[str, Path] = field(default_factory=dict)
     """Files that travel unchanged into the artifact: name there -> path here."""
     eos_token_ids: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from kvgraph.compiler.cache import (
     pool_types,
     require_target,
 )
+from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.manifest import Manifest
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kvgraph.compiler.model import Model
+    from kvgraph.compiler.trace import Traced
 
 BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch", "tensorrt", "onnx")}
 """Kind of target -> its backends, the default first."""
@@ -65,6 +67,9 @@ def compile(
     params: KVCacheParams | MultiKVCacheParams | None = None,
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
+    tokenizer: str | Path | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    bos_token_id: int | None = None,
     max_batch: int | None = None,
     max_tokens: int | None = None,
     force: bool = False,
@@ -76,10 +81,12 @@ def compile(
     layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
     for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
     (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
-    nn.Module needs `params`, `vocab_size` and `max_seq_len`. `max_batch` and `max_tokens` bound a
-    step's rows and new tokens in the profiles of backend tensorrt (default: 256 and 8192); other
-    backends have no bounds. The cache is described by a NullKVCacheManager on a virtual device: no
-    KV memory is allocated, and any pool size can be bound later. `out` appears whole or not at all.
+    nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
+    tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
+    `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
+    new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
+    bounds. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
+    allocated, and any pool size can be bound later. `out` appears whole or not at all.
 
     Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
     """
@@ -97,7 +104,8 @@ def compile(
     weightless = parsed.kind == "cuda" and backend == "torch"
     check_weights(weights, parsed, dtype)
     float32 = in_float32(parsed, backend, weights)
-    loaded, notes = _load(model, float32, dtype, vocab_size, max_seq_len, weightless)
+    text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
+    loaded, notes = _load(model, float32, dtype, vocab_size, max_seq_len, weightless, text)
     if float32 and weights is None:
         weights = default_weights(loaded.stored_dtype)
 
@@ -121,16 +129,17 @@ def compile(
     if parsed.kind == "cuda":
         _require_kernels(plan, parsed, backend)
 
+    from kvgraph.compiler.trace import trace
+
     with emit.staging(out, force=force) as folder:
         progress(f"lowering to {backend}{why}")
+        traced = trace(loaded, signature, plan, functional=backend != "torch")
         lowering = _lowering(backend, parsed, weights, bounds, progress)
-        lowered = _lower(lowering, loaded, signature, plan, folder)
+        lowered = _lower(lowering, traced, folder)
         progress("writing the artifact")
         return emit.emit(
             folder,
-            model=loaded,
-            plan=plan,
-            signature=signature,
+            traced=traced,
             lowered=lowered,
             target=parsed,
             backend=backend,
@@ -236,6 +245,7 @@ def _load(
     vocab_size: int | None,
     max_seq_len: int | None,
     weightless: bool,
+    text: Mapping[str, Any],
 ) -> tuple[Model, list[str]]:
     """The model in a dtype that the backend computes in, and what was converted.
 
@@ -248,7 +258,9 @@ def _load(
     from kvgraph.compiler.frontends import huggingface, module
 
     if not isinstance(model, str | Path):
-        loaded = module.load(model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype)
+        loaded = module.load(
+            model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype, **text
+        )
         if float32 and loaded.dtype != "float32":
             raise UnsupportedError(
                 "dtype: expected float32 activations for backend onnx on cpu and for packed "
@@ -256,6 +268,12 @@ def _load(
             )
         return loaded, []
     folder = Path(model)
+    given = [name for name, value in text.items() if value is not None]
+    if given:
+        raise UnsupportedError(
+            f"{given[0]}: expected None for a model folder, which has its own, got "
+            f"{text[given[0]]!r}"
+        )
     wanted = dtype or huggingface.checkpoint_dtype(folder)
     if float32 and wanted != "float32":
         note = (
@@ -300,18 +318,18 @@ def _plan_cache(
     )
 
 
-def _lower(lower: Callable[..., Any], model: Model, *given: Any) -> Any:
+def _lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
     import torch.onnx
 
     try:
-        return lower(model, *given)
+        return lower(traced, folder)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise UnsupportedError(
-            f"architecture {model.architecture!r}: expected operators that the onnx exporter has, "
-            f"got one that it has not: {str(cause).splitlines()[0]}"
+            f"architecture {traced.model.architecture!r}: expected operators that the onnx "
+            f"exporter has, got one that it has not: {str(cause).splitlines()[0]}"
         ) from error
 
 

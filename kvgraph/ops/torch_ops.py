@@ -146,7 +146,7 @@ def check_call(spec: OpSpec, given: Mapping[str, Any]) -> list[torch.Tensor]:
     attributes = {a.name: given[a.name] for a in spec.attributes}
     results = _results(spec, inputs, attributes)
     operands = [*inputs.values(), *_outputs(spec, inputs, results)]
-    check(spec, [_described(tensor) for tensor in operands], attributes, differ=_known_to_differ)
+    check(spec, [_described(tensor) for tensor in operands], attributes, differ=known_to_differ)
     for name in spec.mutated:
         _require_dense(spec, name, inputs[name])
     return results
@@ -156,7 +156,7 @@ def _described(tensor: torch.Tensor | None) -> Described:
     return None if tensor is None else (_dtype(tensor), tuple(tensor.shape))
 
 
-def _known_to_differ(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+def known_to_differ(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Whether two extents differ for every value of their symbols; asking adds no guard."""
     if type(a) is int and type(b) is int:
         return a != b
@@ -171,7 +171,7 @@ def _require_dense(spec: OpSpec, name: str, tensor: torch.Tensor | None) -> None
         return
     step: int | torch.SymInt = 1
     for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if _known_to_differ(extent, 1) and _known_to_differ(stride, step):
+        if known_to_differ(extent, 1) and known_to_differ(stride, step):
             raise _strided(spec, name, tensor)
         step = step * extent
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import TINY_LLAMA
 from torch import nn
 
 import kvgraph
@@ -18,19 +20,12 @@ VOCAB = 32
 
 
 class Decoder(nn.Module):
-    """One layer; `between` runs after the store and before the attention.
+    """One layer; `between` runs after the store and before the attention."""
 
-    `changes`: operand -> what the cache ops get instead of it; attribute -> its value; `store`
-    False: nothing is stored.
-    """
-
-    def __init__(
-        self, vocab: int = VOCAB, dtype: torch.dtype = torch.float32, **changes: Any
-    ) -> None:
+    def __init__(self, vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, 32, dtype=dtype)
         self.qkv = nn.Linear(32, 64, dtype=dtype)
-        self.changes = changes
 
     def between(self, pool: torch.Tensor) -> None: ...
 
@@ -40,23 +35,53 @@ class Decoder(nn.Module):
         lengths, table, most = index
         x = self.embed(tokens)
         q, k, v = self.qkv(x).view(x.shape[0], -1, 8).split((4, 2, 2), dim=1)
-        changed = {"q": q, "k": k, "v": v, "pool": pool, "table": table}
-        changed |= {n: self.changes[n](t) for n, t in changed.items() if n in self.changes}
-        q, k, v, pool, table = changed.values()
-        given = {"layer": 0, "scale": 0.3} | {
-            n: a for n, a in self.changes.items() if n not in (*changed, "store")
-        }
-        if self.changes.get("store", True):
-            ops.store_kv(pool, k, v, offsets, lengths, table, layer=given["layer"])
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
         self.between(pool)
-        out = ops.paged_attention(q, pool, offsets, lengths, table, most, **given)
-        x = x + out.reshape(x.shape[0], -1).sum(-1, keepdim=True)
-        return x[logits_indices.long()] @ self.embed.weight.T
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
+        return (x + out.reshape(x.shape[0], -1))[logits_indices.long()] @ self.embed.weight.T
 
 
 class Meddler(Decoder):
     def between(self, pool: torch.Tensor) -> None:
         pool.mul_(2)
+
+
+class Rounded(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return super().forward(*inputs).long()
+
+
+CUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "split": lambda h: h.view(-1, 8, 8).split((4, 2, 2), 1),
+    "slice": lambda h: (h.view(-1, 8, 8)[:, a:b] for a, b in ((0, 4), (4, 6), (6, 8))),
+    "reshape": lambda h: (h[:, a:b].reshape(-1, (b - a) // 8, 8) for a, b in SPANS),
+    "view": lambda h: (h[:, a:b].view(-1, (b - a) // 8, 8) for a, b in SPANS),
+    "transpose": lambda h: (
+        x.transpose(0, 1) for x in h.view(-1, 8, 8).transpose(0, 1).split((4, 2, 2))
+    ),
+}
+SPANS = ((0, 32), (32, 48), (48, 64))
+
+
+class Cut(Decoder):
+    """q, k and v as ordinary code takes them from one projection; rows found by the offsets."""
+
+    def __init__(self, cut: str, dense: bool) -> None:
+        super().__init__()
+        self.cut, self.dense = CUTS[cut], dense
+        self.order = nn.Embedding(64, 32)
+
+    def forward(
+        self, tokens: Any, offsets: Any, logits_indices: Any, pool: Any, *index: Any
+    ) -> torch.Tensor:
+        lengths, table, most = index
+        at = torch.arange(tokens.shape[0], dtype=torch.int32)
+        row = (at[:, None] >= offsets[None, 1:]).sum(-1)
+        x = self.embed(tokens) + self.order(at - offsets[row] + lengths[row])
+        q, k, v = (y.contiguous() if self.dense else y for y in self.cut(self.qkv(x)))
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
+        return (x + out.reshape(x.shape[0], -1))[logits_indices] @ self.embed.weight.T
 
 
 def compile_module(module: nn.Module, out: Path, **options: Any) -> Any:
@@ -79,11 +104,7 @@ def test_it_generates(tmp_path: Path) -> None:
             {"backend": "torch", "params": None},
             "params: expected KVCacheParams to compile an nn.Module, got None",
         ),
-        (
-            Decoder(dtype=torch.bfloat16),
-            {"backend": "torch"},
-            r"logits: expected float32 .*got bfl",
-        ),
+        (Rounded(), {}, r"logits: expected float32 .* from the signature, got int64 .* from the"),
         (Decoder(dtype=torch.bfloat16), {}, "expected float32 activations .*, got bfloat16"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
@@ -98,150 +119,100 @@ def test_what_does_not_fit_is_said(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("cut", CUTS)
+def test_ordinary_ways_to_cut_a_projection(cut: str, tmp_path: Path) -> None:
+    """Each with and without `.contiguous()`: the same tokens, at a batch of one token too."""
+    found = []
+    for dense in (False, True):
+        torch.manual_seed(3)
+        compile_module(Cut(cut, dense), tmp_path / "out", force=True)
+        engine = kvgraph.Engine(tmp_path / "out", num_pages=32)
+        prompts = [[1], [2, 3, 4, 5, 6]]
+        together = [done.token_ids for done in engine.generate(prompts)]
+        assert together == [engine.generate([prompt])[0].token_ids for prompt in prompts]
+        found.append(together)
+    assert found[0] == found[1]
+
+
+class Branches(Decoder):
+    def forward(self, tokens: Any, *rest: Any) -> torch.Tensor:
+        if tokens.shape[0] > 4:  # not known at compile time
+            tokens = tokens + 0
+        return super().forward(tokens, *rest)
+
+
+class Reads(Decoder):
+    def forward(self, tokens: Any, *rest: Any) -> torch.Tensor:
+        return super().forward(tokens + int(tokens.max()), *rest)
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("module", "why", "code"),
     [
-        ({"q": lambda q: q[:, :3]}, "q: dim num_heads: expected a multiple of the 2 kv .*, got 3"),
-        ({"q": lambda q: q[..., :4]}, "dim head_dim: expected 4 as q has it, got 8"),
+        (Branches(), "Not all values of total_seq_len", "if tokens.shape[0] > 4:"),
+        (Reads(), "Could not extract specialized integer", "tokens + int(tokens.max())"),
+    ],
+)
+def test_line_at_which_torch_refuses(
+    module: nn.Module, why: str, code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(kvgraph.UnsupportedError) as refused:
+        compile_module(module, tmp_path / "out")
+    message = str(refused.value)
+    assert f"torch.export cannot trace it with dynamic rows and tokens: {why}" in message
+    assert f", at {__file__}:" in message
+    assert code in message
+    assert "\n" not in message
+    assert capfd.readouterr().err == ""
+
+
+def test_logits_in_bfloat16(tmp_path: Path) -> None:
+    compile_module(Decoder(dtype=torch.bfloat16), tmp_path / "out", backend="torch")
+    done = kvgraph.Engine(tmp_path / "out", num_pages=16).generate([[1, 2, 3]])[0]
+    assert len(done.token_ids) == 61
+
+
+def test_a_module_brings_its_text_files(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    shutil.copy(TINY_LLAMA / "tokenizer.json", source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 5], "bos_token_id": 1}')
+    vocab = 2048
+    options = {"vocab_size": vocab, "tokenizer": source, "force": True}
+    manifest = compile_module(Decoder(vocab), tmp_path / "out", **options)
+    assert manifest.model.eos_token_ids == [3, 5]
+    assert manifest.model.bos_token_id == 1
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+    engine = kvgraph.Engine(tmp_path / "out", num_pages=16)
+    ending = kvgraph.SamplingParams(max_new_tokens=8)
+    assert engine.generate(["The import"], ending)[0].text
+    options |= {"tokenizer": source / "tokenizer.json", "eos_token_ids": (7,)}
+    assert compile_module(Decoder(vocab), tmp_path / "out", **options).model.eos_token_ids == [7]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tokenizer": "nowhere"}, kvgraph.ModelError, "nowhere: expected tokenizer.json or a fol"),
         (
-            {"q": lambda q: q.half()},
-            "layer 0: update_and_attend: k: expected dtype float16 of q, got",
+            {"eos_token_ids": [32]},
+            kvgraph.UnsupportedError,
+            "eos_token_ids: expected token ids below vocab_size=32, got 32",
         ),
-        ({"k": lambda k: k[:, :1]}, "store_kv: k: dim num_kv_heads: expected 2 as kv_blocks has i"),
-        ({"k": lambda k: k[1:], "v": lambda v: v[1:]}, "k: dim total_seq_len: expected .*, got "),
-        ({"v": lambda v: v[..., :4]}, "out: dim v_head_dim: expected 4 as v has it, got 8"),
         (
-            {"v": lambda v: v[..., :4], "v_head_dim": 4},
-            "layer 0 of leaf '': v_head_dim: expected 8 from the cache's params, got 4 from its",
-        ),
-        ({"table": lambda t: t.long()}, "lookup_table: expected dtype int32, got int64"),
-        ({"table": lambda t: t[0]}, "lookup_table: expected rank 2, got 1"),
-        (
-            {"pool": lambda p: p.clone()},
-            "store_kv of layer 0: kv_blocks: expected a pool of the .*",
-        ),
-        ({"pool": lambda p: p[:, :1]}, r"kv_blocks: dim kv_dim: expected 2 \(K, then V\), got 1"),
-        ({"pool": lambda p: p[:, :, :, ::2]}, "kv_blocks: expected a contiguous buffer to write"),
-        ({"v_head_dim": 99}, "v_head_dim: expected at most head_dim 8, got 99"),
-        ({"v_head_dim": -1}, "v_head_dim: expected at most head_dim 8, got -1"),
-        ({"softcap": -1.0}, "softcap: expected at least 0, and finite, got -1"),
-        ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
-        ({"window": -1}, "window: expected at least 0, got -1"),
-        ({"causal": 2}, "causal: expected 0 or 1, got 2"),
-        ({"layer": 99}, "layer: expected one of the 1 layers of kv_blocks, got 99"),
-        ({"layer": -1}, "layer: expected one of the 1 layers of kv_blocks, got -1"),
-        (
-            {"store": False},
-            "layer 0: expected a store_kv of its new tokens before its .*, got none",
+            {"bos_token_id": -1},
+            kvgraph.UnsupportedError,
+            "bos_token_id: expected token ids below vocab_size=32, got -1",
         ),
     ],
 )
-def test_calls_that_no_step_could_run_do_not_compile(
-    changes: dict[str, Any], message: str, tmp_path: Path
+def test_text_that_does_not_fit(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(kvgraph.UnsupportedError, match=message):
-        compile_module(Decoder(**changes), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(error, match=message):
+        compile_module(Decoder(), tmp_path / "out", **options)
 
 
-def on(*devices: kvgraph.Device, **changes: Any) -> kvgraph.KVCacheParams:
-    return replace(PARAMS, devices=devices, **changes)
-
-
-SM_90 = kvgraph.virtual_devices("cuda:sm_90")[0]
-
-
-@pytest.mark.parametrize(
-    ("target", "backend", "params", "message"),
-    [
-        *(
-            ("cuda:sm_86", backend, PARAMS, "expected devices of target 'cuda:sm_86', got cpu; pas")
-            for backend in ("torch", "onnx", "tensorrt")
-        ),
-        ("cuda:sm_86", None, on(SM_90), r"of target 'cuda:sm_86', got virtual cuda:0\(sm_90\); "),
-        ("cpu", None, on(SM_90), r"got virtual .*; pass devices=kvgraph.virtual_devices\('cpu'\)"),
-        ("cpu", None, on(kvgraph.Device("cpu"), SM_90, data_parallel_degree=2), "got virtual cuda"),
-        ("cpu", None, on(*[kvgraph.Device("cpu")] * 2), "one device per replica, got 2 shards"),
-        (
-            "cpu",
-            None,
-            replace(PARAMS, is_mla=True),
-            "is_mla: expected False to compile or run .*, ",
-        ),
-        (
-            "cpu",
-            None,
-            replace(PARAMS, page_size=65537),
-            "page_size: expected 1 to 65536 tokens fro",
-        ),
-    ],
-)
-def test_params_that_the_target_cannot_bind(
-    target: str, backend: str | None, params: kvgraph.KVCacheParams, message: str, tmp_path: Path
-) -> None:
-    trees = kvgraph.MultiKVCacheParams.from_params({"a": params, "b": params})
-    for given in (params, trees):
-        with pytest.raises(kvgraph.UnsupportedError, match=message):
-            compile_module(
-                Decoder(), tmp_path / "out", target=target, backend=backend, params=given
-            )
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "params",
-    [on(kvgraph.Device("cpu:3")), on(*[kvgraph.Device("cpu")] * 2, data_parallel_degree=2)],
-    ids=["device 3", "two replicas"],
-)
-def test_a_graph_is_for_one_shard_of_any_deployment(
-    params: kvgraph.KVCacheParams, tmp_path: Path
-) -> None:
-    manifest = compile_module(Decoder(), tmp_path / "out", params=params)
-    assert manifest.inputs == compile_module(Decoder(), tmp_path / "one").inputs
-    assert kvgraph.Engine(tmp_path / "out", num_pages=16).generate([[1, 2, 3]])[0].token_ids
-
-
-def test_a_layer_that_is_never_stored(tmp_path: Path) -> None:
-    two = replace(PARAMS, num_layers=2)
-    with pytest.raises(kvgraph.UnsupportedError, match="one update_and_attend for each of 2 layer"):
-        compile_module(Decoder(), tmp_path / "out", params=two)
-
-
-class Mixed(Decoder):
-    """Attends over the pool of cache a by the table of cache b."""
-
-    def forward(self, tokens: Any, offsets: Any, logits_indices: Any, *cache: Any) -> torch.Tensor:
-        pool, lengths, _, most, _, _, table, _ = cache
-        return super().forward(tokens, offsets, logits_indices, pool, lengths, table, most)
-
-
-def test_the_table_of_another_cache(tmp_path: Path) -> None:
-    params = kvgraph.MultiKVCacheParams.from_params({"a": PARAMS, "b": PARAMS})
-    message = "store_kv of layer 0: lookup_table: expected 'a.lookup_table' .*, got 'b.lookup_tabl"
-    with pytest.raises(kvgraph.UnsupportedError, match=message):
-        compile_module(Mixed(), tmp_path / "out", params=params)
-
-
-class Reader(nn.Module):
-    """Writes V of a padded cache, through a view, and K only where told."""
-
-    def __init__(self, *, k: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.k = k
-
-    def forward(
-        self, tokens: Any, offsets: Any, logits_indices: Any, k: Any, v: Any, *_: Any
-    ) -> torch.Tensor:
-        x = self.embed(tokens)
-        for cache in (k, v) if self.k else (v,):
-            cache.unbind()[0][0].narrow(0, 0, 1).copy_(x[:1, None].expand(1, 2, 8))
-        x = x + k[0, 0, 0, 0] + v[0, 0, 0, 0]
-        return x[logits_indices.long()] @ self.embed.weight.T
-
-
-def test_a_padded_cache_that_is_never_written(tmp_path: Path) -> None:
-    params = replace(PARAMS, cache_strategy=kvgraph.KVCacheStrategy.PADDED)
-    with pytest.raises(kvgraph.UnsupportedError, match="k_cache: expected a module that writes it"):
-        compile_module(Reader(k=False), tmp_path / "out", params=params)
-    compile_module(Reader(k=True), tmp_path / "out", params=params, backend="torch")
+def test_a_model_folder_has_its_own_text_files(tmp_path: Path) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match="eos_token_ids: expected None for a model"):
+        kvgraph.compile(TINY_LLAMA, tmp_path / "out", eos_token_ids=[1])

@@ -28,9 +28,13 @@ def make_cache(
 
 
 def token_rows(tokens: torch.Tensor, input_row_offsets: torch.Tensor) -> torch.Tensor:
-    """`[total_seq_len]`: the row of each new token, without data-dependent shapes."""
+    """`[total_seq_len]`: the row of each new token, without data-dependent shapes.
+
+    The offsets at or before a token, the first one not counted. They are not sliced: torch.export
+    would decide that a batch has more than one row.
+    """
     index_T = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
-    return (index_T[:, None] >= input_row_offsets[None, 1:]).sum(-1)
+    return (index_T[:, None] >= input_row_offsets[None]).sum(-1) - 1
 
 
 class PagedCache:

@@ -1,16 +1,15 @@
 """Any Hugging Face decoder whose attention goes through transformers' attention interface.
 
 The model is built with an attention implementation of ours, which stores into and reads from the
-paged cache, and with no mask; tokens of all rows run as one sequence whose position ids say where
-each token sits in its row. The model's own code does everything else.
+paged cache; where it asks for a mask it gets what the mask says (`masks.py`). Tokens of all rows
+run as one sequence whose position ids say where each token sits in its row. The model's own code
+does everything else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.cache import CachePlan, LayerNeed
 from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
+from kvgraph.compiler.frontends.masks import AskedMask
+from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
 from kvgraph.compiler.frontends.weightless import fake_parameters, locate
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 NAME = "kvgraph"
@@ -36,13 +39,20 @@ IMPLEMENTATIONS = {
 PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """Model types on the equivalence ladder; others compile if their attention allows it."""
 
-TRAVELLING_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
+REPORTING = ("transformers", "torch._subclasses.fake_tensor")
+
+WITHOUT_EFFECT = (
+    "dropout",  # 0 outside training
+    "position_ids",  # applied to q and k already
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
 )
+"""Keywords that models hand to their attention and that change nothing here."""
 
 
 class Decoder(nn.Module):
@@ -74,13 +84,14 @@ class Decoder(nn.Module):
         logits_indices: torch.Tensor,
         paged_kv: PagedCache | PaddedCache | Probe,
     ) -> torch.Tensor:
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_indices.long(),
-            paged_kv=paged_kv,
-        )
+        with masks.ragged_rows():
+            output = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logits_indices.long(),
+                paged_kv=paged_kv,
+            )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
@@ -90,19 +101,23 @@ def paged_kv_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: AskedMask | None = None,
     *,
     paged_kv: PagedCache | PaddedCache | Probe,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`."""
-    if attention_mask is not None:
-        raise UnsupportedError("its attention has a mask of its own")
+    """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`.
+
+    UnsupportedError: a mask or a keyword with a meaning that the cache ops do not have.
+    """
+    _require_known(others)
     q_TND, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out_TND = paged_kv.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         q_TND,
@@ -110,12 +125,34 @@ def paged_kv_attention(
         v_TKD,
         s_aux.float() if s_aux is not None else None,
         scale=scaling if scaling is not None else q_TND.shape[-1] ** -0.5,
-        window=sliding_window or 0,
+        window=_window(attention_mask, sliding_window),
         softcap=softcap or 0.0,
-        causal=int(getattr(module, "is_causal", True)),
+        causal=int(causal),
         v_head_dim=v_TKD.shape[-1] if v_TKD.shape[-1] != q_TND.shape[-1] else 0,
     )
     return out_TND[None], None
+
+
+def _require_known(others: dict[str, Any]) -> None:
+    unknown = [name for name, given in others.items() if given is not None]
+    unknown = [name for name in unknown if name not in WITHOUT_EFFECT]
+    if unknown or others.get("dropout"):
+        named = ", ".join(map(repr, unknown or ["dropout"]))
+        raise UnsupportedError(f"its attention is given {named}, which the cache ops do not have")
+
+
+def _window(mask: AskedMask | None, sliding_window: int | None) -> int:
+    """What the mask says and what attention is told; 0 where both see everything before them."""
+    if mask is None:
+        return sliding_window or 0
+    if not isinstance(mask, AskedMask):
+        raise UnsupportedError("its attention has a mask of its own")
+    if sliding_window is not None and sliding_window != mask.window:
+        raise UnsupportedError(
+            f"its attention is told sliding_window={sliding_window}, "
+            f"and its mask has {mask.window or 'no window'}"
+        )
+    return mask.window or 0
 
 
 def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNeed, ...]:
@@ -134,7 +171,9 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
     if sorted(seen.layers) != list(range(num_layers)):
         why = f"attention of {len(seen.layers)} of {num_layers} layers reaches the interface"
         raise UnsupportedError(_unsupported(architecture, why))
-    for layer, kind in enumerate(getattr(decoder.model.config, "layer_types", None) or ()):
+    config: Any = decoder.model.config
+    config = config.get_text_config()
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if (seen.layers[layer].window_size is None) != (kind == "full_attention"):
             why = f"layer {layer} is {kind}, which its attention does not say"
             raise UnsupportedError(_unsupported(architecture, why))
@@ -148,21 +187,6 @@ def checkpoint_dtype(folder: Path) -> str:
     return str(text.get("dtype") or text.get("torch_dtype") or "float32")
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the libraries' own reports off the screen: what matters is an error of ours."""
-    names = ("transformers", "torch._subclasses.fake_tensor")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
 def load(folder: Path, dtype: str, *, weightless: bool = False) -> Model:
     """Read a checkpoint folder in `dtype`.
 
@@ -173,7 +197,7 @@ def load(folder: Path, dtype: str, *, weightless: bool = False) -> Model:
     """
     config = _read_config(folder)
     transformers = _transformers()
-    with _quiet():
+    with quiet_loggers(*REPORTING):
         return _load(transformers, folder, config, dtype, weightless)
 
 
@@ -181,7 +205,7 @@ def _load(
     transformers: Any, folder: Path, config: dict[str, Any], dtype: str, weightless: bool
 ) -> Model:
     text = _decoder_config(transformers, folder, config)
-    _require_tokenizer(folder / "tokenizer.json")
+    require_tokenizer(folder / "tokenizer.json")
     model, checkpoint, loaded = None, None, ""
     if weightless:
         model, checkpoint, loaded = _build(transformers, folder, config, text, dtype)
@@ -200,9 +224,8 @@ def _load(
         vocab_size=text.vocab_size,
         max_seq_len=text.max_position_embeddings,
         dtype=dtype,
-        fingerprint=(folder / "config.json").read_bytes(),
-        files={name: folder / name for name in TRAVELLING_FILES if (folder / name).is_file()},
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        files=text_files(folder),
+        eos_token_ids=as_ids(eos),
         bos_token_id=text.bos_token_id,
         checkpoint=checkpoint,
         loaded=loaded,
@@ -245,7 +268,7 @@ def describe(folder: Path, dtype: str) -> Description:
     """
     config = _read_config(folder)
     transformers = _transformers()
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+    with quiet_loggers(*REPORTING), FakeTensorMode(allow_non_fake_inputs=True):
         text = _decoder_config(transformers, folder, config)
         auto = transformers.AutoModelForCausalLM
         model = auto.from_config(text, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
@@ -278,7 +301,7 @@ def _transformers() -> Any:
         ) from error
     transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register(NAME, paged_kv_attention)
-    transformers.AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    masks.register(transformers, NAME)
     return transformers
 
 
@@ -323,18 +346,6 @@ def _unsupported(kind: str, why: str) -> str:
         f"architecture {kind!r}: expected a decoder that uses transformers' attention interface "
         f"(proven: {proven}), got one that cannot be compiled: {why}"
     )
-
-
-def _require_tokenizer(path: Path) -> None:
-    """ModelError if the file is there and damaged: the artifact would only fail at its user's."""
-    if not path.is_file():
-        return
-    from tokenizers import Tokenizer
-
-    try:
-        Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ModelError(f"{path}: expected a tokenizer, got a damaged one ({error})") from error
 
 
 def _load_weights(transformers: Any, folder: Path, dtype: str) -> Any:

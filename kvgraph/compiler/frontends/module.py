@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from torch import nn
 
+from kvgraph.compiler.frontends.text_files import (
+    GENERATION,
+    TOKENIZER,
+    end_tokens,
+    require_tokenizer,
+    text_files,
+)
 from kvgraph.compiler.model import Model
-from kvgraph.errors import UnsupportedError
+from kvgraph.errors import ModelError, UnsupportedError
 
 
 def load(
@@ -14,10 +24,15 @@ def load(
     vocab_size: int | None,
     max_seq_len: int | None,
     dtype: str | None,
+    tokenizer: str | Path | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    bos_token_id: int | None = None,
 ) -> Model:
     """Wrap `module`; what no configuration file says comes from the caller.
 
-    UnsupportedError names an argument that is missing.
+    `tokenizer`: a tokenizer.json, or a folder with one and the other files about text; its
+    generation_config.json names the end tokens where `eos_token_ids` does not.
+    UnsupportedError names an argument that is missing, ModelError a file that is.
     """
     if vocab_size is None or max_seq_len is None:
         missing = "vocab_size" if vocab_size is None else "max_seq_len"
@@ -25,13 +40,35 @@ def load(
     own = next((str(p.dtype).removeprefix("torch.") for p in module.parameters()), "float32")
     if dtype and dtype != own:
         raise UnsupportedError(f"dtype: expected {own} from the module's parameters, got {dtype}")
-    name = type(module).__qualname__
+    files = _files(tokenizer)
+    eos, bos = end_tokens(files.get(GENERATION, Path()))
+    eos = eos if eos_token_ids is None else tuple(eos_token_ids)
+    bos = bos if bos_token_id is None else bos_token_id
+    for name, ids in (("eos_token_ids", eos), ("bos_token_id", () if bos is None else (bos,))):
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise UnsupportedError(
+                f"{name}: expected token ids below vocab_size={vocab_size}, got {outside[0]}"
+            )
     return Model(
         module=module,
-        architecture=name,
+        architecture=type(module).__qualname__,
         layers=(),
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,
         dtype=own,
-        fingerprint=name.encode(),
+        files=files,
+        eos_token_ids=eos,
+        bos_token_id=bos,
     )
+
+
+def _files(tokenizer: str | Path | None) -> dict[str, Path]:
+    if tokenizer is None:
+        return {}
+    path = Path(tokenizer)
+    files = text_files(path) if path.is_dir() else {TOKENIZER: path}
+    if TOKENIZER not in files or not files[TOKENIZER].is_file():
+        raise ModelError(f"{path}: expected {TOKENIZER} or a folder that has one, got none")
+    require_tokenizer(files[TOKENIZER])
+    return files

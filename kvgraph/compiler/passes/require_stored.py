@@ -1,4 +1,4 @@
-"""What a module does with its caches, against what it was given: pools whole, layers stored.
+"""What a module does with its caches, against what it was given: inputs whole, layers stored.
 
 Checks, no rewrites: each failure is a module that could be compiled and would read pages that
 nothing wrote, or another cache's.
@@ -10,18 +10,19 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes.fuse_update_and_attend import ATTEND, FUSED, STORE, arguments
 from kvgraph.compiler.passes.operands import value
-from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dims import TOTAL_SEQ_LEN, TensorType
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, UnsupportedError
 from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec
-from kvgraph.ops.torch_ops import check_call
+from kvgraph.ops.torch_ops import check_call, known_to_differ
 
 SPECS = {STORE: STORE_KV, ATTEND: PAGED_ATTENTION, FUSED: UPDATE_AND_ATTEND}
 
@@ -32,24 +33,46 @@ Symbols = Mapping[Any, TensorType]
 """A program's own inputs -> what each is in the signature."""
 
 
-def require_whole_pools(program: ExportedProgram, signature: GraphSignature) -> None:
-    """UnsupportedError unless the cache ops get the graph's own pools, each with its own table."""
+def require_whole_inputs(program: ExportedProgram, signature: GraphSignature) -> None:
+    """UnsupportedError unless the cache ops get the graph's own pools, each with its own table, and
+    every new token."""
     symbols = _symbols(program, signature)
+    tokens = next(value(node).shape[0] for node, s in symbols.items() if s.name == "tokens")
     for spec, given in _cache_ops(program.graph):
         what = f"{spec.name} of layer {given['layer']}"
-        pool = symbols.get(given["kv_blocks"])
-        if pool is None or pool.kind != "buffer":
+        _require_tokens(what, spec, given, tokens)
+        _require_own_pool(what, given, symbols)
+
+
+def _require_tokens(
+    what: str, spec: OpSpec, given: Mapping[str, Any], tokens: int | torch.SymInt
+) -> None:
+    for operand in spec.inputs:
+        node = given[operand.name]
+        if node is None or operand.dims[0] != TOTAL_SEQ_LEN:
+            continue
+        found = value(node).shape[0]
+        if known_to_differ(found, tokens):
             raise UnsupportedError(
-                f"{what}: kv_blocks: expected a pool of the graph's inputs, got "
-                f"{pool.name if pool else given['kv_blocks'].target}"
+                f"{what}: {operand.name}: dim {TOTAL_SEQ_LEN}: expected {tokens} as tokens has it, "
+                f"got {found}"
             )
-        for operand in OF_ITS_POOL:
-            found = symbols.get(given.get(operand))
-            expected = pool.name.removesuffix("kv_blocks") + operand
-            if found is not None and found.name != expected:
-                raise UnsupportedError(
-                    f"{what}: {operand}: expected {expected!r} of its pool, got {found.name!r}"
-                )
+
+
+def _require_own_pool(what: str, given: Mapping[str, Any], symbols: Symbols) -> None:
+    pool = symbols.get(given["kv_blocks"])
+    if pool is None or pool.kind != "buffer":
+        raise UnsupportedError(
+            f"{what}: kv_blocks: expected a pool of the graph's inputs, got "
+            f"{pool.name if pool else given['kv_blocks'].target}"
+        )
+    for operand in OF_ITS_POOL:
+        found = symbols.get(given.get(operand))
+        expected = pool.name.removesuffix("kv_blocks") + operand
+        if found is not None and found.name != expected:
+            raise UnsupportedError(
+                f"{what}: {operand}: expected {expected!r} of its pool, got {found.name!r}"
+            )
 
 
 def require_stored(graph: Graph) -> None:

@@ -20,8 +20,6 @@ from torch.fx import Graph
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import symbolic_batch
-from kvgraph.compiler.fused import export_fused
-from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rms_norm import FUSED as RMS_NORM
 from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
@@ -35,7 +33,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
 from kvgraph.compiler.targets.weights import save_weights, stream_weights
-from kvgraph.contract.signature import GraphSignature
+from kvgraph.compiler.trace import Traced
 from kvgraph.kernels import aot, launch
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.launch import Variant
@@ -57,24 +55,22 @@ def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
 
 
 def lower(
-    model: Model,
-    signature: GraphSignature,
-    plan: CachePlan,
+    traced: Traced,
     folder: Path,
     *,
     archs: Sequence[str],
     progress: Callable[[str], None],
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`."""
-    program, reports = export_fused(model, signature, plan, return_buffers=False)
-    reports += [run(program.graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
-    shapes = attention_shapes(program, signature, plan)
+    program, checkpoint = traced.program, traced.model.checkpoint
+    traced.passes += [run(program.graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
+    shapes = list(dict.fromkeys(attention_of_nodes(traced)))
     variants = fusion_variants(program)
-    if model.checkpoint is None:
+    if checkpoint is None:
         save_weights(program, folder)
     else:
         progress("copying weights")
-        stream_weights(program, model.checkpoint, folder)
+        stream_weights(program, checkpoint, folder)
     _save_program(program, folder / MODEL_NAME)
     seconds: dict[str, float] = {}
     for arch in archs:
@@ -85,7 +81,7 @@ def lower(
     write_build_log(folder, {"compile_seconds": seconds})
     return Lowered(
         ops=count_ops(program),
-        passes=reports,
+        passes=traced.passes,
         nondeterministic_files=[BUILD_LOG_NAME],
         tools=("torch", "transformers", "triton"),
     )
@@ -103,23 +99,14 @@ def compile_kernels(
     return made
 
 
-def attention_shapes(
-    program: ExportedProgram, signature: GraphSignature, plan: CachePlan
-) -> list[AttentionShape]:
-    """The distinct constants of the program's attention, in the order of its layers."""
-    return list(dict.fromkeys(attention_of_nodes(program, signature, plan)))
-
-
-def attention_of_nodes(
-    program: ExportedProgram, signature: GraphSignature, plan: CachePlan
-) -> list[AttentionShape]:
-    """The constants of each update_and_attend of the program, in order."""
-    leaf_of = buffer_leaves(program, signature)
+def attention_of_nodes(traced: Traced) -> list[AttentionShape]:
+    """The constants of each update_and_attend of the program, in the order of its layers."""
+    leaf_of = buffer_leaves(traced.program, traced.signature)
     shapes = []
-    for node in program.graph.nodes:
+    for node in traced.program.graph.nodes:
         if node.target is FUSED:
             given = arguments(UPDATE_AND_ATTEND, node)
-            leaf = plan.params.leaves[leaf_of[given["kv_blocks"].name]]
+            leaf = traced.plan.params.leaves[leaf_of[given["kv_blocks"].name]]
             shapes.append(AttentionShape.of(leaf, given))
     return shapes
 

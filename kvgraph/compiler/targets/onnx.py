@@ -8,25 +8,18 @@ so that equal models give equal bytes.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import symbolic_batch
-from kvgraph.compiler.fused import export_fused
-from kvgraph.compiler.model import Model
-from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.half_tables import half_tables
@@ -34,11 +27,15 @@ from kvgraph.compiler.passes.pack_linear import pack_linear
 from kvgraph.compiler.passes.parameters import name_outputs, tensor_of
 from kvgraph.compiler.passes.thread_pool import thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
+from kvgraph.compiler.passes.wide_indices import wide_indices
+from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import WEIGHTS_NAME, write_safetensors
+from kvgraph.compiler.trace import Traced
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
+from kvgraph.errors import UnsupportedError
 from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.onnx_ops import translation_table
 
@@ -52,9 +49,7 @@ KEPT_WHOLE = ("aten::rms_norm", "aten::silu")
 
 
 def lower(
-    model: Model,
-    signature: GraphSignature,
-    plan: CachePlan,
+    traced: Traced,
     folder: Path,
     *,
     weight_bits: int | None = None,
@@ -63,38 +58,34 @@ def lower(
 
     `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
     """
-    program, reports = export_fused(model, signature, plan, return_buffers=True)
-    reports.append(drop_no_ops(program.graph))
-    if plan.strategy is not KVCacheStrategy.PADDED:  # whose rectangle has real rows
-        reports.append(drop_batch_dim(program.graph))
+    program, passes = traced.program, traced.passes
+    passes.append(drop_no_ops(program.graph))
+    if traced.plan.strategy is not KVCacheStrategy.PADDED:  # whose rectangle has real rows
+        passes.append(drop_batch_dim(program.graph))
     if weight_bits is not None:
-        reports.append(pack_linear(program, weight_bits))
-    return write(program, signature, reports, folder, half=weight_bits is not None)[0]
+        passes.append(pack_linear(program, weight_bits))
+    return write(traced, folder, half=weight_bits is not None)[0]
 
 
-def write(
-    program: ExportedProgram,
-    signature: GraphSignature,
-    fused: Sequence[PassReport],
-    folder: Path,
-    *,
-    half: bool = False,
-) -> tuple[Lowered, ir.Model]:
-    """Write a program whose cache ops are fused, as the reports `fused` say.
+def write(traced: Traced, folder: Path, *, half: bool = False) -> tuple[Lowered, ir.Model]:
+    """Write `model.onnx` and `weights.safetensors`.
 
+    UnsupportedError: ONNX's checker refuses what torch's exporter made of it.
     `half`: embedding tables in bfloat16. Returns the graph too, as it was written.
     """
-    threaded = thread_pool(program.graph)
-    onnx_model = _translate(_decompose(program), signature)
-    rewritten = [tied_projection(onnx_model)]
+    graph = traced.program.graph
+    traced.passes += [wide_indices(graph), thread_pool(graph)]
+    onnx_model = _translate(_decompose(traced.program), traced.signature)
+    traced.passes.append(tied_projection(onnx_model))
     if half:
-        rewritten.append(half_tables(onnx_model))
+        traced.passes.append(half_tables(onnx_model))
     _clean(onnx_model)
     _save(onnx_model, folder)
+    _require_valid(folder / MODEL_NAME)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     lowered = Lowered(
         ops=dict(sorted(counts.items())),
-        passes=[*fused, threaded, *rewritten],
+        passes=traced.passes,
         tools=("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
     )
     return lowered, onnx_model
@@ -128,7 +119,7 @@ def _without_mutation(program: ExportedProgram) -> ExportedProgram:
 
 
 def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
-    with symbolic_batch(), _quiet():
+    with symbolic_batch(), quiet_loggers("torch.onnx"):  # packages that it does not need
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
@@ -145,20 +136,6 @@ def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
     _name_dims(model, signature)
     _name_weights(model, program)
     return model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's warnings about packages that it does not need off the screen."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
 
 
 def _name_dims(model: ir.Model, signature: GraphSignature) -> None:
@@ -236,6 +213,17 @@ def _save(model: ir.Model, folder: Path) -> None:
             base_dir=folder,
         )
     ir.save(model, folder / MODEL_NAME)
+
+
+def _require_valid(path: Path) -> None:
+    """UnsupportedError for a graph that ONNX's checker refuses: types, shapes and operators."""
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise UnsupportedError(
+            f"{MODEL_NAME}: expected a graph that ONNX's checker accepts, "
+            f"got one that it refuses: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def _tensor(value: ir.Value) -> torch.Tensor:

@@ -18,15 +18,12 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
-from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.fused import export_fused
-from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.cast_norms import cast_norms
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels
 from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
-from kvgraph.contract.signature import GraphSignature
+from kvgraph.compiler.trace import Traced
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND
@@ -35,18 +32,15 @@ NOTE = "onnxruntime: no machine at hand had its CUDA provider; nothing of this h
 
 
 def lower(
-    model: Model,
-    signature: GraphSignature,
-    plan: CachePlan,
+    traced: Traced,
     folder: Path,
     *,
     archs: Sequence[str],
     progress: Callable[[str], None],
 ) -> Lowered:
     """Write `model.onnx`, with kernels for each of `archs` in it, and `weights.safetensors`."""
-    program, reports = export_fused(model, signature, plan, return_buffers=True)
-    attention = attention_of_nodes(program, signature, plan)
-    lowered, written = onnx_target.write(program, signature, reports, folder)
+    attention = attention_of_nodes(traced)
+    lowered, written = onnx_target.write(traced, folder)
     made = compile_kernels(attention, archs, progress)
     onnx_model = ir.to_proto(written)
     lowered.passes.append(cast_norms(onnx_model.graph))

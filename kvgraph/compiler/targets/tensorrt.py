@@ -16,9 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.fused import export_fused
-from kvgraph.compiler.model import Model
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels, save_kernels
@@ -33,8 +30,8 @@ from kvgraph.compiler.targets.trt_engine import (
     require_module,
 )
 from kvgraph.compiler.targets.trt_fields import kernels_text
+from kvgraph.compiler.trace import Traced
 from kvgraph.contract.devices import PORTABLE
-from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import shapes
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
@@ -65,9 +62,7 @@ def kernel_archs(archs: Sequence[str], dtype: str) -> tuple[str, ...]:
 
 
 def lower(
-    model: Model,
-    signature: GraphSignature,
-    plan: CachePlan,
+    traced: Traced,
     folder: Path,
     *,
     archs: Sequence[str],
@@ -79,21 +74,20 @@ def lower(
     `bounds`: rows and new tokens of a step at most.
     """
     require_module(RTX)
-    program, reports = export_fused(model, signature, plan, return_buffers=True)
-    attention = attention_of_nodes(program, signature, plan)
-    lowered, written = onnx_target.write(program, signature, reports, folder)
+    attention = attention_of_nodes(traced)
+    lowered, written = onnx_target.write(traced, folder)
     cache_ops = [node for node in written.graph if node.domain == OPSET_DOMAIN]
     names = [str(node.outputs[0].name) for node in cache_ops]
     nodes = dict(zip(names, attention, strict=True))
-    seconds = write_kernels(nodes, kernel_archs(archs, model.dtype), folder, progress)
+    seconds = write_kernels(nodes, kernel_archs(archs, traced.model.dtype), folder, progress)
     shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
 
     progress("building the engine")
     start = time.perf_counter()
     lowered.engine = build_engine(
         folder,
-        signature,
-        profiles_of(signature, model.max_seq_len, *bounds),
+        traced.signature,
+        profiles_of(traced.signature, traced.model.max_seq_len, *bounds),
         [] if tuple(archs) == (PORTABLE,) else list(archs),
     )
     log = {"compile_seconds": seconds, "engine_seconds": round(time.perf_counter() - start, 3)}

@@ -22,15 +22,12 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import symbolic_batch
-from kvgraph.compiler.fused import export_fused
-from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.half_embeddings import half_embeddings
 from kvgraph.compiler.passes.pack_linear import pack_linear
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import save_weights
-from kvgraph.contract.signature import GraphSignature
+from kvgraph.compiler.trace import Traced
 from kvgraph.errors import UnsupportedError
 
 MODEL_NAME = "model.pt2"
@@ -42,9 +39,7 @@ PORTABLE_X86 = {"cpp.march": "x86-64-v3", "cpp.simdlen": 256}
 
 
 def lower(
-    model: Model,
-    signature: GraphSignature,
-    plan: CachePlan,
+    traced: Traced,
     folder: Path,
     *,
     weight_bits: int | None = None,
@@ -54,16 +49,16 @@ def lower(
     `weight_bits`: linear layers over packed weights (16, 8 or 4) and embedding tables in bfloat16;
     None: as the model has them.
     """
-    program, reports = export_fused(model, signature, plan, return_buffers=False)
+    program = traced.program
     if weight_bits is not None:
-        reports += [pack_linear(program, weight_bits), half_embeddings(program)]
+        traced.passes += [pack_linear(program, weight_bits), half_embeddings(program)]
     program.graph_module.recompile()
     ops = count_ops(program)
     save_weights(program, folder)
     _package(program, folder / MODEL_NAME)
     return Lowered(
         ops=ops,
-        passes=reports,
+        passes=traced.passes,
         nondeterministic_files=[MODEL_NAME],
         tools=("torch", "transformers"),
     )

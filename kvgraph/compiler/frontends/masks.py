@@ -1,0 +1,100 @@
+"""What a model asks transformers' masks for: causal, or causal with a window.
+
+transformers calls the registered mask function with `mask_function(batch, head, query, key)`, which
+says whether a query sees a key. The function is asked here about real positions, and the model gets
+an `AskedMask` in place of a tensor; attention takes the window from it. Rows of a batch are told
+apart by the cache ops alone, so transformers' own detection of packed rows is switched off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kvgraph.errors import UnsupportedError
+
+MOST_KEYS = 1 << 17
+"""Positions that a mask is asked about at most: 131,072 keys for each of some queries."""
+
+
+@dataclass(frozen=True)
+class AskedMask:
+    """Query i sees key j iff `i - window < j <= i`; a window of None sees all keys up to i."""
+
+    window: int | None
+
+
+def register(transformers: Any, name: str) -> None:
+    """Answer the masks of models whose attention implementation is `name`."""
+    transformers.AttentionMaskInterface.register(name, asked_mask)
+
+
+def asked_mask(
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+    config: Any = None,
+    **_: Any,
+) -> AskedMask:
+    """transformers' mask function. UnsupportedError: a mask that is neither causal nor sliding."""
+    if attention_mask is not None:
+        raise UnsupportedError("it masks tokens by a padding mask of its own")
+    limit = min(getattr(config, "max_position_embeddings", None) or MOST_KEYS, MOST_KEYS)
+    length = max(limit, 2 * (local_size or 1) + 2)
+    try:
+        window = _window(mask_function, length)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"its mask cannot be read ({_name(mask_function)})") from error
+    if window is None and local_size is not None and local_size < length:
+        raise UnsupportedError(f"its mask is asked for with local_size {local_size} and has none")
+    return AskedMask(window)
+
+
+@contextlib.contextmanager
+def ragged_rows() -> Iterator[None]:
+    """Within it transformers does not look for packed rows in position ids."""
+    from transformers import masking_utils
+
+    with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+def _window(mask_function: Callable[..., Any], length: int) -> int | None:
+    """The window of a mask over `length` positions, None where it is causal."""
+    with _disable_current_modes(), torch.no_grad():
+        key_K = torch.arange(length)
+        last = torch.tensor([length - 1])
+        window = int(_visible(mask_function, last, key_K).sum())
+        edges = {0, 1, 2, 3, window - 2, window - 1, window, window + 1, 2 * window + 1}
+        edges |= {(1 << i) - 1 for i in range(length.bit_length())} | {length - 1}
+        query_Q = torch.tensor(sorted(edge for edge in edges if 0 <= edge < length))
+        seen_QK = _visible(mask_function, query_Q, key_K)
+        distance_QK = query_Q[:, None] - key_K
+        expected_QK = (distance_QK >= 0) & (distance_QK < window)
+        if not bool((seen_QK == expected_QK).all()):
+            raise UnsupportedError(
+                f"its mask is neither causal nor a sliding window ({_name(mask_function)})"
+            )
+    return window if window < length else None
+
+
+def _visible(
+    mask_function: Callable[..., Any], query_Q: torch.Tensor, key_K: torch.Tensor
+) -> torch.Tensor:
+    """`[Q, K]`, of batch item and head 0."""
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    seen: torch.Tensor = mask_function(zero, zero, query_Q[:, None], key_K[None])
+    return seen.expand(len(query_Q), len(key_K))
+
+
+def _name(mask_function: Callable[..., Any]) -> str:
+    return getattr(mask_function, "__qualname__", repr(mask_function))

@@ -1,0 +1,107 @@
+"""A digest of an exported program: equal for programs that compute the same from equal weights.
+
+It is taken before anything is lowered, of what reaches the logits or writes a cache. Names of
+nodes, symbols and source lines are left out, and so are the values of parameters: `weights` in the
+artifact's files say those. So it does not depend on the process that exports, and two modules of
+one class whose `forward` differs have different digests. Another torch or transformers may change
+it: pages that were cached before are then not found.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, GraphModule, Node
+
+from kvgraph.contract.signature import GraphSignature
+
+DOMAIN = "kvgraph-program-1"
+
+
+def program_digest(program: ExportedProgram, signature: GraphSignature) -> bytes:
+    """SHA-256 over the signature's inputs, the program's constants and its live nodes, in order."""
+    digest = sha256(DOMAIN.encode())
+    for symbol in signature.inputs:
+        digest.update(f"{symbol.name} {symbol.dtype} {symbol.shape}\n".encode())
+    inputs = _inputs(program)
+    for line in _lines(program.graph, inputs, program.graph_module):
+        digest.update(line.encode() + b"\n")
+    return digest.digest()
+
+
+def _inputs(program: ExportedProgram) -> dict[str, str]:
+    """What each placeholder stands for, by its name in the graph."""
+    stored: dict[str, Any] = {**program.constants, **program.state_dict}
+    said: dict[str, str] = {}
+    position = 0
+    for spec in program.graph_signature.input_specs:
+        name = str(getattr(spec.arg, "name", spec.arg))
+        if spec.kind is InputKind.USER_INPUT:
+            said[name], position = f"input {position}", position + 1
+        elif spec.kind is InputKind.PARAMETER:
+            said[name] = f"parameter {spec.target} {_type(stored.get(spec.target))}"
+        else:
+            said[name] = f"constant {_content(stored.get(str(spec.target)))}"
+    return said
+
+
+def _type(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
+
+
+def _content(value: Any) -> str:
+    """Type and values of a buffer or a constant; a fake one has its values in the weights."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return _type(value)
+    data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return f"{_type(value)} {sha256(data.data).hexdigest()}"
+
+
+def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]:
+    """A line for each live node: its operator, and its operands by their lines."""
+    live = _live(graph)
+    number: dict[Node, int] = {}
+    lines = []
+
+    def said(given: Any) -> str:
+        if isinstance(given, Node):
+            return f"%{number[given]}"
+        if isinstance(given, list | tuple):
+            return f"[{', '.join(map(said, given))}]"
+        if isinstance(given, dict):
+            return f"{{{', '.join(f'{key}: {said(given[key])}' for key in sorted(given))}}}"
+        return repr(given)
+
+    for node in graph.nodes:
+        if node not in live:
+            continue
+        number[node] = len(number)
+        if node.op == "placeholder":
+            lines.append(f"placeholder {inputs.get(node.name, node.name)}")
+        elif node.op == "get_attr":
+            part = getattr(root, str(node.target), None)
+            whole = (
+                _lines(part.graph, {}, part) if isinstance(part, GraphModule) else _content(part)
+            )
+            lines.append(f"get_attr {whole}")
+        elif node.op == "output":
+            # Pools that a functional backend hands on are inputs, and written where they change.
+            lines.append(f"output {said([x for x in node.args[0] if x.op != 'placeholder'])}")
+        else:
+            lines.append(f"{node.target} {said(node.args)} {said(node.kwargs)}")
+    return lines
+
+
+def _live(graph: Graph) -> set[Node]:
+    """What reaches an output or changes memory."""
+    live: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node in live or node.is_impure():
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live

@@ -1,0 +1,233 @@
+"""Tokens meet in the cache ops and nowhere else, or the compile is refused.
+
+A batch holds tokens of several requests, and a prompt comes in chunks: an operation that mixes
+tokens outside of attention would show one request another one's tokens, and depend on where a
+chunk ends. So each element of q, k and v must be computed from its own token alone, and each row
+of logits from the token that `logits_indices` names for it. The rules are in `token_labels.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.fx import Graph, Node
+
+from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.token_labels import (
+    TOKENS,
+    TokenLabels,
+    everything,
+    nothing,
+    own,
+)
+from kvgraph.compiler.sources import place
+from kvgraph.contract.dims import NUM_LOGITS, NUM_PAGE_SLOTS, TOTAL_SEQ_LEN
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import UnsupportedError
+from kvgraph.ops import SPECS, OpSpec
+
+CACHE_OPS = {f"kvgraph.{spec.name}.default": spec for spec in SPECS}
+EXTENTS = {TOTAL_SEQ_LEN: TOKENS, NUM_LOGITS: TOKENS}
+"""Of the step that a program is followed through; other dims have an extent of 2."""
+
+
+def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) -> PassReport:
+    """UnsupportedError unless only cache ops mix tokens. The program is not changed.
+
+    The report counts the cache ops and the logits that were followed to their own tokens.
+    """
+    if not _writes_are_plain(program.graph):
+        with symbolic_batch():
+            program = program.run_decompositions({})  # without writes in place
+    return _Follower(program, signature).run()
+
+
+class _Follower:
+    def __init__(self, program: ExportedProgram, signature: GraphSignature) -> None:
+        self._program = program
+        self._report = PassReport("require_tokens_apart")
+        self._mixers: dict[Node, Node] = {}  # a mixed value -> where tokens were mixed first
+        nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+        given = [nodes[str(name)] for name in program.graph_signature.user_inputs]
+        extents: dict[Any, int] = {}
+        for node, symbol in zip(given, signature.inputs, strict=True):
+            for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
+                if isinstance(dim, str) and " + " not in dim:
+                    extents[extent.node.expr] = EXTENTS.get(dim, 2)
+        self._labels = TokenLabels(extents)
+        for node in nodes.values():
+            self._labels.set(node, nothing(self._labels.shape(node)))
+        for node, symbol in zip(given, signature.inputs, strict=True):
+            shape = self._labels.shape(node)
+            if symbol.name == "tokens":
+                self._labels.set(node, own(shape))
+            elif symbol.name == "logits_indices":
+                self._labels.set(node, nothing(shape), torch.arange(TOKENS, dtype=torch.int32))
+            elif symbol.kind == "buffer":
+                self._labels.set(node, everything(shape))
+        self._pools = {
+            n for n, s in zip(given, signature.inputs, strict=True) if s.kind == "buffer"
+        }
+
+    def run(self) -> PassReport:
+        for node in self._program.graph.nodes:
+            if node.op == "call_function":
+                self._follow(node)
+            elif node.op == "output":
+                self._end(node)
+        return self._report
+
+    def _follow(self, node: Node) -> None:
+        cache_op = _cache_op(node)
+        if cache_op is not None:
+            self._meet(node, *cache_op)
+            return
+        self._labels.follow(node)
+        if self._labels.mixes(node):
+            before = [self._mixers[x] for x in node.all_input_nodes if x in self._mixers]
+            self._mixers[node] = before[0] if before else node
+        written = _written(node)
+        if written is not None and written not in self._pools:
+            self._write(node, written)
+
+    def _write(self, node: Node, written: Node) -> None:
+        """`node` writes in place what `written` holds; nothing else reads it later."""
+        base = _base(written)
+        if base.op == "placeholder" and base not in self._pools:
+            self._require_empty(node, f"{base.name}, which the next step reads,")
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self._labels.set(written, self._labels[node])
+            if node in self._mixers:
+                self._mixers[written] = self._mixers[node]
+
+    def _meet(self, node: Node, spec: OpSpec, given: Mapping[str, Any]) -> None:
+        """Where tokens may meet: what goes in is each token's own, what comes out is again."""
+        for operand in spec.inputs:
+            x = given.get(operand.name)
+            if not isinstance(x, Node) or operand.dims[0] == NUM_PAGE_SLOTS:
+                continue
+            what = f"{operand.name} of {spec.name} in layer {given['layer']}"
+            if operand.dims[0] == TOTAL_SEQ_LEN:
+                self._require_own(x, what)
+            else:
+                self._require_empty(x, what)
+        made = node.meta.get("val")
+        if isinstance(made, list | tuple):  # without writes in place: the pools are results too
+            shapes = [() if x is None else self._labels.shape_of(x) for x in made]
+            pools = [everything(shape) for shape in shapes[1:]]
+            self._labels.set(node, [own(shapes[0]) if shapes[0] else nothing(()), *pools])
+        elif isinstance(made, torch.Tensor):
+            self._labels.set(node, own(self._labels.shape(node)))
+        self._report.applied += 1
+
+    def _end(self, output: Node) -> None:
+        results: Any = output.args[0]
+        for result, spec in zip(results, self._program.graph_signature.output_specs, strict=True):
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                self._require_empty(result, f"{spec.target}, which the next step reads,")
+        users = [
+            result
+            for result, spec in zip(
+                results, self._program.graph_signature.output_specs, strict=True
+            )
+            if spec.kind is OutputKind.USER_OUTPUT
+        ]
+        self._require_own(users[0], "each row of logits")
+        self._report.applied += 1
+
+    def _require_own(self, node: Node, what: str) -> None:
+        """UnsupportedError unless element t of `node` depends on token t alone."""
+        found = self._labels[node]
+        expected = own(self._labels.shape(node))
+        alone = (found.high < 0) | ((found.low == expected.low) & (found.high == expected.low))
+        if not bool(alone.all()):
+            raise self._mixed(node, f"{what} to depend on its own token alone")
+
+    def _require_empty(self, node: Node, what: str) -> None:
+        if not self._labels[node].is_empty:
+            raise self._mixed(node, f"{what} to depend on no token")
+
+    def _mixed(self, node: Node, what: str) -> UnsupportedError:
+        mixer = self._mixers.get(node, node)
+        return UnsupportedError(
+            f"tokens: expected {what}, got other tokens through {place(mixer)}; only the cache ops "
+            "may mix tokens, or requests of one batch see each other's"
+        )
+
+
+def _cache_op(node: Node) -> tuple[OpSpec, Mapping[str, Any]] | None:
+    """The cache op that a node calls, and its operands and attributes by name."""
+    if node.target is auto_functionalized_v2:
+        spec = CACHE_OPS.get(str(node.args[0]))
+        return None if spec is None else (spec, node.kwargs)
+    spec = CACHE_OPS.get(str(node.target))
+    return None if spec is None else (spec, spec.arguments(node.args, node.kwargs))
+
+
+def _writes_are_plain(graph: Graph) -> bool:
+    """Whether what a node writes in place is read later by the name that was written alone.
+
+    Then the labels of that name are all that changes.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    names: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        names.setdefault(_base(node), []).append(node)
+    for node in graph.nodes:
+        written = None if _cache_op(node) else _written(node)
+        if written is None:
+            continue
+        others = [name for name in names[_base(written)] if name not in (written, node)]
+        before = [name for name in others if order[name] < order[node]]
+        if any(order[user] > order[node] for name in before for user in name.users):
+            return False
+    return True
+
+
+def _written(node: Node) -> Node | None:
+    """The operand that a call writes in place."""
+    for x, argument in zip(node.args, _arguments(node), strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            assert isinstance(x, Node)
+            return x
+    return None
+
+
+def _base(node: Node) -> Node:
+    """The value whose memory `node` is a part of, as far as the operators say."""
+    while True:
+        source = node.args[0] if node.args else None
+        is_part = node.target is operator.getitem or any(
+            x.alias_info is not None for x in _returns(node)
+        )
+        if not is_part or not isinstance(source, Node) or not _aliases(node, source):
+            return node
+        node = source
+
+
+def _aliases(node: Node, source: Node) -> bool:
+    """A part of a list is memory of what was cut, not of an operator that made the list anew."""
+    if node.target is not operator.getitem:
+        return True
+    return any(x.alias_info is not None for x in _returns(source))
+
+
+def _arguments(node: Node) -> list[Any]:
+    return (
+        list(node.target._schema.arguments)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else []
+    )
+
+
+def _returns(node: Node) -> list[Any]:
+    return (
+        list(node.target._schema.returns) if isinstance(node.target, torch._ops.OpOverload) else []
+    )

@@ -1,0 +1,72 @@
+"""Why torch.export refused a module, in one sentence with the module's own line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from traceback import FrameSummary
+from typing import Any
+from unittest import mock
+
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.sources import line, own_frame
+from kvgraph.errors import KernelError, UnsupportedError
+
+
+def refusal(
+    model: Model, errors: Sequence[Exception], again: Callable[[], Any]
+) -> UnsupportedError:
+    """What to raise for a trace that failed with `errors`, of which the first says most.
+
+    None: the program that came has guards against a batch of one row or token. `again` traces once
+    more, to see where it fails.
+    """
+    error = errors[0] if errors else ValueError("it runs on more than one row or token only")
+    found = own_frame(traceback.extract_tb(error.__traceback__)) or _guard_frame(again)
+    where = f", at {line(found)}" if found else ""
+    refused = UnsupportedError(
+        f"architecture {model.architecture!r}: torch.export cannot trace it with dynamic rows and "
+        f"tokens: {_reason(error)}{where}"
+    )
+    refused.__cause__ = error
+    return refused
+
+
+def call_refused(model: Model, error: KernelError) -> UnsupportedError:
+    """What to raise where one of our ops refuses its operands: the module's own line calls it."""
+    found = own_frame(traceback.extract_tb(error.__traceback__))
+    where = f", at {line(found)}" if found else ""
+    return UnsupportedError(f"architecture {model.architecture!r}: {error}{where}")
+
+
+def _reason(error: Exception) -> str:
+    """The first line, and what a violated constraint is about: it stands in the second."""
+    lines = [line.strip(" -") for line in str(error).strip().splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if lines[0].startswith("Constraints violated") and len(lines) > 1:
+        lines = lines[1:]
+    return lines[0].rstrip(".")
+
+
+def _guard_frame(again: Callable[[], Any]) -> FrameSummary | None:
+    """Where the module asks how large a dynamic dim is: a constraint fails after the trace."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    seen: list[FrameSummary] = []
+    record: Any = getattr(ShapeEnv, "_log_guard", None)
+    if record is None:
+        return None
+
+    def note(env: Any, prefix: str, *args: Any, **settings: Any) -> None:
+        record(env, prefix, *args, **settings)
+        frame = own_frame(traceback.extract_stack())
+        if frame is not None and "suppressed" not in prefix:
+            seen.append(frame)
+
+    with mock.patch.object(ShapeEnv, "_log_guard", note):
+        try:
+            again()
+        except Exception:  # known already: only its place was missing
+            return seen[0] if seen else None
+    return None

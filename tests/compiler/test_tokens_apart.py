@@ -1,0 +1,180 @@
+"""Tokens that meet outside of the cache ops: found by following each operator, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_model
+from torch import nn
+from torch.nn import functional
+
+import kvgraph
+from kvgraph import ops
+from kvgraph.compiler.export import export
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.require_tokens_apart import require_tokens_apart
+from kvgraph.contract.signature import GraphSignature
+
+PARAMS = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1, page_size=4)
+SIGNATURE = GraphSignature.of(PARAMS.get_symbolic_inputs()[0], 32)
+Step = Callable[..., Any]
+
+
+class Decoder(nn.Module):
+    """One layer; `before` and `after` are what a user puts around its attention."""
+
+    def __init__(self, before: Step, after: Step = lambda _, x, at: x[at.long()]) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+        self.embed = nn.Embedding(32, 32)
+        self.qkv = nn.Linear(32, 64)
+        self.register_buffer("state", torch.zeros(2, 32))
+
+    def forward(self, tokens: Any, offsets: Any, at: Any, pool: Any, *index: Any) -> torch.Tensor:
+        lengths, table, most = index
+        x = self.before(self, self.embed(tokens))
+        q, k, v = self.qkv(x).view(x.shape[0], -1, 8).split((4, 2, 2), dim=1)
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
+        return self.after(self, x + out.reshape(x.shape[0], -1), at) @ self.embed.weight.T
+
+
+def follow(before: Step, *after: Step) -> int:
+    model = Model(Decoder(before, *after), "Decoder", (), 32, 64, "float32")
+    program = export(model, SIGNATURE, return_buffers=False)
+    return require_tokens_apart(program, SIGNATURE).applied
+
+
+def experts(decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
+    """Each token's two best of four; their weights are gathered by what the router says."""
+    weights, chosen = x[:, :4].softmax(-1).topk(2, -1)
+    table = decoder.embed.weight.expand(4, 32, 32)
+    rows = torch.arange(x.shape[0])[:, None].expand(-1, 2).reshape(-1)
+    out = torch.bmm(table[chosen.reshape(-1)], x[rows][:, :, None])[..., 0]
+    return (out * weights.reshape(-1, 1)).view(x.shape[0], 2, 32).sum(1)
+
+
+def halves(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """A write in place into a part of a value that is read by another name later."""
+    whole = x.clone()
+    first, second = whole.chunk(2, -1)
+    first.mul_(second)
+    return torch.cat([second, whole[:, :16]], -1)
+
+
+APART: dict[str, Step] = {
+    "norm": lambda d, x: functional.layer_norm(x, (32,)) * torch.rsqrt(x.pow(2).mean(-1, True)),
+    "index of its own": lambda d, x: x + x[torch.arange(x.shape[0])],
+    "heads and back": lambda d, x: (
+        x.view(-1, 4, 8).transpose(0, 1).flip(-1).permute(1, 0, 2).flatten(1)
+    ),
+    "einsum": lambda d, x: torch.einsum("td,ed->te", x, d.embed.weight),
+    "experts": experts,
+    "router": lambda d, x: x * torch.zeros_like(x).scatter_(1, x.topk(4, -1).indices, 1.0),
+    "write in place": lambda d, x: x.clone().mul_(2).clamp_(-1, 1),
+    "write to a part": halves,
+    "padding of features": lambda d, x: functional.pad(x[:, :24], (0, 8)),
+    "softmax of features": lambda d, x: x.softmax(-1).cumsum(-1).sort(-1).values,
+}
+
+MIXED: dict[str, Step] = {
+    "previous token": lambda d, x: x + torch.roll(x, 1, 0),
+    "shifted": lambda d, x: torch.roll(x, 1, 0),
+    "padded shift": lambda d, x: x + functional.pad(x, (0, 0, 1, 0))[:-1],
+    "mean": lambda d, x: x - x.mean(0),
+    "norm over tokens": lambda d, x: functional.layer_norm(x.T, (x.shape[0],)).T,
+    "softmax over tokens": lambda d, x: x.softmax(0),
+    "attention of its own": lambda d, x: (x @ x.T).softmax(-1) @ x,
+    "einsum": lambda d, x: torch.einsum("ts,sd->td", torch.einsum("td,sd->ts", x, x), x),
+    "constant product": lambda d, x: torch.ones(x.shape[0], x.shape[0]) @ x,
+    "cumsum": lambda d, x: x.cumsum(0),
+    "sort": lambda d, x: x.sort(0).values,
+    "order by content": lambda d, x: x[x[:, 0].argsort()],
+    "first token": lambda d, x: x + x[torch.zeros(x.shape[0], dtype=torch.long)],
+    "largest of all": lambda d, x: x / x.abs().max(),
+    "convolution": lambda d, x: (
+        functional.conv1d(x.T[None], torch.ones(32, 1, 3), padding=1, groups=32)[0].T
+    ),
+    "merged and summed": lambda d, x: x.reshape(-1, 2).cumsum(0).reshape(-1, 32),
+    "scattered": lambda d, x: x + torch.zeros_like(x).scatter_add(0, x.argsort(0), x),
+    "flipped": lambda d, x: x.flip(0),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_tokens_that_stay_apart(name: str) -> None:
+    assert follow(APART[name]) == 3, "a store, an attention and the logits"
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tokens_that_are_mixed(name: str) -> None:
+    with pytest.raises(
+        kvgraph.UnsupportedError, match=r"k of store_kv in layer 0 to depend on its"
+    ):
+        follow(MIXED[name])
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda _, x, at: torch.roll(x, 1, 0)[at.long()],
+        lambda _, x, at: x[(at.long() - 1).clamp(min=0)],
+        lambda _, x, at: x[at.long()] + x.amax(0),
+    ],
+)
+def test_logits_of_other_tokens(after: Step) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match="each row of logits to depend on its own"):
+        follow(lambda _, x: x, after)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda d, x: (d.state[0].copy_(x[0]), x)[1],
+        lambda d, x: (d.state.copy_(x.sum(0).expand(2, 32)), x)[1],
+    ],
+)
+def test_tokens_kept_for_the_next_step(keep: Step) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match="state, which the next step reads, to depe"):
+        follow(keep)
+
+
+def test_operator_module_and_line_are_named(tmp_path: Path) -> None:
+    with pytest.raises(kvgraph.UnsupportedError) as refused:
+        kvgraph.compile(
+            Decoder(lambda _, x: x + torch.roll(x, 1, 0)),
+            tmp_path / "out",
+            params=PARAMS,
+            vocab_size=32,
+            max_seq_len=64,
+        )
+    assert str(refused.value).startswith(
+        "tokens: expected k of store_kv in layer 0 to depend on its own token alone, got other "
+        f"tokens through add in the module (Decoder) at {__file__}:"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cache", ["paged", "continuous", "padded"])
+def test_llama_whose_attention_adds_the_previous_token(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    forward = LlamaAttention.forward
+
+    def leaky(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mixed = hidden_states + torch.roll(hidden_states, 1, 1)
+        return forward(self, mixed, *args, **kwargs)
+
+    folder = make_model("llama", tmp_path / "model", num_hidden_layers=1)
+    huggingface.load(folder, "float32")
+    monkeypatch.setattr(LlamaAttention, "forward", leaky)
+    with pytest.raises(kvgraph.UnsupportedError, match=r"add in .*layers\.0\.self_attn \(LlamaAtt"):
+        kvgraph.compile(folder, tmp_path / "out", cache=cache)
+    assert not (tmp_path / "out").exists()
