@@ -368,7 +368,7 @@ def test_output_that_appears_during_the_compile_is_kept(tmp_path: Path) -> None:
 def test_a_compile_that_fails_in_the_middle_leaves_nothing(
     tmp_path: Path, model_folder: ModelFolder, error: BaseException
 ) -> None:
-    def lower(model: Any, signature: Any, plan: Any, folder: Path) -> None:
+    def lower(traced: Any, folder: Path) -> None:
         (folder / "weights.safetensors").write_text("half")
         raise error
 

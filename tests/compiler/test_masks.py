@@ -36,7 +36,6 @@ def test_masks_are_read() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        masking_utils.bidirectional_mask_function,
         masking_utils.chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.long)),
         masking_utils.and_masks(
             masking_utils.causal_mask_function, lambda b, h, q, k: (q - k) % 3 != 1
@@ -49,6 +48,11 @@ def test_masks_are_read() -> None:
 def test_other_masks_are_refused(function: Any) -> None:
     with pytest.raises(kvgraph.UnsupportedError, match="its mask is neither causal nor a sliding"):
         ask(function)
+
+
+def test_mask_that_looks_ahead() -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match="its attention is not causal"):
+        ask(masking_utils.bidirectional_mask_function)
 
 
 def test_mask_that_cannot_be_read() -> None:

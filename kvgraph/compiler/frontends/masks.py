@@ -79,6 +79,8 @@ def _window(mask_function: Callable[..., Any], length: int) -> int | None:
         query_Q = torch.tensor(sorted(edge for edge in edges if 0 <= edge < length))
         seen_QK = _visible(mask_function, query_Q, key_K)
         distance_QK = query_Q[:, None] - key_K
+        if bool((seen_QK & (distance_QK < 0)).any()):
+            raise UnsupportedError("its attention is not causal")
         expected_QK = (distance_QK >= 0) & (distance_QK < window)
         if not bool((seen_QK == expected_QK).all()):
             raise UnsupportedError(

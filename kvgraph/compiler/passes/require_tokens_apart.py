@@ -8,6 +8,7 @@ of logits from the token that `logits_indices` names for it. The rules are in `t
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -43,10 +44,12 @@ def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) ->
 
     The report counts the cache ops and the logits that were followed to their own tokens.
     """
-    if not _writes_are_plain(program.graph):
-        with symbolic_batch():
-            program = program.run_decompositions({})  # without writes in place
-    return _Follower(program, signature).run()
+    if _writes_are_plain(program.graph):
+        with contextlib.suppress(UnsupportedError):
+            return _Follower(program, signature).run()
+    # Without writes in place, and in operators of which each one's rule is known.
+    with symbolic_batch():
+        return _Follower(program.run_decompositions(), signature).run()
 
 
 class _Follower:

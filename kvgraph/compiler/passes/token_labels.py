@@ -51,6 +51,14 @@ ALONG = (
     *(aten.sort, aten.argsort, aten.topk),
 )
 NORMS = (aten.layer_norm, aten.rms_norm, aten.native_layer_norm, aten._fused_rms_norm)
+ELEMENTWISE = (
+    *(aten.__or__, aten.__and__, aten.__ior__, aten.__iand__, aten.logical_and, aten.logical_or),
+    *(aten.multiply, aten.divide, aten.subtract, aten.floor_divide, aten.true_divide, aten.rsub),
+    *(aten.where, aten.masked_fill, aten.masked_fill_, aten.isclose, aten.absolute, aten.negative),
+    *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.copy, aten.clamp),
+)
+"""Those that torch does not tag as pointwise."""
+
 MADE = (*CREATED, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.empty)
 INDEXED = (aten.index, aten._unsafe_index)
 
@@ -178,7 +186,7 @@ class TokenLabels:
                 found = rule(self, node)
                 if found is not None:
                     return found
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if kind in ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return self._pointwise(node)
         return self._filled(made, join([self[x].whole() for x in given]))
 

@@ -56,6 +56,8 @@ def lower(
 ) -> Lowered:
     """Write `model.onnx` and `weights.safetensors` into `folder`.
 
+    UnsupportedError: ONNX's checker refuses what torch's exporter made of the model.
+
     `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
     """
     program, passes = traced.program, traced.passes
@@ -64,13 +66,14 @@ def lower(
         passes.append(drop_batch_dim(program.graph))
     if weight_bits is not None:
         passes.append(pack_linear(program, weight_bits))
-    return write(traced, folder, half=weight_bits is not None)[0]
+    lowered, _ = write(traced, folder, half=weight_bits is not None)
+    require_valid(folder)
+    return lowered
 
 
 def write(traced: Traced, folder: Path, *, half: bool = False) -> tuple[Lowered, ir.Model]:
     """Write `model.onnx` and `weights.safetensors`.
 
-    UnsupportedError: ONNX's checker refuses what torch's exporter made of it.
     `half`: embedding tables in bfloat16. Returns the graph too, as it was written.
     """
     graph = traced.program.graph
@@ -81,7 +84,6 @@ def write(traced: Traced, folder: Path, *, half: bool = False) -> tuple[Lowered,
         traced.passes.append(half_tables(onnx_model))
     _clean(onnx_model)
     _save(onnx_model, folder)
-    _require_valid(folder / MODEL_NAME)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     lowered = Lowered(
         ops=dict(sorted(counts.items())),
@@ -215,10 +217,10 @@ def _save(model: ir.Model, folder: Path) -> None:
     ir.save(model, folder / MODEL_NAME)
 
 
-def _require_valid(path: Path) -> None:
+def require_valid(folder: Path) -> None:
     """UnsupportedError for a graph that ONNX's checker refuses: types, shapes and operators."""
     try:
-        onnx.checker.check_model(str(path), full_check=True)
+        onnx.checker.check_model(str(folder / MODEL_NAME), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise UnsupportedError(
             f"{MODEL_NAME}: expected a graph that ONNX's checker accepts, "

@@ -48,6 +48,7 @@ def lower(
     embed_kernels(onnx_model.graph, attention, made)
     data = onnx_model.SerializeToString(deterministic=True)
     (folder / onnx_target.MODEL_NAME).write_bytes(data)
+    onnx_target.require_valid(folder)
     seconds = {
         f"{arch}/{kernel.file_name}": round(kernel.seconds, 3)
         for kernels in made.values()

@@ -76,6 +76,7 @@ def lower(
     require_module(RTX)
     attention = attention_of_nodes(traced)
     lowered, written = onnx_target.write(traced, folder)
+    onnx_target.require_valid(folder)
     cache_ops = [node for node in written.graph if node.domain == OPSET_DOMAIN]
     names = [str(node.outputs[0].name) for node in cache_ops]
     nodes = dict(zip(names, attention, strict=True))
