@@ -15,20 +15,26 @@ _EXPORTS = {
     "ArtifactError": "kvgraph.errors",
     "BatchCharacteristics": "kvgraph.contract.inputs",
     "BindingError": "kvgraph.errors",
+    "Buffer": "kvgraph.contract.inputs",
     "CapacityError": "kvgraph.errors",
+    "CheckError": "kvgraph.errors",
     "ContinuousBatchingKVCacheCollection": "kvgraph.kv.collection",
     "ContinuousBatchingKVCacheInputSymbols": "kvgraph.contract.symbols",
     "ContinuousBatchingKVCacheManager": "kvgraph.kv.continuous",
     "Device": "kvgraph.contract.devices",
     "DeviceError": "kvgraph.errors",
     "Engine": "kvgraph.runtime.engine",
+    "GenerationError": "kvgraph.errors",
     "GraphSignature": "kvgraph.contract.signature",
     "InsufficientPagesError": "kvgraph.errors",
+    "KVCacheBufferInterface": "kvgraph.contract.inputs",
     "KVCacheInputSymbols": "kvgraph.contract.symbols",
     "KVCacheInputs": "kvgraph.contract.inputs",
+    "KVCacheInputsInterface": "kvgraph.contract.inputs",
     "KVCacheInputsSequence": "kvgraph.contract.inputs",
     "KVCacheManager": "kvgraph.kv.manager",
     "KVCacheMetrics": "kvgraph.kv.metrics",
+    "KVCacheParamInterface": "kvgraph.contract.params",
     "KVCacheParams": "kvgraph.contract.params",
     "KVCacheQuantization": "kvgraph.contract.params",
     "KVCacheStrategy": "kvgraph.contract.params",
@@ -56,7 +62,7 @@ _EXPORTS = {
     "TextContext": "kvgraph.kv.requests",
     "TransferError": "kvgraph.errors",
     "UnsupportedError": "kvgraph.errors",
-    "compile": "kvgraph.compiler.pipeline",
+    "compile": "kvgraph.build",
     "load": "kvgraph.runtime.artifact",
     "plan_memory": "kvgraph.kv.memory",
     "virtual_devices": "kvgraph.contract.devices",
@@ -64,7 +70,7 @@ _EXPORTS = {
 """Public name -> the private module that defines it."""
 
 if TYPE_CHECKING:
-    from kvgraph.compiler.pipeline import compile as compile
+    from kvgraph.build import compile as compile
     from kvgraph.contract.devices import Device as Device
     from kvgraph.contract.devices import Target as Target
     from kvgraph.contract.devices import virtual_devices as virtual_devices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,8 @@ from rich.table import Table
 
 from kvgraph.bench.command import bench
 from kvgraph.contract.plain import to_json, to_plain
-from kvgraph.errors import KVGraphError, ParamsError, RequestError
+from kvgraph.contract.sizes import parse_bytes
+from kvgraph.errors import KVGraphError, RequestError
 from kvgraph.show import quality_line, show, titled
 
 if TYPE_CHECKING:
@@ -140,6 +140,9 @@ def compile(
     quality_text: Annotated[
         Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
     ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Run two short rows beside the model's own forward pass.")
+    ] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
     json: Json = False,
 ) -> None:
@@ -166,7 +169,7 @@ def compile(
                 from_artifact, output, target=target, force=force, progress=stages.next
             )
         else:
-            from kvgraph.compiler.pipeline import compile as compile_model
+            from kvgraph.build import compile as compile_model
 
             if model is None:
                 raise RequestError("compile: expected MODEL_DIR or --from-artifact, got neither")
@@ -182,6 +185,7 @@ def compile(
                 cache=cache.value,
                 max_batch=max_batch,
                 max_tokens=max_tokens,
+                check=check,
                 force=force,
                 progress=stages.next,
             )
@@ -273,9 +277,9 @@ def generate(
             num_pages=num_pages,
             max_batch_size=1,
             num_threads=threads,
-            host_memory=_parse_bytes(host_memory) if host_memory else 0,
+            host_memory=host_memory or 0,
             disk=disk,
-            disk_bytes=_parse_bytes(disk_bytes),
+            disk_bytes=disk_bytes,
             remote=remote,
             prefixes=[bound] if bound else [],
         )
@@ -377,7 +381,7 @@ def plan(
         made = plan_deployment(
             model,
             target=target,
-            memory=_parse_bytes(memory),
+            memory=parse_bytes("memory", memory),
             max_seq_len=max_seq_len,
             max_batch_size=max_batch_size,
             dtype=dtype.value if dtype else None,
@@ -539,18 +543,6 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _print_json(value: Any) -> None:
     sys.stdout.write(to_json(value, indent=1).decode() + "\n")
-
-
-def _parse_bytes(text: str) -> int:
-    units = {"": 1, "B": 1} | {
-        f"{prefix}{suffix}": base**power
-        for power, prefix in enumerate("KMGT", start=1)
-        for suffix, base in (("iB", 1024), ("B", 1000))
-    }
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", text)
-    if match is None or match[2] not in units:
-        raise ParamsError(f"memory: expected a size such as 80GiB or 512MB, got {text!r}")
-    return int(float(match[1]) * units[match[2]])
 
 
 def _bytes(count: int) -> str:

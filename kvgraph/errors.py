@@ -10,7 +10,9 @@
     |- UnsupportedError (ValueError)         what no kernel, backend or frontend has
     |- CapacityError (RuntimeError)          no row or page is left, or a row owns too few
     |  `- InsufficientPagesError             the pool is short of pages; nothing was changed
+    |- GenerationError (RuntimeError)        a request that failed on its own while others went on
     |- TransferError (RuntimeError)          pages that another engine refused, or did not get
+    |- CheckError (RuntimeError)             a compile does not compute what its model computes
     |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
     `- MissingDependencyError (ImportError)  an optional package is not installed
@@ -68,8 +70,16 @@ class InsufficientPagesError(CapacityError):
         self.needed, self.free, self.used, self.total = needed, free, used, total
 
 
+class GenerationError(KVGraphError, RuntimeError):
+    """A request ended with finish_reason "error" where only its text is handed over."""
+
+
 class TransferError(KVGraphError, RuntimeError):
     """Another engine refused pages, or the connection to it broke; both caches are as before."""
+
+
+class CheckError(KVGraphError, RuntimeError):
+    """What was compiled does not compute what its model computes; nothing was written."""
 
 
 class KernelError(KVGraphError, RuntimeError):

@@ -736,7 +736,7 @@ def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
             r"request 'request-0': expected at most 1 pages from the pool, got \d+ tokens "
             r"\(prompt and output\) that need \d+",
         ),
-        (["The", "--num-pages", 0], "total_num_pages: expected >= 1, got 0"),
+        (["The", "--num-pages", 0], "num_pages: expected >= 1 or None, got 0"),
         (["The", "--num-pages", 1 << 40], r"Unable to allocate .*iB.*"),
         (
             ["The", "--session", "tensorrt"],

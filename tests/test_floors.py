@@ -20,6 +20,7 @@ FLOORS = {
     "runtime": 3,
     "bench": 4,
     "onnx": 4,
+    "build": 4,
     "quality": 4,
     "serve": 4,
     "show": 4,

@@ -1,14 +1,13 @@
-"""compile(): from a model to an artifact, stage by stage."""
+"""The stages of a compile: what was asked for, the model, its cache, and its lowering."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.compiler import emit
 from kvgraph.compiler.cache import (
     CachePlan,
     of_one_shard,
@@ -19,7 +18,6 @@ from kvgraph.compiler.cache import (
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
-from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import (
     POOL_DTYPES,
     QUANTIZED_DTYPES,
@@ -34,8 +32,6 @@ from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.ops._linear import WEIGHT_BITS
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.trace import Traced
 
@@ -53,102 +49,7 @@ DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
 Progress = Callable[[str], None]
 
 
-def compile(
-    model: str | Path | nn.Module,
-    out: str | Path,
-    *,
-    target: str = "cpu",
-    backend: str | None = None,
-    dtype: str | None = None,
-    weights: str | None = None,
-    cache_dtype: str | None = None,
-    page_size: int = DEFAULT_PAGE_SIZE,
-    cache: str = "paged",
-    params: KVCacheParams | MultiKVCacheParams | None = None,
-    vocab_size: int | None = None,
-    max_seq_len: int | None = None,
-    tokenizer: str | Path | None = None,
-    eos_token_ids: Sequence[int] | None = None,
-    bos_token_id: int | None = None,
-    max_batch: int | None = None,
-    max_tokens: int | None = None,
-    force: bool = False,
-    progress: Progress = lambda stage: None,
-) -> Manifest:
-    """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
-
-    `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
-    layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
-    for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
-    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
-    nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
-    tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
-    `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
-    new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
-    bounds. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
-    allocated, and any pool size can be bound later. `out` appears whole or not at all.
-
-    Raises ModelError, UnsupportedError, ParamsError or ArtifactError (all KVGraphErrors).
-    """
-    out = Path(out)
-    is_default = backend is None
-    parsed, backend = _check(target, backend, cache, cache_dtype, page_size)
-    if params is not None:
-        require_target(params, parsed)
-        require_page_size(params.page_size)
-    bounds = _bounds(backend, max_batch, max_tokens)
-    why = f", the default for {parsed.kind}: {DEFAULT_REASON[parsed.kind]}" if is_default else ""
-    emit.require_free(out, force=force)
-
-    progress("reading the model")
-    weightless = parsed.kind == "cuda" and backend == "torch"
-    check_weights(weights, parsed, dtype)
-    float32 = in_float32(parsed, backend, weights)
-    text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
-    loaded, notes = _load(model, float32, dtype, vocab_size, max_seq_len, weightless, text)
-    if float32 and weights is None:
-        weights = default_weights(loaded.stored_dtype)
-
-    if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
-        notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
-
-    progress("describing the cache")
-    plan = _plan_cache(loaded, params, cache, cache_dtype, page_size, parsed)
-    manager = NullKVCacheManager(
-        plan.params,
-        max_batch_size=1,
-        max_seq_len=loaded.max_seq_len,
-        num_layers=len(plan.layers),
-        devices=plan.params.devices,
-        session=None,
-        available_cache_memory=0,
-        page_size=plan.params.page_size,
-    )
-    signature = GraphSignature.of(manager.get_symbolic_inputs()[0], loaded.vocab_size)
-    loaded.place(plan)
-    if parsed.kind == "cuda":
-        _require_kernels(plan, parsed, backend)
-
-    from kvgraph.compiler.trace import trace
-
-    with emit.staging(out, force=force) as folder:
-        progress(f"lowering to {backend}{why}")
-        traced = trace(loaded, signature, plan, functional=backend != "torch")
-        lowering = _lowering(backend, parsed, weights, bounds, progress)
-        lowered = _lower(lowering, traced, folder)
-        progress("writing the artifact")
-        return emit.emit(
-            folder,
-            traced=traced,
-            lowered=lowered,
-            target=parsed,
-            backend=backend,
-            weights=weights or loaded.dtype,
-            notes=notes,
-        )
-
-
-def _check(
+def resolve(
     target: str, backend: str | None, cache: str, cache_dtype: str | None, page_size: int
 ) -> tuple[Target, str]:
     """The parsed target and the backend: the first that the target has, where none is asked for."""
@@ -175,19 +76,24 @@ def _check(
         raise UnsupportedError(
             f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
         )
-    require_page_size(page_size)
+    _require_page_size(page_size)
     return parsed, backend
 
 
-def require_page_size(page_size: int) -> None:
-    """UnsupportedError for pages that the kernels do not have."""
+def require_params(params: KVCacheParams | MultiKVCacheParams, target: Target) -> None:
+    """UnsupportedError for params that no graph for `target` can be bound with."""
+    require_target(params, target)
+    _require_page_size(params.page_size)
+
+
+def _require_page_size(page_size: int) -> None:
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise UnsupportedError(
             f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
         )
 
 
-def _bounds(backend: str, max_batch: int | None, max_tokens: int | None) -> tuple[int, int]:
+def step_bounds(backend: str, max_batch: int | None, max_tokens: int | None) -> tuple[int, int]:
     """Rows and new tokens of a step at most, the defaults filled in.
 
     UnsupportedError for one that is out of range, or given to a backend that bounds no step.
@@ -208,6 +114,11 @@ def _bounds(backend: str, max_batch: int | None, max_tokens: int | None) -> tupl
 def _require_range(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise UnsupportedError(f"{name}: expected {least} to {most}, got {value}")
+
+
+def reason(target: Target) -> str:
+    """Why the default backend of a target is its default: the end of a sentence."""
+    return f", the default for {target.kind}: {DEFAULT_REASON[target.kind]}"
 
 
 def check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
@@ -238,7 +149,7 @@ def default_weights(stored_dtype: str) -> str:
     return "bf16" if stored_dtype == "bfloat16" else "fp32"
 
 
-def _load(
+def load_model(
     model: Any,
     float32: bool,
     dtype: str | None,
@@ -294,7 +205,7 @@ def _require_torch() -> None:
         ) from error
 
 
-def _plan_cache(
+def plan_for(
     model: Model,
     params: KVCacheParams | MultiKVCacheParams | None,
     cache: str,
@@ -318,11 +229,29 @@ def _plan_cache(
     )
 
 
-def _lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
+def describe(model: Model, plan: CachePlan) -> GraphSignature:
+    """The graph's signature over the symbols of a manager that allocates nothing; the model learns
+    where its layers' caches are."""
+    manager = NullKVCacheManager(
+        plan.params,
+        max_batch_size=1,
+        max_seq_len=model.max_seq_len,
+        num_layers=len(plan.layers),
+        devices=plan.params.devices,
+        session=None,
+        available_cache_memory=0,
+        page_size=plan.params.page_size,
+    )
+    model.place(plan)
+    return GraphSignature.of(manager.get_symbolic_inputs()[0], model.vocab_size)
+
+
+def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
+    """What `lowering` gave, over a trace. UnsupportedError for an operator that ONNX lacks."""
     import torch.onnx
 
     try:
-        return lower(traced, folder)
+        return backend(traced, folder)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -333,7 +262,7 @@ def _lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lower
         ) from error
 
 
-def _lowering(
+def lowering(
     backend: str,
     target: Target,
     weights: str | None,
@@ -362,7 +291,16 @@ def _lowering(
     return partial(torch.lower, weight_bits=weight_bits)
 
 
-def _require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
+def rewriting(backend: str, target: Target) -> Callable[[Traced], object]:
+    """The passes that a target runs over a program of torch."""
+    if target.kind == "cuda" and backend == "torch":
+        from kvgraph.compiler.targets import cuda
+
+        return cuda.rewrite
+    return lambda traced: None
+
+
+def require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
     from kvgraph.compiler.targets import cuda
 
     if plan.strategy is not KVCacheStrategy.PAGED:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, fields, is_dataclass, replace
+from types import GenericAlias
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
+from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import BindingError
 
 
@@ -32,8 +34,13 @@ class Buffer:
         return np.asarray(self.handle, dtype=dtype)
 
 
+@runtime_checkable
 class KVCacheInputsInterface(Protocol):
     """What the values of a single cache and of a tree of them have in common."""
+
+    def __class_getitem__(cls, item: object) -> GenericAlias:
+        """`KVCacheInputsInterface[Buffer, Buffer]` in an annotation."""
+        return GenericAlias(cls, item)
 
     @property
     def inputs(self) -> Sequence[Any]: ...
@@ -41,6 +48,7 @@ class KVCacheInputsInterface(Protocol):
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs: ...
 
 
+@runtime_checkable
 class KVCacheBufferInterface(Protocol):
     """The raw pools of one replica, of a single cache or of a tree."""
 
@@ -60,24 +68,33 @@ class Session(Protocol):
 class KVCacheInputs:
     """A leaf's values: one record per device, replica-major.
 
-    Base of the records too: a record is a leaf of one device, so its `inputs` is `[itself]`.
+    Base of the records too: a record is a leaf of one device, so its `inputs` is `[itself]`. A
+    dataclass that derives from it is a record of its fields; None stands for an absent one.
     """
+
+    _inputs: Sequence[KVCacheInputs] | None = None  # None: a record
 
     def __init__(self, inputs: Sequence[KVCacheInputs]) -> None:
         self._inputs = inputs
 
+    def __class_getitem__(cls, item: object) -> GenericAlias:
+        """`KVCacheInputs[Buffer, Buffer]` in an annotation."""
+        return GenericAlias(cls, item)
+
     @property
     def inputs(self) -> Sequence[Any]:
-        return self._inputs
+        return [self] if self._inputs is None else self._inputs
 
     def entries(self) -> dict[Any, Any]:
         """What it holds, by name: a record's fields that are present, a tree's children, or
         records by their position."""
-        return dict(enumerate(self._inputs))
+        return _present(self) if self._inputs is None else dict(enumerate(self._inputs))
 
     def flatten(self) -> list[Buffer]:
         """All values in the order of the symbols, device after device."""
-        return [value for record in self.inputs for value in record.flatten()]
+        if self._inputs is None:
+            return list(_present(self).values())
+        return [value for record in self._inputs for value in record.flatten()]
 
     def __iter__(self) -> Iterator[Buffer]:
         return iter(self.flatten())
@@ -96,7 +113,25 @@ class KVCacheInputs:
         return self._rebuild(iter(values))
 
     def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputs:
-        return KVCacheInputs([record._rebuild(values) for record in self.inputs])
+        if self._inputs is None:
+            return _replaced(self, values)
+        return KVCacheInputs([record._rebuild(values) for record in self._inputs])
+
+
+def _replaced(record: Any, values: Iterator[Buffer]) -> KVCacheInputs:
+    rebuilt: KVCacheInputs = replace(record, **{name: next(values) for name in _present(record)})
+    return rebuilt
+
+
+def _present(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are there."""
+    if not is_dataclass(record):
+        raise BindingError(
+            f"{type(record).__name__}: expected a dataclass of values, got a plain class; "
+            "decorate it with @dataclass"
+        )
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 _RAGGED_FIELDS = ("kv_blocks", "cache_lengths", "lookup_table", "max_lengths", "kv_scales")
@@ -108,6 +143,7 @@ class RaggedKVCacheInputs(KVCacheInputs):
 
     __slots__ = ("cache_lengths", "kv_blocks", "kv_scales", "lookup_table", "max_lengths")
 
+    @also_named(blocks="kv_blocks")
     def __init__(
         self,
         kv_blocks: Buffer,
@@ -239,10 +275,10 @@ class KVCacheInputsSequence(KVCacheInputs):
 
     @property
     def kv_cache_inputs(self) -> Sequence[KVCacheInputs]:
-        return self._inputs
+        return self.inputs
 
     def _rebuild(self, values: Iterator[Buffer]) -> KVCacheInputsSequence:
-        return KVCacheInputsSequence([child._rebuild(values) for child in self._inputs])
+        return KVCacheInputsSequence([child._rebuild(values) for child in self.inputs])
 
 
 @dataclass(frozen=True, slots=True)

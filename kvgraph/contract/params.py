@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import NUMPY_DTYPES, ceildiv, itemsize
@@ -48,6 +48,7 @@ class KVCacheQuantization:
             raise ParamsError(f"quantization.granularity: expected >= 1, got {self.granularity}")
 
 
+@runtime_checkable
 class KVCacheParamInterface(Protocol):
     """What a single cache (`KVCacheParams`) and a tree of them have in common."""
 

@@ -38,12 +38,16 @@ MAX_EXTENTS: Mapping[str, int] = {
 
 
 class KVCacheInputSymbols:
-    """Base of the records: the fields that are present, in declaration order."""
+    """Base of the records: dataclasses of TensorTypes; a field that is None does not count."""
 
     def entries(self) -> dict[str, Any]:
         """What the record holds, by name: its fields that are present, a tree's children."""
-        names = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        values = {name: getattr(self, name) for name in names}
+        if not dataclasses.is_dataclass(self):
+            raise BindingError(
+                f"{type(self).__name__}: expected a dataclass of TensorTypes, got a plain class; "
+                "decorate it with @dataclass"
+            )
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def symbols(self) -> tuple[TensorType, ...]:

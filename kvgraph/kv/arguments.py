@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar, cast
 
 from kvgraph.errors import RequestError
-from kvgraph.kv.manager import Batches
-from kvgraph.kv.requests import RequestID, TextContext
+from kvgraph.kv.requests import Batches, RequestID, TextContext
 from kvgraph.kv.staging import MAX_STEPS
 
 T = TypeVar("T")
@@ -16,9 +15,10 @@ T = TypeVar("T")
 def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
     """`each[replica_idx]` of what there is one of per replica."""
     if not 0 <= replica_idx < len(each):
+        hint = "; give a number of steps as num_steps=" if call == "alloc" else ""
         raise RequestError(
             f"{call}: expected replica_idx below data_parallel_degree={len(each)}, "
-            f"got {replica_idx}"
+            f"got {replica_idx}{hint}"
         )
     return each[replica_idx]
 

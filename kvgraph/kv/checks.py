@@ -21,10 +21,9 @@ def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
         _verify_rows(replica, own)
         for i, leaf in enumerate(replica.leaves):
             held = Counter(p for r in own for p in r.pages[i] if p != leaf.null)
-            pins = replica.tiers.pins[leaf] if replica.tiers else Counter[int]()
-            _verify_pool(leaf.pool, held + pins)
+            _verify_pool(leaf.pool, held)
             for row in own:
-                _verify_pages(leaf, row, i, replica.settings.prefix_caching, pins)
+                _verify_pages(leaf, row, i, replica.settings.prefix_caching)
         replica.verify_staging()
 
 
@@ -45,12 +44,12 @@ def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
     assert pool.refs == [held[page] for page in range(pool.num_pages)], (pool.refs, held)
     free = list(pool.free_pages())
     assert len(free) == len(set(free)) == pool.num_free, (free, pool.num_free)
-    assert set(free) == {p for p in range(pool.num_pages) if not pool.refs[p]}, free
+    assert set(free) == {page for page in range(pool.num_pages) if pool.is_free(page)}, free
     committed = {digest: p for p, digest in enumerate(pool.digests) if digest is not None}
     assert committed == pool.index, (committed, pool.index)
 
 
-def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool, pins: Counter[int]) -> None:
+def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool) -> None:
     """The lookup row holds the pages; null before the window, committed or own after it."""
     pages, passed = row.pages[i], row.passed[i]
     table = leaf.table[row.index].tolist()
@@ -65,4 +64,4 @@ def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool, pins: Coun
             assert digest == row.digests[at], (row.request_id, at)
         else:
             assert digest is None, (row.request_id, at)
-            assert leaf.pool.refs[pages[at]] == 1 + pins[pages[at]], (row.request_id, at)
+            assert leaf.pool.refs[pages[at]] == 1, (row.request_id, at)

@@ -11,6 +11,9 @@ from kvgraph.errors import BindingError, RequestError
 
 Array = npt.NDArray[Any]
 
+_LAYOUTS = ("blocks_layout", "blocks_tt_layout", "blocks_tt_type")
+"""Compile-time members of the kernel-side view that an array has no type for."""
+
 
 class KVCacheStaticParams(NamedTuple):
     """What a kernel is specialised on."""
@@ -44,6 +47,7 @@ class ContinuousBatchingKVCacheCollection:
 
     name_str = "continuous_batching"
     scale_dtype = None
+    CacheType = ContinuousBatchingKVCache
 
     def __init__(
         self,
@@ -62,6 +66,10 @@ class ContinuousBatchingKVCacheCollection:
             shape = getattr(self, name).shape
             if len(shape) != rank:
                 raise BindingError(f"{name}: expected rank {rank}, got shape {list(shape)}")
+
+    def __getattr__(self, name: str) -> Any:
+        hint = "; use blocks.shape and blocks.strides" if name in _LAYOUTS else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @property
     def dtype(self) -> str:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import Session
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
-from kvgraph.errors import CapacityError, RequestError, UnsupportedError
+from kvgraph.contract.synonyms import also_named
+from kvgraph.errors import CapacityError, UnsupportedError
 from kvgraph.kv.leaf import require_params
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pages import PagePool
-from kvgraph.kv.requests import RequestID
+from kvgraph.kv.requests import Batches, RequestID, TextContext
+from kvgraph.kv.slots import lowest, require_name, require_numbers
 
 
 class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
@@ -28,16 +30,18 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         params: KVCacheParams,
         max_batch_size: int,
         max_seq_len: int,
-        num_layers: int,
-        devices: Sequence[Device],
-        session: Session | None,
+        num_layers: int | None = None,
+        devices: Sequence[Device] | None = None,
+        session: Session | None = None,
+        is_ragged: bool = True,
+        *,
         enable_runtime_checks: bool = False,
     ) -> None:
-        _require_supported(params)
+        _require_supported(params, is_ragged)
         own = replace(
             params,
-            num_layers=num_layers,
-            devices=tuple(devices),
+            num_layers=params.num_layers if num_layers is None else num_layers,
+            devices=params.devices if devices is None else tuple(devices),
             cache_strategy=KVCacheStrategy.CONTINUOUS,
         )
         require_params(session, own)
@@ -51,44 +55,46 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
             max_seq_len=max_seq_len,
         )
         self.params = own
-        self.max_seq_len = max_seq_len
 
+    @also_named(n="request_id")
     def claim(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        """Pin a request to a free slot."""
+        """Pin a request to a free slot; `claim_slots(n)` claims n of them."""
+        require_name(request_id)
         self._replica_to_claim(request_id, replica_idx)
         self._claim_slot(request_id, replica_idx, None)
 
     def claim_slots(self, n: int, replica_idx: int = 0) -> list[int]:
-        """Claim `n` free slots; each slot's number is the id of its sequence.
-
-        CapacityError if fewer are free, RequestError if n < 1.
-        """
-        free = [s for s in self._pool(replica_idx).free_pages() if s not in self._claimed]
-        if n < 1:
-            raise RequestError(f"claim_slots: expected n >= 1, got {n}")
-        if n > len(free):
-            raise CapacityError(f"claim_slots: expected {n} free slots, got {len(free)}")
+        chosen = lowest(n, self._unnamed(replica_idx))
         self._require_rows("claim_slots", n, replica_idx)
-        for slot in free[:n]:
+        for slot in chosen:
             self._claim_slot(slot, replica_idx, slot)
-        return free[:n]
+        return chosen
 
     def external_claim(self, seq_ids: Sequence[int], replica_idx: int = 0) -> None:
-        """Claim the slots that the caller chose; all of them or, with RequestError, none."""
-        free = {s for s in self._pool(replica_idx).free_pages() if s not in self._claimed}
-        if len(set(seq_ids)) < len(seq_ids) or not free.issuperset(seq_ids):
-            raise RequestError(
-                f"external_claim: expected different free slots of {sorted(free)}, "
-                f"got {list(seq_ids)}"
-            )
+        require_numbers(seq_ids, self._unnamed(replica_idx))
         self._require_rows("external_claim", len(seq_ids), replica_idx)
         for seq_id in seq_ids:
             self._claim_slot(seq_id, replica_idx, seq_id)
 
+    @also_named(batch="batches")
+    def step(self, batches: Batches | Sequence[TextContext]) -> None:
+        super().step(batches)
+
+    @also_named(seq_id="request_id")
+    def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
+        super().release(request_id, replica_idx)
+
+    @also_named(seq_id="request_id")
+    def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
+        return super().contains(request_id, replica_idx)
+
     @property
     def slots_remaining(self) -> set[int]:
-        """Free slots of replica 0."""
         return set(self._pool(0).free_pages())
+
+    def _unnamed(self, replica_idx: int) -> set[int]:
+        """The free slots whose numbers name no sequence anywhere."""
+        return set(self._pool(replica_idx).free_pages()) - self._claimed.keys()
 
     def _require_rows(self, call: str, n: int, replica_idx: int) -> None:
         """CapacityError unless `n` more requests can be claimed: dummies take rows, not slots."""
@@ -117,10 +123,11 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         return self._pools(replica_idx, "replica_idx")[0]
 
 
-def _require_supported(params: KVCacheParams) -> None:
+def _require_supported(params: KVCacheParams, is_ragged: bool) -> None:
     for name, value, supported in (
         ("enable_prefix_caching", params.enable_prefix_caching, False),
         ("quantization", params.quantization, None),
+        ("is_ragged", is_ragged, True),
     ):
         if value != supported:
             raise UnsupportedError(

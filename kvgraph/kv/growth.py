@@ -72,7 +72,7 @@ class Planner:
 
     def forecast(self, ctx: TextContext, row: Row) -> list[int]:
         """Free pages that `alloc` would cost in each leaf, whether there are as many or not."""
-        if row.is_dummy:
+        if ctx.processed_length + ctx.active_length <= row.limit:
             return [0] * len(self._leaves)
         growths = [self._plan_row(ctx, row, 0, self._settings.has_tiers)]
         return self._affordable(Plan(growths, self._costs(growths)), 0).costs
@@ -108,7 +108,7 @@ class Planner:
             if self._settings.prefix_caching:
                 root, digests = self._settings.identities(ctx)
                 hit = self._hits.joint(digests)
-                if with_tiers and ctx.asked is not None and ctx.asked.lookup.done:
+                if with_tiers and ctx.asked is not None and ctx.asked.is_valid(self._hits.epoch):
                     hit, loads = self._hits.deeper(digests, hit, ctx.asked.present())
                 processed = hit * self._settings.page_size
                 active = min(active, ctx.current_length - processed)
@@ -142,8 +142,9 @@ class Planner:
         return costs
 
     def _revived(self, leaf: Leaf, hits: Sequence[Growth]) -> int:
-        refs = leaf.pool.refs
-        return len({page for g in hits for page in self.hit_pages(leaf, g) if not refs[page]})
+        refs, pins = leaf.pool.refs, leaf.pool.pins
+        pages = {page for g in hits for page in self.hit_pages(leaf, g) if not refs[page]}
+        return len(pages - pins.keys()) if pins else len(pages)
 
     def _require_free(self, plan: Plan) -> None:
         for leaf, cost in zip(self._leaves, plan.costs, strict=True):

@@ -23,6 +23,11 @@ class Hits:
         self._leaves = leaves
         self._page_size = page_size
 
+    @property
+    def epoch(self) -> object:
+        """A new object after each reset of the cache; answers from an earlier one are not valid."""
+        return self._leaves[0].pool.epoch
+
     def joint(
         self, digests: Sequence[bytes], below: Sequence[Container[bytes]] | None = None
     ) -> int:

@@ -50,6 +50,11 @@ class Leaf:
         self.max_width = max_width
         self.table: npt.NDArray[np.int32] = self._empty_table(max_rows, min(16, max_width))
 
+    def rebuilt(self) -> Leaf:
+        """A leaf whose pages are all free and unknown, on the same memory."""
+        rows = self.table.shape[0]
+        return Leaf(self.symbols, self.shards, self.null, rows, self.max_width, self.window)
+
     def extend(self, row: Row, leaf: int, pages: list[int]) -> None:
         """Append `pages` to the row."""
         own = row.pages[leaf]

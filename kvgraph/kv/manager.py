@@ -1,4 +1,4 @@
-"""What every cache manager answers to."""
+"""What every cache manager answers to, and what a subclass of a user's own need not write."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs
+from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, join_devices
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import KVCacheInputSymbols
+from kvgraph.contract.synonyms import also_named
+from kvgraph.errors import ParamsError, RequestError, UnsupportedError
+from kvgraph.kv.arguments import per_replica, require_steps
 from kvgraph.kv.memory import plan_memory
-from kvgraph.kv.requests import RequestID, TextContext
-
-Batches = Sequence[Sequence[TextContext]]
-"""One batch of requests per replica."""
+from kvgraph.kv.multistep import advance
+from kvgraph.kv.requests import Batches, RequestID, TextContext
+from kvgraph.kv.slots import Slots, lowest, require_name
 
 
 class KVCacheManager(ABC):
@@ -25,30 +28,97 @@ class KVCacheManager(ABC):
 
     A manager never reads or writes K and V: sessions run graphs over the buffers that
     `runtime_inputs` returns. Misuse raises ValueErrors (RequestError) and leaves it unchanged.
+    Not thread-safe: its caller sees to it that calls do not overlap, as an engine does.
+
+    Meant to be subclassed: `fetch` and `input_symbols` are what a subclass defines. As it stands
+    each of `max_batch_size` slots of a replica holds a sequence of `max_seq_len` tokens. For
+    `num_layers` and `devices` the default is what `params` say, and what is given wins over it.
+    `session` owns memory; `is_ragged` says whether rows of a batch differ in length.
     """
 
+    def __init__(
+        self,
+        params: KVCacheParamInterface,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_layers: int | None = None,
+        devices: Sequence[Device] | None = None,
+        session: Any = None,
+        is_ragged: bool = False,
+    ) -> None:
+        for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
+            if value < 1:
+                raise ParamsError(f"{name}: expected >= 1, got {value}")
+        self.params = _deployed(params, num_layers, devices)
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        self.num_layers = sum(leaf.num_layers for leaf in self.params.leaves.values())
+        self.devices = tuple(self.params.devices if devices is None else devices)
+        self.session = session
+        self.is_ragged = is_ragged
+
+    # -- what a subclass defines
+
     @abstractmethod
+    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
+        """One replica's values for `num_steps` steps without a manager call: a record per device.
+
+        `alloc(ctx, num_steps=...)` comes first, `increment_cache_lengths` between the steps.
+        """
+
+    @abstractmethod
+    def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
+        """One record of input symbols per device, replica-major; allocates nothing."""
+
+    # -- lifecycle
+
+    @also_named(n="request_id")
     def claim(self, request_id: RequestID, replica_idx: int = 0) -> None:
         """Pin a request to a replica for life.
 
-        RequestError if it is claimed already, CapacityError if no row is left.
+        RequestError if it is claimed already, CapacityError if no row is left. A manager of slots
+        refuses a number: `claim_slots(n)` claims n of them.
         """
+        require_name(request_id)
+        self._slots.claim(request_id, replica_idx)
 
-    @abstractmethod
+    def claim_slots(self, n: int, replica_idx: int = 0) -> list[int]:
+        """Claim `n` free slots; each slot's number is the id of its sequence.
+
+        CapacityError if fewer are free, RequestError if n < 1.
+        """
+        chosen = lowest(n, self._slots.unnamed(replica_idx, "claim_slots"))
+        self._slots.claim_numbers(chosen, replica_idx)
+        return chosen
+
+    def external_claim(self, seq_ids: Sequence[int], replica_idx: int = 0) -> None:
+        """Claim the slots that the caller chose; all of them or, with RequestError, none."""
+        self._slots.claim_numbers(seq_ids, replica_idx)
+
+    @property
+    def slots_remaining(self) -> set[int]:
+        """Free slots of replica 0."""
+        return self._slots.free(0, "slots_remaining")
+
     def alloc(
         self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
     ) -> None:
-        """Own pages for `processed + active + num_steps - 1 + lookahead` tokens; never shrinks.
+        """Own memory for `processed + active + num_steps - 1 + lookahead` tokens; never shrinks.
 
         While the row owns no page, the prefix cache is asked first and `data` skips what it gives.
-        Atomic: InsufficientPagesError or RequestError leave request and manager unchanged.
+        Atomic: InsufficientPagesError or RequestError leave request and manager unchanged. A slot
+        is there already: RequestError if the tokens do not fit into `max_seq_len`.
         """
+        extra = require_steps(num_steps, lookahead)
+        self._slots.slot_of(data.request_id, replica_idx, "alloc")
+        self._require_fits(data, extra)
 
-    @abstractmethod
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
         """`alloc` for a whole step, atomic as a whole."""
+        for replica_idx, batch in enumerate(self._per_replica(batches, "alloc_batch")):
+            for ctx in batch:
+                self.alloc(ctx, replica_idx, num_steps=num_steps, lookahead=lookahead)
 
-    @abstractmethod
     def runtime_inputs(
         self,
         batches: Batches,
@@ -57,48 +127,57 @@ class KVCacheManager(ABC):
         batch_characteristics: BatchCharacteristics | None = None,
         num_steps: int = 1,
     ) -> KVCacheInputs:
-        """Values that bind to the symbols, valid until the next call but one. Changes no page."""
+        """Values that bind to the symbols, valid until the next call but one. Changes no page.
 
-    @abstractmethod
+        Here what `fetch` gives for each replica: UnsupportedError for one of the two bounds.
+        """
+        if (max_cache_length, batch_characteristics) != (None, None):
+            raise UnsupportedError(
+                f"runtime_inputs: expected no max_cache_length and no batch_characteristics from "
+                f"{type(self).__name__}, which only defines fetch, "
+                f"got {max_cache_length} and {batch_characteristics}; override runtime_inputs"
+            )
+        given = self._per_replica(batches, "runtime_inputs")
+        return join_devices([record for batch in given for record in self.fetch(batch, num_steps)])
+
+    @also_named(batch="batches")
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
-        """After `update`: commit what is full and processed; a flat list serves one replica."""
+        """After `update`: commit what is full and processed; a flat list serves one replica.
 
-    @abstractmethod
+        Without a prefix cache there is nothing to commit: checks that the requests are claimed.
+        """
+        for replica_idx, batch in enumerate(self._per_replica(batches, "step")):
+            for ctx in batch:
+                self._slots.slot_of(ctx.request_id, replica_idx, "step")
+
+    @also_named(seq_id="request_id")
     def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
         """Give back all that the request owns."""
+        self._slots.release(request_id, replica_idx)
 
-    @abstractmethod
-    def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
-        """Whether the request is claimed on that replica."""
+    @contextmanager
+    def reserve(self, replica_batches: Batches) -> Iterator[None]:
+        """Claim and alloc all requests for a scope; released on every way out of it."""
+        claimed: list[tuple[RequestID, int]] = []
+        try:
+            for replica_idx, batch in enumerate(replica_batches):
+                for ctx in batch:
+                    self.claim(ctx.request_id, replica_idx)
+                    claimed.append((ctx.request_id, replica_idx))
+            self.alloc_batch(replica_batches)
+            yield
+        finally:
+            for request_id, replica_idx in reversed(claimed):
+                self.release(request_id, replica_idx)
 
-    @abstractmethod
-    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
-        """RequestError if `tokens` tokens, `chunk` of them new at a time, never fit here at all."""
+    # -- several steps
 
-    @abstractmethod
-    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
-        """Whether `alloc(ctx)` would succeed now; changes nothing."""
-
-    @abstractmethod
-    def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
-        """Page ids of the request, in the order of its tokens."""
-
-    @abstractmethod
-    def get_symbolic_inputs(
-        self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> Sequence[KVCacheInputSymbols]:
-        """One record of input symbols per device, replica-major; allocates nothing."""
-
-    @abstractmethod
     def get_runtime_inputs(
         self, batch: Sequence[TextContext], num_steps: int = 1
     ) -> Sequence[KVCacheInputs]:
-        """One replica's values for `num_steps` steps without a manager call: a record per device.
+        """Synonym of `fetch`."""
+        return self.fetch(batch, num_steps)
 
-        `alloc(ctx, num_steps=...)` comes first, `increment_cache_lengths` between the steps.
-        """
-
-    @abstractmethod
     def increment_cache_lengths(
         self, kv_cache_inputs: KVCacheInputs | Sequence[KVCacheInputs], prev_model_inputs: Any
     ) -> Any:
@@ -109,6 +188,10 @@ class KVCacheManager(ABC):
         `input_row_offsets` is read), a sequence of them for several replicas. The manager's state
         is untouched; records of the step before are not valid any more.
         """
+        replicas = self.params.data_parallel_degree
+        return advance(kv_cache_inputs, prev_model_inputs, replicas, self.session)
+
+    # -- pages from tiers below the device: a manager without them has nothing to wait for
 
     def prefetch(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> list[bool]:
         """Ask the tiers below the device what the first `alloc` of each request could load.
@@ -134,36 +217,71 @@ class KVCacheManager(ABC):
         """Block until `poll` or `prefetch` may have news; False where `timeout` seconds passed."""
         return True
 
+    def rebuild(self) -> None:
+        """Start all bookkeeping over on the same memory: nothing is claimed, nothing is cached.
+
+        For after a call that an interrupt or a lack of memory stopped: whatever state it left.
+        Copies between tiers that go on are waited for, those that wait are dropped; metrics stay.
+        A `rebuild` that is itself interrupted can be called again.
+        """
+        vars(self).pop("_slots", None)
+
     def close(self) -> None:
         """Finish what is queued for the tiers, and let go of them. Idempotent."""
         return
 
-    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
-        """Synonym of `get_runtime_inputs`."""
-        return self.get_runtime_inputs(batch, num_steps)
+    # -- queries: they change nothing
 
-    def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
-        """`get_symbolic_inputs` of the manager's own devices."""
-        return self.get_symbolic_inputs()
+    @also_named(seq_id="request_id")
+    def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
+        """Whether the request is claimed on that replica."""
+        return self._slots.replica_of(request_id) == replica_idx
+
+    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
+        """RequestError if `tokens` tokens, `chunk` of them new at a time, never fit here at all."""
+        if tokens > self.max_seq_len:
+            raise RequestError(
+                f"request {request_id!r}: expected at most max_seq_len={self.max_seq_len} tokens, "
+                f"got {tokens}"
+            )
+
+    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        """Whether `alloc(ctx)` would succeed now; changes nothing."""
+        return ctx.current_length <= self.max_seq_len
+
+    def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
+        """Digests of the prompts' pages that the next step of `contexts` computes, or begins to.
+
+        Empty where no pages are shared.
+        """
+        return set()
+
+    def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
+        """Digest of the first page that the first `alloc(ctx)` would not find on the device.
+
+        None where it finds every page that it can, or where no pages are shared.
+        """
+        return None
+
+    def get_req_blocks(self, request_id: RequestID, replica_idx: int = 0) -> list[int]:
+        """Page ids of the request, in the order of its tokens; without pages its slot."""
+        return [self._slots.slot_of(request_id, replica_idx, "get_req_blocks")]
+
+    def get_symbolic_inputs(
+        self, devices: Sequence[Device] | None = None, num_layers: int | None = None
+    ) -> Sequence[KVCacheInputSymbols]:
+        """`input_symbols` for other devices or layers than the manager's own."""
+        if (devices, num_layers) != (None, None):
+            raise UnsupportedError(
+                f"get_symbolic_inputs: expected no devices and no num_layers from "
+                f"{type(self).__name__}, which only defines input_symbols, "
+                f"got {devices} and {num_layers}; override get_symbolic_inputs"
+            )
+        return self.input_symbols()
 
     def num_kv_inputs(self) -> int:
         """Fields of one record."""
         return len(self.input_symbols()[0])
-
-    @contextmanager
-    def reserve(self, replica_batches: Batches) -> Iterator[None]:
-        """Claim and alloc all requests for a scope; released on every way out of it."""
-        claimed: list[tuple[RequestID, int]] = []
-        try:
-            for replica_idx, batch in enumerate(replica_batches):
-                for ctx in batch:
-                    self.claim(ctx.request_id, replica_idx)
-                    claimed.append((ctx.request_id, replica_idx))
-            self.alloc_batch(replica_batches)
-            yield
-        finally:
-            for request_id, replica_idx in reversed(claimed):
-                self.release(request_id, replica_idx)
 
     @classmethod
     def estimated_memory_size(
@@ -171,9 +289,9 @@ class KVCacheManager(ABC):
         params: KVCacheParamInterface,
         max_batch_size: int,
         max_seq_len: int,
-        num_layers: int,
+        num_layers: int | None,
         available_cache_memory: int,
-        devices: Sequence[Device],
+        devices: Sequence[Device] | None = None,
         **kwargs: Any,
     ) -> int:
         """Bytes of all replicas' usable pages; `available_cache_memory` is one replica's."""
@@ -186,9 +304,9 @@ class KVCacheManager(ABC):
         cls,
         params: KVCacheParamInterface,
         max_seq_len: int,
-        num_layers: int,
+        num_layers: int | None,
         available_cache_memory: int,
-        devices: Sequence[Device],
+        devices: Sequence[Device] | None = None,
         **kwargs: Any,
     ) -> int:
         """Largest batch whose maximum-length requests all fit in one replica, at least 1."""
@@ -196,11 +314,35 @@ class KVCacheManager(ABC):
         pages = available_cache_memory // params.bytes_per_page
         return max(1, pages // ceildiv(max_seq_len, params.page_size))
 
+    # -- slots
+
+    @cached_property
+    def _slots(self) -> Slots:
+        return Slots(self.max_batch_size, self.params.data_parallel_degree)
+
+    def _require_fits(self, ctx: TextContext, extra: int) -> None:
+        total = ctx.processed_length + ctx.active_length + extra
+        if total > self.max_seq_len:
+            raise RequestError(
+                f"alloc of {ctx.request_id!r}: expected at most max_seq_len={self.max_seq_len} "
+                f"tokens, got {total}"
+            )
+
+    def _per_replica(self, batches: Batches | Sequence[TextContext], call: str) -> Batches:
+        replicas = self.params.data_parallel_degree
+        if not batches and replicas == 1:
+            return [[]]
+        return per_replica(batches, replicas, call)
+
 
 def _deployed(
-    params: KVCacheParamInterface, num_layers: int, devices: Sequence[Device]
+    params: KVCacheParamInterface, num_layers: int | None, devices: Sequence[Device] | None
 ) -> KVCacheParamInterface:
     """The params with these layers and devices; a tree's leaves have their own."""
-    if isinstance(params, KVCacheParams):
-        return replace(params, num_layers=num_layers, devices=tuple(devices))
-    return params
+    if not isinstance(params, KVCacheParams):
+        return params
+    return replace(
+        params,
+        num_layers=params.num_layers if num_layers is None else num_layers,
+        devices=params.devices if devices is None else tuple(devices),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvgraph.contract.inputs import (
     PaddedKVCacheInputs,
     RaggedKVCacheInputs,
 )
-from kvgraph.errors import RequestError
+from kvgraph.errors import RequestError, UnsupportedError
 
 
 def advance(inputs: Any, prev_model_inputs: Any, num_replicas: int, session: Any) -> Any:
@@ -75,6 +76,12 @@ def _leaves(record: Any) -> list[Any]:
 def _require_next_step(record: Any) -> None:
     if isinstance(record, PaddedKVCacheInputs):
         return  # a rectangle has no `max_lengths`
+    for name in ("cache_lengths", "max_lengths"):
+        if not hasattr(record, name):
+            raise UnsupportedError(
+                f"increment_cache_lengths: expected a record with {name}, "
+                f"got {type(record).__name__}; override increment_cache_lengths"
+            )
     steps = record.max_lengths.shape[0]
     if steps < 2:
         raise RequestError(
@@ -85,17 +92,17 @@ def _require_next_step(record: Any) -> None:
 
 def _next_step(inputs: Any) -> Any:
     if isinstance(inputs, RaggedKVCacheInputs):
-        maxima = inputs.max_lengths
-        rest = maxima.handle[1:]
         return RaggedKVCacheInputs(
             inputs.kv_blocks,
             inputs.cache_lengths,
             inputs.lookup_table,
-            Buffer(maxima.dtype, rest.shape, maxima.device, rest),
+            _behind_first(inputs.max_lengths),
             inputs.kv_scales,
         )
     if isinstance(inputs, PaddedKVCacheInputs):
         return inputs
+    if is_dataclass(inputs):
+        return _next_record(inputs)
     if isinstance(inputs, MultiKVCacheInputs):
         return MultiKVCacheInputs({n: _next_step(c) for n, c in inputs.children.items()})
     if isinstance(inputs, KVCacheInputsSequence):
@@ -103,3 +110,13 @@ def _next_step(inputs: Any) -> Any:
     if isinstance(inputs, KVCacheInputs):
         return KVCacheInputs([_next_step(record) for record in inputs.inputs])
     return [_next_step(record) for record in inputs]
+
+
+def _next_record(record: Any) -> Any:
+    return replace(record, max_lengths=_behind_first(record.max_lengths))
+
+
+def _behind_first(maxima: Buffer) -> Buffer:
+    """`max_lengths` without the step that has run."""
+    rest = maxima.handle[1:]
+    return Buffer(maxima.dtype, rest.shape, maxima.device, rest)

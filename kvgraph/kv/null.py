@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from kvgraph.contract.devices import Device
@@ -24,25 +25,27 @@ from kvgraph.contract.inputs import (
     RaggedKVCacheInputs,
     join_devices,
 )
-from kvgraph.contract.params import KVCacheParamInterface
+from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.contract.symbols import (
     KVCacheInputSymbols,
     MultiKVCacheInputSymbols,
     PaddedKVCacheInputSymbols,
 )
+from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import ParamsError, RequestError
 from kvgraph.kv.arguments import require_unclaimed
-from kvgraph.kv.manager import Batches, KVCacheManager
+from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.requests import RequestID, TextContext
+from kvgraph.kv.requests import Batches, RequestID, TextContext
+from kvgraph.kv.slots import Slots, no_slots
 
 
 class NullKVCacheManager(KVCacheManager):
     """A manager that allocates nothing, ever, whose symbols equal the paged manager's.
 
     `devices` win over those of `params`; `page_size` and `num_layers` must agree with `params`
-    (ParamsError; a tree has the layers of all its leaves). Claims are tracked; alloc and step do
-    nothing; all figures are constants.
+    where they are given (ParamsError; a tree has the layers of all its leaves). Claims are tracked;
+    alloc and step do nothing; all figures are constants.
     `session` and `available_cache_memory` are kept and not used.
     """
 
@@ -51,27 +54,24 @@ class NullKVCacheManager(KVCacheManager):
         params: KVCacheParamInterface,
         max_batch_size: int,
         max_seq_len: int,
-        num_layers: int,
-        devices: Sequence[Device],
-        session: Any,
-        available_cache_memory: int,
-        page_size: int = 128,
+        num_layers: int | None = None,
+        devices: Sequence[Device] | None = None,
+        session: Any = None,
+        available_cache_memory: int = 0,
+        page_size: int | None = None,
     ) -> None:
         layers = sum(leaf.num_layers for leaf in params.leaves.values())
         for name, given, expected in (
             ("page_size", page_size, params.page_size),
             ("num_layers", num_layers, layers),
         ):
-            if given != expected:
+            if given not in (None, expected):
                 raise ParamsError(f"{name}: expected {expected} from params, got {given}")
-        self.params = params
-        self.max_batch_size = max_batch_size
-        self.max_seq_len = max_seq_len
-        self.num_layers = num_layers
-        self.devices = tuple(devices)
-        self.session = session
+        strategy = next(iter(params.leaves.values())).cache_strategy
+        is_ragged = strategy is not KVCacheStrategy.PADDED
+        super().__init__(params, max_batch_size, max_seq_len, None, devices, session, is_ragged)
         self.available_cache_memory = available_cache_memory
-        self.page_size = page_size
+        self.page_size = params.page_size
         self._metrics = KVCacheMetrics()
         self._claimed: dict[RequestID, int] = {}
         self.get_symbolic_inputs()  # ParamsError where the devices do not fit the heads
@@ -85,7 +85,7 @@ class NullKVCacheManager(KVCacheManager):
     def alloc(
         self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
     ) -> None:
-        """Does nothing."""
+        """Does nothing; its page's second argument is the number of steps."""
 
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
         """Does nothing."""
@@ -100,17 +100,27 @@ class NullKVCacheManager(KVCacheManager):
         """Claims the request, no more."""
         self.claim(request_id, replica_idx)
 
+    @also_named(batch="batches")
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
         """Does nothing."""
 
     def release(self, request_id: RequestID, replica_idx: int | None = None) -> None:
+        """Forget the claim; nothing to do for a request that is not claimed."""
         claimed_on = self._claimed.get(request_id)
-        if claimed_on is None or replica_idx not in (None, claimed_on):
+        if claimed_on is not None and replica_idx not in (None, claimed_on):
             raise RequestError(
-                f"release of {request_id!r}: expected a request claimed on replica "
-                f"{replica_idx or 0}, got one claimed on {claimed_on}"
+                f"release of {request_id!r}: expected a request claimed on replica {replica_idx}, "
+                f"got one claimed on replica {claimed_on}"
             )
-        del self._claimed[request_id]
+        self._claimed.pop(request_id, None)
+
+    @cached_property
+    def _slots(self) -> Slots:
+        raise no_slots(self)
+
+    def rebuild(self) -> None:
+        """Forgets the claims."""
+        self._claimed = {}
 
     def contains(self, request_id: RequestID, replica_idx: int | None = None) -> bool:
         claimed_on = self._claimed.get(request_id)
@@ -129,6 +139,9 @@ class NullKVCacheManager(KVCacheManager):
     ) -> list[Any]:
         return self.params.get_symbolic_inputs(devices or self.devices, num_layers)
 
+    def input_symbols(self) -> list[Any]:
+        return self.get_symbolic_inputs()
+
     def runtime_inputs(
         self,
         batches: Batches,
@@ -141,9 +154,7 @@ class NullKVCacheManager(KVCacheManager):
         rows = max((len(batch) for batch in batches), default=0)
         return join_devices(self._dummies(rows, num_steps))
 
-    def get_runtime_inputs(
-        self, batch: Sequence[TextContext], num_steps: int = 1
-    ) -> list[RaggedKVCacheInputs]:
+    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
         """One record of dummies per device."""
         return self._dummies(len(batch), num_steps)
 
@@ -207,9 +218,9 @@ class NullKVCacheManager(KVCacheManager):
         params: KVCacheParamInterface,
         max_batch_size: int,
         max_seq_len: int,
-        num_layers: int,
+        num_layers: int | None,
         available_cache_memory: int,
-        devices: Sequence[Device],
+        devices: Sequence[Device] | None = None,
         **kwargs: Any,
     ) -> int:
         return 0
@@ -219,9 +230,9 @@ class NullKVCacheManager(KVCacheManager):
         cls,
         params: KVCacheParamInterface,
         max_seq_len: int,
-        num_layers: int,
+        num_layers: int | None,
         available_cache_memory: int,
-        devices: Sequence[Device],
+        devices: Sequence[Device] | None = None,
         **kwargs: Any,
     ) -> int:
         return 1

@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import (
     BatchCharacteristics,
     KVCacheInputs,
@@ -29,14 +31,14 @@ from kvgraph.kv.build import make_replicas, make_settings, open_tiering, require
 from kvgraph.kv.checks import verify
 from kvgraph.kv.growth import Plan
 from kvgraph.kv.leaf import ReplicaBuffers, require_params
-from kvgraph.kv.manager import Batches, KVCacheManager
+from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.memory import most_pages
 from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.multistep import advance
 from kvgraph.kv.pages import PagePool
 from kvgraph.kv.replica import Replica
-from kvgraph.kv.requests import RequestID, TextContext
+from kvgraph.kv.requests import Batches, RequestID, TextContext
 from kvgraph.kv.rows import Resolved, Row
+from kvgraph.kv.slots import Slots, no_slots
 from kvgraph.kv.tiering import Tiering
 from kvgraph.kv.tiers.exchange import LeafPages, adopted_pages, held_pages
 from kvgraph.kv.tiers.open import StoreOpener, fingerprint_of
@@ -90,9 +92,7 @@ class PagedKVCacheManager(KVCacheManager):
         has_tiers = bool(stores or sources) or any(sizes.host_pages.values())
         identity = identity or (session.identity if session is not None else b"")
         settings = make_settings(params, sizes, identity, has_tiers=has_tiers)
-        self.params = params
-        self.session = session
-        self.max_batch_size = max_batch_size
+        super().__init__(params, max_batch_size, sizes.max_seq_len, session=session, is_ragged=True)
         self.enable_runtime_checks = enable_runtime_checks
         self.total_num_pages = sum(sizes.pages.values())
         self.total_num_host_pages = sum(sizes.host_pages.values())
@@ -214,14 +214,25 @@ class PagedKVCacheManager(KVCacheManager):
         self._verify()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every committed page that no live request holds, and empty the tiers.
+        """Forget every committed page, and empty the tiers.
 
-        Bound prefixes stay; what other models keep in a shared store does too.
+        A page that a live request holds is forgotten when the last such request releases it; until
+        then other requests may take it as their prefix. A copy that has begun is discarded when it
+        ends, and a request that waits for a load is computed. Bound prefixes stay, and so does what
+        other models keep in a shared store.
         """
         for replica in self._replicas:
             replica.reset_prefix_cache()
         if self._tiers is not None:
-            self._tiers.connector.reset()
+            self._tiers.reset()
+        self._verify()
+
+    def rebuild(self) -> None:
+        if self._tiers is not None:
+            self._tiers.connector.drain()
+        replicas = [replica.rebuilt() for replica in self._replicas]
+        tiers = None if self._tiers is None else self._tiers.rebuilt(replicas)
+        self._claimed, self._replicas, self._tiers = {}, replicas, tiers
         self._verify()
 
     # -- tiers
@@ -250,15 +261,8 @@ class PagedKVCacheManager(KVCacheManager):
 
     # -- multistep
 
-    def get_runtime_inputs(
-        self, batch: Sequence[TextContext], num_steps: int = 1
-    ) -> Sequence[KVCacheInputs]:
+    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
         return self.runtime_inputs([batch], num_steps=num_steps).inputs
-
-    def increment_cache_lengths(
-        self, kv_cache_inputs: KVCacheInputs | Sequence[KVCacheInputs], prev_model_inputs: Any
-    ) -> Any:
-        return advance(kv_cache_inputs, prev_model_inputs, len(self._replicas), self.session)
 
     # -- queries: they change nothing
 
@@ -307,6 +311,26 @@ class PagedKVCacheManager(KVCacheManager):
 
     def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
         return self.get_pct_used_blocks_after_allocation(ctx, replica_idx) <= 100
+
+    def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
+        replica = at_replica(self._replicas, replica_idx, "coming_pages")
+        if not replica.settings.prefix_caching:
+            return set()
+        size, claimed = replica.settings.page_size, self._claimed
+        coming = set[bytes]()
+        for ctx in contexts:
+            first, end = ctx.processed_length, ctx.processed_length + ctx.active_length
+            row = replica.row_of(ctx.request_id, claimed, "coming_pages")
+            coming.update(row.digests[first // size : ceildiv(end, size)])
+        return coming
+
+    def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
+        replica = at_replica(self._replicas, replica_idx, "missing_page")
+        if not replica.settings.prefix_caching:
+            return None
+        digests = replica.settings.identities(ctx)[1]
+        hit = replica.hits.joint(digests)
+        return digests[hit] if hit < len(digests) else None
 
     def get_num_pages(self, replica_idx: int = 0) -> int:
         """Usable pages."""
@@ -422,6 +446,9 @@ class PagedKVCacheManager(KVCacheManager):
     ) -> list[Any]:
         return self.params.get_symbolic_inputs(devices, num_layers)
 
+    def input_symbols(self) -> list[Any]:
+        return self.get_symbolic_inputs()
+
     def get_metrics_aggregated(self) -> KVCacheMetrics:
         """Sum over all replicas, and what the tiers did."""
         total = sum((replica.read_metrics() for replica in self._replicas), KVCacheMetrics())
@@ -438,6 +465,10 @@ class PagedKVCacheManager(KVCacheManager):
         return self.tier_stats().get(name, StoreStats())
 
     # -- checks of arguments
+
+    @cached_property
+    def _slots(self) -> Slots:
+        raise no_slots(self)
 
     def _replica_to_claim(self, request_id: RequestID, replica_idx: int) -> Replica:
         replica = at_replica(self._replicas, replica_idx, "claim")

@@ -1,33 +1,42 @@
-"""The pages of one pool: who holds them, which are free, and which hold known content.
+"""The pages of one pool: which requests hold, which copies pin, and which hold known content.
 
-    free queue   head [ reallocated first ... released last ] tail
-    committed    digest of a token prefix <-> the page that holds its last tokens
+    queue       head [ without content | cached, released first ... released last ] tail
+    committed   digest of a token prefix <-> the page that holds its last tokens
 
-A free page keeps its digest until it is reallocated from the head, so a later request with the
-same prefix takes it out of the queue again.
+The queue holds the pages that no request holds. They are reallocated from its head: cached ones
+only when no other page is free, the least recently released first. A page keeps its digest until
+then, so a later request with the same prefix takes it out of the queue again.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 
 class PagePool:
-    """Reference counts, the free queue and the index of committed pages `[0, num_pages)`.
+    """Reference counts, the queue and the index of committed pages `[0, num_pages)`.
 
-    Taking a page out of the middle of the queue is lazy: its entry stays behind and is skipped
-    when it comes to the head, so every operation is O(1) amortised.
+    - `refs`: requests that hold a page; `pins`: copies from or to it
+    - `num_free`: pages without either
+    - `epoch`: a new object after each `forget`; what began in an earlier one is not published
+
+    The queue is a ring of links whose end is the id `num_pages`: every operation takes constant
+    time per page.
     """
 
     __slots__ = (
-        "_queue",
-        "_skips",
+        "_after",
+        "_before",
+        "_outdated",
+        "_passed",
         "digests",
+        "epoch",
         "evictions",
         "index",
         "num_free",
         "num_pages",
+        "pins",
         "refs",
     )
 
@@ -35,25 +44,33 @@ class PagePool:
         self.num_pages = num_pages
         self.num_free = num_pages
         self.refs = [0] * num_pages
+        self.pins: Counter[int] = Counter()
         self.index: dict[bytes, int] = {}
         self.digests: list[bytes | None] = [None] * num_pages
         self.evictions = 0
-        self._queue = deque(range(num_pages))
-        self._skips: dict[int, int] = {}  # page -> its entries in the queue that no longer count
+        self.epoch = object()
+        ids = list(range(num_pages + 1))
+        self._after = ids[1:] + ids[:1]
+        self._before = ids[-1:] + ids[:-1]
+        self._passed: set[int] = set()  # pinned pages that `take` met: out of the queue for now
+        self._outdated: set[int] = set()  # of earlier epochs, committed while requests hold them
 
     @property
     def num_used(self) -> int:
         return self.num_pages - self.num_free
 
+    def is_free(self, page: int) -> bool:
+        return not self.refs[page] and page not in self.pins
+
     def take(self, count: int) -> list[int]:
         """`count` pages from the head, held once and un-committed; needs `num_free >= count`."""
         taken = []
-        refs, digests, pop = self.refs, self.digests, self._queue.popleft
+        refs, digests, pins, after = self.refs, self.digests, self.pins, self._after
+        page = after[self.num_pages]
         for _ in range(count):
-            page = pop()
-            while page in self._skips:
-                self._skip(page)
-                page = pop()
+            while pins and page in pins:
+                self._passed.add(page)
+                page = after[page]
             refs[page] = 1
             digest = digests[page]
             if digest is not None:
@@ -61,33 +78,68 @@ class PagePool:
                 digests[page] = None
                 self.evictions += 1
             taken.append(page)
+            page = after[page]
+        after[self.num_pages], self._before[page] = page, self.num_pages
         self.num_free -= count
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for each page; free ones leave the queue."""
-        refs, skips = self.refs, self._skips
+        """One more request for each page; it leaves the queue."""
+        refs, pins, passed = self.refs, self.pins, self._passed
+        after, before = self._after, self._before
         for page in pages:
             if not refs[page]:
-                skips[page] = skips.get(page, 0) + 1
-                self.num_free -= 1
+                if passed and page in passed:
+                    passed.remove(page)
+                else:
+                    previous, following = before[page], after[page]
+                    after[previous], before[following] = following, previous
+                if not pins or page not in pins:
+                    self.num_free -= 1
             refs[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One holder fewer for each page; those without any join the tail in this order."""
-        refs, queue = self.refs, self._queue
+        """One request fewer for each page, in this order; those without any join the queue.
+
+        Cached pages join its tail, pages without content its head.
+        """
+        refs, pins, digests, outdated = self.refs, self.pins, self.digests, self._outdated
+        after, before, end = self._after, self._before, self.num_pages
         for page in pages:
             refs[page] -= 1
             if not refs[page]:
-                queue.append(page)
+                if outdated and page in outdated:
+                    self._uncommit(page)
+                previous = end if digests[page] is None else before[end]
+                following = after[previous]
+                after[previous] = before[following] = page
+                before[page], after[page] = previous, following
+                if not pins or page not in pins:
+                    self.num_free += 1
+
+    def pin(self, pages: Iterable[int]) -> None:
+        """A copy from or to the pages begins: none is reallocated before `unpin`."""
+        for page in pages:
+            self.num_free -= self.is_free(page)
+            self.pins[page] += 1
+
+    def unpin(self, pages: Iterable[int]) -> None:
+        """The copy has ended."""
+        for page in pages:
+            self.pins[page] -= 1
+            if self.pins[page]:
+                continue
+            del self.pins[page]
+            if not self.refs[page]:
                 self.num_free += 1
-        if len(queue) > self.num_free + self.num_pages + 64:
-            self._queue, self._skips = deque(self.free_pages()), {}
+                if page in self._passed:
+                    self.hold((page,))
+                    self.drop((page,))
 
     def commit(self, page: int, digest: bytes) -> int:
-        """Publish a held page under its digest, and return the page that now holds the content.
+        """Publish a request's page under its digest, and return the page that holds the content.
 
-        If another page is published already, the holder gets that one and `page` is dropped.
+        If another page is published already, the request gets that one and `page` is dropped.
         """
         known = self.index.setdefault(digest, page)
         if known == page:
@@ -97,23 +149,33 @@ class PagePool:
             self.drop((page,))
         return known
 
-    def forget_free(self) -> None:
-        """Un-commit every page that nobody holds; the order of the queue stays."""
-        for digest, page in list(self.index.items()):
-            if not self.refs[page]:
-                del self.index[digest]
-                self.digests[page] = None
+    def publish(self, page: int, digest: bytes) -> None:
+        """Publish a pinned page that no request holds, unless another page has the content."""
+        if digest not in self.index:
+            self.hold((page,))
+            self.index[digest], self.digests[page] = page, digest
+            self.drop((page,))
+
+    def forget(self) -> None:
+        """A new epoch: un-commit every page that no request holds, the others once none does."""
+        self.epoch = object()
+        for page in list(self.index.values()):
+            if self.refs[page]:
+                self._outdated.add(page)
+            else:
+                self._uncommit(page)
 
     def free_pages(self) -> Iterator[int]:
         """The free pages, head first."""
-        skips = dict(self._skips)
-        for page in self._queue:
-            if skips.get(page):
-                skips[page] -= 1
-            else:
+        page = self._after[self.num_pages]
+        while page != self.num_pages:
+            if page not in self.pins:
                 yield page
+            page = self._after[page]
 
-    def _skip(self, page: int) -> None:
-        self._skips[page] -= 1
-        if not self._skips[page]:
-            del self._skips[page]
+    def _uncommit(self, page: int) -> None:
+        digest = self.digests[page]
+        assert digest is not None, page
+        del self.index[digest]
+        self.digests[page] = None
+        self._outdated.discard(page)

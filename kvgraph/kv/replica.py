@@ -37,11 +37,19 @@ class Replica:
         self.metrics = KVCacheMetrics()
         self.free_rows = list(reversed(range(settings.max_batch_size)))
         self._last = Resolved([], [])
+        self._upload = upload
         self._staging = [Staging(leaves, settings.max_batch_size, upload) for _ in range(2)]
         self._windows = [(i, leaf.window) for i, leaf in enumerate(leaves) if leaf.window]
         self._steps_matter = settings.prefix_caching or bool(self._windows)
         self._evictions_before = 0
         self.tiers: Tiering | None = None
+
+    def rebuilt(self) -> Replica:
+        """A replica without requests on the same memory; its metrics go on."""
+        leaves = [leaf.rebuilt() for leaf in self.leaves]
+        fresh = Replica(self.index, leaves, self.settings, self._upload)
+        fresh.metrics = self.read_metrics()
+        return fresh
 
     # -- rows
 
@@ -94,6 +102,7 @@ class Replica:
             raise RequestError(
                 f"{call}: expected every request once in a batch, got {twice.request_id!r} twice"
             )
+        self._last = Resolved([], [])  # until all positions are the new ones
         for position, row in enumerate(rows):
             row.position = position
         self._last = Resolved(contexts, rows)
@@ -350,7 +359,7 @@ class Replica:
         for at in range(row.passed[i], passed):
             self.point(row, i, at, leaf.null)
         row.passed[i] = passed
-        leaf.pool.drop(gone)
+        leaf.pool.drop(reversed(gone))
 
     def point(self, row: Row, i: int, at: int, page: int) -> None:
         """Position `at` of the row is `page` from now on, in leaf `i`."""
@@ -363,9 +372,9 @@ class Replica:
     # -- cache and metrics
 
     def reset_prefix_cache(self) -> None:
-        """Un-commit what no live request holds."""
+        """Un-commit what no live request holds, and the rest once none holds it any more."""
         for leaf in self.leaves:
-            leaf.pool.forget_free()
+            leaf.pool.forget()
 
     def verify_staging(self) -> None:
         """AssertionError if a row that is not marked dirty differs from its lookup row."""

@@ -22,6 +22,9 @@ RequestID = Hashable
 
 _INT32 = np.iinfo(np.int32)
 
+Batches = Sequence[Sequence["TextContext"]]
+"""One batch of requests per replica."""
+
 
 class TextContext:
     """The tokens of one request (prompt, then what was generated) and its lengths, all in tokens.
@@ -33,7 +36,8 @@ class TextContext:
 
     Plain slots, because the managers read them in their innermost loops. `request_id` must not
     change while the request is claimed. `cache_salt` and `adapter` keep prefixes of different
-    tenants and adapters apart. RequestError if `tokens` is empty, not one-dimensional or not int32.
+    tenants and adapters apart. RequestError for an argument of another type, and if `tokens` is
+    empty, not one-dimensional or not int32.
     """
 
     __slots__ = (
@@ -56,6 +60,7 @@ class TextContext:
         cache_salt: bytes = b"",
         adapter: str = "",
     ) -> None:
+        _require_types(request_id, cache_salt, adapter)
         self._tokens = _as_int32(request_id, tokens)
         self.request_id = request_id
         self.cache_salt = cache_salt
@@ -135,10 +140,26 @@ class TextContext:
         )
 
 
+def _require_types(request_id: RequestID, cache_salt: bytes, adapter: str) -> None:
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise RequestError(f"request_id: expected a hashable key, got {request_id!r}") from error
+    for name, value, kind in (("cache_salt", cache_salt, bytes), ("adapter", adapter, str)):
+        if not isinstance(value, kind):
+            raise RequestError(
+                f"{name} of {request_id!r}: expected {kind.__name__}, "
+                f"got {type(value).__name__} {value!r}"
+            )
+
+
 def _as_int32(
     request_id: RequestID, tokens: Sequence[int] | npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int32]:
-    given = np.asarray(tokens)
+    try:
+        given = np.asarray(tokens)
+    except ValueError as error:  # rows of different lengths
+        raise RequestError(f"tokens of {request_id!r}: expected integers, got {error}") from error
     if given.ndim != 1 or given.size == 0:
         raise RequestError(
             f"tokens of {request_id!r}: expected at least one token in one dimension, "

@@ -87,19 +87,23 @@ class Staging:
         return self.records
 
     def _reshape(self, rows: int, width: int, num_steps: int) -> None:
-        self._shape, self._resolved = (rows, width, num_steps), None
+        self._shape, self._resolved = (-1, -1, -1), None  # until the records are the new ones
         self._views = [table[: rows * width].reshape(rows, width) for table in self._tables]
         lengths = self._lengths[:rows]  # one array in all records: it is incremented once
         self.records = [
-            self._leaf_records(leaf, view, lengths)
+            self._leaf_records(leaf, view, lengths, self._max_lengths[:num_steps])
             for leaf, view in zip(self._leaves, self._views, strict=True)
         ]
+        self._shape = (rows, width, num_steps)
 
     def _leaf_records(
-        self, leaf: Leaf, table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
+        self,
+        leaf: Leaf,
+        table: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int32],
+        bounds: npt.NDArray[np.int32],
     ) -> list[RaggedKVCacheInputs]:
-        rows, _, num_steps = self._shape
-        bounds = self._max_lengths[:num_steps]
+        rows, num_steps = lengths.size, len(bounds)
         maxima = Buffer("int32", (num_steps, 2), HOST, bounds)
         lookup = table if leaf.symbols[0].lookup_table.rank == 2 else table.reshape(rows)
         return [

@@ -3,7 +3,8 @@
     ask -> (alloc: fresh pages, a load starts) -> poll: landed, or rolled back to computing
     commit -> offload -> poll: the pages may be reallocated again
 
-Pages that a transfer copies from or to are held until it ends: `pins` counts these holds.
+Pages that a transfer copies from or to are pinned until it ends. After a reset transfers that
+began before it end as if they had failed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Arrival(NamedTuple):
 class Loading:
     """A row whose first pages are on their way; `row` is None once it was released."""
 
-    __slots__ = ("arrivals", "ctx", "hit", "replica", "row", "transfer")
+    __slots__ = ("arrivals", "ctx", "epoch", "hit", "replica", "row", "transfer")
 
     def __init__(
         self,
@@ -53,11 +54,17 @@ class Loading:
         hit: int,
     ) -> None:
         self.replica = replica
+        self.epoch = replica.hits.epoch
         self.row: Row | None = row
         self.ctx = ctx
         self.arrivals = arrivals
         self.transfer = transfer
         self.hit = hit  # pages of the row that will be known content
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the cache was reset since the load began."""
+        return self.epoch is not self.replica.hits.epoch
 
 
 class Tiering:
@@ -71,13 +78,25 @@ class Tiering:
     ) -> None:
         self.connector = connector
         self.places = places
-        self.pins: dict[Leaf, Counter[int]] = {leaf: Counter() for leaf in leaves.values()}
         self._leaves = leaves
         self._loading: dict[Transfer, Loading] = {}
         self._coming: Counter[bytes] = Counter()  # digests of the pages being loaded
         self._offers: list[Move] = []
         self._ended: dict[RequestID, bool] = {}
         self._metrics_before = KVCacheMetrics()
+
+    def rebuilt(self, replicas: Sequence[Replica]) -> Tiering:
+        """The same tiers behind `replicas` that know of no transfer; metrics go on."""
+        leaves = {
+            place: leaf
+            for own, replica in zip(self.places, replicas, strict=True)
+            for place, leaf in zip(own, replica.leaves, strict=True)
+        }
+        fresh = Tiering(self.connector, leaves, self.places)
+        fresh._metrics_before = self._metrics_before
+        for replica in replicas:
+            replica.tiers = fresh
+        return fresh
 
     # -- before alloc
 
@@ -96,7 +115,7 @@ class Tiering:
 
     def _due(self, replica: Replica, ctx: TextContext) -> Asked | None:
         """What to ask about the context now, if anything; the context keeps it."""
-        if ctx.asked is not None:
+        if ctx.asked is not None and ctx.asked.epoch is replica.hits.epoch:
             asked = ctx.asked = ctx.asked.newest()
             hit = replica.hits.joint(asked.digests)
             if asked.length == ctx.current_length and hit >= asked.hit:
@@ -117,7 +136,7 @@ class Tiering:
             wanted = [digest for digest in behind if digest not in leaf.pool.index]
             wanted += digests[hit:]
             keys.append({page_key(digest, place.leaf, place.shards): digest for digest in wanted})
-        return Asked(ctx.current_length, digests, hit, keys)
+        return Asked(replica.hits.epoch, ctx.current_length, digests, hit, keys)
 
     def _is_ready(self, replica: Replica, ctx: TextContext) -> bool:
         asked = ctx.asked
@@ -153,7 +172,7 @@ class Tiering:
         for i, (leaf, positions) in enumerate(zip(replica.leaves, wanted, strict=True)):
             place = self.places[replica.index][i]
             pages = leaf.pool.take(len(positions))
-            self._pin(leaf, pages)
+            leaf.pool.pin(pages)
             for at, page in zip(positions, pages, strict=True):
                 digest = row.digests[at]
                 replica.point(row, i, at, page)
@@ -182,7 +201,7 @@ class Tiering:
         """After a step: queue what it committed."""
         if self._offers:
             for move in self.connector.offload(self._offers):
-                self._pin(self._leaves[move.place], [move.page])
+                self._leaves[move.place].pool.pin([move.page])
             self._offers = []
 
     def touch(self, replica: Replica, row: Row) -> None:
@@ -208,31 +227,30 @@ class Tiering:
     def settle(self) -> None:
         """Do what `poll` does, and keep its answer for it."""
         for transfer in self.connector.poll():
-            if not transfer.is_load:
-                for move in transfer.moves:
-                    self._unpin(self._leaves[move.place], move.page)
-                continue
-            loading = self._loading.pop(transfer)
+            if transfer.is_load:
+                self._end_load(self._loading.pop(transfer))
+            for move in transfer.moves:
+                self._leaves[move.place].pool.unpin([move.page])
+
+    def _end_load(self, loading: Loading) -> None:
+        row, ok = loading.row, loading.transfer.ok and not loading.is_outdated
+        if not loading.is_outdated:
             self._coming -= Counter(arrival.digest for arrival in loading.arrivals)
-            row = loading.row
-            if row is not None:
-                row.loading = None
-                self._ended[row.request_id] = transfer.ok
-            if transfer.ok:
-                self._land(loading)
-            elif row is not None:
-                self._roll_back(loading, row)
-            for arrival in loading.arrivals:
-                self._unpin(loading.replica.leaves[arrival.leaf], arrival.page)
+        if row is not None:
+            row.loading = None
+            self._ended[row.request_id] = ok
+        if ok:
+            self._land(loading)
+        elif row is not None:
+            self._roll_back(loading, row)
 
     def _land(self, loading: Loading) -> None:
         """Publish the pages, of a released row too: their content is right all the same."""
         replica, row = loading.replica, loading.row
-        for i, at, page, digest in loading.arrivals:
+        for i, at, page, digest in reversed(loading.arrivals):
             pool = replica.leaves[i].pool
             if row is None:
-                pool.hold((page,))
-                pool.drop((pool.commit(page, digest),))
+                pool.publish(page, digest)
             else:
                 known = pool.commit(page, digest)
                 if known != page:
@@ -243,18 +261,16 @@ class Tiering:
     def _roll_back(self, loading: Loading, row: Row) -> None:
         loading.replica.roll_back(row)
         loading.ctx.rewind()
-        loading.ctx.asked = Asked.nothing(loading.ctx.current_length, len(row.pages))
+        epoch, length = loading.replica.hits.epoch, loading.ctx.current_length
+        loading.ctx.asked = Asked.nothing(epoch, length, len(row.pages))
 
-    def _pin(self, leaf: Leaf, pages: Sequence[int]) -> None:
-        leaf.pool.hold(pages)
-        self.pins[leaf].update(pages)
-
-    def _unpin(self, leaf: Leaf, page: int) -> None:
-        leaf.pool.drop((page,))
-        pins = self.pins[leaf]
-        pins[page] -= 1
-        if not pins[page]:
-            del pins[page]
+    def reset(self) -> None:
+        """After the pools forgot: empty the tiers, and end what is on its way, unpublished."""
+        self._offers = []
+        self._coming.clear()
+        for transfer in self._loading:
+            self.connector.cancel(transfer)
+        self.connector.reset()
 
     # -- metrics
 

@@ -255,6 +255,7 @@ class _Frame:
             code = DTYPE_CODES[dtype]
         extents = [*shape[:MAX_RANK], *[0] * (MAX_RANK - len(shape))]
         at = index * TENSOR_BYTES + ADDRESS.size
+        self.described[index] = ("", ())  # no operand's, until it is written
         TYPE_AND_SHAPE.pack_into(self.tensors, at, code, len(shape), *extents)
         self.described[index] = kind
 

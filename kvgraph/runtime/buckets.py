@@ -56,13 +56,18 @@ class DecodeBuckets:
     def __init__(
         self, kv: PagedKVCacheManager, max_batch_size: int, max_seq_len: int | None = None
     ) -> None:
+        self._kv = kv
         self._sizes = batch_sizes(max_batch_size)
         self._longest = min(kv.max_context_length, max_seq_len or kv.max_context_length)
         self._dummies = [
             TextContext((type(self).__name__, i), [0]) for i in range(dummy_rows(max_batch_size))
         ]
+        self.claim()
+
+    def claim(self) -> None:
+        """Claim the dummy rows: once, and after each `rebuild` of the manager."""
         for dummy in self._dummies:
-            kv.alloc_dummy(dummy.request_id)
+            self._kv.alloc_dummy(dummy.request_id)
 
     def pad(self, batch: Batch) -> PaddedBatch | None:
         """None for a batch with a prompt or a chunk in it."""

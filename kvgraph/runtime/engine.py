@@ -3,61 +3,44 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from threading import get_ident
+from typing import Any
 
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
-from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
-from kvgraph.contract.trees import MultiKVCacheParams
-from kvgraph.errors import ArtifactError, RequestError
-from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
-from kvgraph.kv.manager import KVCacheManager
-from kvgraph.kv.memory import plan_leaves
-from kvgraph.kv.padded import PaddedKVCacheManager
+from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.sizes import parse_bytes
+from kvgraph.errors import GenerationError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.requests import TextContext
 from kvgraph.runtime import artifact as artifacts
+from kvgraph.runtime.arguments import (
+    flag,
+    instance,
+    integer,
+    one_for_each,
+    optional_integer,
+    sequence,
+)
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
+from kvgraph.runtime.intake import Intake
+from kvgraph.runtime.managers import make_manager
+from kvgraph.runtime.outcome import Completion, Outcome, Token, completion_of, outcome_of
 from kvgraph.runtime.prefix import Prefix, read_prefix
-from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
-from kvgraph.runtime.scheduler import Batch, FinishReason, Request, Scheduler
+from kvgraph.runtime.sampling import Logits, SamplingParams
+from kvgraph.runtime.scheduler import Batch, Request, Scheduler
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.text import load_tokenizer
 from kvgraph.runtime.tiers import DEFAULT_DISK_BYTES, tier_options
+from kvgraph.runtime.turns import Turns, in_turn
 
 DEFAULT_CACHE_BYTES = 1 << 30
 """Pool size where none is given; memory is only touched as pages are used."""
 
 MOST_WAIT_SECONDS = 0.05
 """How long an engine without anything to run waits for tiers before it looks again."""
-
-SEEN_BY_DECODER = 8
-"""Tokens of the prompt that decide how the first generated ones read."""
-
-
-class Token(NamedTuple):
-    """One generated token, and with the last one why its request ended."""
-
-    request_id: str
-    token_id: int
-    text: str
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request: what was generated behind the prompt."""
-
-    request_id: str
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
 
 
 class Engine:
@@ -78,8 +61,14 @@ class Engine:
     Tiers hold pages that leave the pool: `total_num_host_pages` pages (of each leaf) or
     `host_memory` bytes of host memory, `disk_bytes` bytes in the folder `disk`, a server `remote`
     (a URL) that many machines share, and `prefixes`, the files of `kvgraph prefill`. An engine
-    with tiers has threads: `close` it, or use it in a `with` statement.
-    Not thread-safe.
+    with tiers has threads: `close` it, or use it in a `with` statement. Sizes are bytes, or text
+    such as "4GiB".
+
+    Threads may use an engine in turn: a call that overlaps another one is a RequestError. A call
+    that raises, by an interrupt (KeyboardInterrupt) too, costs no request a token: its step did not
+    happen, or the next `step` gives its tokens. The next call repairs what is half done; where it
+    must, it computes all open requests again (counted in `repairs`). A request that fails on its
+    own (counted in `failed_requests`) ends with finish_reason "error", and the others go on.
     """
 
     def __init__(
@@ -88,28 +77,37 @@ class Engine:
         *,
         session: str | Session | None = None,
         num_pages: int | None = None,
-        cache_memory: int = DEFAULT_CACHE_BYTES,
+        cache_memory: int | str = DEFAULT_CACHE_BYTES,
         max_batch_size: int = 64,
         max_batch_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
         num_threads: int | None = None,
         total_num_host_pages: int | None = None,
-        host_memory: int = 0,
+        host_memory: int | str = 0,
         disk: str | Path | None = None,
-        disk_bytes: int = DEFAULT_DISK_BYTES,
+        disk_bytes: int | str = DEFAULT_DISK_BYTES,
         remote: str | None = None,
         prefixes: Sequence[str | Path | Prefix] = (),
     ) -> None:
+        cache_memory = parse_bytes("cache_memory", cache_memory)
+        host_memory = parse_bytes("host_memory", host_memory)
+        disk_bytes = parse_bytes("disk_bytes", disk_bytes)
+        prefixes = sequence("prefixes", "file", prefixes)
+        max_batch_size = integer("max_batch_size", max_batch_size, 1)
+        num_pages = optional_integer("num_pages", num_pages, 1)
+        max_batch_tokens = optional_integer("max_batch_tokens", max_batch_tokens, 1)
+        num_threads = optional_integer("num_threads", num_threads, 0)
+        total_num_host_pages = optional_integer("total_num_host_pages", total_num_host_pages, 0)
         if not isinstance(artifact, Artifact):
             artifact = artifacts.load(artifact)
-        if max_batch_tokens is not None and max_batch_tokens < 1:
-            raise RequestError(f"max_batch_tokens: expected >= 1, got {max_batch_tokens}")
         self.artifact = artifact
         self.model = artifact.manifest.model
         if not isinstance(session, Session):
             session = artifact.session(session, num_threads=num_threads)
         self.session = session
-        if enable_prefix_caching is None:
+        if enable_prefix_caching is not None:
+            enable_prefix_caching = flag("enable_prefix_caching", enable_prefix_caching)
+        else:
             enable_prefix_caching = artifact.params().cache_strategy is KVCacheStrategy.PAGED
         params = artifact.params(enable_prefix_caching=enable_prefix_caching)
         if params.cache_strategy is KVCacheStrategy.PADDED:
@@ -118,7 +116,7 @@ class Engine:
         step_tokens = max_batch_tokens or session.step_tokens
         step_tokens = min(step_tokens, session.limits.get(TOTAL_SEQ_LEN, step_tokens))
         captures = session.captures and params.cache_strategy is KVCacheStrategy.PAGED
-        self.kv = _make_manager(
+        self.kv = make_manager(
             params,
             session,
             num_pages,
@@ -143,41 +141,60 @@ class Engine:
             assert isinstance(self.kv, PagedKVCacheManager)
             self._buckets = DecodeBuckets(self.kv, max_batch_size, self.model.max_seq_len)
         self.scheduler = Scheduler(self.kv, max_batch_size, step_tokens)
-        self._tokenizer = _load_tokenizer(artifact.folder)
-        self._decoders: dict[str, Any] = {}
-        # Tokens of other requests that steps of `stream` and `generate` came upon.
-        self._held: list[Token] = []
+        tokenizer = load_tokenizer(artifact.folder)
+        self._intake = Intake(self.model, tokenizer, artifact.folder)
+        self._turns = Turns("Engine")
         self._ids = itertools.count()
+        self._open: dict[str, Request] = {}  # all that have not ended, in the order of arrival
+        self._held: list[Token] = []  # not handed over yet
+        self._left: deque[Request] = deque()  # that no caller waits for any more
+        self._outcome: Outcome | None = None  # of a step that has happened and is not recorded yet
+        self._is_whole = True  # scheduler and manager: False where a call that changes them stopped
+        self._in_step = False  # a step has begun to run and is not recorded yet
         self.generated_tokens = 0
+        self.failed_requests = 0
+        self.repairs = 0
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do, or tokens to give."""
-        return bool(self._decoders or self._held)
+        return bool(self._open or self._held or self._outcome)
 
     # -- the loop everything else is a footnote to
 
     def step(self) -> list[Token]:
         """Run one batch; the tokens that it generated, in row order.
 
-        Before them come the tokens of submitted requests that `stream` or `generate` came upon.
+        Before them come tokens of steps before it that no call has handed over.
         Empty when idle (see `busy`), and where a batch was nothing but chunks of prompts.
         """
-        batch = self.scheduler.schedule()
+        call = ("step", get_ident())
+        try:
+            self._turns.take(call)
+            self._run_step()
+            tokens = self._held
+            self._held = []  # no call from here on, so no interrupt: the caller has them
+            return tokens
+        finally:
+            if self._turns.running is call:
+                del self._turns.running
+
+    def _run_step(self) -> None:
+        """One batch, whose tokens are held; nothing, where there is nothing to run."""
+        if self._left or not self._is_whole or self._in_step:
+            self._settle()
+        batch = self._schedule()
         while batch is None and self.scheduler.busy:
             self.kv.wait(MOST_WAIT_SECONDS)  # all requests wait for pages from a tier
-            batch = self.scheduler.schedule()
-        if batch is None:
-            return self._take_held()
-        logits = self._run(batch)
-        tokens = sample(logits[: len(batch.sampled)], [row.source for row in batch.sampled])
-        batch.update(tokens)  # requests grow first
-        self.kv.step(batch.requests)  # then full pages join the prefix cache
-        self.generated_tokens += len(tokens)
-        generated = self._tokens(batch.sampled, tokens)
-        self.scheduler.retire()
-        return self._take_held() + generated
+            batch = self._schedule()
+        if batch is not None:
+            self._in_step = True
+            logits = self._run(batch)
+            self._commit(outcome_of(batch, logits))
+        if self._left:  # while the step ran
+            self._settle()
 
+    @in_turn("submit")
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -189,86 +206,59 @@ class Engine:
         """Queue a prompt (text or token ids) and return its request id; runs nothing.
 
         Requests share cached prefixes only with those of the same `cache_salt`.
-        RequestError: an empty prompt, one that leaves no room below the model's `max_seq_len`, or
-        one that the whole pool cannot hold with its output.
+        RequestError: an argument of another type, an empty prompt, one that leaves no room below
+        the model's `max_seq_len`, or one that the whole pool cannot hold with its output.
         """
-        sampling = sampling or SamplingParams()
-        # An empty text is empty even where the tokenizer puts a token of its own in front.
-        text = isinstance(prompt, str) and prompt != ""
-        tokens = self.tokenize(str(prompt)) if text else _token_ids(prompt)
-        request_id = self._new_id() if request_id is None else request_id
-        if self._is_open(request_id):
-            raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
-        self._check(request_id, tokens)
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops |= set(self.model.eos_token_ids)
-        length = min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len)
-        self.scheduler.submit(
-            Request(
-                TextContext(request_id, tokens, cache_salt=cache_salt),
-                TokenSource(sampling),
-                frozenset(stops),
-                length,
-            )
-        )
-        self._decoders[request_id] = _decode_stream(self._tokenizer, tokens)
-        return request_id
+        self._settle()
+        request = self._request(prompt, sampling, request_id, cache_salt)
+        self._queue(request)
+        return request.request_id
 
+    @in_turn("cancel")
     def cancel(self, request_id: str) -> None:
         """Stop a request and free its pages; an unknown id is a RequestError."""
-        if not self.scheduler.cancel(request_id):
+        self._settle()
+        instance("request_id", request_id, str, "text")
+        if request_id not in self._open:
             raise RequestError(f"cancel of {request_id!r}: expected a submitted request, got none")
-        del self._decoders[request_id]
+        self._end(request_id)
 
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
     ) -> Iterator[str]:
-        """Generate for one prompt; pieces of text as they come. Leaving early cancels it."""
-        request_id = self.submit(prompt, sampling)
+        """Generate for one prompt; pieces of text as they come. Leaving early cancels it.
+
+        GenerationError where the request fails on its own.
+        """
+        request = self._request(prompt, sampling)
         try:
-            while self._is_open(request_id):
-                for token in self._step_for([request_id]):
+            self._begin(request)
+            while self._is_open(request.request_id):
+                for token in self._step_for([request.request_id]):
+                    if token.error:
+                        raise GenerationError(token.error)
                     if token.text:
                         yield token.text
         finally:
-            self._forget(request_id)
+            self._leave(request)
 
+    @in_turn("generate")
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate for all prompts together; completions in the prompts' order."""
-        if isinstance(prompts, str):
-            raise RequestError("prompts: expected a sequence of prompts, got one text; use [text]")
-        each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else sampling
-        tokens: dict[str, list[Token]] = {}
-        try:
-            for prompt, params in zip(prompts, each, strict=True):
-                tokens[self.submit(prompt, params)] = []
-            while any(map(self._is_open, tokens)):
-                for token in self._step_for(tokens):
-                    tokens[token.request_id].append(token)
-        finally:
-            for request_id in tokens:
-                self._forget(request_id)
-        return [_completion(request_id, generated) for request_id, generated in tokens.items()]
+        """Generate for all prompts together; completions in the prompts' order.
+
+        RequestError as of `submit`, with the prompt's index, before any of them runs.
+        """
+        return self._generate(prompts, sampling)
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
-        if self._tokenizer is None:
-            raise ArtifactError(
-                f"{self.artifact.folder}: expected tokenizer.json for a text prompt, got none; "
-                "pass token ids"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"prompt: expected text in Unicode, got {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
-        return ids
+        return self._intake.tokenize(text, special_tokens=special_tokens)
 
+    @in_turn("close")
     def close(self) -> None:
         """Finish what is queued for the tiers, and let go of them. Idempotent."""
         self.kv.close()
@@ -279,141 +269,191 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self, batch: Batch) -> npt.NDArray[np.float32]:
+    # -- a step: what may fail comes first, what changes requests last
+
+    def _schedule(self) -> Batch | None:
+        self._is_whole = False
+        batch = self.scheduler.schedule()
+        self._is_whole = True
+        return batch
+
+    def _run(self, batch: Batch) -> Logits:
         """Logits of the batch's rows, then of dummies: a decode step is run at a bucket's size."""
         padded = self._buckets.pad(batch) if self._buckets else None
-        if padded is None:
-            return self.session.run(batch.inputs, self.kv.runtime_inputs(batch.requests))
-        kv_inputs = self.kv.runtime_inputs(padded.requests, batch_characteristics=padded.bounds)
-        return self.session.run(padded.inputs, kv_inputs, capture=True)
+        bounds = None if padded is None else padded.bounds
+        step = padded or batch
+        self._is_whole = False
+        kv_inputs = self.kv.runtime_inputs(step.requests, batch_characteristics=bounds)
+        self._is_whole = True
+        return self.session.run(step.inputs, kv_inputs, capture=padded is not None)
 
+    def _commit(self, outcome: Outcome) -> None:
+        """Every request gets its token. Where this is interrupted, `_repair` does the rest."""
+        self._is_whole = False
+        self._outcome = outcome  # from here on the step has happened
+        outcome.batch.update(outcome.tokens, outcome.reasons)  # requests grow first
+        self.kv.step(outcome.batch.requests)  # then full pages join the prefix cache
+        if any(outcome.reasons):
+            self.scheduler.retire()
+        self._record(outcome)
+        self._is_whole = True
+
+    def _record(self, outcome: Outcome) -> None:
+        """The step's tokens are held for their callers: all at once, and once."""
+        failed = 0
+        if any(outcome.reasons):
+            failed = outcome.reasons.count("error")
+            for token in outcome.said:
+                if token.finish_reason:
+                    self._open.pop(token.request_id, None)
+        held = self._held + outcome.said
+        self._held, self._outcome, self._in_step = held, None, False
+        self.generated_tokens += len(outcome.said) - failed
+        self.failed_requests += failed
+
+    # -- calls that did not end
+
+    def _settle(self) -> None:
+        """Repair what calls before this one left half done. May itself be interrupted."""
+        if self._in_step:
+            self.session.synchronize()
+        if not self._is_whole:
+            self._repair()
+        if self._in_step:
+            for request in self._open.values():
+                request.rewind_output()
+            self._in_step = False
+        while self._left:
+            self._forget(self._left[0])
+            self._left.popleft()
+
+    def _repair(self) -> None:
+        """All bookkeeping from scratch: every open request starts over, with the tokens it has."""
+        outcome = self._outcome
+        if outcome is not None:
+            for row, token, length in zip(
+                outcome.batch.sampled, outcome.tokens, outcome.lengths, strict=True
+            ):
+                row.redo(token, length)
+            self._record(outcome)
+        self.kv.rebuild()
+        if self._buckets is not None:
+            self._buckets.claim()
+        self.scheduler.restart(self._open.values())
+        self.repairs += 1
+        self._is_whole = True
+
+    # -- requests that come and go
+
+    def _generate(self, prompts: Any, sampling: Any) -> list[Completion]:
+        self._settle()
+        requests = self._requests(prompts, sampling)
+        tokens: dict[str, list[Token]] = {request.request_id: [] for request in requests}
+        try:
+            for request in requests:
+                self._queue(request)
+            while any(map(self._is_open, tokens)):
+                self._run_step()
+                for token in self._take(tokens):
+                    tokens[token.request_id].append(token)
+        finally:
+            self._left.extend(requests)
+            self._settle()
+        return [completion_of(request_id, generated) for request_id, generated in tokens.items()]
+
+    def _request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        request_id: str | None = None,
+        cache_salt: bytes = b"",
+    ) -> Request:
+        """A request that can complete; changes nothing. RequestError as of `submit`."""
+        if request_id is not None:
+            instance("request_id", request_id, str, "text")
+        request_id = self._new_id() if request_id is None else request_id
+        self._require_new(request_id)
+        request = self._intake.request(request_id, prompt, sampling, cache_salt)
+        self.scheduler.require_room(request)
+        return request
+
+    def _requests(self, prompts: Any, sampling: Any) -> list[Request]:
+        """Of each prompt one; of several, RequestError names the index of one that cannot be."""
+        listed = sequence("prompts", "text", prompts)
+        requests = []
+        each = one_for_each("sampling", sampling, len(listed))
+        for at, (prompt, params) in enumerate(zip(listed, each, strict=True)):
+            try:
+                requests.append(self._request(prompt, params))
+            except RequestError as error:
+                if len(listed) == 1:
+                    raise
+                raise RequestError(f"prompts[{at}]: {error}") from error
+        return requests
+
+    def _queue(self, request: Request) -> None:
+        self._is_whole = False
+        self.scheduler.submit(request)
+        self._open[request.request_id] = request
+        self._is_whole = True
+
+    def _end(self, request_id: str) -> None:
+        """Stop an open request and free its pages."""
+        self._is_whole = False
+        del self._open[request_id]
+        self.scheduler.cancel(request_id)
+        self._is_whole = True
+
+    @in_turn("stream")
+    def _begin(self, request: Request) -> None:
+        self._settle()
+        self._require_new(request.request_id)
+        self._queue(request)
+
+    @in_turn("stream")
     def _step_for(self, ids: Collection[str]) -> list[Token]:
         """A step's tokens of `ids`; those of other requests are held for who asks for them."""
-        tokens = self.step()
-        self._held = [token for token in tokens if token.request_id not in ids]
-        return [token for token in tokens if token.request_id in ids]
+        self._run_step()
+        return self._take(ids)
 
-    def _take_held(self) -> list[Token]:
-        tokens, self._held = self._held, []
-        return tokens
+    def _leave(self, request: Request) -> None:
+        """No caller waits for the request any more: it is forgotten as soon as no call runs.
+
+        A stream may be left at any time: the collector of garbage closes one that has no reader.
+        """
+        self._left.append(request)
+        call = ("stream", get_ident())
+        try:
+            if self._turns.try_take(call):
+                self._settle()
+        finally:
+            if self._turns.running is call:
+                del self._turns.running
+
+    def _forget(self, request: Request) -> None:
+        """Stop the request if it runs, and drop what is held of it."""
+        request_id = request.request_id
+        current = self._open.get(request_id, request)
+        if current is request:
+            self._held = [token for token in self._held if token.request_id != request_id]
+            if request_id in self._open:
+                self._end(request_id)
+
+    def _take(self, ids: Collection[str]) -> list[Token]:
+        """Held tokens of `ids`."""
+        mine = [token for token in self._held if token.request_id in ids]
+        others = [token for token in self._held if token.request_id not in ids]
+        self._held = others
+        return mine
 
     def _is_open(self, request_id: str) -> bool:
         """Whether there are tokens of the request to come."""
         held = any(token.request_id == request_id for token in self._held)
-        return held or request_id in self._decoders
+        return held or request_id in self._open
 
-    def _forget(self, request_id: str) -> None:
-        """Cancel the request if it runs, and drop what was held of it."""
-        self._held = [token for token in self._held if token.request_id != request_id]
-        if request_id in self._decoders:
-            self.cancel(request_id)
+    def _require_new(self, request_id: str) -> None:
+        if self._is_open(request_id):
+            raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
 
     def _new_id(self) -> str:
         return next(name for i in self._ids if not self._is_open(name := f"request-{i}"))
-
-    def _check(self, request_id: str, tokens: list[int]) -> None:
-        if not tokens:
-            raise RequestError(f"request {request_id!r}: expected a prompt, got an empty one")
-        limit = self.model.max_seq_len - 1
-        if len(tokens) > limit:
-            raise RequestError(
-                f"request {request_id!r}: expected a prompt of at most {limit} tokens (the "
-                f"model's max_seq_len is {limit + 1}), got {len(tokens)}"
-            )
-        low, high = min(tokens), max(tokens)
-        if low < 0 or high >= self.model.vocab_size:
-            raise RequestError(
-                f"request {request_id!r}: expected token ids in [0, {self.model.vocab_size}), "
-                f"got {low if low < 0 else high}"
-            )
-
-    def _tokens(self, rows: Sequence[Request], tokens: Sequence[int]) -> list[Token]:
-        """Each row's token with the text that it completes; ended requests lose their decoder."""
-        generated = []
-        for row, token in zip(rows, tokens, strict=True):
-            request_id, text = row.request_id, ""
-            decoder = self._decoders[request_id]
-            if decoder is not None and token not in row.stop_tokens:
-                text = decoder.step(self._tokenizer, token) or ""
-            if row.finish_reason:
-                del self._decoders[request_id]
-            generated.append(Token(request_id, token, text, row.finish_reason))
-        return generated
-
-
-def _token_ids(prompt: Sequence[int] | str) -> list[int]:
-    if isinstance(prompt, bytes):
-        raise RequestError("prompt: expected text or token ids, got bytes")
-    try:
-        return [operator.index(token) for token in prompt]  # type: ignore[arg-type]
-    except TypeError as error:
-        raise RequestError(f"prompt: expected text or token ids, got {error}") from error
-
-
-def _make_manager(
-    params: KVCacheParams | MultiKVCacheParams,
-    session: Session,
-    num_pages: int | None,
-    cache_memory: int,
-    max_batch_size: int,
-    max_batch_tokens: int,
-    max_seq_len: int,
-    num_dummies: int,
-    tiers: Mapping[str, Any],
-) -> KVCacheManager:
-    """The manager of the artifact's cache kind, with rows for `num_dummies` beside requests."""
-    if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:
-        if num_pages is not None:
-            raise RequestError(
-                f"num_pages: expected None for a {params.cache_strategy} cache, got {num_pages}"
-            )
-        continuous = params.cache_strategy is KVCacheStrategy.CONTINUOUS
-        kind = ContinuousBatchingKVCacheManager if continuous else PaddedKVCacheManager
-        return kind(params, max_batch_size, max_seq_len, params.num_layers, params.devices, session)
-    pages: int | dict[str, int] | None = num_pages
-    if pages is None:
-        plan = plan_leaves(params, cache_memory, max_batch_size, max_seq_len, max_batch_tokens)
-        pages = plan.pages
-    return PagedKVCacheManager(
-        params,
-        session,
-        pages,
-        max_batch_size=max_batch_size + num_dummies,
-        max_seq_len=max_seq_len,
-        **tiers,
-    )
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ArtifactError(f"{path}: expected a tokenizer, got a damaged one ({error})") from error
-
-
-def _decode_stream(tokenizer: Any, prompt: Sequence[int]) -> Any:
-    """Incremental detokeniser behind `prompt`: gives text only once its bytes are complete.
-
-    Some decoders strip the space before the first word of a text, which a continuation keeps, so
-    it sees the prompt's last tokens first.
-    """
-    if tokenizer is None:
-        return None
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream(skip_special_tokens=True)
-    for token in prompt[-SEEN_BY_DECODER:]:
-        stream.step(tokenizer, token)
-    return stream
-
-
-def _completion(request_id: str, tokens: list[Token]) -> Completion:
-    reason = tokens[-1].finish_reason
-    assert reason is not None
-    text = "".join(token.text for token in tokens)
-    return Completion(request_id, [token.token_id for token in tokens], text, reason)

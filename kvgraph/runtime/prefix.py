@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.errors import ArtifactError, GenerationError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.store import KEY_BYTES, StoreStats
+from kvgraph.runtime.turns import in_turn
 
 if TYPE_CHECKING:
     from kvgraph.runtime.engine import Engine
@@ -50,10 +51,12 @@ class Prefix:
         return sum(page.nbytes for page in self.pages.values())
 
 
+@in_turn("write_prefix")
 def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) -> Prefix:
     """Compute `prompt` (text or token ids) on an idle engine, and write its pages to `path`.
 
-    RequestError: a prompt that fills no page, or a cache that shares no pages.
+    RequestError: a prompt that fills no page, or a cache that shares no pages. GenerationError
+    where the model's logits for it are not numbers.
     """
     from safetensors.numpy import save
 
@@ -66,7 +69,9 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     size = kv.params.page_size
     if len(tokens) < size:
         raise RequestError(f"prefix: expected at least a page of {size} tokens, got {len(tokens)}")
-    done = engine.generate([tokens], SamplingParams(max_new_tokens=1, ignore_eos=True))[0]
+    done = engine._generate([tokens], SamplingParams(max_new_tokens=1, ignore_eos=True))[0]
+    if done.error:
+        raise GenerationError(done.error)
     committed = kv.committed_pages(TextContext("prefix", tokens + done.token_ids))
     tensors: dict[str, npt.NDArray[Any]] = {"tokens": np.array(tokens, np.int32)}
     for leaf, pages in committed.items():

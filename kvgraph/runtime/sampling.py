@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvgraph.errors import RequestError
 from kvgraph.ops import native
+from kvgraph.runtime.arguments import flag, integer, integers, number, optional_integer
 
 Logits = npt.NDArray[np.float32]
 
@@ -30,6 +31,7 @@ class SamplingParams:
     tokens; `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it.
     Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, or at the model's own
     end tokens unless `ignore_eos`. With a `seed` a request's tokens do not depend on its batch.
+    RequestError names a field of another type, or out of its range.
     """
 
     max_new_tokens: int = 64
@@ -41,43 +43,64 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        limits: dict[str, tuple[bool, str]] = {
-            "max_new_tokens": (self.max_new_tokens >= 1, ">= 1"),
-            "temperature": (0 <= self.temperature < math.inf, ">= 0 and finite"),
-            "top_k": (self.top_k >= 0, ">= 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "seed": (self.seed is None or self.seed >= 0, ">= 0 or None"),
-        }
-        for name, (fits, expected) in limits.items():
+        temperature, top_p = number("temperature", self.temperature), number("top_p", self.top_p)
+        for name, value, fits, expected in (
+            ("temperature", temperature, 0 <= temperature < math.inf, ">= 0 and finite"),
+            ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
+        ):
             if not fits:
-                raise RequestError(f"{name}: expected {expected}, got {getattr(self, name)}")
+                raise RequestError(f"{name}: expected {expected}, got {value}")
+        for name, own in {
+            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, 1),
+            "temperature": temperature,
+            "top_k": integer("top_k", self.top_k, 0),
+            "top_p": top_p,
+            "seed": optional_integer("seed", self.seed, 0),
+            "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+        }.items():
+            object.__setattr__(self, name, own)
 
 
 class TokenSource:
-    """One request's random numbers: one uniform per generated token."""
+    """One request's random numbers: one uniform per generated token, a function of its seed."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self._random = np.random.default_rng(params.seed) if params.temperature > 0 else None
+        self._seed = np.random.SeedSequence(params.seed) if params.temperature > 0 else None
+        self._random: np.random.Generator | None = None
+        self.rewind(0)
 
     def uniform(self) -> float:
         return self._random.random() if self._random else 0.0
 
+    def rewind(self, count: int) -> None:
+        """Go on behind the first `count` numbers, wherever it stood."""
+        if self._seed is not None:
+            numbers = np.random.PCG64(self._seed)
+            numbers.advance(count)
+            self._random = np.random.Generator(numbers)
 
-def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int]:
+
+def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None]:
     """One token for each row of `logits [rows, vocab]`; the logits are not changed, and not copied
     where they are dense float32.
 
     A sampled row's token is the inverse transform of its one random number over the tokens that
     top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as -Inf.
+    None for a row whose logits are all -Inf.
     """
     if len(sources) == 1 and sources[0].params.temperature == 0:
         token = int(logits_RV[0].argmax())
-        if not math.isnan(logits_RV[0, token]):  # else the first NaN of them
+        if logits_RV[0, token] > -math.inf:  # else the first NaN of them, or of nothing but -Inf
             return [token]
     vocab = logits_RV.shape[1]
     draws = []
     for source in sources:
         p = source.params
         draws.append((p.temperature, p.top_p, source.uniform(), min(p.top_k, vocab)))
-    return native.sample(np.ascontiguousarray(logits_RV, np.float32), draws)[0]
+    dense_RV = np.ascontiguousarray(logits_RV, np.float32)
+    logit, tokens = dense_RV.item, native.sample(dense_RV, draws)[0]
+    # A row of nothing but NaN and -Inf gives token 0: the lowest id of equal ones.
+    pairs = enumerate(tokens)
+    return [token if token or logit(row, 0) > -math.inf else None for row, token in pairs]

@@ -5,15 +5,21 @@
                   '------ preempted: newest first, recomputed --'
 
 Running requests go before waiting ones, and only the head of the queue may be admitted, so no
-request starves. A step that preempts admits nobody.
+request starves. A step that preempts admits none.
+
+A waiting request is held back while a row of this step computes the first page that it lacks: in
+the next step it finds that page in the prefix cache. Those behind it may be admitted meanwhile. It
+is held only beside a row that comes closer to its own end, so this ends.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -23,11 +29,15 @@ from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.sampling import TokenSource
+from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
 """Waiting requests that the tiers are asked about before they come to the head of the queue."""
 
-FinishReason = Literal["stop", "length"]
+_ARRIVAL = attrgetter("arrival")
+
+FinishReason = Literal["stop", "length", "error"]
+"""Why a request ended: at a stop or end token, at its longest, or by a failure that was its own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,39 +49,74 @@ class Request:
     stop_tokens: frozenset[int]
     max_length: int
     """Tokens of prompt and output together at which it ends."""
+    text: TextStream | None = None
     finish_reason: FinishReason | None = None
+    arrival: int = 0
+    """Its place among all that were submitted."""
+    request_id: str = field(init=False)
+    prompt_length: int = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        return str(self.context.request_id)
+    def __post_init__(self) -> None:
+        self.request_id = str(self.context.request_id)
+        self.prompt_length = self.context.current_length
+
+    def reason_after(self, token: int) -> FinishReason | None:
+        """Why it ends with `token` as its next one, if it does."""
+        if token in self.stop_tokens:
+            return "stop"
+        return "length" if self.context.current_length + 1 >= self.max_length else None
+
+    def rewind_output(self) -> None:
+        """Its random numbers and its text go on behind the tokens that it has."""
+        self.source.rewind(self.context.current_length - self.prompt_length)
+        if self.text is not None:
+            self.text.rewind()
+
+    def redo(self, token: int | None, length: int) -> None:
+        """Have `token` behind `length` tokens, which an interrupted `update` may have appended.
+
+        Nothing is processed then.
+        """
+        self.context.rewind()
+        if token is not None and self.context.current_length == length:
+            self.context.update(token)
+            self.context.rewind()
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step: its rows, its graph inputs, and the rows whose last token gets logits."""
+    """One step: its rows, its graph inputs, and the rows whose last token gets logits.
+
+    `requests`: contexts per replica, as the cache manager takes them.
+    """
 
     rows: list[Request]
+    requests: list[list[TextContext]]
     inputs: ModelInputs
     sampled: list[Request]
 
-    @property
-    def requests(self) -> list[list[TextContext]]:
-        """Contexts per replica, as the cache manager takes them."""
-        return [[row.context for row in self.rows]]
+    def update(
+        self, tokens: Sequence[int | None], reasons: Sequence[FinishReason | None] | None = None
+    ) -> None:
+        """All active tokens are processed; `tokens` (one per sampled row) are appended.
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """All active tokens are processed; `tokens` (one per sampled row) are appended."""
+        A row without one has failed: it ends, and what this step made of it is not cached.
+        `reasons` are those of `reason_after`, where they are known already.
+        """
         if len(self.sampled) < len(self.rows):
             sampled = set(map(id, self.sampled))
             for row in self.rows:
                 if id(row) not in sampled:
                     row.context.update()
-        for row, token in zip(self.sampled, tokens, strict=True):
-            row.context.update(token)
-            if token in row.stop_tokens:
-                row.finish_reason = "stop"
-            elif row.context.current_length >= row.max_length:
-                row.finish_reason = "length"
+        if reasons is None:
+            pairs = zip(self.sampled, tokens, strict=True)
+            reasons = [
+                "error" if token is None else row.reason_after(token) for row, token in pairs
+            ]
+        for row, token, reason in zip(self.sampled, tokens, reasons, strict=True):
+            if token is not None:
+                row.context.update(token)
+            row.finish_reason = reason
 
 
 @dataclass(eq=False)
@@ -79,6 +124,7 @@ class Scheduler:
     """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
 
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
+    Every queue is in the order of arrival.
     """
 
     kv: KVCacheManager
@@ -88,12 +134,24 @@ class Scheduler:
     loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
     preemptions: int = 0
+    _arrivals: int = 0
 
-    def submit(self, request: Request) -> None:
-        """Queue a request that can complete: RequestError if the whole pool is too small for it."""
+    def require_room(self, request: Request) -> None:
+        """RequestError if the whole pool is too small for it to complete."""
         tokens = request.max_length - 1  # the last token is never cached
         self.kv.require_room(request.context.request_id, tokens, self.max_batch_tokens)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that can complete: RequestError as of `require_room`."""
+        self.require_room(request)
+        request.arrival = self._arrivals = self._arrivals + 1
         self.waiting.append(request)
+
+    def restart(self, requests: Collection[Request]) -> None:
+        """Start over with `requests`, in the order of arrival; the cache knows none of them."""
+        for request in requests:
+            request.context.rewind()
+        self.waiting, self.loading, self.running = deque(requests), [], []
 
     @property
     def busy(self) -> bool:
@@ -108,11 +166,10 @@ class Scheduler:
         if not self.busy:
             return None
         self._settle_loads()
-        budget = self.max_batch_tokens
-        rows, preempted = self._continue_running(budget)
-        budget -= sum(row.context.active_length for row in rows)
-        if not preempted:
-            rows += self._admit(budget)
+        rows, preempted = self._continue_running(self.max_batch_tokens)
+        if self.waiting and not preempted:
+            budget = self.max_batch_tokens - sum([row.context.active_length for row in rows])
+            rows += self._admit(budget, rows)
         assert rows or self._is_held(), "the oldest always fits: submit() refused it otherwise"
         return _batch(rows) if rows else None
 
@@ -149,13 +206,15 @@ class Scheduler:
     def _settle_loads(self) -> None:
         """Requests whose pages have landed run on; where they have not, they are computed."""
         ended = self.kv.poll()
+        if not ended:
+            return
         for request in [r for r in self.loading if r.context.request_id in ended]:
             self.loading.remove(request)
             if ended[request.context.request_id]:
-                self.running.append(request)
+                insort(self.running, request, key=_ARRIVAL)
             else:
                 self.kv.release(request.context.request_id)
-                self.waiting.appendleft(request)
+                insort(self.waiting, request, key=_ARRIVAL)
 
     def _continue_running(self, budget: int) -> tuple[list[Request], bool]:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
@@ -174,14 +233,17 @@ class Scheduler:
         victim = candidates.pop()
         self.kv.release(victim.context.request_id)
         victim.context.rewind()
-        self.waiting.appendleft(victim)
+        insort(self.waiting, victim, key=_ARRIVAL)
         self.preemptions += 1
 
-    def _admit(self, budget: int) -> list[Request]:
+    def _admit(self, budget: int, rows: Sequence[Request]) -> list[Request]:
+        """Waiting requests that join the `rows` of this step."""
         admitted: list[Request] = []
+        coming: set[bytes] | None = None
+        held = 0
         self.kv.prefetch([request.context for request in islice(self.waiting, LOOK_AHEAD)])
-        while self.waiting and budget > 0 and self._num_claimed < self.max_batch_size:
-            request = self.waiting[0]
+        while held < len(self.waiting) and budget > 0 and self._num_claimed < self.max_batch_size:
+            request = self.waiting[held]
             context = request.context
             if not all(self.kv.prefetch([context])):
                 break
@@ -189,6 +251,11 @@ class Scheduler:
             # Alone, a first chunk is enough: windows give pages back as the prompt goes on.
             if self._num_claimed and not self.kv.has_room(context):
                 break
+            if coming is None:
+                coming = self.kv.coming_pages([row.context for row in rows])
+            if coming and self.kv.missing_page(context) in coming:
+                held += 1
+                continue
             self.kv.claim(context.request_id)
             context.active_length = min(context.active_length, budget)
             try:
@@ -197,13 +264,14 @@ class Scheduler:
                 self.kv.release(context.request_id)
                 context.rewind()
                 break
-            self.waiting.popleft()
+            del self.waiting[held]
             if self.kv.is_loading(context.request_id):
-                self.loading.append(request)
+                insort(self.loading, request, key=_ARRIVAL)
                 continue
             budget -= context.active_length
-            self.running.append(request)
+            insort(self.running, request, key=_ARRIVAL)
             admitted.append(request)
+            coming |= self.kv.coming_pages([context])
         return admitted
 
     @property
@@ -218,21 +286,25 @@ def _within_budget(running: Iterable[Request], budget: int) -> list[Request]:
         if budget <= 0:
             break
         context = row.context
-        context.active_length = min(context.current_length - context.processed_length, budget)
-        budget -= context.active_length
+        rest = context.current_length - context.processed_length
+        context.active_length = active = rest if rest < budget else budget
+        budget -= active
         rows.append(row)
     return rows
 
 
 def _batch(rows: list[Request]) -> Batch:
-    offsets, indices, sampled = [0], [], []
-    for row in rows:
-        context = row.context
-        offsets.append(offsets[-1] + context.active_length)
-        if context.processed_length + context.active_length == context.current_length:
-            indices.append(offsets[-1] - 1)
+    contexts = [row.context for row in rows]
+    end, offsets, indices, sampled = 0, [0], [], []
+    for row, context in zip(rows, contexts, strict=True):
+        active = context.active_length
+        end += active
+        offsets.append(end)
+        if context.processed_length + active == context.current_length:
+            indices.append(end - 1)
             sampled.append(row)
-    tokens = np.concatenate([row.context.active_tokens for row in rows])
+    tokens = np.concatenate([context.active_tokens for context in contexts])
     # A step of nothing but chunks still needs one row of logits: dims are at least 1.
     logits_indices = np.array(indices or [0], np.int32)
-    return Batch(rows, ModelInputs(tokens, np.array(offsets, np.int32), logits_indices), sampled)
+    inputs = ModelInputs(tokens, np.array(offsets, np.int32), logits_indices)
+    return Batch(rows, [contexts], inputs, sampled)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.inputs import ModelInputs
 from kvgraph.contract.scores import Scores, joined, score
-from kvgraph.kv.requests import TextContext
+from kvgraph.kv.forward import forward
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.engine import Engine
 
@@ -24,7 +23,7 @@ def score_artifact(
     session: str | None = None,
     num_threads: int | None = None,
 ) -> Scores:
-    """How the artifact foretells each window, one request each, from its second token on.
+    """How likely the artifact finds each token of each window, one request each, after the first.
 
     The session is the backend's default one; the pool is allocated here and gone with the return.
     """
@@ -36,25 +35,15 @@ def score_artifact(
         max_batch_tokens=CHUNK_TOKENS,
         enable_prefix_caching=False,  # a hit would have no logits
     ) as engine:
-        limit = engine.scheduler.max_batch_tokens
-        return joined([_score_window(engine, window, limit) for window in windows])
+        return joined([_score_window(engine, window) for window in windows])
 
 
-def _score_window(engine: Engine, window: npt.NDArray[np.int32], limit: int) -> Scores:
-    context = TextContext("quality", window[:-1])
-    engine.kv.claim(context.request_id)
-    parts = []
-    while context.active_length:
-        context.active_length = min(context.active_length, limit)
-        engine.kv.alloc(context)
-        tokens = context.active_tokens
-        first = context.processed_length
-        inputs = ModelInputs(
-            tokens, np.array([0, len(tokens)], np.int32), np.arange(len(tokens), dtype=np.int32)
-        )
-        logits_NV = engine.session.run(inputs, engine.kv.runtime_inputs([[context]]))
-        parts.append(score(logits_NV, window[first + 1 : first + 1 + len(tokens)]))
-        context.update()
-        engine.kv.step([[context]])
-    engine.kv.release(context.request_id)
-    return joined(parts)
+def _score_window(engine: Engine, window: npt.NDArray[np.int32]) -> Scores:
+    chunk = engine.scheduler.max_batch_tokens
+    steps = forward(engine.kv, [window[:-1]], engine.session.run, chunk=chunk)
+    return joined(
+        [
+            score(logits_NV, window[first + 1 : first + 1 + len(logits_NV)])
+            for _, first, logits_NV in steps
+        ]
+    )

@@ -40,12 +40,13 @@ def test_a_page_edge_in_prefill_and_in_decode() -> None:
     assert (manager.num_free_blocks(), manager.get_num_used_pages()) == (P - 4, 4)
 
 
-def test_release_frees_tail_first() -> None:
+def test_pages_without_content_are_reused_first() -> None:
     manager = make_manager(pages=6)
-    start(manager, "a", range(12))
-    manager.release("a")
-    start(manager, "b", range(24))
-    assert manager.get_req_blocks("b") == [3, 4, 5, 2, 1, 0]
+    start(manager, "a", range(4))
+    start(manager, "b", range(8))
+    manager.release("b")
+    start(manager, "c", range(12))
+    assert manager.get_req_blocks("c") == [1, 2, 3]
 
 
 def test_index_tensors_keep_their_addresses_and_the_record_before_stays_valid() -> None:
@@ -243,6 +244,20 @@ def test_forecast_changes_nothing() -> None:
     assert manager.page_identities(again) == manager.page_identities(larger)[:4]
     assert snapshot(manager) == before
     assert (again.processed_length, larger.processed_length) == (0, 0)
+
+
+def test_forecast_of_a_request_with_nothing_to_process() -> None:
+    manager = make_manager(pages=P, enable_prefix_caching=True)
+    a = start(manager, "a", range(17))
+    a.update(1)
+    manager.step([a])
+    manager.release("a")
+    again = TextContext("b", range(17))
+    manager.claim("b")
+    again.active_length = 0
+    assert manager.get_pct_used_blocks_after_allocation(again) == 0
+    manager.alloc(again)
+    assert manager.get_num_used_pages() == 0
 
 
 def test_raw_pools_and_tiers_that_are_not_there() -> None:

@@ -2,8 +2,9 @@
 
 The model "runs" each step as a graph would: rows store first, through the lookup table, then read
 what their queries see. A cell holds the hash of the token prefix that it was written with, so a
-read is right iff it holds the hash of the reader's own prefix. All managers run with
-`enable_runtime_checks`, so the whole bookkeeping is verified after every call as well.
+read is right iff it holds the hash of the reader's own prefix. Its low bits number the write, so
+that content from before a reset is told from the same content computed later. All managers run
+with `enable_runtime_checks`, so the whole bookkeeping is verified after every call as well.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from kvgraph.kv.requests import TextContext
 
 EXAMPLES, STEPS = 300, 60
 ROWS = 5
+STAMP = (1 << 16) - 1
+"""Low bits of a cell: which run wrote it."""
 
 seen: Counter[str] = Counter()
 
@@ -52,7 +55,7 @@ class Request:
         for at in range(len(hashes), total):
             before = hashes[-1] if hashes else hash((self.ctx.cache_salt, self.ctx.adapter))
             hashes.append(hash((before, tokens[at])))
-        return np.array(hashes[:total], np.int64)
+        return np.array(hashes[:total], np.int64) & ~STAMP
 
     def lengths(self) -> tuple[int, ...]:
         ctx = self.ctx
@@ -99,8 +102,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_replicas = replicas
         self.requests: dict[str, Request] = {}
         self.cells = np.full((replicas, len(windows), pages + 1, page_size), -1, np.int64)
-        self.born = 0
+        self.forget_nothing()
         self.extent = max(4, page_size * pages // 4)
+
+    def forget_nothing(self) -> None:
+        """Before the first rule."""
+        self.born = self.runs = 0
+        self.known: set[tuple[Any, int]] = set()
 
     # -- rules
 
@@ -218,10 +226,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
+        self.known |= {content for content, _ in self.committed()}
         self.manager.reset_prefix_cache()
-        for replica in self.manager._replicas:
-            for leaf in replica.leaves:
-                assert all(leaf.pool.refs[page] for page in leaf.pool.index.values())
+        seen["resets"] += 1
+        seen["resets with pages of live requests"] += bool(self.committed())
 
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
@@ -252,6 +260,33 @@ class CacheMachine(RuleBasedStateMachine):
     def count(self) -> None:
         seen["steps"] += 1
 
+    @invariant()
+    def nothing_is_known_from_before_a_reset(self) -> None:
+        """Except what live requests hold."""
+        for content, refs in self.committed():
+            assert refs or content not in self.known, content
+
+    @invariant()
+    def pages_without_content_are_reallocated_first(self) -> None:
+        for replica in self.manager._replicas:
+            for leaf in replica.leaves:
+                cached = [leaf.pool.digests[page] is not None for page in leaf.pool.free_pages()]
+                assert cached == sorted(cached)
+
+    def committed(self) -> list[tuple[tuple[Any, int], int]]:
+        """Name and last write of each committed page, and how many requests hold it."""
+        return [
+            ((self.name_of(i, digest), int(cells[page, -1]) & STAMP), leaf.pool.refs[page])
+            for replica in self.manager._replicas
+            for i, (leaf, cells) in enumerate(
+                zip(replica.leaves, self.cells[replica.index], strict=True)
+            )
+            for digest, page in leaf.pool.index.items()
+        ]
+
+    def name_of(self, i: int, digest: bytes) -> Any:
+        return i, digest
+
     def teardown(self) -> None:
         """What the examples came across, so that the test cannot pass by doing nothing."""
         metrics = self.manager.get_metrics_aggregated()
@@ -264,6 +299,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def execute(self, batches: list[list[Request]], inputs: Any) -> None:
         """Store, then read, in every leaf; rows in the order of the batch."""
+        self.runs += 1
         leaves = list(inputs.children.values()) if len(self.windows) > 1 else [inputs]
         for i, (window, leaf) in enumerate(zip(self.windows, leaves, strict=True)):
             for replica, (batch, record) in enumerate(zip(batches, leaf.inputs, strict=True)):
@@ -283,7 +319,7 @@ class CacheMachine(RuleBasedStateMachine):
         at = np.arange(ctx.processed_length, total)
         pages = row[at // size]
         assert (pages == self.pages).all() if request.is_dummy else (pages < self.pages).all()
-        cells[pages, at % size] = request.hashes(total)[ctx.processed_length :]
+        cells[pages, at % size] = request.hashes(total)[ctx.processed_length :] | self.runs & STAMP
 
     def read(
         self, cells: np.ndarray, request: Request, row: np.ndarray, window: int | None
@@ -295,7 +331,7 @@ class CacheMachine(RuleBasedStateMachine):
         first = 0 if window is None else max(0, ctx.processed_length - window + 1)
         at = np.arange(first, total)
         found = cells[row[at // size], at % size]
-        assert (found == request.hashes(total)[first:]).all(), (ctx, first, row)
+        assert (found & ~STAMP == request.hashes(total)[first:]).all(), (ctx, first, row)
 
     def check_maxima(self, batch: list[Request], record: Any) -> None:
         if batch:

@@ -55,8 +55,11 @@ def test_lifecycle_does_nothing_but_track_claims() -> None:
         null.claim("a")
     null.release("a")
     assert not null.contains("a")
-    with pytest.raises(RequestError, match="release of 'a'"):
-        null.release("a")
+    null.release("a")
+    null.claim("a", 1)
+    with pytest.raises(RequestError, match=r"release of 'a'.*replica 0, got .* on replica 1"):
+        null.release("a", 0)
+    null.release("a")
     with null.reserve([[ctx]]):
         assert null.contains("a")
     assert not null.contains("a")

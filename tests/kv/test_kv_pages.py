@@ -12,25 +12,100 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pages import PagePool
 
 
-def test_the_queue_is_in_release_order() -> None:
-    pool = PagePool(4)
-    assert pool.take(3) == [0, 1, 2]
-    pool.drop([2, 0])
-    assert list(pool.free_pages()) == [3, 2, 0]
-    pool.hold([2])
-    assert list(pool.free_pages()) == [3, 0]
-    pool.drop([2])
-    assert pool.take(3) == [3, 0, 2]
+def cached_pool(pages: int, cached: int) -> PagePool:
+    """Free pages, of which those below `cached` hold known content, released in this order."""
+    pool = PagePool(pages)
+    held = pool.take(cached)
+    for page in held:
+        pool.commit(page, bytes([page]))
+    pool.drop(held)
+    return pool
 
 
-def test_a_page_held_again_and_again_does_not_grow_the_queue() -> None:
-    pool = PagePool(8)
-    for _ in range(10_000):
+def free(pool: PagePool) -> list[int]:
+    return list(pool.free_pages())
+
+
+def test_cached_pages_join_the_tail_and_others_the_head() -> None:
+    pool = cached_pool(6, 3)
+    assert free(pool) == [3, 4, 5, 0, 1, 2]
+    assert pool.take(2) == [3, 4]
+    pool.drop([4, 3])
+    assert free(pool) == [3, 4, 5, 0, 1, 2]
+    pool.hold([0, 4])
+    assert free(pool) == [3, 5, 1, 2]
+    pool.drop([0, 4])
+    assert pool.take(6) == [4, 3, 5, 1, 2, 0]
+    assert (pool.num_free, pool.evictions, free(pool), pool.take(0)) == (0, 3, [], [])
+
+
+def test_a_page_held_again_and_again_leaves_the_queue_whole() -> None:
+    pool = cached_pool(8, 6)
+    for _ in range(1000):
         pool.hold([5, 3])
         pool.drop([3, 5])
-    assert len(pool._queue) <= 3 * 8 + 64
-    assert list(pool.free_pages()) == [0, 1, 2, 4, 6, 7, 3, 5]
-    assert pool.take(8) == [0, 1, 2, 4, 6, 7, 3, 5]
+    assert free(pool) == pool.take(8) == [6, 7, 0, 1, 2, 4, 3, 5]
+
+
+def test_a_pinned_page_keeps_its_place_and_is_not_taken() -> None:
+    pool = cached_pool(4, 4)
+    pool.pin([1, 1, 3])
+    assert (pool.num_free, free(pool)) == (2, [0, 2])
+    pool.unpin([1])
+    pool.unpin([1])
+    assert (pool.num_free, free(pool)) == (3, [0, 1, 2])
+    pool.hold([3])
+    pool.unpin([3])
+    assert (pool.num_free, free(pool)) == (3, [0, 1, 2])
+
+
+def test_a_pinned_page_whose_turn_comes_is_passed_over_until_its_copy_ends() -> None:
+    pool = cached_pool(5, 5)
+    pool.pin([0, 1, 3])
+    assert pool.take(1) == [2]
+    pool.unpin([0])
+    assert free(pool) == [4, 0]
+    pool.hold([1])
+    pool.drop([1])
+    pool.unpin([3, 1])
+    assert free(pool) == [3, 4, 0, 1]
+
+
+def test_a_page_published_after_its_copy_is_the_youngest() -> None:
+    pool = cached_pool(3, 1)
+    pages = pool.take(1)
+    pool.pin(pages)
+    pool.drop(pages)
+    pool.publish(1, b"copied")
+    pool.publish(1, bytes([0]))
+    pool.unpin(pages)
+    assert free(pool) == [2, 0, 1]
+    assert pool.index == {bytes([0]): 0, b"copied": 1}
+
+
+def test_forget_spares_held_pages_until_no_request_holds_them() -> None:
+    pool = cached_pool(4, 4)
+    pool.hold([0, 1, 1])
+    pool.pin([1, 2])
+    epoch = pool.epoch
+    pool.forget()
+    assert pool.epoch is not epoch
+    assert pool.index == {bytes([0]): 0, bytes([1]): 1}
+    pool.drop([0, 1])
+    assert pool.index == {bytes([1]): 1}
+    pool.drop([1])
+    assert pool.index == {}
+    pool.unpin([1, 2])
+    assert (pool.num_free, pool.evictions) == (4, 0)
+
+
+def test_a_page_committed_after_forget_stays() -> None:
+    pool = cached_pool(2, 1)
+    pool.forget()
+    pages = pool.take(2)
+    pool.commit(pages[0], b"new")
+    pool.drop(pages)
+    assert pool.index == {b"new": pages[0]}
 
 
 def test_reallocation_uncommits() -> None:
@@ -56,7 +131,8 @@ def test_rows_widen_with_their_pages() -> None:
 
 
 def lose_a_page(manager: PagedKVCacheManager) -> None:
-    manager._replicas[0].leaves[0].pool._queue.popleft()
+    pool = manager._replicas[0].leaves[0].pool
+    pool._after[-1] = pool._after[pool._after[-1]]
 
 
 def share_a_page(manager: PagedKVCacheManager) -> None:

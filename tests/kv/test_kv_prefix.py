@@ -92,20 +92,6 @@ def test_equal_content_is_held_once() -> None:
     assert np.asarray(inputs.lookup_table).tolist() == [[0, 1, 2], [0, 1, 5]]
 
 
-def test_the_least_recently_released_page_is_evicted_first() -> None:
-    manager = make_cached(pages=6)
-    serve(manager, "a", range(9))  # released tail first: 2, 1, 0
-    serve(manager, "b", range(50, 59))  # 5, 4, 3
-    start(manager, "c", [7] * 8)  # takes 2 and 1
-    assert manager.get_metrics_aggregated().evictions == 1
-    again = TextContext("a2", range(9))
-    manager.claim("a2")
-    manager.alloc(again)
-    assert again.cached_prefix_length == 4
-    assert manager.get_req_blocks("a2") == [0, 5, 4]
-    assert manager.get_metrics_aggregated().evictions == 2
-
-
 def test_hits_are_not_evicted_by_the_growth_of_the_same_batch() -> None:
     manager = make_cached(pages=5)
     serve(manager, "a", range(9))

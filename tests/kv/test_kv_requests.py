@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -65,11 +67,28 @@ def test_tokens_grow_and_are_a_copy() -> None:
         ([[1, 2]], r"one dimension.*shape \[1, 2\]"),
         ([1.5], "integers, got float64"),
         ([2**31], "int32 values, got 2147483648"),
+        ([True], "integers, got bool"),
+        ([[1], [1, 2]], "integers, got setting an array element"),
     ],
 )
 def test_bad_tokens(tokens: list[int], text: str) -> None:
     with pytest.raises(RequestError, match=f"tokens of 'a': expected .*{text}|{text}"):
         TextContext("a", tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"request_id": ["a"]}, r"request_id: expected a hashable key, got \['a'\]"),
+        ({"request_id": ("a", [])}, r"request_id: expected a hashable key, got \('a', \[\]\)"),
+        ({"cache_salt": "s"}, "cache_salt of 'a': expected bytes, got str 's'"),
+        ({"cache_salt": None}, "cache_salt of 'a': expected bytes, got NoneType None"),
+        ({"adapter": b"x"}, "adapter of 'a': expected str, got bytes b'x'"),
+    ],
+)
+def test_bad_types(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}$"):
+        TextContext(**({"request_id": "a", "tokens": [1]} | fields))
 
 
 def test_bad_generated_token_changes_nothing() -> None:

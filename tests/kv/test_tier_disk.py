@@ -401,6 +401,28 @@ def test_a_lock_that_is_not_released_pauses_the_store(
     store.close()
 
 
+def test_a_clear_that_fails_is_done_before_the_store_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
+    store = opened(tmp_path)
+    put(store, 0)
+    store.flush()
+    put(store, 1)
+    with sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        store.clear()
+        other.execute("ROLLBACK")
+    other.close()
+    assert held(store) == [], "it pauses"
+    monkeypatch.setattr(store, "_usable_at", 0.0)
+    assert held(store) == []
+    put(store, 1)
+    assert (got(store, 0), got(store, 1)) == (None, page(1))
+    store.close()
+    assert held(opened(tmp_path)) == [1]
+
+
 def test_room_that_the_dead_claimed_is_free_again(tmp_path: Path) -> None:
     store = opened(tmp_path, pages=1)
     code = (

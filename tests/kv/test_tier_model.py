@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from kv.builders import snapshot
 from kv.stores import MemoryStore, opener
-from kv.test_kv_model import ROWS, CacheMachine, Request, params_of
+from kv.test_kv_model import ROWS, STAMP, CacheMachine, Request, params_of
 
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers import asked, tiered
+from kvgraph.kv.tiers.store import page_key
 
-EXAMPLES, STEPS = 60, 40
+EXAMPLES, STEPS = 80, 40
 
 seen: Counter[str] = Counter()
 
@@ -42,6 +43,14 @@ class Cells:
     def allocate(self, symbol: Any, sizes: Any) -> Buffer:
         pool = next(self._pools).view(np.int32)
         return Buffer("int32", pool.shape, symbol.device, pool)
+
+
+def hashes_of(record: bytes) -> bytes:
+    return (np.frombuffer(record, np.int64) & ~STAMP).tobytes()
+
+
+def last_write(record: bytes) -> int:
+    return int(np.frombuffer(record, np.int64)[-1]) & STAMP
 
 
 class Unthreaded(PagedKVCacheManager):
@@ -76,7 +85,7 @@ class TierMachine(CacheMachine):
         self.cells = np.full((replicas, len(windows), pages + 1, page_size), -1, np.int64)
         self.rng = Random(seed)
         self.stores = [
-            MemoryStore(name, lambda call: self.rng.random() < faults)
+            MemoryStore(name, lambda call: self.rng.random() < faults, hashes_of)
             for name in ("disk", "remote")[:stores]
         ]
         self.manager = Unthreaded(
@@ -93,7 +102,7 @@ class TierMachine(CacheMachine):
         self.tiers = tiers
         self.num_replicas = replicas
         self.requests: dict[str, Request] = {}
-        self.born = 0
+        self.forget_nothing()
         self.extent = max(4, page_size * pages // 4)
 
     # -- rules
@@ -173,9 +182,14 @@ class TierMachine(CacheMachine):
                         seen["loads cancelled"] += 1
                         self.retire(request, preempt=True)
                         continue
+                    if self.is_loading(request) and rng.random() < 0.1:
+                        self.work(rng.choice([0, 1]))
+                        self.reset()
                     self.work(rng.choice([0, 1, 5]))
                     one = [[request] if i == request.replica else [] for i in range(2)]
                     self.run_batches(one[: self.num_replicas], 1)
+                    if rng.random() < 0.02:
+                        self.reset()
             if self.requests and rng.random() < 0.6:
                 self.retire(self.requests[rng.choice(sorted(self.requests))], rng.random() < 0.3)
 
@@ -204,7 +218,25 @@ class TierMachine(CacheMachine):
     def lose_the_device(self) -> None:
         """What nobody holds on the device is evicted."""
         for replica in self.manager._replicas:
-            replica.reset_prefix_cache()
+            for leaf in replica.leaves:
+                leaf.pool.drop(leaf.pool.take(leaf.pool.num_free))
+
+    @rule()
+    def reset(self) -> None:
+        """With copies in flight as they happen to be: all that the tiers hold is known, too."""
+        host = self.tiers.connector._host  # type: ignore[attr-defined]
+        slots = [slot for shelf in host._shelves.values() for slot in shelf.held.values()]
+        self.known |= {(slot.key, last_write(bytes(slot.data))) for slot in slots}
+        for store in self.stores:
+            self.known |= {(key, last_write(record)) for key, record in store.pages.items()}
+        seen["resets with loads on their way"] += bool(self.tiers._loading)
+        seen["resets with offloads on their way"] += self.num_pinned() > self.num_pages_loading()
+        seen["resets with answers"] += any(r.ctx.asked for r in self.requests.values())
+        super().reset()
+
+    def name_of(self, i: int, digest: bytes) -> Any:
+        place = self.tiers.places[0][i]
+        return page_key(digest, place.leaf, place.shards)
 
     @rule()
     def lose_the_host(self) -> None:
@@ -254,8 +286,7 @@ class TierMachine(CacheMachine):
         except (RequestError, CapacityError) as error:
             if isinstance(error, InsufficientPagesError):
                 seen["failed for pages"] += 1
-                pins = [self.tiers.pins[leaf] for r in self.manager._replicas for leaf in r.leaves]
-                assert sum(map(len, pins)) <= self.num_pages_loading(), "offloads gave theirs up"
+                assert self.num_pinned() <= self.num_pages_loading(), "offloads gave theirs up"
             assert self.settled() == before, error
             assert self.all_lengths() == lengths, error
             return False
@@ -264,18 +295,17 @@ class TierMachine(CacheMachine):
     def settled(self) -> Any:
         """The bookkeeping without the holds of the tiers."""
         state = snapshot(self.manager)
-        for replica, (_, metrics, leaves) in zip(
-            self.manager._replicas, state["replicas"], strict=True
-        ):
+        for _, metrics, leaves in state["replicas"]:
             metrics.inflight_ops = metrics.offload_dropped = 0
-            for leaf, values in zip(replica.leaves, leaves, strict=True):
-                pins = self.tiers.pins[leaf]
-                values[1][:] = [held - pins[page] for page, held in enumerate(values[1])]
+            for values in leaves:
                 values[0][:] = [page for page, held in enumerate(values[1]) if not held]
         return state
 
     def has_passed(self, name: Any) -> bool:
         return any(self.manager._claimed[name].passed)
+
+    def num_pinned(self) -> int:
+        return sum(len(leaf.pool.pins) for r in self.manager._replicas for leaf in r.leaves)
 
     def num_pages_loading(self) -> int:
         return sum(len(loading.arrivals) for loading in self.tiers._loading.values())
@@ -303,7 +333,7 @@ class TierMachine(CacheMachine):
         for replica in self.manager._replicas:
             for leaf in replica.leaves:
                 assert leaf.pool.num_free == leaf.pool.num_pages
-                assert not self.tiers.pins[leaf]
+                assert not leaf.pool.pins
         host = self.manager.tier_stats()["host"]
         assert host.num_used_pages <= host.num_pages
         self.manager.close()

@@ -141,3 +141,30 @@ def test_padding_changes_no_token(compiled: Callable[..., Path], model: str) -> 
     assert {seen[0] for seen in session.seen} <= {1, 2, 4, 6}
     assert len(set(session.seen)) <= 4  # contexts stay within one bound
     assert engine.kv.get_num_used_pages() == 0  # type: ignore[attr-defined]
+
+
+def test_dummy_rows_are_claimed_again_after_a_step_that_was_interrupted(
+    compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = kvgraph.load(compiled("tiny-llama"))
+    session = RecordingSession(artifact)
+    engine = Engine(artifact, session=session, max_batch_size=8, num_pages=40)
+    prompts, sampling = [[5, 6, 7], [8], [9] * 20], SamplingParams(max_new_tokens=9)
+    expected = [done.token_ids for done in engine.generate(prompts, sampling)]
+    found: dict[str, list[int]] = {engine.submit(prompt, sampling): [] for prompt in prompts}
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for token in engine.step() + engine.step():
+        found[token.request_id].append(token.token_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.kv, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    session.seen.clear()
+    while engine.busy:
+        for token in engine.step():
+            found[token.request_id].append(token.token_id)
+    assert list(found.values()) == expected
+    assert {seen[0] for seen in session.seen} == {4}, "three rows and a dummy"

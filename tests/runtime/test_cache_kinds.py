@@ -34,6 +34,33 @@ def test_kinds_give_the_paged_caches_tokens(model: str, kind: str, compiled: Com
     assert greedy(compiled(model, cache=kind)) == greedy(compiled(model))
 
 
+@pytest.mark.parametrize("kind", ["paged", "continuous", "padded"])
+def test_a_step_that_is_interrupted_costs_no_token(
+    kind: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its tokens are made, and before: every kind starts over with what it has."""
+    engine = kvgraph.Engine(compiled("tiny-llama", cache=kind), max_batch_size=4)
+    wanted = [done.token_ids for done in engine.generate(PROMPTS, GREEDY)]
+    found: dict[str, list[int]] = {engine.submit(prompt, GREEDY): [] for prompt in PROMPTS}
+    for name in ("step", "runtime_inputs"):
+        for token in engine.step() + engine.step():
+            found[token.request_id].append(token.token_id)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.kv, name, no_memory)
+            with pytest.raises(MemoryError):
+                engine.step()
+    while engine.busy:
+        for token in engine.step():
+            found[token.request_id].append(token.token_id)
+    assert list(found.values()) == wanted
+    assert engine.repairs == 2
+    assert engine.kv.num_free_blocks() == engine.kv.total_num_blocks()  # type: ignore[attr-defined]
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["continuous", "padded"])
 def test_kinds_under_torch(kind: str, compiled: Compiled) -> None:

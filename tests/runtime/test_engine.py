@@ -101,7 +101,7 @@ def test_text_continues_the_prompt(roomy: Engine) -> None:
     """A completion's text is what the tokenizer makes of prompt and output together."""
     for prompt, done in zip(PROMPTS, roomy.generate(PROMPTS, greedy(16)), strict=True):
         tokens = roomy.tokenize(prompt) + done.token_ids
-        assert roomy._tokenizer.decode(tokens) == prompt + done.text
+        assert roomy._intake.tokenizer.decode(tokens) == prompt + done.text
 
 
 def test_text_and_token_ids_are_the_same_prompt(roomy: Engine) -> None:
@@ -164,7 +164,7 @@ class Metaspace:
 def test_the_space_before_the_first_word_is_kept(artifact: Artifact) -> None:
     script = [0, 2, 3, 4, 6]  # The cats sat
     engine = scripted(artifact, script)
-    engine._tokenizer = Metaspace()
+    engine._intake.tokenizer = Metaspace()
     assert list(engine.stream(script[:2], greedy(3))) == [" cat", "s", " sat"]
     assert list(engine.stream(script[:1], greedy(4))) == ["The", " cat", "s", " sat"]
 
@@ -178,7 +178,7 @@ def test_a_stop_token_ends_the_request_and_is_not_text(artifact: Artifact, roomy
     completion = engine.generate([[BOS]], greedy(50, stop_token_ids=(script[3], 7)))[0]
     assert completion.finish_reason == "stop"
     assert completion.token_ids == script[1:4]
-    assert completion.text == roomy._tokenizer.decode(script[1:3])
+    assert completion.text == roomy._intake.tokenizer.decode(script[1:3])
 
 
 def test_the_end_token_stops_unless_ignored(artifact: Artifact, roomy: Engine) -> None:
@@ -285,6 +285,17 @@ def test_prefix_caching(artifact: Artifact) -> None:
     assert ids(engine.generate(prompts, greedy())) == without
     assert engine.kv.get_metrics_aggregated().cache_tokens >= 16 * len(prompts)
     assert cold.kv.get_metrics_aggregated().cache_tokens == 0
+
+
+def test_equal_prompts_that_start_together_are_computed_once(artifact: Artifact) -> None:
+    """8 prompts of 161 tokens share 160, over pages of 16."""
+    shared = np.random.default_rng(2).integers(3, 2048, 160).tolist()
+    prompts = [[*shared, 10 + i] for i in range(8)]
+    cold = Engine(artifact, num_pages=200, enable_prefix_caching=False)
+    engine = Engine(artifact, num_pages=200)
+    assert ids(engine.generate(prompts, greedy(8))) == ids(cold.generate(prompts, greedy(8)))
+    metrics = engine.kv.get_metrics_aggregated()  # type: ignore[attr-defined]
+    assert (metrics.input_tokens, metrics.cache_tokens) == (168, 7 * 160)
 
 
 def test_batch_of_one_and_of_64(artifact: Artifact, roomy: Engine) -> None:
@@ -434,9 +445,9 @@ def test_request_ids(roomy: Engine) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_batch_tokens": 0}, r"max_batch_tokens: expected >= 1, got 0"),
+        ({"max_batch_tokens": 0}, r"max_batch_tokens: expected >= 1 or None, got 0"),
         ({"max_batch_size": 0}, r"max_batch_size: expected >= 1, got 0"),
-        ({"num_pages": 0}, r"total_num_pages: expected >= 1, got 0"),
+        ({"num_pages": 0}, r"^num_pages: expected >= 1 or None, got 0"),
         ({"num_pages": None, "cache_memory": 1000}, r"at least one page of 32768 .*got 1000"),
         ({"session": "tensorrt"}, r"\['onnxruntime', 'reference'\] .*'onnx', got 'tensorrt'"),
         ({"session": "torch"}, r"\['onnxruntime', 'reference'\] .*'onnx', got 'torch'"),

@@ -35,6 +35,7 @@ from kvgraph.errors import (
     MissingDependencyError,
 )
 from kvgraph.ops.cuda_native import launcher
+from kvgraph.runtime.sessions.device_arrays import Slot
 from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
 
 PROMPTS = ["The import statement", "A list", "def f(x):", "In Python, a dictionary"]
@@ -139,6 +140,34 @@ def test_logits_last_until_the_next_step_but_one(gpu: Machine) -> None:
         manager.step([[context]])
     np.testing.assert_array_equal(*kept[0])
     np.testing.assert_array_equal(*kept[1])
+
+
+def test_a_step_that_was_interrupted_ends_before_the_next(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next one would write over the index tensors that its copies still read."""
+    session: Any = gpu.artifact().session()
+    manager = manager_of(session)
+    context = TextContext("a", [3, 4, 5])
+    manager.claim("a")
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._session, "run_with_iobinding", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_step(session, manager, context)
+    assert gpu.driver.queue
+    fill = Slot.fill
+
+    def checked(*arguments: Any) -> None:
+        assert not gpu.driver.queue or arguments[0] is not first
+        fill(*arguments)
+
+    first = session._slots["tokens"]
+    monkeypatch.setattr(Slot, "fill", checked)
+    run_step(session, manager, context)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -178,3 +178,55 @@ def test_threads_are_the_samplers_too(compiled: Compiled, backend: str) -> None:
     assert native.num_threads() == 1
     artifact.session()
     assert native.num_threads() == (default_threads() if backend == "onnx" else all_of_them)
+
+
+# -- a step that is interrupted
+
+
+class Breaking(CountingBinding):
+    """Raises before or after what is bound `at` some place in the order."""
+
+    def __init__(self, binding: Any, at: int, *, before: bool) -> None:
+        super().__init__(binding)
+        self.at, self.before = at, before
+
+    def bind_input(self, name: str, *place: Any) -> None:
+        self._bind(super().bind_input, name, *place)
+
+    def bind_output(self, name: str, *place: Any) -> None:
+        self._bind(super().bind_output, name, *place)
+
+    def _bind(self, bind: Any, name: str, *place: Any) -> None:
+        self.at -= 1
+        if self.at == 0 and self.before:
+            raise KeyboardInterrupt
+        bind(name, *place)
+        if self.at == 0:
+            raise KeyboardInterrupt
+
+
+def rebind(session: Any, binding: Any) -> None:
+    for holder in (*session._inputs, session._logits):
+        holder._binding = binding
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_was_not_bound_to_its_end_is_bound_again(session: Any, before: bool) -> None:
+    """A step of other sizes and another pool is interrupted at each binding; then both run on."""
+    first, second = Rows(session, [5, 3], 7), Rows(session, [9, 1, 4], 30)
+    binding = session._binding
+    alone = [Rows(session, [5, 3], 7), Rows(session, [9, 1, 4], 30)]
+    wanted = [[rows.step().copy() for _ in range(12)] for rows in alone]
+    broken = 0
+    for step in range(12):
+        for rows, logits in ((first, wanted[0]), (second, wanted[1])):
+            rebind(session, Breaking(binding, step, before=before))
+            try:
+                session.run(*rows.inputs())
+            except KeyboardInterrupt:
+                broken += 1
+            rebind(session, binding)
+            for other in (first, second)[:: 1 if step % 2 else -1]:
+                session.run(*other.inputs())
+            np.testing.assert_array_equal(rows.step(), logits[step])
+    assert broken > 12

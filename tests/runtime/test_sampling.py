@@ -141,6 +141,18 @@ def test_a_seed_repeats_and_another_does_not() -> None:
     assert tokens(0) != tokens(None) != tokens(None)
 
 
+@pytest.mark.parametrize("seed", [0, 7, 2**70, None])
+def test_a_source_rewinds_to_any_of_its_numbers(seed: int | None) -> None:
+    source = TokenSource(SamplingParams(temperature=1, seed=seed))
+    numbers = [source.uniform() for _ in range(20)]
+    for count in (3, 3, 19, 0, 7):
+        source.rewind(count)
+        assert source.uniform() == numbers[count]
+    if seed is not None:
+        plain = np.random.default_rng(seed)
+        assert numbers == [plain.random() for _ in range(20)]
+
+
 def test_tokens_of_a_seed_do_not_depend_on_the_batch() -> None:
     """Alone, and between rows of other parameters that come and go."""
     logits = np.random.default_rng(5).normal(size=(30, 40)).astype(np.float32)
@@ -367,15 +379,22 @@ def test_a_nan_is_no_token(isa: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 40}, {"top_p": 0.9}])
 @pytest.mark.parametrize(
     ("others", "here", "token"),
-    [(np.nan, np.nan, 0), (-np.inf, -np.inf, 0), (0, np.inf, 70), (np.nan, 1, 70)],
+    [
+        (np.nan, np.nan, None),
+        (np.nan, -np.inf, None),
+        (-np.inf, -np.inf, None),
+        (0, np.inf, 70),
+        (np.nan, 1, 70),
+    ],
 )
-def test_a_broken_models_logits_give_a_token_all_the_same(
-    others: float, here: float, token: int, fields: dict[str, Any]
+def test_a_broken_models_logits_give_a_token_where_any_is_a_number(
+    others: float, here: float, token: int | None, fields: dict[str, Any]
 ) -> None:
     logits = np.full((2, 5000), others, np.float32)
     logits[:, 70] = here
     params = SamplingParams(**({"temperature": 1, "seed": 0} | fields))
     assert sample(logits, [TokenSource(params), TokenSource(params)]) == [token, token]
+    assert sample(logits[:1], [TokenSource(params)]) == [token]
 
 
 def test_no_more_than_a_vocabulary_is_kept() -> None:

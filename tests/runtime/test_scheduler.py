@@ -68,16 +68,21 @@ class Simulation:
             max_batch_size=rows,
         )
         self.scheduler = Scheduler(self.kv, rows, budget)
+        self.shares = prefix  # then those that wait for a page of another are passed by
         self.windows = windows
         self.pools = [np.full((pages + 1, PAGE), EMPTY) for _ in windows]
         self.arrivals: list[Request] = []
 
     def submit(
-        self, prompt: Sequence[int] | int, new_tokens: int = 4, stops: Sequence[int] = ()
+        self,
+        prompt: Sequence[int] | int,
+        new_tokens: int = 4,
+        stops: Sequence[int] = (),
+        **identity: Any,
     ) -> Request:
         """Queue `prompt`, or one of that many tokens."""
         tokens = [1] * prompt if isinstance(prompt, int) else list(prompt)
-        context = TextContext(f"r{len(self.arrivals)}", tokens)
+        context = TextContext(f"r{len(self.arrivals)}", tokens, **identity)
         source = TokenSource(SamplingParams())
         request = Request(context, source, frozenset(stops), len(tokens) + new_tokens)
         self.scheduler.submit(request)
@@ -109,8 +114,9 @@ class Simulation:
 
     def check_order(self, batch: Batch) -> None:
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        arrived = [self.arrivals.index(request) for request in running + waiting]
-        assert arrived == sorted(arrived), "first come, first served"
+        for queue in (running, waiting) if self.shares else (running + waiting,):
+            arrived = [self.arrivals.index(request) for request in queue]
+            assert arrived == sorted(arrived), "first come, first served"
         assert batch.rows[0] is running[0], "the oldest runs in every step"
         assert len(running) <= self.scheduler.max_batch_size
         assert all(self.kv.contains(request.request_id) for request in running)
@@ -405,6 +411,105 @@ def test_sampling_draws_one_number_for_each_token_even_if_recomputed() -> None:
         sampled += ids(batch.sampled)
     assert simulation.scheduler.preemptions > 0
     assert {name: sampled.count(name) for name in sampled} == {"r0": 8, "r1": 8, "r2": 8}
+
+
+# -- equal prompts that start together
+
+
+def sharing(count: int, *, pages: int = 60, budget: int = 768, rows: int = 16) -> Simulation:
+    """`count` prompts of 41 tokens that differ in the last one, over pages of 4."""
+    simulation = Simulation(pages, budget=budget, rows=rows, prefix=True)
+    for i in range(count):
+        simulation.submit([*range(100, 140), i], 3)
+    return simulation
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    simulation = sharing(8)
+    assert shape(simulation.step()) == [("r0", 41)]
+    assert shape(simulation.step()) == [("r0", 1), *((f"r{i}", 1) for i in range(1, 8))]
+    assert simulation.kv.get_metrics_aggregated().input_tokens == 41 + 7
+    simulation.drain()
+    for request in simulation.arrivals:
+        prompt = request.context.tokens[:41].tolist()
+        assert request.context.tokens[41:].tolist() == expected_output(prompt, 3, ())
+    assert simulation.idle
+
+
+@pytest.mark.parametrize("budget", [1, 3, 4, 7, 16, 40, 41, 50])
+def test_equal_prompts_in_chunks_are_computed_once(budget: int) -> None:
+    """Also while a page is computed in parts."""
+    simulation = sharing(5, budget=budget)
+    simulation.drain()
+    assert simulation.kv.get_metrics_aggregated().input_tokens == 41 + 4
+    assert simulation.idle
+
+
+def test_others_pass_a_request_that_is_held_back() -> None:
+    """Twins, and twins of others: all start in two steps, and each queue stays in its order."""
+    simulation = Simulation(60, budget=768, rows=8, prefix=True)
+    for i in (0, 0, 1, 1, 2):
+        simulation.submit([i] * 9, 3)
+    assert shape(simulation.step()) == [("r0", 9), ("r2", 9), ("r4", 9)]
+    assert ids(simulation.scheduler.waiting) == ["r1", "r3"]
+    batch = simulation.step()
+    assert shape(batch) == [("r0", 1), ("r2", 1), ("r4", 1), ("r1", 1), ("r3", 1)]
+    assert ids(simulation.scheduler.running) == ["r0", "r1", "r2", "r3", "r4"]
+    simulation.drain()
+    assert simulation.idle
+
+
+def test_prompts_that_part_ways_wait_for_what_they_share() -> None:
+    """r1 waits for the first page of r0, r2 for the second page of r1; r3 shares none."""
+    simulation = Simulation(60, budget=768, prefix=True)
+    simulation.submit([0] * 4 + [1] * 9, 3)
+    simulation.submit([0] * 4 + [2] * 9, 3)
+    simulation.submit([0] * 4 + [2] * 8 + [3], 3)
+    simulation.submit([4] * 5, 3)
+    assert shape(simulation.step()) == [("r0", 13), ("r3", 5)]
+    assert shape(simulation.step()) == [("r0", 1), ("r3", 1), ("r1", 9)]
+    assert shape(simulation.step()) == [("r0", 1), ("r1", 1), ("r3", 1), ("r2", 1)]
+    simulation.drain()
+    assert simulation.idle
+
+
+@pytest.mark.parametrize(
+    ("prefix", "identities"),
+    [
+        (False, [{}, {}]),
+        (True, [{"cache_salt": b"a"}, {"cache_salt": b"b"}]),
+        (True, [{"adapter": "a"}, {"adapter": "b"}]),
+    ],
+)
+def test_prompts_that_share_no_pages_start_together(
+    prefix: bool, identities: list[dict[str, Any]]
+) -> None:
+    simulation = Simulation(20, prefix=prefix, budget=64)
+    for identity in identities:
+        simulation.submit(9, 2, **identity)
+    assert shape(simulation.step()) == [("r0", 9), ("r1", 9)]
+    simulation.drain()
+    assert simulation.idle
+
+
+def test_a_prompt_shorter_than_a_page_waits_for_none() -> None:
+    simulation = Simulation(20, prefix=True)
+    simulation.submit(4, 2)
+    simulation.submit(4, 2)
+    assert shape(simulation.step()) == [("r0", 4), ("r1", 4)]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_row_that_others_wait_for_is_cancelled(steps: int) -> None:
+    """The next of them computes what it had not."""
+    simulation = sharing(3, budget=16)
+    for _ in range(steps):
+        simulation.step()
+    assert simulation.scheduler.cancel("r0")
+    simulation.drain()
+    computed = simulation.kv.get_metrics_aggregated().input_tokens
+    assert computed == 41 + 1 + (1 if steps == 3 else 0)
+    assert simulation.idle
 
 
 # -- cancel

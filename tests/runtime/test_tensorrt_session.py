@@ -44,6 +44,7 @@ from kvgraph.errors import (
 )
 from kvgraph.runtime.sessions import tensorrt_engine
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
+from kvgraph.runtime.sessions.device_arrays import Slot
 
 PROMPTS = ["The import statement", "A list", "def f(x):", "In Python, a dictionary"]
 GREEDY = SamplingParams(max_new_tokens=12)
@@ -273,6 +274,36 @@ def test_a_step_without_logits_is_run(gpu: Machine) -> None:
     assert session.run(inputs, manager.runtime_inputs([[context]])).shape[0] == 0
     pool = manager.get_device_buffer(0).all_buffers[0].handle
     assert gpu.driver.view(gpu.driver.device, pool.address, pool.nbytes).any()
+
+
+def test_a_step_that_was_interrupted_ends_before_the_next(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next one would write over the index tensors that its copies still read."""
+    session = gpu.artifact().session()
+    manager = manager_of(session)
+    context = TextContext("a", [3, 4, 5])
+    manager.claim("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_take_logits", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_step(session, manager, context)
+    assert gpu.driver.queue
+    fill = Slot.fill
+
+    def checked(*arguments: Any) -> None:
+        assert not gpu.driver.queue
+        fill(*arguments)
+
+    monkeypatch.setattr(Slot, "fill", checked)
+    logits, _ = run_step(session, manager, context)
+    plain = session.artifact.session("reference")
+    expected = prefill(plain, manager_of(plain), TextContext("a", [3, 4, 5]))
+    np.testing.assert_array_equal(logits, expected)
+
+
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def test_memory_goes_back_with_its_last_user(gpu: Machine) -> None:

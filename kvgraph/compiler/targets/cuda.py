@@ -62,8 +62,8 @@ def lower(
     progress: Callable[[str], None],
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`."""
+    rewrite(traced)
     program, checkpoint = traced.program, traced.model.checkpoint
-    traced.passes += [run(program.graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
     shapes = list(dict.fromkeys(attention_of_nodes(traced)))
     variants = fusion_variants(program)
     if checkpoint is None:
@@ -85,6 +85,12 @@ def lower(
         nondeterministic_files=[BUILD_LOG_NAME],
         tools=("torch", "transformers", "triton"),
     )
+
+
+def rewrite(traced: Traced) -> None:
+    """The passes of this target over a program."""
+    graph = traced.program.graph
+    traced.passes += [run(graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
 
 
 def compile_kernels(

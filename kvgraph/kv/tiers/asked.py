@@ -18,20 +18,33 @@ PATIENCE_SECONDS = 0.25
 class Asked:
     """One look-up for a request of `length` tokens.
 
+    - `epoch`: of the cache when it was asked; a reset makes the answer invalid
     - `digests`: of its pages, of which the device had the first `hit` then
     - `keys`: per leaf, the digest of each page that was asked for, by its key
     - `renewal`: the same asked again; until it is answered the old answer serves
     """
 
-    __slots__ = ("_asked_at", "_until", "digests", "hit", "keys", "length", "lookup", "renewal")
+    __slots__ = (
+        "_asked_at",
+        "_until",
+        "digests",
+        "epoch",
+        "hit",
+        "keys",
+        "length",
+        "lookup",
+        "renewal",
+    )
 
     def __init__(
         self,
+        epoch: object,
         length: int,
         digests: Sequence[bytes],
         hit: int,
         keys: Sequence[Mapping[bytes, bytes]],
     ) -> None:
+        self.epoch = epoch
         self.length = length
         self.digests = digests
         self.hit = hit
@@ -42,9 +55,9 @@ class Asked:
         self._until = math.inf
 
     @classmethod
-    def nothing(cls, length: int, leaves: int) -> Asked:
-        """An answer for good: there is nothing."""
-        return cls(length, (), 0, [{}] * leaves)
+    def nothing(cls, epoch: object, length: int, leaves: int) -> Asked:
+        """An answer until the next reset: there is nothing."""
+        return cls(epoch, length, (), 0, [{}] * leaves)
 
     def wanted(self, sizes: Sequence[int]) -> list[tuple[bytes, int]]:
         """What to look up; `sizes` are bytes of a record of each leaf."""
@@ -54,6 +67,10 @@ class Asked:
         """Per leaf, digests of the pages that the tiers hold."""
         found = self.lookup.present
         return [{keys[key] for key in keys.keys() & found} for keys in self.keys]
+
+    def is_valid(self, epoch: object) -> bool:
+        """Whether the look-up is done, and no reset came after it was asked."""
+        return self.lookup.done and self.epoch is epoch
 
     def newest(self) -> Asked:
         """This, or its renewal where that is answered."""

@@ -84,8 +84,18 @@ class Connector(Protocol):
         Waits for copies that go on; drops offloads that wait for slots.
         """
 
+    def drain(self) -> None:
+        """End every load and offload, and forget them: `poll` tells of none of them.
+
+        Waits for copies that go on; the rest is dropped.
+        """
+
     def reset(self) -> None:
-        """Empty every tier but the bound prefixes; returns when that is done."""
+        """Empty every tier but the bound prefixes; returns when that is done.
+
+        Nothing that was offloaded or loaded before is held after it. Queued offloads end here;
+        transfers that have begun go on, and `poll` returns them.
+        """
 
     def metrics(self) -> KVCacheMetrics:
         """Counters of copies and I/O since the start; `inflight_ops` is now's."""

@@ -83,7 +83,7 @@ class DiskStore:
         self._spare: dict[int, list[Slot]] = {}  # claimed
         self._used: dict[bytes, int] = {}  # to tell the index
         self._files: Generation | None = None
-        self._is_closed = False
+        self._is_closed = self._to_clear = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._open()
@@ -132,12 +132,9 @@ class DiskStore:
                 self._measure(files)
 
     def clear(self) -> None:
-        with self._degrading() as files:
-            if files is not None:
-                self._begin()
-                files.index.release([files.owner.token])
-                files.index.clear()
-                self._recount(files)
+        self._to_clear = True
+        with self._ending_errors(is_write=False):
+            self._ready(is_write=False)
 
     def stats(self) -> StoreStats:
         return replace(self._stats)
@@ -292,7 +289,16 @@ class DiskStore:
             return None
         if self._files is None:
             self._open()
+        if self._to_clear and self._files is not None:
+            self._remove_all(self._files)
         return self._files
+
+    def _remove_all(self, files: Generation) -> None:
+        self._begin()
+        files.index.release([files.owner.token])
+        files.index.clear()
+        self._recount(files)
+        self._to_clear = False
 
     def _let_go(self) -> None:
         if self._files is not None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.pages import PagePool
 from kvgraph.kv.tiers.place import Place
 
 
@@ -37,12 +38,12 @@ def held_pages(
         for leaf, place, own in zip(leaves, places, digests, strict=True)
     ]
     for leaf, one in zip(leaves, held, strict=True):
-        leaf.pool.hold(one.pages)
+        leaf.pool.pin(one.pages)
     try:
         yield held
     finally:
         for leaf, one in zip(leaves, held, strict=True):
-            leaf.pool.drop(reversed(one.pages))
+            leaf.pool.unpin(one.pages)
 
 
 @contextmanager
@@ -51,8 +52,8 @@ def adopted_pages(
 ) -> Iterator[list[LeafPages]]:
     """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
 
-    At its end they are committed and free; after an error they are free as before.
-    InsufficientPagesError if too few are free.
+    At its end they are committed and free; after an error, or a reset of the cache within the
+    scope, they are free as before. InsufficientPagesError if too few are free.
     """
     pools = [leaf.pool for leaf in leaves]
     missing = [
@@ -69,13 +70,21 @@ def adopted_pages(
                 used=pool.num_used,
                 total=pool.num_pages,
             )
-    held = [pool.take(len(own)) for pool, own in zip(pools, missing, strict=True)]
+    held = [_pinned(pool, len(own)) for pool, own in zip(pools, missing, strict=True)]
+    epochs = [pool.epoch for pool in pools]
     try:
         yield [LeafPages(*one) for one in zip(places, missing, held, strict=True)]
-        held = [
-            list(map(pool.commit, pages, own))
-            for pool, pages, own in zip(pools, held, missing, strict=True)
-        ]
+        if epochs == [pool.epoch for pool in pools]:
+            for pool, pages, own in zip(pools, held, missing, strict=True):
+                for page, digest in zip(reversed(pages), reversed(own), strict=True):
+                    pool.publish(page, digest)
     finally:
         for pool, pages in zip(pools, held, strict=True):
-            pool.drop(reversed(pages))
+            pool.unpin(pages)
+
+
+def _pinned(pool: PagePool, count: int) -> list[int]:
+    pages = pool.take(count)
+    pool.pin(pages)
+    pool.drop(pages)
+    return pages

@@ -10,7 +10,7 @@ staging slots, through which pages pass on their way between the device and the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -150,6 +150,14 @@ class HostStore:
         slot.pins -= 1
         if not slot.pins and not slot.is_held:
             slot.shelf.give(slot)
+
+    def pin_only(self, slots: Iterable[Slot]) -> None:
+        """Each of `slots` is copied from once, and no other is in use."""
+        for shelf in self._shelves.values():
+            for slot in shelf.held.values():
+                slot.pins = 0
+        for slot in slots:
+            slot.pins = 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Make these the youngest; the last of them the very youngest."""

@@ -68,6 +68,7 @@ class RemoteStore:
         self._timeout = timeout
         self._usable_at = self._writable_at = self._counted_at = 0.0
         self._pause = PAUSE_SECONDS
+        self._to_clear = False
         self._stats = StoreStats()
         try:
             self._wire = Wire(url, timeout)
@@ -129,12 +130,8 @@ class RemoteStore:
                 self._count()
 
     def clear(self) -> None:
-        if self._is_ready():
-            with self._degrading():
-                for names in self._scan(self._prefix + b"*"):
-                    if names:
-                        self._wire.ask(("UNLINK", *names))
-                self._stats.num_used_pages = 0
+        self._to_clear = True
+        self._is_ready()
 
     def stats(self) -> StoreStats:
         """Figures; the server's are `COUNT_SECONDS` old or older, and 0 if it does not tell.
@@ -185,10 +182,22 @@ class RemoteStore:
         """Whether to ask the server; False while it is left alone after a failure."""
         if time.monotonic() < self._usable_at:
             return False
-        if not self._wire.is_connected:
+        if not self._wire.is_connected or self._to_clear:
             with self._degrading():
-                self._connect()
+                if not self._wire.is_connected:
+                    self._connect()
+                if self._to_clear:
+                    self._remove_all()
         return self._wire.is_connected
+
+    def _remove_all(self) -> None:
+        """Raises redis.RedisError, also where the server does not let us."""
+        for names in self._scan(self._prefix + b"*", is_required=True):
+            (answer,) = self._wire.ask(("UNLINK", *names)) if names else (0,)
+            if isinstance(answer, Exception):
+                raise answer
+        self._stats.num_used_pages = 0
+        self._to_clear = False
 
     def _connect(self) -> None:
         self._wire.connect()
@@ -211,10 +220,12 @@ class RemoteStore:
         self._stats.num_used_pages = own
         self._stats.foreign = max(self._stats.foreign, others)
 
-    def _scan(self, pattern: bytes) -> Iterator[list[bytes]]:
+    def _scan(self, pattern: bytes, *, is_required: bool = False) -> Iterator[list[bytes]]:
         cursor: object = b"0"
         while True:
             (found,) = self._wire.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT))
+            if is_required and isinstance(found, Exception):
+                raise found
             if not isinstance(found, list):  # not allowed
                 return
             cursor, names = found

@@ -103,7 +103,11 @@ class PageStore(Protocol):
         """The worker has nothing more to do for now: end batches, publish what was written."""
 
     def clear(self) -> None:
-        """Remove every page of this fingerprint; those of other models stay."""
+        """Remove every page of this fingerprint; those of other models stay.
+
+        Where that fails now, the store misses and drops until it has been done: no page from
+        before is read after the call.
+        """
 
     def stats(self) -> StoreStats:
         """Figures, without I/O; from any thread."""

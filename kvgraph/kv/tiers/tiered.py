@@ -64,7 +64,10 @@ class TieredConnector:
         self._bounce = np.empty(largest if self._below else 0, np.uint8)
         self._max_offloads = max_offloads
         self._max_writes = max_writes
-        self._changed = threading.Condition()
+        # The step's thread takes the lock itself: a condition takes and frees it in Python, where
+        # an interrupt may come between, and then the lock would stay taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._copier = threading.Lock()  # a copier is asked one thing at a time
         self._host_loads: deque[tuple[Transfer, list[Slot]]] = deque()
         self._offloads: deque[Move] = deque()
@@ -73,7 +76,8 @@ class TieredConnector:
         self._writes: deque[Slot] = deque()
         self._touched: list[bytes] = []
         self._loading: set[Transfer] = set()  # taken up by a thread
-        self._num_copying = self._num_writing = 0
+        self._writing: list[Slot] = []  # taken up by a thread
+        self._num_copying = 0
         self._ended: list[Transfer] = []
         self._news = False  # since the last `poll`
         self._is_starved = False  # offloads wait for slots
@@ -93,7 +97,7 @@ class TieredConnector:
 
     def lookup(self, asked: Sequence[Sequence[tuple[bytes, int]]]) -> list[Lookup]:
         lookups = [Lookup(keys) for keys in asked]
-        with self._changed:
+        with self._lock:
             for lookup in lookups:
                 own = (key for key, size in lookup.keys if self._host.has(key, size))
                 lookup.present.update(own)
@@ -104,7 +108,7 @@ class TieredConnector:
 
     def load(self, moves: Sequence[Move]) -> Transfer:
         transfer = Transfer(moves, is_load=True)
-        with self._changed:
+        with self._lock:
             if all(self._host.has(move.key, move.place.record_size) for move in moves):
                 self._host_loads.append((transfer, [self._pin(move) for move in moves]))
             elif self._below:
@@ -116,7 +120,7 @@ class TieredConnector:
 
     def cancel(self, transfer: Transfer) -> None:
         transfer.is_cancelled = True
-        with self._changed:
+        with self._lock:
             if transfer in self._loads:
                 self._loads.remove(transfer)
                 self._end(transfer)
@@ -124,7 +128,7 @@ class TieredConnector:
     def offload(self, moves: Sequence[Move]) -> list[Move]:
         if not (self._host.num_pages or self._stores):
             return []
-        with self._changed:
+        with self._lock:
             known = self._host.knows
             fresh = [move for move in moves if not known(move.key, move.place.record_size)]
             taken = fresh[: max(0, self._max_offloads - len(self._offloads))]
@@ -135,7 +139,7 @@ class TieredConnector:
         return taken
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with self._changed:
+        with self._lock:
             self._host.touch(keys)
             if self._stores:
                 self._touched += keys
@@ -144,17 +148,17 @@ class TieredConnector:
     def poll(self) -> Sequence[Transfer]:
         if not self._news:
             return ()
-        with self._changed:
+        with self._lock:
             ended, self._ended = self._ended, []
             self._news = False
         return ended
 
     def wait(self, timeout: float | None = None) -> bool:
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._news, timeout)
 
     def yield_pages(self) -> bool:
-        with self._changed:
+        with self._lock:
             while not self._news:
                 cancelled = any(transfer.is_cancelled for transfer in self._loading)
                 if (
@@ -165,15 +169,28 @@ class TieredConnector:
                     self._changed.wait()
                 elif self._offloads:
                     self._counts.offload_dropped += len(self._offloads)
-                    self._end(Transfer(list(self._offloads), is_load=False))
-                    self._offloads.clear()
+                    self._end_offloads()
                 else:
                     return False
         return True
 
+    def drain(self) -> None:
+        with self._lock:
+            self._counts.offload_dropped += len(self._offloads)
+            for queue in (self._host_loads, self._loads, self._offloads):
+                queue.clear()
+            for transfer in self._loading:
+                transfer.is_cancelled = True
+            self._changed.notify_all()
+            while self._loading or self._num_copying:
+                self._changed.wait()
+            self._host.pin_only([*self._writes, *self._writing])
+            self._ended, self._news = [], False
+
     def reset(self) -> None:
-        with self._changed:
+        with self._lock:
             self._generation += 1
+            self._end_offloads()
             self._host.clear()
             for slot in self._writes:
                 self._host.unpin(slot)
@@ -187,7 +204,7 @@ class TieredConnector:
             self._clear()
 
     def metrics(self) -> KVCacheMetrics:
-        with self._changed:
+        with self._lock:
             counts = self._counts + KVCacheMetrics(inflight_ops=self._num_inflight())
         for store in self._stores:
             found = store.stats()
@@ -200,7 +217,7 @@ class TieredConnector:
         return counts
 
     def stats(self) -> dict[str, StoreStats]:
-        with self._changed:
+        with self._lock:
             host = StoreStats(
                 num_pages=self._host.num_pages,
                 num_used_pages=self._host.num_used_pages,
@@ -212,7 +229,7 @@ class TieredConnector:
         return {"host": host} | {store.name: store.stats() for store in self._below}
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             self._changed.notify_all()
         for thread in self._threads:
@@ -249,12 +266,18 @@ class TieredConnector:
     def _num_inflight(self) -> int:
         """Loads, pages to copy out and pages to write, queued or running."""
         waiting = len(self._host_loads) + len(self._loads) + len(self._offloads) + len(self._writes)
-        return waiting + len(self._loading) + self._num_copying + self._num_writing
+        return waiting + len(self._loading) + self._num_copying + len(self._writing)
 
     def _end(self, transfer: Transfer) -> None:
         self._loading.discard(transfer)
         self._ended.append(transfer)
         self._tell()
+
+    def _end_offloads(self) -> None:
+        """Give up those that are queued."""
+        if self._offloads:
+            self._end(Transfer(list(self._offloads), is_load=False))
+            self._offloads.clear()
 
     def _tell(self) -> None:
         self._news = True
@@ -355,10 +378,10 @@ class TieredConnector:
         if self._loads:
             transfer = self._loads.popleft()
             self._loading.add(transfer)
-            return partial(self._load, transfer)
+            return partial(self._load, transfer, self._generation)
         if self._writes:
-            self._num_writing += 1
-            return partial(self._write, self._writes.popleft())
+            self._writing.append(self._writes.popleft())
+            return partial(self._write, self._writing[-1])
         if self._touched:
             keys, self._touched = self._touched, []
             return partial(self._touch, keys)
@@ -392,11 +415,13 @@ class TieredConnector:
                     lookup.done = True
                 self._tell()
 
-    def _load(self, transfer: Transfer) -> None:
+    def _load(self, transfer: Transfer, generation: int) -> None:
         deadline = time.monotonic() + GRACE_SECONDS
         try:
             for move in transfer.moves:
-                if transfer.is_cancelled or time.monotonic() > deadline or not self._fetch(move):
+                if transfer.is_cancelled or time.monotonic() > deadline:
+                    return
+                if not self._fetch(move, generation):
                     return
                 deadline += move.place.record_size / LEAST_RATE
             transfer.ok = True
@@ -404,11 +429,13 @@ class TieredConnector:
             with self._changed:
                 self._end(transfer)
 
-    def _fetch(self, move: Move) -> bool:
-        """One page from wherever it is to the device, and into the host tier on its way."""
+    def _fetch(self, move: Move, generation: int) -> bool:
+        """One page from wherever it is to the device, and into the host tier on its way.
+
+        Not into the host tier of another generation than the load's.
+        """
         size = move.place.record_size
         with self._changed:
-            generation = self._generation
             held = self._host.pin(move.key, size)
             slot = held or self._host.reserve(move.key, size)
         data = self._bounce[:size] if slot is None else slot.data
@@ -442,7 +469,7 @@ class TieredConnector:
         finally:
             with self._changed:
                 self._counts.offload_dropped += len(self._stores) - written
-                self._num_writing -= 1
+                self._writing.remove(slot)
                 self._to_flush = True
                 self._host.unpin(slot)
                 self._changed.notify_all()  # a slot is free

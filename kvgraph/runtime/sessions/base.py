@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
 from kvgraph.errors import BindingError
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.turns import Turns
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load."""
 
 
 class Session(ABC):
-    """A loaded artifact. Not thread-safe: one step at a time."""
+    """A loaded artifact. One step at a time: one that overlaps another is a RequestError."""
 
     captures = False
     """Whether `run(..., capture=True)` is faster: the engine then pads decode steps to buckets."""
@@ -39,6 +41,8 @@ class Session(ABC):
         self.signature = artifact.signature
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[Any, tuple[int, ...]]] = []
+        self._turns = Turns("Session")
+        self._has_ended = True  # the last run: False where it raised
 
     @property
     def identity(self) -> bytes:
@@ -85,18 +89,34 @@ class Session(ABC):
         again: a session that can record one does, and replays it. The logits are valid until the
         next call but one. BindingError names the first value that does not fit.
         """
-        values = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices, *kv.flatten()]
+        call = ("run", get_ident())
+        try:
+            self._turns.take(call)
+            arrays = self._arrays(inputs, kv)
+            self.synchronize()
+            self._has_ended = False
+            if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
+                logits = np.empty((len(inputs.logits_indices), self._vocab), np.float32)
+            else:
+                logits = self._run_captured(arrays) if capture else self._run(arrays)
+            self._has_ended = True
+            return logits
+        finally:
+            if self._turns.running is call:
+                del self._turns.running
+
+    def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
+        """Dense host arrays, or a device's own, in the signature's order, checked against it."""
+        values: list[Any] = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]
+        values += kv.flatten()
         if len(values) != len(self.signature.inputs):
             raise BindingError(
                 f"inputs: expected {len(self.signature.inputs)} values "
                 f"({', '.join(s.name for s in self.signature.inputs)}), got {len(values)}"
             )
         self._check(values)
-        if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
-            return np.empty((len(inputs.logits_indices), self._vocab), np.float32)
-        arrays: list[Any] = [getattr(value, "handle", value) for value in values]
-        dense = [_dense(s, a) for s, a in zip(self.signature.inputs, arrays, strict=True)]
-        return self._run_captured(dense) if capture else self._run(dense)
+        pairs = zip(self.signature.inputs, values, strict=True)
+        return [_dense(symbol, getattr(value, "handle", value)) for symbol, value in pairs]
 
     def _check(self, values: list[Any]) -> None:
         """BindingError unless dtypes and shapes fit; what fitted at the last step is not asked."""
@@ -104,6 +124,19 @@ class Session(ABC):
         if kinds != self._checked:
             self.signature.bind(values)
             self._checked = kinds
+
+    def synchronize(self) -> None:
+        """After a run that raised: wait until nothing of it is on its way on a device any more.
+
+        Else what its copies and kernels still read or write would be used again.
+        """
+        if not self._has_ended:
+            self._synchronize()
+            self._has_ended = True
+
+    def _synchronize(self) -> None:
+        """Wait for the device, where there is one."""
+        return
 
     @abstractmethod
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:

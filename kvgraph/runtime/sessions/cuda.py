@@ -109,6 +109,10 @@ class CudaSession(Session):
     def _run_captured(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         return self._guarded(lambda: self._replay(self._place(arrays, self._upload_captured)))
 
+    def _synchronize(self) -> None:
+        if self.gpu.device.type == "cuda":
+            torch.cuda.synchronize(self.gpu.device)
+
     def _guarded(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
         try:
             with torch.inference_mode():

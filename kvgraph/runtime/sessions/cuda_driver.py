@@ -144,14 +144,14 @@ class CudaDevice:
     def capture(self, enqueue: Callable[[], None]) -> Graph:
         """What `enqueue` enqueues, as a graph; nothing runs. Ends the capture on every way out."""
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self.call("cuStreamBeginCapture", self.stream, mode)
         try:
+            self.call("cuStreamBeginCapture", self.stream, mode)
             enqueue()
+            graph = self.call("cuStreamEndCapture", self.stream)
         except BaseException:
             with contextlib.suppress(DeviceError):
                 self.call("cuStreamEndCapture", self.stream)
             raise
-        graph = self.call("cuStreamEndCapture", self.stream)
         try:
             return Graph(self, self.call("cuGraphInstantiate", graph, 0))
         finally:

@@ -35,6 +35,7 @@ class Slot:
             self._device.upload(self.device.address, self.host.address, nbytes)
 
     def _allocate(self, largest: tuple[int, ...]) -> None:
+        self._values = np.empty(0, NUMPY_DTYPES[self._dtype])  # until both sides have memory
         self.device = DeviceArray(self._device, self._dtype, largest)
         self.host = PinnedArray(self._device, self.device.nbytes)
         self._values = self.host.bytes.view(NUMPY_DTYPES[self._dtype])

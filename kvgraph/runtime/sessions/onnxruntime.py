@@ -119,6 +119,7 @@ class _Pool:
     def take(self, array: npt.NDArray[Any]) -> None:
         if array is self._array:
             return
+        self._array = None  # until both have its address
         name, dtype = self._symbol.name, ELEMENT_TYPES[self._symbol.dtype]
         place = ("cpu", 0, dtype, array.shape, array.ctypes.data)
         self._binding.bind_input(name, *place)
@@ -132,7 +133,7 @@ class _Input:
     def __init__(self, binding: Any, symbol: TensorType) -> None:
         self._binding, self._symbol = binding, symbol
         self._memory = np.empty(0, NUMPY_DTYPES[symbol.dtype])
-        self._view = self._memory
+        self._view: npt.NDArray[Any] = np.empty((), self._memory.dtype)  # no input has this shape
 
     def take(self, array: npt.NDArray[Any]) -> None:
         if array.shape != self._view.shape:
@@ -140,13 +141,15 @@ class _Input:
         np.copyto(self._view, array)
 
     def _bind(self, shape: tuple[int, ...], size: int) -> None:
+        self._view = np.empty((), self._memory.dtype)  # until the other is bound
         if size > self._memory.size:
             self._memory = np.empty(2 * size, self._memory.dtype)
-        self._view = self._memory[:size].reshape(shape)
+        view = self._memory[:size].reshape(shape)
         dtype = ELEMENT_TYPES[self._symbol.dtype]
         self._binding.bind_input(
             self._symbol.name, "cpu", 0, dtype, shape, self._memory.ctypes.data
         )
+        self._view = view
 
 
 class _Logits:
@@ -154,19 +157,20 @@ class _Logits:
 
     def __init__(self, binding: Any, vocab: int) -> None:
         self._binding, self._vocab = binding, vocab
-        self._buffers = [np.empty((0, vocab), np.float32)] * 2
-        self._addresses = [0, 0]
+        empty = np.empty((0, vocab), np.float32)
+        self._buffers = [(empty, 0)] * 2  # each with its address
         self._turn = 0
 
     def next(self, rows: int) -> npt.NDArray[np.float32]:
         self._turn = turn = 1 - self._turn
-        if rows > len(self._buffers[turn]):
+        if rows > len(self._buffers[turn][0]):
             # Twice as many rows as asked for: what is not touched takes no memory.
-            self._buffers[turn] = host_zeros((2 * rows, self._vocab), "float32")
-            self._addresses[turn] = self._buffers[turn].ctypes.data
+            grown = host_zeros((2 * rows, self._vocab), "float32")
+            self._buffers[turn] = (grown, grown.ctypes.data)
+        logits, address = self._buffers[turn]
         shape = (rows, self._vocab)
-        self._binding.bind_output("logits", "cpu", 0, np.float32, shape, self._addresses[turn])
-        return self._buffers[turn][:rows]
+        self._binding.bind_output("logits", "cpu", 0, np.float32, shape, address)
+        return logits[:rows]
 
 
 def require_provider(ort: Any, provider: str) -> None:

@@ -101,6 +101,10 @@ class OnnxRuntimeCudaSession(Session):
             raise KernelError(f"onnxruntime: {last_sentence(error)}") from error
         return self._logits.download(logits, rows)
 
+    def _synchronize(self) -> None:
+        self._device.activate()
+        self._device.synchronize()
+
     def _given(self, arrays: list[Any]) -> list[tuple[TensorType, Any]]:
         return list(zip(self._inputs, arrays, strict=True))
 

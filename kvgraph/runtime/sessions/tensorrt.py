@@ -105,6 +105,10 @@ class TensorRTSession(Session):
         captured.graph.launch()
         return self._take_logits(step)
 
+    def _synchronize(self) -> None:
+        self._device.activate()
+        self._device.synchronize()
+
     # -- planning: what may fail comes first, then the index tensors are filled
 
     def _plan(self, arrays: list[Any]) -> _Step:

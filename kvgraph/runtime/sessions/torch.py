@@ -18,16 +18,17 @@ from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.weights import read_weights
 
-VIEW_DTYPES = {"bfloat16": ("int16", "bfloat16"), "float8_e4m3fn": ("int8", "float8_e4m3fn")}
-"""NumPy has these only through ml_dtypes, which torch does not read: cross as plain integers."""
-
 
 class TorchSession(Session):
     """Runs `model.pt2` on the CPU. `num_threads` sets torch's and the kernels' global pools."""
 
     def __init__(self, artifact: Artifact, num_threads: int | None = None) -> None:
         super().__init__(artifact)
-        self._torch = torch = import_torch()
+        torch = import_torch()
+        from kvgraph.ops.torch_arrays import tensor_over
+
+        self._tensor_over = tensor_over
+        self._inference_mode = torch.inference_mode
         if num_threads:
             torch.set_num_threads(num_threads)
         native.set_num_threads(num_threads or 0)
@@ -40,23 +41,15 @@ class TorchSession(Session):
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         tensors = [
-            self._tensor(array, symbol.dtype)
+            self._tensor_over(array, symbol.dtype)
             for symbol, array in zip(self.signature.inputs, arrays, strict=True)
         ]
         try:
-            with self._torch.inference_mode():  # else our ops are asked for gradients, 5 us each
+            with self._inference_mode():  # else our ops are asked for gradients, 5 us each
                 logits: npt.NDArray[np.float32] = self._runner.run(tensors)[0].numpy()
         except RuntimeError as error:
             raise KernelError(f"torch: {str(error).splitlines()[0]}") from error
         return logits
-
-    def _tensor(self, array: npt.NDArray[Any], dtype: str) -> Any:
-        """A tensor over the same memory."""
-        if not array.flags.writeable:
-            array = array.copy()  # torch has no read-only tensors; buffers are always writeable
-        plain, view = VIEW_DTYPES.get(dtype, (None, None))
-        tensor = self._torch.from_numpy(array.view(plain) if plain else array)
-        return tensor.view(getattr(self._torch, view)) if view else tensor
 
 
 def import_torch() -> Any:

@@ -1,0 +1,151 @@
+"""compile(): from a model to an artifact that was run before anybody else sees it.
+
+It needs both banks, the compiler and the session that will run what it made, so it stands above
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.compiler import emit, pipeline
+from kvgraph.compiler.pipeline import DEFAULT_PAGE_SIZE, Progress
+from kvgraph.contract.manifest import Manifest, write_manifest
+from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.trees import MultiKVCacheParams
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def compile(
+    model: str | Path | nn.Module,
+    out: str | Path,
+    *,
+    target: str = "cpu",
+    backend: str | None = None,
+    dtype: str | None = None,
+    weights: str | None = None,
+    cache_dtype: str | None = None,
+    page_size: int = DEFAULT_PAGE_SIZE,
+    cache: str = "paged",
+    params: KVCacheParams | MultiKVCacheParams | None = None,
+    vocab_size: int | None = None,
+    max_seq_len: int | None = None,
+    tokenizer: str | Path | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    bos_token_id: int | None = None,
+    max_batch: int | None = None,
+    max_tokens: int | None = None,
+    check: bool = True,
+    force: bool = False,
+    progress: Progress = lambda stage: None,
+) -> Manifest:
+    """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
+
+    `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
+    layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
+    for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
+    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
+    nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
+    tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
+    `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
+    new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
+    bounds. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
+    allocated, and any pool size can be bound later. `check` runs two short rows through what was
+    made and through the model itself. `out` appears whole or not at all.
+
+    Raises ModelError, UnsupportedError, ParamsError, ArtifactError or CheckError (all
+    KVGraphErrors).
+    """
+    out = Path(out)
+    is_default = backend is None
+    parsed, backend = pipeline.resolve(target, backend, cache, cache_dtype, page_size)
+    if params is not None:
+        pipeline.require_params(params, parsed)
+    bounds = pipeline.step_bounds(backend, max_batch, max_tokens)
+    why = pipeline.reason(parsed) if is_default else ""
+    emit.require_free(out, force=force)
+
+    progress("reading the model")
+    weightless = parsed.kind == "cuda" and backend == "torch"
+    pipeline.check_weights(weights, parsed, dtype)
+    float32 = pipeline.in_float32(parsed, backend, weights)
+    text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
+    loaded, notes = pipeline.load_model(
+        model, float32, dtype, vocab_size, max_seq_len, weightless, text
+    )
+    if float32 and weights is None:
+        weights = pipeline.default_weights(loaded.stored_dtype)
+    if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
+        notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
+
+    progress("describing the cache")
+    plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, parsed)
+    signature = pipeline.describe(loaded, plan)
+    if parsed.kind == "cuda":
+        pipeline.require_kernels(plan, parsed, backend)
+
+    from kvgraph.compiler.check.run import Made
+    from kvgraph.compiler.check.run import check as require_equal
+    from kvgraph.compiler.trace import Traced, trace
+
+    def write(traced: Traced, folder: Path, progress: Progress = lambda stage: None) -> Manifest:
+        lower = pipeline.lowering(backend, parsed, weights, bounds, progress)
+        lowered = pipeline.lower(lower, traced, folder)
+        return emit.emit(
+            folder,
+            traced=traced,
+            lowered=lowered,
+            target=parsed,
+            backend=backend,
+            weights=weights or loaded.dtype,
+            notes=notes,
+        )
+
+    with emit.staging(out, force=force) as folder:
+        progress(f"lowering to {backend}{why}")
+        traced = trace(loaded, signature, plan, functional=backend != "torch")
+        manifest = write(traced, folder, progress)
+        note = "check: left out (--no-check)"
+        if check:
+            progress("checking")
+            rewrite = pipeline.rewriting(backend, parsed)
+            note = require_equal(Made(traced, folder, manifest, rewrite, write), run_artifact)
+        manifest = replace(manifest, notes=[*manifest.notes, note])
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def run_artifact(
+    folder: Path, rows: Sequence[npt.NDArray[np.int32]], chunk: int
+) -> list[npt.NDArray[np.float32]]:
+    """Logits of every token of each row, `[len(row), vocab]`: all rows together, in the session of
+    the artifact's backend, at most `chunk` new tokens of each in a step.
+
+    A padded cache takes one row after the other.
+    """
+    from kvgraph.contract.manifest import read_manifest
+    from kvgraph.kv.forward import forward
+    from kvgraph.runtime.artifact import Artifact
+    from kvgraph.runtime.engine import Engine
+
+    found: list[list[Any]] = [[] for _ in rows]
+    with Engine(
+        Artifact(folder, read_manifest(folder)),
+        max_batch_size=len(rows),
+        enable_prefix_caching=False,
+    ) as engine:
+        most = engine.scheduler.max_batch_size
+        for first in range(0, len(rows), most):
+            for row, _, part in forward(
+                engine.kv, rows[first : first + most], engine.session.run, chunk=chunk
+            ):
+                found[first + row].append(part.copy())
+    return [np.concatenate(parts) for parts in found]

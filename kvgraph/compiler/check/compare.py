@@ -1,0 +1,75 @@
+"""How far logits may be from those of the model: by the precision that was asked for.
+
+The error of a token is `|found - expected| / |expected - mean(expected)|` over its logits. The
+limits were read off the architectures that are right (`docs/results/check.md`): several times their
+largest error, and far below that of a lost window or a wrong scale, which is about 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float32]
+
+
+class Tolerance(NamedTuple):
+    """The largest error of a token, and the share of tokens that must keep to it.
+
+    Of packed weights a few tokens may not: a router that decides otherwise changes all of a token.
+    """
+
+    error: float
+    share: float
+
+
+EXACT = Tolerance(1e-3, 1.0)
+ROUNDED = {
+    "float32": EXACT,
+    "fp32": EXACT,
+    "float16": Tolerance(0.05, 0.9),
+    "bfloat16": Tolerance(0.2, 0.9),
+    "bf16": Tolerance(0.2, 0.9),
+    "int8": Tolerance(0.3, 0.8),
+    "float8_e4m3fn": Tolerance(0.3, 0.8),
+    "int4": Tolerance(0.7, 0.7),
+}
+
+
+def tolerance(kinds: Sequence[str]) -> Tolerance:
+    """Of a model whose activations, weights and pools are of these kinds: that of the coarsest."""
+    found = [ROUNDED[kind] for kind in kinds]
+    return Tolerance(max(t.error for t in found), min(t.share for t in found))
+
+
+class Difference(NamedTuple):
+    """`error`: the one that `share` of the tokens keep to."""
+
+    error: float
+    tolerance: Tolerance
+
+    @property
+    def fits(self) -> bool:
+        return self.error <= self.tolerance.error
+
+
+def difference(
+    found: Sequence[Logits], expected: Sequence[Logits], allowed: Tolerance
+) -> Difference:
+    """Over all tokens of all rows. Logits that are not finite differ by infinity."""
+    pairs = zip(found, expected, strict=True)
+    errors = np.sort(np.concatenate([errors_of(ours, theirs) for ours, theirs in pairs]))
+    at = int(np.ceil(allowed.share * len(errors))) - 1
+    return Difference(float(errors[at]), allowed)
+
+
+def errors_of(found_TV: Logits, expected_TV: Logits) -> npt.NDArray[np.float64]:
+    """`[T]`: the error of each token."""
+    spread_TV = expected_TV - expected_TV.mean(-1, keepdims=True)
+    scale_T = np.maximum(np.linalg.norm(spread_TV.astype(np.float64), axis=-1), 1e-30)
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart_T = np.linalg.norm(found_TV.astype(np.float64) - expected_TV, axis=-1)
+    return np.where(np.isfinite(apart_T), apart_T / scale_T, np.inf)

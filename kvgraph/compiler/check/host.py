@@ -1,0 +1,78 @@
+"""torch callables over a cache in host memory: a module, or an exported program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvgraph.compiler.check.compare import Logits
+from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import TensorType, ceildiv
+from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
+from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
+from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
+from kvgraph.kv.forward import forward
+from kvgraph.kv.manager import KVCacheManager
+from kvgraph.kv.padded import PaddedKVCacheManager
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.ops.torch_arrays import tensor_over
+
+Params = KVCacheParams | MultiKVCacheParams
+
+
+def logits_of(
+    step: Callable[..., Any],
+    signature: GraphSignature,
+    params: Params,
+    rows: Sequence[Any],
+    *,
+    chunk: int,
+) -> list[Logits]:
+    """Logits of every token of each row, `[len(row), vocab]`: all rows in each step of `step`.
+
+    `step` takes the signature's inputs as tensors in their order; a result that is a tuple starts
+    with the logits. A padded cache takes one row after the other.
+    """
+    together = params.cache_strategy is not KVCacheStrategy.PADDED
+    found: list[list[Logits]] = [[] for _ in rows]
+    for group in [range(len(rows))] if together else [[i] for i in range(len(rows))]:
+        kv = host_manager(params, len(group), max(len(rows[i]) for i in group))
+        steps = forward(kv, [rows[i] for i in group], _run(step, signature), chunk=chunk)
+        for row, _, part in steps:
+            found[group[row]].append(part.copy())
+    return [np.concatenate(parts) for parts in found]
+
+
+def host_manager(params: Params, rows: int, longest: int) -> KVCacheManager:
+    """A manager of the same layout whose pools are this machine's memory."""
+    devices = [Device("cpu")]
+    own = params_from_layout(params.layout_dict(), devices=devices)
+    if isinstance(own, KVCacheParams) and own.cache_strategy is not KVCacheStrategy.PAGED:
+        continuous = own.cache_strategy is KVCacheStrategy.CONTINUOUS
+        kind = ContinuousBatchingKVCacheManager if continuous else PaddedKVCacheManager
+        return kind(own, rows, longest, own.num_layers, devices, None)
+    pages = rows * ceildiv(longest, own.page_size)
+    return PagedKVCacheManager(own, None, pages, max_batch_size=rows, max_seq_len=longest)
+
+
+def _run(
+    step: Callable[..., Any], signature: GraphSignature
+) -> Callable[[ModelInputs, KVCacheInputs], Logits]:
+    def run(inputs: ModelInputs, kv: KVCacheInputs) -> Logits:
+        values = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices, *kv.flatten()]
+        with torch.no_grad():
+            result = step(*map(_tensor, signature.inputs, values))
+        logits: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
+        found: Logits = logits.float().numpy()
+        return found
+
+    return run
+
+
+def _tensor(symbol: TensorType, value: Any) -> torch.Tensor:
+    return tensor_over(getattr(value, "handle", value), symbol.dtype)

@@ -1,0 +1,46 @@
+"""An exported program on this machine's CPU, operator by operator: ours by their CPU kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import Interpreter
+from torch.fx.node import Argument, Target
+
+from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.passes.fuse_update_and_attend import FUSED
+
+
+class ProgramRun(Interpreter):
+    """`run(*inputs)` in the signature's order; parameters that are fake are `streamed`.
+
+    Windows above `window` tokens are cut to it.
+    """
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        *,
+        window: int | None = None,
+        streamed: Streamed | None = None,
+    ) -> None:
+        super().__init__(program.module(check_guards=False))
+        self._streamed = streamed
+        fused = [node for node in self.graph.nodes if node.target is FUSED]
+        for node in fused if window is not None else ():
+            node.update_kwarg("window", min(node.kwargs.get("window", 0), window))
+
+    def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
+        found = super().get_attr(target, args, kwargs)
+        if not isinstance(found, FakeTensor):
+            return found
+        assert self._streamed is not None, "a program without weights comes with where they are"
+        return self._streamed.read(str(target), found)
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        result = self.run(*inputs)
+        logits: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
+        return logits

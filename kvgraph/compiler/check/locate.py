@@ -1,0 +1,62 @@
+"""Which layer differs first, where the logits of a compile are not the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kvgraph.compiler.check.compare import Tolerance, errors_of
+from kvgraph.compiler.check.host import logits_of
+from kvgraph.compiler.check.reference import eager, transformers_logits
+from kvgraph.compiler.check.subject import decoder_layers
+from kvgraph.compiler.frontends.huggingface import Decoder
+from kvgraph.compiler.trace import Traced
+
+
+def wrong_layer(traced: Traced, row: Any, allowed: Tolerance, chosen: Sequence[int] | None) -> str:
+    """Where it lies, for the end of a sentence. `chosen`: the layers' places in the whole model.
+
+    Each layer's output under our attention is compared with that under transformers' own; where
+    all of them agree, what was made of the program is wrong.
+    """
+    decoder = traced.model.module
+    layers = None
+    if isinstance(decoder, Decoder):
+        layers = decoder_layers(decoder.model, len(traced.model.layers))
+    if layers is None:
+        return "in the lowered graph"
+    theirs, ours = _Outputs(layers), _Outputs(layers)
+    model: Any = decoder.model
+    with theirs, eager(model):
+        transformers_logits(model, row)
+    with ours:
+        logits_of(decoder, traced.signature, traced.plan.params, [row], chunk=len(row))
+    for i, (a, b) in enumerate(zip(ours.values, theirs.values, strict=True)):
+        if np.max(errors_of(a, b)) > allowed.error:
+            place = chosen[i] if chosen is not None else i
+            return f"from layer {place} ({type(layers[i]).__name__}) on"
+    return "in the lowered graph; the layers' own code agrees"
+
+
+class _Outputs:
+    """Within it, what each layer returns is kept: `[T, hidden]`."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self._layers = layers
+        self._hooks: list[Any] = []
+        self.values: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._hooks = [layer.register_forward_hook(self._keep) for layer in self._layers]
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, layer: nn.Module, given: Any, result: Any) -> None:
+        hidden: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        self.values.append(hidden.detach().float().reshape(-1, hidden.shape[-1]).numpy().copy())

@@ -1,0 +1,84 @@
+"""What the model itself says: transformers' eager forward pass, or a module's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvgraph.compiler.check.compare import Logits
+from kvgraph.compiler.check.host import logits_of
+from kvgraph.compiler.frontends.huggingface import REPORTING, Decoder
+from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.trace import Traced
+
+WINDOW = 16
+"""Windows are cut to this many tokens, so that short rows reach beyond them."""
+
+
+def reference_logits(traced: Traced, rows: Sequence[Any]) -> list[Logits]:
+    """Logits of every token, each row alone and whole: `[len(row), vocab]` each."""
+    module = traced.model.module
+    if isinstance(module, Decoder):
+        with eager(module.model):
+            return [transformers_logits(module.model, row) for row in rows]
+    each = [
+        logits_of(module, traced.signature, traced.plan.params, [row], chunk=len(row))
+        for row in rows
+    ]
+    return [logits for (logits,) in each]
+
+
+def transformers_logits(model: Any, row: Any) -> Logits:
+    tokens = torch.as_tensor(row, dtype=torch.long)[None]
+    with torch.no_grad():
+        output = model(
+            input_ids=tokens, position_ids=torch.arange(tokens.shape[1])[None], use_cache=False
+        )
+    found: Logits = output.logits[0].float().numpy()
+    return found
+
+
+@contextlib.contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Attention and masks are transformers' own, in plain operators."""
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation = "eager"
+        with quiet_loggers(*REPORTING):
+            yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+
+@contextlib.contextmanager
+def cut_windows(model: nn.Module, most: int = WINDOW) -> Iterator[None]:
+    """Windows of configuration and attention are at most `most` tokens."""
+    holders = [*_configs(model), *model.modules()]
+    before = [
+        (holder, holder.sliding_window)
+        for holder in holders
+        if isinstance(getattr(holder, "sliding_window", None), int)
+    ]
+    try:
+        for holder, window in before:
+            holder.sliding_window = min(window, most)
+        yield
+    finally:
+        for holder, window in before:
+            holder.sliding_window = window
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every configuration that a part of the model reads, once."""
+    found: dict[int, Any] = {}
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+    return list(found.values())

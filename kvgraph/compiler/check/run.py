@@ -1,0 +1,206 @@
+"""The check of a compile: its logits beside the model's own, before anything is at its place.
+
+Decision: two rows of a few dozen tokens, ragged, in two chunks, because that is what the model's
+own forward pass never sees: rows that must not mix, and keys that come from the cache. Windows are
+cut to 16 tokens in graph and model alike, so that short rows reach beyond them. A model of more
+than 1 GiB of parameters stands in for itself by one layer of each kind (`subject.py`), lowered by
+the same passes; so does every model for CUDA, whose program runs here operator by operator.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.compiler.cache import CachePlan, plan_cache
+from kvgraph.compiler.check.compare import Logits, difference, tolerance
+from kvgraph.compiler.check.host import logits_of
+from kvgraph.compiler.check.interpret import ProgramRun
+from kvgraph.compiler.check.locate import wrong_layer
+from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
+from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.check.subject import parameter_bytes, reduced
+from kvgraph.compiler.check.windows import with_windows_cut
+from kvgraph.compiler.frontends.huggingface import Decoder, probe
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.trace import Traced, trace
+from kvgraph.contract.devices import Target
+from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import CheckError
+
+Row = npt.NDArray[np.int32]
+RunArtifact = Callable[[Path, Sequence[Row], int], list[Logits]]
+"""`run(folder, rows, chunk)`: logits of every token, by the session of the artifact's backend."""
+Write = Callable[[Traced, Path], Manifest]
+
+LENGTHS, CHUNK = (46, 29), 25
+MOST_BYTES = 1 << 30
+"""Of parameters: a larger model is checked by one layer of each kind."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A compile as far as it is: the artifact lies in `folder`, and nothing at its place yet.
+
+    `rewrite` runs the passes of the target, on a program for CUDA; `write` makes the artifact of
+    another trace in another folder, as this one was made.
+    """
+
+    traced: Traced
+    folder: Path
+    manifest: Manifest
+    rewrite: Callable[[Traced], object]
+    write: Write
+
+    @property
+    def kinds(self) -> list[str]:
+        """Precisions of activations, weights and pools."""
+        pools = [leaf.pool_dtype for leaf in self.traced.plan.params.leaves.values()]
+        return [self.manifest.dtype, self.manifest.weights, *pools]
+
+
+def check(made: Made, run: RunArtifact) -> str:
+    """A sentence for the manifest's notes: what was checked, or why nothing was.
+
+    CheckError where logits differ by more than their precision explains; it names the layer.
+    """
+    model = made.traced.model
+    is_decoder = isinstance(model.module, Decoder)
+    if Target.parse(made.manifest.target).kind == "cpu":
+        if is_decoder and parameter_bytes(model) > MOST_BYTES:
+            return _check_reduced(made, run)
+        return _check_whole(made, run)
+    return _check_reduced(made, run) if is_decoder else _check_module(made)
+
+
+def rows_of(model: Model) -> list[Row]:
+    """Two rows of tokens, the same in every compile."""
+    random = np.random.default_rng(20)
+    return [
+        random.integers(0, model.vocab_size, min(length, model.max_seq_len)).astype(np.int32)
+        for length in LENGTHS
+    ]
+
+
+def _check_whole(made: Made, run: RunArtifact) -> str:
+    """The artifact itself, in the session that will run it."""
+    traced, rows = made.traced, rows_of(made.traced.model)
+    padded = traced.plan.strategy is KVCacheStrategy.PADDED
+    if not _has_long_windows(traced):
+        _require_near(made, traced, run(made.folder, rows, CHUNK), rows)
+    elif made.manifest.backend == "onnx" and not padded:
+        with cut_windows(traced.model.module), tempfile.TemporaryDirectory(dir=made.folder) as name:
+            shorter = with_windows_cut(made.folder, Path(name), WINDOW)
+            _require_near(made, traced, run(shorter, rows, CHUNK), rows)
+    else:  # windows are compiled into the artifact: a program with shorter ones shows what they do
+        _require_near(made, traced, run(made.folder, rows, CHUNK), rows)
+        with cut_windows(traced.model.module):
+            given = (traced.model, traced.signature, traced.plan)
+            program = trace(*given, functional=False).program if padded else traced.program
+            step = ProgramRun(program, window=WINDOW)
+            found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
+            _require_near(made, traced, found, rows)
+    return _note("all layers")
+
+
+def _check_reduced(made: Made, run: RunArtifact) -> str:
+    """One layer of each kind, lowered by the same passes."""
+    model = made.traced.model
+    assert isinstance(model.module, Decoder)
+    with cut_windows(model.module):
+        small = reduced(model)
+        if small is None:
+            return "check: not done, the model does not have its layers in one list"
+        subject, chosen, streamed = small
+        layers = probe(model.module, model.architecture, len(chosen))
+        subject, rows = replace(subject, layers=layers), rows_of(subject)
+        on_cpu = Target.parse(made.manifest.target).kind == "cpu"
+        functional = on_cpu and made.manifest.backend == "onnx"
+        traced = _trace(subject, made.traced.plan, functional=functional)
+        if on_cpu:
+            with tempfile.TemporaryDirectory(dir=made.folder) as name:
+                made.write(traced, Path(name))
+                found = run(Path(name), rows, CHUNK)
+        else:
+            found = _run_program(made, traced, rows, streamed)
+        _require_near(made, traced, found, rows, chosen, streamed)
+    return _note(f"one of each kind ({', '.join(map(str, chosen))})")
+
+
+def _check_module(made: Made) -> str:
+    """A user's own module for CUDA: its whole program."""
+    given = made.traced
+    traced = trace(given.model, given.signature, given.plan, functional=False)
+    rows = rows_of(traced.model)
+    _require_near(made, traced, _run_program(made, traced, rows, None), rows)
+    return _note("all layers")
+
+
+def _run_program(
+    made: Made, traced: Traced, rows: Sequence[Row], streamed: Streamed | None
+) -> list[Logits]:
+    made.rewrite(traced)
+    program = ProgramRun(traced.program, streamed=streamed)
+    return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
+
+
+def _trace(model: Model, plan: CachePlan, *, functional: bool) -> Traced:
+    """A trace of fewer layers over caches like those of `plan`."""
+    leaf = next(iter(plan.params.leaves.values()))
+    own = plan_cache(
+        model.layers,
+        dtype=leaf.dtype,
+        quantization=leaf.quantization,
+        page_size=leaf.page_size,
+        devices=leaf.devices,
+        strategy=leaf.cache_strategy,
+    )
+    model.place(own)
+    signature = GraphSignature.of(own.params.get_symbolic_inputs()[0], model.vocab_size)
+    return trace(model, signature, own, functional=functional)
+
+
+def _has_long_windows(traced: Traced) -> bool:
+    """Whether cutting windows changes what layers see, in the model's own code too."""
+    model = traced.model
+    if not isinstance(model.module, Decoder):
+        return False
+    if all((need.window_size or 0) <= WINDOW for need in model.layers):
+        return False
+    with cut_windows(model.module):
+        layers = probe(model.module, model.architecture, len(model.layers))
+    return all((need.window_size or 0) <= WINDOW for need in layers)
+
+
+def _require_near(
+    made: Made,
+    traced: Traced,
+    found: list[Logits],
+    rows: Sequence[Row],
+    chosen: Sequence[int] | None = None,
+    streamed: Streamed | None = None,
+) -> None:
+    """CheckError unless `found` is what the model itself says, by the precision of its parts."""
+    with streamed.within(traced.model.module) if streamed else nullcontext():
+        expected = reference_logits(traced, rows)
+        apart = difference(found, expected, tolerance(made.kinds))
+        if apart.fits:
+            return
+        where = wrong_layer(traced, rows[0], apart.tolerance, chosen)
+    raise CheckError(
+        f"check of {traced.model.architecture!r}: expected the logits of its own forward pass "
+        f"within {apart.tolerance.error:g} of their spread, got {apart.error:.2g} {where}; "
+        "nothing was written, --no-check writes it all the same"
+    )
+
+
+def _note(layers: str) -> str:
+    return f"check: logits of two ragged rows in two chunks are the model's own, {layers}"

@@ -1,0 +1,118 @@
+"""A small model that stands for a large one: one layer of each kind, with the same weights.
+
+Layers are of one kind where their parameters have equal names and shapes and their caches are
+alike. Of a large vocabulary the first tokens stay, and their rows of the embedding and the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvgraph.compiler.cache import LayerNeed
+from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.frontends.huggingface import Decoder
+from kvgraph.compiler.model import Model
+
+MOST_VOCABULARY = 4096
+
+
+def parameter_bytes(model: Model) -> int:
+    """Of all parameters, each once."""
+    return sum(p.numel() * p.element_size() for p in model.module.parameters())
+
+
+def reduced(model: Model) -> tuple[Model, list[int], Streamed | None] | None:
+    """The small model, which of the layers it has, and where its weights are if they are streamed.
+
+    None where the model's layers are not found. The parts of `model` are taken for it.
+    """
+    decoder = model.module
+    assert isinstance(decoder, Decoder)
+    stored = {id(p): name for name, p in decoder.named_parameters(remove_duplicate=False)}
+    layers = decoder_layers(decoder.model, len(model.layers))
+    if layers is None:
+        return None
+    config: Any = decoder.model.config
+    text = config.get_text_config()
+    chosen = _one_of_each_kind(layers, model.layers, getattr(text, "layer_types", None))
+    _keep_layers(layers, chosen, text)
+    vocabulary = _cut_vocabulary(decoder.model, text, stored)
+    small = replace(
+        model,
+        layers=tuple(model.layers[i] for i in chosen),
+        vocab_size=vocabulary,
+        checkpoint=None,
+        files={},
+    )
+    if model.checkpoint is None:
+        return small, chosen, None
+    named = decoder.named_parameters(remove_duplicate=False)
+    return small, chosen, Streamed(model.checkpoint, {name: stored[id(p)] for name, p in named})
+
+
+def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList | None:
+    """The list of the model's layers: that of `count` parts of which each has its own index."""
+    for part in model.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            indices = [{p.layer_idx for p in _indexed(layer)} for layer in part]
+            if indices == [{i} for i in range(count)]:
+                return part
+    return None
+
+
+def _indexed(layer: nn.Module) -> list[Any]:
+    return [part for part in layer.modules() if isinstance(getattr(part, "layer_idx", None), int)]
+
+
+def _one_of_each_kind(
+    layers: nn.ModuleList, needs: tuple[LayerNeed, ...], types: list[str] | None
+) -> list[int]:
+    kinds: dict[Any, int] = {}
+    for i, layer in enumerate(layers):
+        shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
+        kinds.setdefault((needs[i], tuple(shapes), types[i] if types else ""), i)
+    return sorted(kinds.values())
+
+
+def _keep_layers(layers: nn.ModuleList, chosen: list[int], text: Any) -> None:
+    kept = [layers[i] for i in chosen]
+    for index, layer in enumerate(kept):
+        for part in _indexed(layer):
+            part.layer_idx = index
+    del layers[:]
+    layers.extend(kept)
+    types = getattr(text, "layer_types", None)
+    if types:
+        text.layer_types = [types[i] for i in chosen]
+    text.num_hidden_layers = len(chosen)
+
+
+def _cut_vocabulary(model: Any, text: Any, stored: dict[int, str]) -> int:
+    """Rows of the embedding and of the head that stay; `stored` learns their names."""
+    whole: int = text.vocab_size
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    plain = [
+        isinstance(table, nn.Embedding | nn.Linear) and table.weight.shape[0] == whole
+        for table in tables
+    ]
+    if whole <= MOST_VOCABULARY or not all(plain):
+        return whole
+    cut: dict[int, nn.Parameter] = {}
+    for table in tables:
+        for name, full in list(table._parameters.items()):
+            if full is not None:
+                rows = cut.setdefault(id(full), _first_rows(full))
+                stored[id(rows)] = stored[id(full)]
+                table._parameters[name] = rows
+        if isinstance(table, nn.Embedding) and (table.padding_idx or 0) >= MOST_VOCABULARY:
+            table.padding_idx = None
+    text.vocab_size = MOST_VOCABULARY
+    return MOST_VOCABULARY
+
+
+def _first_rows(full: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(full.detach()[:MOST_VOCABULARY], requires_grad=False)

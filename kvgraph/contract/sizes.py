@@ -1,0 +1,25 @@
+"""Sizes of memory, in bytes or as people write them."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+from kvgraph.errors import RequestError
+
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_bytes(name: str, size: int | str) -> int:
+    """Bytes of a size such as 1073741824, "80GiB" or "512MB"; RequestError names `name`."""
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", size.strip())
+        if match is not None and match[2] in UNITS:
+            return int(float(match[1]) * UNITS[match[2]])
+    elif hasattr(size, "__index__") and not isinstance(size, bool) and operator.index(size) >= 0:
+        return operator.index(size)
+    raise RequestError(f"{name}: expected a size such as 80GiB or 512MB, got {size!r}")

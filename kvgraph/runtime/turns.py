@@ -1,0 +1,81 @@
+"""One call at a time on what is not thread-safe: a call that overlaps another one is refused.
+
+CPython looks for interrupts where a function is called or a loop goes round. So the first call of
+a `try` takes the turn, and a `finally` without any call gives it back: no interrupt keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from threading import get_ident
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from kvgraph.errors import RequestError
+
+Call = tuple[str, int]
+"""A running call, known by its identity: its name, and the thread that made it."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Turns:
+    """Which call on an object runs now.
+
+    call = ("step", get_ident())
+    try:
+        turns.take(call)
+        ...
+    finally:
+        if turns.running is call:
+            del turns.running
+    """
+
+    running: Call | None = None
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def take(self, call: Call) -> None:
+        """RequestError while another call runs, one of the same thread included."""
+        running = self.__dict__.setdefault("running", call)  # one step for all threads
+        if running is not call:
+            name, thread = running
+            other = "the same" if thread == call[1] else "another"
+            raise RequestError(
+                f"{self._owner}.{call[0]}: expected one call at a time, got one while `{name}` of "
+                f"{other} thread runs; share it between threads in turn, with a lock"
+            )
+
+    def try_take(self, call: Call) -> bool:
+        """Whether no other call runs."""
+        return self.__dict__.setdefault("running", call) is call
+
+
+class Owner(Protocol):
+    _turns: Turns
+
+
+T = TypeVar("T", bound=Owner)
+Function = Callable[Concatenate[T, P], R]
+
+
+def in_turn(name: str) -> Callable[[Function[T, P, R]], Function[T, P, R]]:
+    """Makes a function hold the turn of its first argument while it runs, as the call `name`."""
+
+    def decorated(function: Function[T, P, R]) -> Function[T, P, R]:
+        @wraps(function)
+        def alone(owner: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            turns = owner._turns
+            call = (name, get_ident())
+            try:
+                turns.take(call)
+                return function(owner, *args, **kwargs)
+            finally:
+                if turns.running is call:
+                    del turns.running
+
+        return alone
+
+    return decorated

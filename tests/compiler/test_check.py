@@ -1,0 +1,212 @@
+"""A compile runs what it made beside the model: what differs is refused, and the layer is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import make_model
+from torch import nn
+
+import kvgraph
+from kvgraph import ops
+from kvgraph.compiler import packed_weights
+from kvgraph.compiler.check import compare, run
+from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.frontends import masks
+from kvgraph.contract.manifest import read_manifest
+
+ModelFolder = Callable[[str], Path]
+WHOLE = "check: logits of two ragged rows in two chunks are the model's own, all layers"
+
+
+def refusal(model: Any, out: Path, **options: Any) -> str:
+    with pytest.raises(kvgraph.CheckError) as refused:
+        kvgraph.compile(model, out, page_size=16, **options)
+    assert not list(out.parent.glob(f"*{out.name}*")), "nothing is written"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weights": "int8", "cache_dtype": "int8"},
+        {"weights": "int4"},
+        {"cache": "continuous"},
+        {"cache": "padded"},
+        {"backend": "torch"},
+        {"target": "cuda:sm_90", "dtype": "bfloat16"},
+        {"target": "cuda:sm_90", "backend": "onnx"},
+    ],
+    ids=str,
+)
+def test_what_is_right_passes(
+    options: dict[str, Any], tmp_path: Path, model_folder: ModelFolder
+) -> None:
+    manifest = kvgraph.compile(model_folder("gemma2"), tmp_path / "out", page_size=16, **options)
+    on_cuda = options.get("target", "cpu") != "cpu"
+    note = WHOLE.replace("all layers", "one of each kind (0, 1)") if on_cuda else WHOLE
+    assert manifest.notes[-1] == note
+    assert read_manifest(tmp_path / "out") == manifest
+
+
+def test_without_it(tmp_path: Path, model_folder: ModelFolder) -> None:
+    manifest = kvgraph.compile(model_folder("llama"), tmp_path / "out", check=False)
+    assert manifest.notes[-1] == "check: left out (--no-check)"
+
+
+def lose_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before masks were read: what only they knew was gone."""
+    monkeypatch.setattr(masks, "_window", lambda mask_function, length: None)
+    asked = masks.asked_mask
+    monkeypatch.setattr(
+        masks, "asked_mask", lambda **asked_for: asked(**asked_for | {"local_size": None})
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "most_bytes"),
+    [({}, 1 << 30), ({"weights": "int8"}, 1 << 30), ({}, 0), ({"target": "cuda:sm_90"}, 0)],
+    ids=str,
+)
+def test_lost_window(
+    options: dict[str, Any], most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(
+        "phimoe",
+        tmp_path / "model",
+        sliding_window=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.0,
+        input_jitter_noise=0.0,
+        num_hidden_layers=2,
+    )
+    lose_windows(monkeypatch)
+    monkeypatch.setattr(run, "MOST_BYTES", most_bytes)
+    message = refusal(folder, tmp_path / "out", **options)
+    assert message.startswith("check of 'phimoe': expected the logits of its own forward pass with")
+    assert "from layer 0 (PhimoeDecoderLayer) on; nothing was written, --no-check" in message
+
+
+@pytest.mark.parametrize(("backend", "most_bytes"), [("onnx", 1 << 30), ("onnx", 0)])
+def test_kernel_that_is_wrong(
+    backend: str,
+    most_bytes: int,
+    tmp_path: Path,
+    model_folder: ModelFolder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What only the session shows: the model's own layers agree."""
+    from kvgraph.compiler.targets import onnx as target
+
+    clean = target._clean
+
+    def spoil(model: Any) -> None:
+        clean(model)
+        for node in model.graph:
+            if node.op_type == "update_and_attend":
+                node.attributes.add(target.ir.AttrFloat32("scale", 0.9))
+
+    monkeypatch.setattr(target, "_clean", spoil)
+    monkeypatch.setattr(run, "MOST_BYTES", most_bytes)
+    message = refusal(model_folder("llama"), tmp_path / "out", backend=backend)
+    assert "in the lowered graph; the layers' own code agrees" in message
+
+
+def test_logits_that_are_not_finite(
+    tmp_path: Path, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kvgraph.build
+
+    def broken(folder: Path, rows: Any, chunk: int) -> list[Any]:
+        return [np.full((len(row), 160), np.nan, np.float32) for row in rows]
+
+    monkeypatch.setattr(kvgraph.build, "run_artifact", broken)
+    assert "within 0.001 of their spread, got inf in" in refusal(
+        model_folder("llama"), tmp_path / "out"
+    )
+
+
+class Traced(nn.Module):
+    """Its forward pass is another one while it is exported."""
+
+    def __init__(self, leak: bool) -> None:
+        super().__init__()
+        self.leak = leak
+        self.embed = nn.Embedding(32, 32)
+        self.qkv = nn.Linear(32, 64)
+
+    def forward(self, tokens: Any, offsets: Any, at: Any, pool: Any, *index: Any) -> torch.Tensor:
+        lengths, table, most = index
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x).view(x.shape[0], -1, 16).split((2, 1, 1), dim=1)
+        scale = 0.5 if self.leak and torch.compiler.is_exporting() else 0.3
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=scale)
+        return (x + out.reshape(x.shape[0], -1))[at.long()] @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90"])
+def test_own_module(target: str, tmp_path: Path) -> None:
+    devices = kvgraph.virtual_devices(target)
+    params = kvgraph.KVCacheParams("float32", 1, 16, 1, page_size=16, devices=tuple(devices))
+    options: dict[str, Any] = {"params": params, "vocab_size": 32, "max_seq_len": 64}
+    torch.manual_seed(0)
+    manifest = kvgraph.compile(Traced(False), tmp_path / "right", target=target, **options)
+    assert manifest.notes[-1] == WHOLE
+    with pytest.raises(kvgraph.CheckError, match=r"check of 'Traced': .* in the lowered graph;"):
+        kvgraph.compile(Traced(True), tmp_path / "wrong", target=target, **options)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_streamed_weights_are_those_of_the_layers_that_stand_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model("gemma2", tmp_path / "model", vocab_size=5000, num_hidden_layers=6)
+    read: dict[str, int] = {}
+    original = Streamed.read
+
+    def note(self: Streamed, name: str, fake: torch.Tensor) -> torch.Tensor:
+        value = original(self, name, fake)
+        read[self._names[name]] = len(value)
+        return value
+
+    monkeypatch.setattr(Streamed, "read", note)
+    manifest = kvgraph.compile(folder, tmp_path / "out", target="cuda:sm_90", page_size=16)
+    assert manifest.notes[-1].endswith("one of each kind (0, 1)")
+    assert {name.split(".layers.")[1][0] for name in read if ".layers." in name} == {"0", "1"}
+    assert max(read.values()) == 4096, "rows of the embedding"
+    assert manifest.model.vocab_size == 5000
+
+
+def test_packed_weights_that_are_wrong(
+    tmp_path: Path, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = packed_weights._order
+    monkeypatch.setattr(
+        packed_weights, "_order", lambda panels, interleave: order(panels, interleave)[::-1]
+    )
+    message = refusal(model_folder("llama"), tmp_path / "out", weights="int8")
+    assert "in the lowered graph" in message
+
+
+def test_error_of_a_token() -> None:
+    expected = np.array([[1.0, 2.0, 3.0], [0.0, 0.0, 3.0]], np.float32)
+    shifted = expected + np.array([[0.0], [1.0]], np.float32)
+    errors = compare.errors_of(shifted, expected)
+    assert errors[0] == 0
+    assert errors[1] == pytest.approx(3**0.5 / 6**0.5)
+    half = compare.Tolerance(0.1, 0.5)
+    assert compare.difference([shifted], [expected], half).fits
+    assert not compare.difference([shifted], [expected], compare.EXACT).fits
+
+
+def test_tolerance_is_that_of_the_coarsest_part() -> None:
+    assert compare.tolerance(["float32", "fp32", "float32"]) == compare.EXACT
+    assert compare.tolerance(["float32", "int4", "int8"]) == compare.ROUNDED["int4"]

@@ -1,0 +1,40 @@
+"""Calls of the kernel library: one that is interrupted leaves nothing for the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime.test_faults import Fault, lines_of, traced
+
+from kvgraph.ops import STORE_KV, native
+
+
+def operands(tokens: int) -> list[Any]:
+    """An empty pool of two pages, and new tokens of its one row."""
+    x_TKD = np.arange(1, tokens * 16 + 1, dtype=np.float32).reshape(tokens, 2, 8)
+    pool = np.zeros((2, 2, 1, 4, 2, 8), np.float32)
+    offsets, lengths = np.array([0, tokens], np.int32), np.zeros(1, np.int32)
+    return [pool, x_TKD, -x_TKD, offsets, lengths, np.array([[0]], np.int32)]
+
+
+def stored(tokens: int, *, by: Any = native.run) -> Any:
+    arrays = operands(tokens)
+    by(STORE_KV, *arrays, layer=0)
+    return arrays[0]
+
+
+@pytest.mark.parametrize("next_tokens", [1, 3])
+def test_a_call_that_is_interrupted(next_tokens: int) -> None:
+    """Calls of one token and of three take turns; the one after the fault has its own shapes."""
+    wanted = operands(next_tokens)
+    STORE_KV.reference(*wanted, layer=0)
+    stored(1)
+    lines = lines_of(lambda: stored(3))
+    assert len(lines) > 20
+    for line in lines:
+        stored(1)
+        with traced(Fault(line, 1, KeyboardInterrupt), line[0]), pytest.raises(KeyboardInterrupt):
+            stored(3)
+        np.testing.assert_array_equal(stored(next_tokens), wanted[0])
