@@ -205,4 +205,5 @@ def test_a_padded_cache_that_is_never_written(tmp_path: Path) -> None:
     params = replace(PARAMS, cache_strategy=kvgraph.KVCacheStrategy.PADDED)
     with pytest.raises(kvgraph.UnsupportedError, match="k_cache: expected a module that writes it"):
         compile_module(Reader(k=False), tmp_path / "out", params=params)
-    compile_module(Reader(k=True), tmp_path / "out", params=params, backend="torch")
+    options = {"backend": "torch", "check": False}  # it computes nothing of use
+    compile_module(Reader(k=True), tmp_path / "out", params=params, **options)
