@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvgraph._torch import register_with_torch
+
 _EXPORTS = {
     "ArtifactError": "kvgraph.errors",
     "BatchCharacteristics": "kvgraph.contract.inputs",
@@ -90,3 +92,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+register_with_torch()

@@ -42,6 +42,8 @@ def compile(
     tokenizer: str | Path | None = None,
     eos_token_ids: Sequence[int] | None = None,
     bos_token_id: int | None = None,
+    max_batch: int | None = None,
+    max_tokens: int | None = None,
     check: bool = True,
     force: bool = False,
     progress: Progress = lambda stage: None,
@@ -54,10 +56,11 @@ def compile(
     (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
     nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
     tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
-    `bos_token_id`; a model folder has its own. The cache is described by a
-    NullKVCacheManager on a virtual device: no KV memory is allocated, and any pool size can be
-    bound later. `check` runs two short rows through what was made and through the model itself.
-    `out` appears whole or not at all.
+    `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
+    new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
+    bounds. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
+    allocated, and any pool size can be bound later. `check` runs two short rows through what was
+    made and through the model itself. `out` appears whole or not at all.
 
     Raises ModelError, UnsupportedError, ParamsError, ArtifactError or CheckError (all
     KVGraphErrors).
@@ -65,6 +68,9 @@ def compile(
     out = Path(out)
     is_default = backend is None
     parsed, backend = pipeline.resolve(target, backend, cache, cache_dtype, page_size)
+    if params is not None:
+        pipeline.require_params(params, parsed)
+    bounds = pipeline.step_bounds(backend, max_batch, max_tokens)
     why = pipeline.reason(parsed) if is_default else ""
     require_free(out, force=force)
 
@@ -92,7 +98,7 @@ def compile(
     from kvgraph.compiler.trace import Traced, trace
 
     def write(traced: Traced, folder: Path, progress: Progress = lambda stage: None) -> Manifest:
-        lower = pipeline.lowering(backend, parsed, weights, progress)
+        lower = pipeline.lowering(backend, parsed, weights, bounds, progress)
         lowered = pipeline.lower(lower, traced, folder)
         return emit.emit(
             folder,

@@ -127,6 +127,12 @@ def compile(
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 128,
     cache: Annotated[Cache, typer.Option(help="Kind of the cache.")] = Cache.paged,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Rows of a step, for tensorrt's profiles [default: 256].")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="New tokens of a step, for the same [default: 8192].")
+    ] = None,
     quality: Annotated[
         bool | None,
         typer.Option(
@@ -159,6 +165,8 @@ def compile(
                 cache_dtype=cache_dtype,
                 page_size=None if page_size == 128 else page_size,
                 cache=None if cache is Cache.paged else cache,
+                max_batch=max_batch,
+                max_tokens=max_tokens,
             )
             manifest = rebuild(
                 from_artifact, output, target=target, force=force, progress=stages.next
@@ -178,6 +186,8 @@ def compile(
                 cache_dtype=cache_dtype.value if cache_dtype else None,
                 page_size=page_size,
                 cache=cache.value,
+                max_batch=max_batch,
+                max_tokens=max_tokens,
                 check=check,
                 force=force,
                 progress=stages.next,

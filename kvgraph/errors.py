@@ -13,7 +13,7 @@
     |- GenerationError (RuntimeError)        a request that failed on its own while others went on
     |- TransferError (RuntimeError)          pages that another engine refused, or did not get
     |- CheckError (RuntimeError)             a compile does not compute what its model computes
-    |- KernelError (RuntimeError)            a native kernel refused its operands
+    |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
     `- MissingDependencyError (ImportError)  an optional package is not installed
 
@@ -83,7 +83,7 @@ class CheckError(KVGraphError, RuntimeError):
 
 
 class KernelError(KVGraphError, RuntimeError):
-    """A native kernel refused its operands."""
+    """An op refused its operands: its kernel at a step, or its fake where a model is traced."""
 
 
 class DeviceError(KVGraphError, RuntimeError):

@@ -397,6 +397,9 @@ def test_a_choice_that_is_not_one(tmp_path: Path, option: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
+TENSORRT = {"backend": "tensorrt", "target": "cuda:sm_86"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -409,6 +412,18 @@ def test_a_choice_that_is_not_one(tmp_path: Path, option: str) -> None:
             {"cache_dtype": "int4"},
             r"cache_dtype: expected one of \['float32', .*\] for a paged cache, got 'int4'",
         ),
+        (
+            {"max_batch": 8},
+            "max_batch: expected none for backend onnx, whose graph takes .*, got 8",
+        ),
+        (
+            {"max_tokens": 8, "backend": "torch"},
+            "max_tokens: expected none for backend torch, .* 8",
+        ),
+        (TENSORRT | {"max_batch": 0}, "max_batch: expected 1 to 4096, got 0"),
+        (TENSORRT | {"max_batch": 4097}, "max_batch: expected 1 to 4096, got 4097"),
+        (TENSORRT | {"max_tokens": 0}, "max_tokens: expected 1 to 1048576, got 0"),
+        (TENSORRT | {"max_batch": 8, "max_tokens": 7}, "max_tokens: expected 8 to 1048576, got 7"),
     ],
 )
 def test_compile_function(

@@ -66,8 +66,11 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
     if takes_artifact:
         compile_it = [sys.executable, str(ROOT / "examples" / "01_compile.py"), str(artifact)]
         subprocess.run(compile_it, check=True, capture_output=True)
+    warnings = ["-W", "error"]
+    if path.name.startswith(("07", "08")):  # torch's exporter and compiler warn about themselves
+        warnings += ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path), str(artifact)],
+        [sys.executable, *warnings, str(path), str(artifact)],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -15,9 +15,11 @@ FLOORS = {
     "ops": 2,
     "kernels": 2,
     "kv": 2,
+    "_torch": 3,
     "compiler": 3,
     "runtime": 3,
     "bench": 4,
+    "onnx": 4,
     "build": 4,
     "quality": 4,
     "serve": 4,
@@ -34,7 +36,7 @@ FRAMEWORKS = {
     "transformers",
     "safetensors",
 }
-FRAMEWORK_FREE = ("errors", "contract", "kv", "bench", "cli")
+FRAMEWORK_FREE = ("_torch", "errors", "contract", "kv", "onnx", "bench", "cli")
 """Parts that import no framework when they are imported themselves."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 import kvgraph
+import kvgraph.onnx
 from kvgraph import cli
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +80,7 @@ FLAGS = {
     "cache stat": "--json",
     "cache verify": "--json",
     "compile": "--backend --cache --cache-dtype --check --dtype --force --from-artifact --json "
-    "--output --page-size --quality --quality-text --target --weights",
+    "--max-batch --max-tokens --output --page-size --quality --quality-text --target --weights",
     "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
     "--num-pages --prefix --remote --seed --session --temperature --threads --top-k --top-p",
     "inspect": "--json",
@@ -96,6 +97,11 @@ ENVIRONMENT = {"KVGRAPH_CPU_ISA"}
 def test_public_names() -> None:
     assert kvgraph.__all__ == PUBLIC
     assert all(getattr(kvgraph, name).__module__.startswith("kvgraph.") for name in PUBLIC)
+
+
+def test_public_names_of_onnx() -> None:
+    names = ["library_path", "lower_caches", "register_schemas", "translation_table"]
+    assert kvgraph.onnx.__all__ == names
 
 
 def test_flags() -> None:
@@ -119,7 +125,8 @@ def test_environment_variables() -> None:
 def test_importing_the_package_imports_no_framework() -> None:
     code = (
         "import sys, kvgraph; kvgraph.KVCacheParams; kvgraph.PagedKVCacheManager; "
-        "kvgraph.Engine; kvgraph.load; import kvgraph.cli; "
+        "kvgraph.Engine; kvgraph.load; import kvgraph.cli, kvgraph.onnx; "
+        "kvgraph.onnx.library_path(); "
         "print(sorted({'torch', 'onnx', 'onnxruntime', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

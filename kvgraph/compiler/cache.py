@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvgraph.contract.devices import Device
+from kvgraph.contract.devices import PORTABLE, Device, Target
 from kvgraph.contract.manifest import LayerRef
 from kvgraph.contract.params import (
     QUANTIZED_DTYPES,
@@ -54,6 +54,33 @@ class CachePlan:
     def leaves(self) -> tuple[str, ...]:
         """Leaf paths in binding order; `("",)` for a single cache."""
         return tuple(self.params.leaves)
+
+
+def require_target(params: KVCacheParams | MultiKVCacheParams, target: Target) -> None:
+    """UnsupportedError unless a graph for `target` can be bound on the devices of `params`."""
+    for leaf in params.leaves.values():
+        leaf.require_kernels()
+    if params.n_shards > 1:
+        raise UnsupportedError(
+            f"params.devices: expected one device per replica, got {params.n_shards} shards"
+        )
+    for device in params.devices:
+        known = device.arch is None or not target.archs or target.archs == (PORTABLE,)
+        if device.kind != target.kind or not (known or device.arch in target.archs):
+            raise UnsupportedError(
+                f"params.devices: expected devices of target {str(target)!r}, got {device}; "
+                f"pass devices=kvgraph.virtual_devices({str(target)!r})"
+            )
+
+
+def of_one_shard(
+    params: KVCacheParams | MultiKVCacheParams, kind: str
+) -> KVCacheParams | MultiKVCacheParams:
+    """The cache of one process: one replica on its device 0, whatever the deployment's are."""
+    if isinstance(params, MultiKVCacheParams):
+        children = {name: of_one_shard(child, kind) for name, child in params.children}
+        return MultiKVCacheParams.from_params(children)
+    return replace(params, devices=(Device(kind),), data_parallel_degree=1)
 
 
 def pool_types(dtype: str, cache_dtype: str | None) -> tuple[str, KVCacheQuantization | None]:

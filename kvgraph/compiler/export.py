@@ -20,10 +20,10 @@ from torch.export import ExportedProgram
 
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
-from kvgraph.compiler.trace_errors import refusal
+from kvgraph.compiler.trace_errors import call_refused, refusal
 from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.errors import KVGraphError, UnsupportedError
+from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
 
 REPORTING = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
@@ -66,6 +66,8 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
         with settings():
             try:
                 program = _export(model.module, signature)
+            except KernelError as error:
+                raise call_refused(model, error) from error
             except KVGraphError:
                 raise
             except Exception as error:
@@ -81,8 +83,7 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
 
 
 def _export(module: nn.Module, signature: GraphSignature) -> ExportedProgram:
-    examples, dynamic = signature.to_torch_export()
-    shapes = tuple(dynamic[s.name] for s in signature.inputs)
+    examples, shapes = signature.to_torch_export()
     reports = contextlib.redirect_stderr(io.StringIO())  # of a trace that fails
     with _restored(module), quiet_loggers(*REPORTING), reports:
         return torch.export.export(module, examples, dynamic_shapes=(shapes,), strict=False)
@@ -135,7 +136,7 @@ def _one_token(signature: GraphSignature) -> list[torch.Tensor]:
 
 def _ones(signature: GraphSignature) -> dict[str, int]:
     """An extent of 1 for each dim; a pool has two pages, of which the last is the null page."""
-    dims = {dim.partition(" + ")[0] for s in signature.inputs for dim in s.symbolic_dims}
+    dims = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
     return {dim: 2 if dim.endswith((NUM_PAGE_SLOTS, NUM_SLOTS)) else 1 for dim in dims}
 
 

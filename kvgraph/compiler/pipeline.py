@@ -8,11 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.compiler.cache import CachePlan, plan_cache, pool_types
+from kvgraph.compiler.cache import (
+    CachePlan,
+    of_one_shard,
+    plan_cache,
+    pool_types,
+    require_target,
+)
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
 from kvgraph.compiler.options import BACKENDS
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
+from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.params import (
     POOL_DTYPES,
     QUANTIZED_DTYPES,
@@ -20,6 +27,7 @@ from kvgraph.contract.params import (
     KVCacheStrategy,
 )
 from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
@@ -35,6 +43,8 @@ DEFAULT_REASON = {
 }
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128
+DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
+"""Of a step, in the profiles of backend tensorrt."""
 
 Progress = Callable[[str], None]
 
@@ -66,11 +76,44 @@ def resolve(
         raise UnsupportedError(
             f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
         )
+    _require_page_size(page_size)
+    return parsed, backend
+
+
+def require_params(params: KVCacheParams | MultiKVCacheParams, target: Target) -> None:
+    """UnsupportedError for params that no graph for `target` can be bound with."""
+    require_target(params, target)
+    _require_page_size(params.page_size)
+
+
+def _require_page_size(page_size: int) -> None:
     if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise UnsupportedError(
             f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
         )
-    return parsed, backend
+
+
+def step_bounds(backend: str, max_batch: int | None, max_tokens: int | None) -> tuple[int, int]:
+    """Rows and new tokens of a step at most, the defaults filled in.
+
+    UnsupportedError for one that is out of range, or given to a backend that bounds no step.
+    """
+    for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens)):
+        if value is not None and backend != "tensorrt":
+            raise UnsupportedError(
+                f"{name}: expected none for backend {backend}, whose graph takes steps of any "
+                f"size, got {value}"
+            )
+    if max_batch is not None:
+        _require_range("max_batch", max_batch, 1, MAX_EXTENTS[BATCH_SIZE])
+    tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    _require_range("max_tokens", tokens, max_batch or 1, MAX_EXTENTS[TOTAL_SEQ_LEN])
+    return min(DEFAULT_MAX_BATCH, tokens) if max_batch is None else max_batch, tokens
+
+
+def _require_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UnsupportedError(f"{name}: expected {least} to {most}, got {value}")
 
 
 def reason(target: Target) -> str:
@@ -144,11 +187,7 @@ def plan_for(
 ) -> CachePlan:
     """Where the layers' caches are: as given, or as the model's attention needs them."""
     if params is not None:
-        if params.n_shards > 1:
-            raise UnsupportedError(
-                f"params.devices: expected one device per replica, got {params.n_shards} shards"
-            )
-        return CachePlan.of(params)
+        return CachePlan.of(of_one_shard(params, target.kind))
     if not model.layers:
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
     dtype, quantization = pool_types(model.dtype, cache_dtype)
@@ -196,13 +235,17 @@ def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowe
 
 
 def lowering(
-    backend: str, target: Target, weights: str | None, progress: Progress
+    backend: str,
+    target: Target,
+    weights: str | None,
+    bounds: tuple[int, int],
+    progress: Progress,
 ) -> Callable[..., Any]:
     weight_bits = WEIGHT_BITS.get(weights or "")
     if backend == "tensorrt":
         from kvgraph.compiler.targets import tensorrt
 
-        return partial(tensorrt.lower, archs=target.archs, progress=progress)
+        return partial(tensorrt.lower, archs=target.archs, bounds=bounds, progress=progress)
     if target.kind == "cuda" and backend == "onnx":
         from kvgraph.compiler.targets import onnx_cuda
 

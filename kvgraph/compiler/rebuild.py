@@ -39,6 +39,8 @@ def rebuild(
 ) -> Manifest:
     """Write an artifact like `artifact` into `out`, with an engine of this machine's TensorRT.
 
+    The engine has the profiles of the artifact's.
+
     `target` None: that of this machine's GPU for an enterprise TensorRT, else the artifact's. `out`
     appears whole or not at all. ArtifactError where `artifact` is damaged or not for TensorRT,
     MissingDependencyError where nothing here builds engines.
@@ -52,6 +54,9 @@ def rebuild(
             f"{folder}: backend: expected 'tensorrt' to build an engine from, "
             f"got {manifest.backend!r}"
         )
+    old = manifest.engine
+    if old is None:
+        raise ArtifactError(f"{folder}: engine: expected what built it and its profiles, got none")
     require_free(out, force=force)
     module = _module()
     version = trt_engine.require_module(module)
@@ -62,10 +67,10 @@ def rebuild(
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)
         progress(f"building the engine with {module} {version}")
-        signature = manifest.signature
-        profiles = trt_engine.profiles_of(signature, manifest.model.max_seq_len)
         fixed = [] if archs == (PORTABLE,) else list(archs)
-        engine = trt_engine.build_engine(made, signature, profiles, fixed, module=module)
+        engine = trt_engine.build_engine(
+            made, manifest.signature, old.profiles, fixed, module=module
+        )
         rebuilt = replace(
             manifest,
             target=str(Target("cuda", archs)),

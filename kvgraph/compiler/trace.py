@@ -15,6 +15,11 @@ from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend, require_fused
+from kvgraph.compiler.passes.require_stored import (
+    require_planned,
+    require_stored,
+    require_whole_inputs,
+)
 from kvgraph.compiler.passes.require_tokens_apart import require_tokens_apart
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
@@ -47,9 +52,12 @@ def trace(model: Model, signature: GraphSignature, plan: CachePlan, *, functiona
             require_finite(name, weight)
     program = export(model, signature, return_buffers=functional)
     digest = program_digest(program, signature)
+    require_whole_inputs(program, signature)
     passes = [_require_tokens_apart(model, program, signature, plan)]
     fused = fuse_update_and_attend(program.graph)
     require_fused(program, fused, signature, plan)
+    require_stored(program.graph)
+    require_planned(program, signature, plan)
     passes += [fused, fuse_rope(program, signature, model.max_seq_len)]
     return Traced(model, signature, plan, program, passes, digest)
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.sources import line, own_frame
-from kvgraph.errors import UnsupportedError
+from kvgraph.errors import KernelError, UnsupportedError
 
 
 def refusal(
@@ -30,6 +30,13 @@ def refusal(
     )
     refused.__cause__ = error
     return refused
+
+
+def call_refused(model: Model, error: KernelError) -> UnsupportedError:
+    """What to raise where one of our ops refuses its operands: the module's own line calls it."""
+    found = own_frame(traceback.extract_tb(error.__traceback__))
+    where = f", at {line(found)}" if found else ""
+    return UnsupportedError(f"architecture {model.architecture!r}: {error}{where}")
 
 
 def _reason(error: Exception) -> str:

@@ -70,8 +70,10 @@ class TensorType:
 
     @property
     def symbolic_dims(self) -> tuple[str, ...]:
-        """The dims given by name, in order, each once."""
-        return tuple(dict.fromkeys(d for d in self.shape if isinstance(d, str)))
+        """Names of the dims that values resolve, in order, each once: of `batch_size + 1` the
+        `batch_size`."""
+        names = (dim.partition(" + ")[0] for dim in self.shape if isinstance(dim, str))
+        return tuple(dict.fromkeys(names))
 
     def renamed(self, name: str) -> TensorType:
         return replace(self, name=name)
@@ -81,14 +83,12 @@ class TensorType:
         return tuple(d if isinstance(d, int) else self._resolve(d, sizes) for d in self.shape)
 
     def _resolve(self, dim: str, sizes: Mapping[str, int]) -> int:
-        if dim in sizes:
-            return sizes[dim]
-        symbol, plus, offset = dim.partition(" + ")
-        if plus and symbol in sizes:
-            return sizes[symbol] + int(offset)
-        raise BindingError(
-            f"{self.name}: expected an extent for dim {dim!r}, got only {sorted(sizes)}"
-        )
+        symbol, _, offset = dim.partition(" + ")
+        if symbol not in sizes:
+            raise BindingError(
+                f"{self.name}: expected an extent for dim {symbol!r}, got only {sorted(sizes)}"
+            )
+        return sizes[symbol] + int(offset or 0)
 
     def bind(self, dtype: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
         """Check a value's dtype and shape, and record its extents in `sizes`.

@@ -85,11 +85,25 @@ class KVCacheInputs:
     def inputs(self) -> Sequence[Any]:
         return [self] if self._inputs is None else self._inputs
 
+    def entries(self) -> dict[Any, Any]:
+        """What it holds, by name: a record's fields that are present, a tree's children, or
+        records by their position."""
+        return _present(self) if self._inputs is None else dict(enumerate(self._inputs))
+
     def flatten(self) -> list[Buffer]:
         """All values in the order of the symbols, device after device."""
         if self._inputs is None:
             return list(_present(self).values())
         return [value for record in self._inputs for value in record.flatten()]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self.flatten())
+
+    def __getitem__(self, index: int) -> Buffer:
+        return self.flatten()[index]
+
+    def __len__(self) -> int:
+        return len(self.flatten())
 
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs:
         """The same nesting over other `values` (BindingError unless as many as `flatten` gives)."""
@@ -118,6 +132,10 @@ def _present(record: Any) -> dict[str, Any]:
         )
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+_RAGGED_FIELDS = ("kv_blocks", "cache_lengths", "lookup_table", "max_lengths", "kv_scales")
+_PADDED_FIELDS = ("k_cache", "v_cache", "start_pos", "null_op")
 
 
 class RaggedKVCacheInputs(KVCacheInputs):
@@ -149,6 +167,9 @@ class RaggedKVCacheInputs(KVCacheInputs):
     def inputs(self) -> Sequence[RaggedKVCacheInputs]:
         return [self]
 
+    def entries(self) -> dict[str, Buffer]:
+        return dict(zip(_RAGGED_FIELDS, self.flatten(), strict=False))
+
     def flatten(self) -> list[Buffer]:
         values = [self.kv_blocks, self.cache_lengths, self.lookup_table, self.max_lengths]
         return values if self.kv_scales is None else [*values, self.kv_scales]
@@ -175,6 +196,9 @@ class PaddedKVCacheInputs(KVCacheInputs):
     def inputs(self) -> Sequence[PaddedKVCacheInputs]:
         return [self]
 
+    def entries(self) -> dict[str, Buffer]:
+        return dict(zip(_PADDED_FIELDS, self.flatten(), strict=True))
+
     def flatten(self) -> list[Buffer]:
         return [self.k_cache, self.v_cache, self.start_pos, self.null_op]
 
@@ -199,6 +223,9 @@ class MultiKVCacheInputs(KVCacheInputs):
             MultiKVCacheInputs(dict(zip(self.children, records, strict=True)))
             for records in zip(*per_child, strict=True)
         ]
+
+    def entries(self) -> dict[str, KVCacheInputs]:
+        return self.children
 
     def flatten(self) -> list[Buffer]:
         return [

@@ -15,7 +15,7 @@ from kvgraph.contract.symbols import (
     padded_symbols,
     paged_symbols,
 )
-from kvgraph.errors import ParamsError
+from kvgraph.errors import ParamsError, UnsupportedError
 
 POOL_DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
@@ -179,6 +179,14 @@ class KVCacheParams:
             raise ParamsError(f"hash_algorithm: expected 'sha256', got {self.hash_algorithm!r}")
         if self.hash_seed is not None and len(self.hash_seed) != 32:
             raise ParamsError(f"hash_seed: expected 32 bytes, got {len(self.hash_seed)}")
+
+    def require_kernels(self) -> None:
+        """UnsupportedError for a cache that can be described but not run."""
+        if self.is_mla:
+            raise UnsupportedError(
+                "is_mla: expected False to compile or run a cache, since no kernel reads MLA pools "
+                "yet, got True; symbols, plan_memory and NullKVCacheManager describe such caches"
+            )
 
     @property
     def n_shards(self) -> int:

@@ -57,7 +57,7 @@ class GraphSignature:
             symbol.bind(str(value.dtype), tuple(value.shape), sizes)
         return sizes
 
-    def to_torch_export(self) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
+    def to_torch_export(self) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
         return emit_torch_export(self.inputs)
 
     def to_onnx(self) -> tuple[list[Any], list[Any]]:

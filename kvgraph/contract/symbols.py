@@ -15,9 +15,11 @@ from kvgraph.contract.dims import (
     BATCH_SIZE,
     MAX_NUM_PAGES,
     MAX_SEQ_LEN,
+    NUM_LOGITS,
     NUM_PAGE_SLOTS,
     NUM_SLOTS,
     NUM_STEPS,
+    TOTAL_SEQ_LEN,
     Dim,
     TensorType,
 )
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 MAX_EXTENTS: Mapping[str, int] = {
     BATCH_SIZE: 4096,
-    "total_seq_len": 1 << 20,
-    "num_logits": 1 << 20,
+    TOTAL_SEQ_LEN: 1 << 20,
+    NUM_LOGITS: 1 << 20,
     NUM_STEPS: 1 << 16,
 }
 """Upper bounds that an exported program may assume; a dim not listed is unbounded."""
@@ -38,15 +40,18 @@ MAX_EXTENTS: Mapping[str, int] = {
 class KVCacheInputSymbols:
     """Base of the records: dataclasses of TensorTypes; a field that is None does not count."""
 
-    def symbols(self) -> tuple[TensorType, ...]:
+    def entries(self) -> dict[str, Any]:
+        """What the record holds, by name: its fields that are present, a tree's children."""
         if not dataclasses.is_dataclass(self):
             raise BindingError(
                 f"{type(self).__name__}: expected a dataclass of TensorTypes, got a plain class; "
                 "decorate it with @dataclass"
             )
-        fields = dataclasses.fields(self)
-        values = (getattr(self, field.name) for field in fields)
-        return tuple(value for value in values if value is not None)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def symbols(self) -> tuple[TensorType, ...]:
+        return tuple(self.entries().values())
 
     def __iter__(self) -> Iterator[TensorType]:
         return iter(self.symbols())
@@ -57,7 +62,7 @@ class KVCacheInputSymbols:
     def __len__(self) -> int:
         return len(self.symbols())
 
-    def to_torch_export(self) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
+    def to_torch_export(self) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
         return emit_torch_export(self.symbols())
 
     def to_onnx(self) -> list[Any]:
@@ -123,6 +128,9 @@ class MultiKVCacheInputSymbols(KVCacheInputSymbols):
 
     def __init__(self, children: Mapping[str, KVCacheInputSymbols]) -> None:
         self.children = dict(children)
+
+    def entries(self) -> dict[str, Any]:
+        return self.children
 
     def symbols(self) -> tuple[TensorType, ...]:
         return tuple(symbol for child in self.children.values() for symbol in child)
@@ -218,29 +226,29 @@ def padded_symbols(params: KVCacheParams) -> list[PaddedKVCacheInputSymbols]:
 
 def emit_torch_export(
     symbols: Sequence[TensorType],
-) -> tuple[tuple[Any, ...], dict[str, dict[int, Any]]]:
-    """Fake example tensors (no storage), and `dynamic_shapes` with one named Dim per symbol.
+) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
+    """Positional `args` and `dynamic_shapes` of `torch.export.export`, one of each per symbol.
 
-    Example extents are all distinct, so that no two dims are taken for one. Sharing is by dim
-    name over all `symbols` of the call.
+    The arguments are fake tensors without storage; a symbolic dim is one named Dim wherever it
+    occurs in the call. Example extents are all distinct, so that no two dims are taken for one.
+    What a module takes as `*rest` or as a record is one argument: nest both alike, a record's
+    shapes as a list.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.export import Dim as ExportDim
 
-    bases = list(dict.fromkeys(d.partition(" + ")[0] for s in symbols for d in s.symbolic_dims))
-    sizes = {name: 3 + 2 * i for i, name in enumerate(bases)}
-    dims = {name: ExportDim(name, min=1, max=MAX_EXTENTS.get(name)) for name in bases}
+    names = list(dict.fromkeys(name for s in symbols for name in s.symbolic_dims))
+    sizes = {name: 3 + 2 * i for i, name in enumerate(names)}
+    dims = {name: ExportDim(name, min=1, max=MAX_EXTENTS.get(name)) for name in names}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         tensors = tuple(torch.empty(s.extents(sizes), dtype=_torch_dtype(s)) for s in symbols)
-    dynamic = {
-        s.name: {
-            axis: _export_dim(dim, dims) for axis, dim in enumerate(s.shape) if isinstance(dim, str)
-        }
+    shapes = tuple(
+        {axis: _export_dim(dim, dims) for axis, dim in enumerate(s.shape) if isinstance(dim, str)}
         for s in symbols
-    }
-    return tensors, dynamic
+    )
+    return tensors, shapes
 
 
 def _torch_dtype(symbol: TensorType) -> Any:

@@ -118,10 +118,15 @@ def allocate_shard(
 
 
 def require_params(session: Session | None, params: KVCacheParamInterface) -> None:
-    """ParamsError where the session's artifact has another layout; a bare allocator has none."""
+    """ParamsError where the session's artifact has another layout; a bare allocator has none.
+
+    UnsupportedError for a cache that no kernel runs.
+    """
     check = getattr(session, "require_params", None)
     if check is not None:
         check(params)
+    for leaf in params.leaves.values():
+        leaf.require_kernels()
 
 
 def allocate_buffer(

@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import ceildiv
 from kvgraph.ops import spec
 
 Array = npt.NDArray[Any]
@@ -31,8 +32,10 @@ COLUMNS, DEPTH, GROUP = 16, 64, 32
 WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """--weights -> bits of a packed weight; fp32 is not packed."""
 
+LINE_BYTES = 64
+
 PER_LINE = {16: 2, 8: 4, 4: 8}
-"""bits -> consecutive inputs of each column in a line of 64 bytes."""
+"""bits -> consecutive inputs of each column in a line."""
 
 
 def unpack(weight: Array, multipliers: Array | None, bits: int) -> Array:
@@ -105,7 +108,7 @@ def linear(
         if features:
             out = y_MN[:, column : column + features].astype(np.float32)
             outs.append(out if residual_MN is None else out + residual_MN)
-            column += -(-features // COLUMNS) * COLUMNS
+            column += ceildiv(features, COLUMNS) * COLUMNS
     return tuple(outs) if len(outs) > 1 else outs[0]
 
 
@@ -114,6 +117,59 @@ def _out(index: int) -> spec.Operand:
     return spec.Operand(
         f"out{suffix}", ("rows", f"out_features{suffix}"), spec.FLOAT32, optional=index > 0
     )
+
+
+def _weight_fault(weight: str, bits: int) -> bool | str:
+    expected = "bfloat16" if bits == 16 else "int8"
+    return weight != expected and f"{expected} for {bits} bits"
+
+
+def _line_fault(line: int, bits: int) -> bool | str:
+    expected = LINE_BYTES // 2 if bits == 16 else LINE_BYTES
+    return line != expected and str(expected)
+
+
+def _lines_fault(num_lines: int, in_features: int, bits: int) -> bool | str:
+    expected = _depth(in_features) // PER_LINE[bits]
+    return num_lines != expected and f"{expected} for {in_features} inputs of x"
+
+
+def _missing_scales(scales: str | None, bits: int) -> bool | str:
+    return scales is None and bits != 16 and f"some for {bits} bits"
+
+
+def _unwanted_scales(scales: str | None, bits: int) -> bool | str:
+    return scales is not None and bits == 16 and f"none for {bits} bits"
+
+
+def _missing_multipliers(multipliers: str | None, bits: int) -> bool | str:
+    return multipliers is None and bits == 4 and f"some for {bits} bits"
+
+
+def _unwanted_multipliers(multipliers: str | None, bits: int) -> bool | str:
+    return multipliers is not None and bits != 4 and f"none for {bits} bits"
+
+
+def _groups_fault(num_groups: int, in_features: int) -> bool | str:
+    expected = _depth(in_features) // GROUP
+    return num_groups != expected and str(expected)
+
+
+def _depth(in_features: int) -> int:
+    return ceildiv(in_features, DEPTH) * DEPTH
+
+
+def _panels_fault(
+    num_panels: int, silu_mul: int, out_features: int, out_features_1: int, out_features_2: int
+) -> bool | str:
+    widths = (out_features, out_features_1, out_features_2)
+    expected = sum(ceildiv(width, COLUMNS) for width in widths) * (2 if silu_mul else 1)
+    return num_panels != expected and f"{expected} for out_features"
+
+
+def _residual_fault(residual: str | None, out_features_1: int, out_features_2: int) -> bool | str:
+    outputs = 1 + (out_features_1 > 0) + (out_features_2 > 0)
+    return residual is not None and outputs > 1 and f"none with {outputs} outputs"
 
 
 LINEAR = spec.OpSpec(
@@ -136,4 +192,21 @@ LINEAR = spec.OpSpec(
         spec.Attribute("silu_mul", "int", 0),
     ),
     reference=linear,
+    rules=(
+        spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
+        spec.Rule("bits", lambda bits: bits not in PER_LINE and "16, 8 or 4"),
+        spec.Rule("weight", _weight_fault),
+        spec.Rule("weight: dim line", _line_fault),
+        spec.Rule("weight: dim num_lines", _lines_fault),
+        spec.Rule("scales", _missing_scales),
+        spec.Rule("scales", _unwanted_scales, got="some"),
+        spec.Rule("multipliers", _missing_multipliers),
+        spec.Rule("multipliers", _unwanted_multipliers, got="some"),
+        spec.Rule("multipliers: dim num_groups", _groups_fault),
+        spec.Rule("out_features", lambda out_features: out_features < 0 and "at least 0"),
+        spec.Rule("out_features_1", lambda out_features_1: out_features_1 < 0 and "at least 0"),
+        spec.Rule("out_features_2", lambda out_features_2: out_features_2 < 0 and "at least 0"),
+        spec.Rule("weight: dim num_panels", _panels_fault),
+        spec.Rule("residual", _residual_fault, got="some"),
+    ),
 )

@@ -118,4 +118,5 @@ PAGED_ATTENTION = spec.OpSpec(
     outputs=(spec.OUT,),
     attributes=spec.ATTENTION_ATTRIBUTES,
     reference=paged_attention,
+    rules=spec.ATTENTION_RULES,
 )

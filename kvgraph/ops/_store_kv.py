@@ -85,4 +85,5 @@ STORE_KV = spec.OpSpec(
     outputs=(spec.KV_BLOCKS_OUT, spec.KV_SCALES_OUT),
     attributes=(spec.LAYER,),
     reference=store_kv,
+    rules=spec.POOL_RULES,
 )

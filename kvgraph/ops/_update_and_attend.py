@@ -90,6 +90,14 @@ def update_and_attend(
     )
 
 
+def _rotary_fault(rotary_dim: int, head_dim: int) -> bool | str:
+    fits = rotary_dim % 2 == 0 and rotary_dim <= head_dim
+    return not fits and f"an even number of at most head_dim {head_dim}"
+
+
+PAIR = "both k and v or neither"
+STYLES = (ROPE_HALVES, ROPE_INTERLEAVED)
+
 UPDATE_AND_ATTEND = spec.OpSpec(
     name="update_and_attend",
     doc="One layer's cache work: rotate q and k (if cos_sin is given), store k and v, attend.",
@@ -109,4 +117,14 @@ UPDATE_AND_ATTEND = spec.OpSpec(
     outputs=(spec.OUT, spec.KV_BLOCKS_OUT, spec.KV_SCALES_OUT),
     attributes=(*spec.ATTENTION_ATTRIBUTES, spec.Attribute("rope_style", "int", ROPE_HALVES)),
     reference=update_and_attend,
+    rules=(
+        spec.Rule("v", lambda k, v: k is not None and v is None and PAIR, got="only k"),
+        spec.Rule("k", lambda k, v: k is None and v is not None and PAIR, got="only v"),
+        *spec.ATTENTION_RULES,
+        spec.Rule(
+            "rope_style",
+            lambda rope_style: rope_style not in STYLES and "0 (halves) or 1 (interleaved)",
+        ),
+        spec.Rule("cos_sin: dim rotary_dim", _rotary_fault),
+    ),
 )

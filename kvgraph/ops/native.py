@@ -301,5 +301,5 @@ def _shape(
         for dim, extent in zip(operand.dims, given[2] if given else (), strict=False):
             sizes.setdefault(dim, extent)
     sizes.setdefault("v_head_dim", sizes.get("head_dim", 0))
-    sizes |= {name: int(value) for name, value in attributes.items() if name in out.dims and value}
-    return tuple(sizes[dim] for dim in out.dims)
+    sizes |= {name: int(n) for name, n in attributes.items() if name in out.dims and n > 0}
+    return tuple(sizes.get(dim, 0) for dim in out.dims)  # 0: the kernel says what is wrong

@@ -13,7 +13,7 @@ import onnx
 from onnx.defs import OpSchema
 from onnx.reference.op_run import OpRun
 
-from kvgraph.ops import ALL_SPECS, OPSET_DOMAIN, OPSET_VERSION, OpSpec
+from kvgraph.ops import ALL_SPECS, LINEAR, OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND, OpSpec
 from kvgraph.ops.spec import Operand
 
 ONNX_TYPES = {"float8_e4m3fn": "float8e4m3fn", "float32": "float"}
@@ -52,6 +52,31 @@ def schema(spec: OpSpec) -> OpSchema:
     )
     built.set_type_and_shape_inference_function(_inference(spec))
     return built
+
+
+def translation_table() -> dict[Any, Callable[..., Any]]:
+    """`custom_translation_table` of `torch.onnx.export`: functional torch ops -> ONNX nodes.
+
+    Registers the schemas, which the exporter asks for.
+    """
+    from kvgraph.ops import torch_ops
+
+    register_schemas()
+    return {
+        torch_ops.update_and_attend_functional.default: _translation(UPDATE_AND_ATTEND),
+        torch_ops.linear.default: _translation(LINEAR),
+    }
+
+
+def _translation(spec: OpSpec) -> Callable[..., Any]:
+    from onnxscript import values
+
+    op = getattr(values.Opset(OPSET_DOMAIN, OPSET_VERSION), spec.name)
+
+    def translate(*inputs: Any, **attributes: Any) -> Any:
+        return op(*inputs, **attributes, _outputs=len(spec.outputs))
+
+    return translate
 
 
 def _parameter(operand: Operand) -> OpSchema.FormalParameter:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from math import inf, isfinite
 from typing import Any, Literal
 
 OPSET_DOMAIN = "kvgraph"
 OPSET_VERSION = 1
 
 ACTIVATION = ("float32", "float16", "bfloat16")
-POOL = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
+QUANTIZED = ("int8", "float8_e4m3fn")
+POOL = (*ACTIVATION, *QUANTIZED)
 WEIGHT = ("bfloat16", "int8")
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
@@ -45,6 +49,25 @@ class Attribute:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What must hold besides equal dims and dtypes.
+
+    `fault(...)` takes attributes and static dims by name, and operands as their dtypes (None: left
+    out); it returns what is expected instead, or nothing. `subject` ends with the name that is
+    wrong; `got` replaces its value in the sentence. A rule that names a dim without an extent, or
+    one that is symbolic, is not asked.
+    """
+
+    subject: str
+    fault: Callable[..., bool | str]
+    got: str = ""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(signature(self.fault).parameters)
+
+
+@dataclass(frozen=True)
 class OpSpec:
     """One op of domain `kvgraph`: inputs in order, outputs in order, attributes, NumPy reference.
 
@@ -58,6 +81,7 @@ class OpSpec:
     outputs: tuple[Operand, ...]
     attributes: tuple[Attribute, ...]
     reference: Callable[..., Any]
+    rules: tuple[Rule, ...] = ()
 
     @property
     def mutated(self) -> frozenset[str]:
@@ -104,4 +128,53 @@ ATTENTION_ATTRIBUTES = (
     Attribute("softcap", "float", 0.0),
     Attribute("causal", "int", 1),
     Attribute("v_head_dim", "int", 0),
+)
+
+
+def _scales_fault(scales_per_head: int, head_dim: int, v_head_dim: int) -> bool | str:
+    fits = 1 <= scales_per_head <= head_dim and head_dim % scales_per_head == 0
+    if fits and v_head_dim % (head_dim // scales_per_head) == 0:
+        return False
+    return f"groups that divide head_dim {head_dim} and v_head_dim {v_head_dim}"
+
+
+def _missing_scales(kv_scales: str | None, kv_blocks: str) -> bool | str:
+    missing = kv_scales is None and kv_blocks in QUANTIZED
+    return missing and f"scales with a pool of dtype {kv_blocks}"
+
+
+def _unwanted_scales(kv_scales: str | None, kv_blocks: str) -> bool | str:
+    unwanted = kv_scales is not None and kv_blocks not in QUANTIZED
+    return unwanted and f"none with a pool of dtype {kv_blocks}"
+
+
+def _heads_fault(num_heads: int, num_kv_heads: int) -> bool | str:
+    fits = num_heads % num_kv_heads == 0 if num_kv_heads else num_heads == 0
+    return not fits and f"a multiple of the {num_kv_heads} kv heads of kv_blocks"
+
+
+def _layer_fault(layer: int, num_layers: int) -> bool | str:
+    return not 0 <= layer < num_layers and f"one of the {num_layers} layers of kv_blocks"
+
+
+def _v_head_dim_fault(v_head_dim: int, head_dim: int) -> bool | str:
+    return not 0 <= v_head_dim <= head_dim and f"at most head_dim {head_dim}"
+
+
+POOL_RULES = (
+    Rule("kv_blocks: dim kv_dim", lambda kv_dim: kv_dim != 2 and "2 (K, then V)"),
+    Rule("kv_blocks: dim page_size", lambda page_size: page_size < 1 and "at least 1"),
+    Rule("layer", _layer_fault),
+    Rule("v_head_dim", _v_head_dim_fault),
+    Rule("kv_scales", _missing_scales),
+    Rule("kv_scales", _unwanted_scales, got="scales"),
+    Rule("kv_scales: dim scales_per_head", _scales_fault),
+)
+ATTENTION_RULES = (
+    Rule("scale", lambda scale: not isfinite(scale) and "a finite number"),
+    Rule("window", lambda window: window < 0 and "at least 0"),
+    Rule("softcap", lambda softcap: not 0 <= softcap < inf and "at least 0, and finite"),
+    Rule("causal", lambda causal: causal not in (0, 1) and "0 or 1"),
+    *POOL_RULES,
+    Rule("q: dim num_heads", _heads_fault),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvgraph.ops.spec import OPSET_DOMAIN
+from kvgraph.ops.torch_gradients import refuse_gradients
 
 RMS_NORM = (
     "rms_norm(Tensor x, Tensor weight, Tensor(a!)? residual=None, *, float epsilon, "
@@ -67,6 +68,7 @@ for _schema, _name, _cpu, _fake in (
 ):
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _cpu, "CPU")
+    refuse_gradients(_LIBRARY, _name)
     torch.library.register_fake(f"{OPSET_DOMAIN}::{_name}", _fake, lib=_LIBRARY)
 
 rms_norm = torch.ops.kvgraph.rms_norm

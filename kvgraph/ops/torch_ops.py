@@ -7,7 +7,7 @@ Needs no torch headers: a Library in Python costs about 2 us a call (torch.libra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
 from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
+from kvgraph.ops.check import Described, check
 from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
+from kvgraph.ops.torch_gradients import refuse_gradients
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -30,6 +32,8 @@ DTYPE_NAMES = {
 }
 
 FUNCTIONAL = "update_and_attend_functional"
+
+Tensors = Mapping[str, torch.Tensor | None]
 
 
 def schema(spec: OpSpec, *, functional: bool = False) -> str:
@@ -51,36 +55,61 @@ def schema(spec: OpSpec, *, functional: bool = False) -> str:
     return f"{name}({', '.join(inputs)}, *, {', '.join(attributes)}) -> {result}"
 
 
+def _dtype(tensor: torch.Tensor) -> str:
+    return DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+
+
 def _operand(tensor: torch.Tensor | None) -> native.NativeOperand:
-    if tensor is None:
-        return None
-    return tensor.data_ptr(), DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+    return None if tensor is None else (tensor.data_ptr(), _dtype(tensor), tuple(tensor.shape))
 
 
 def _dense(spec: OpSpec, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     if tensor is None or tensor.is_contiguous():
         return tensor
     if name in spec.mutated:
-        raise KernelError(
-            f"{spec.name}: {name}: expected a contiguous buffer to write in place, "
-            f"got strides {tuple(tensor.stride())}"
-        )
+        raise _strided(spec, name, tensor)
     return tensor.contiguous()
 
 
-def _results(
-    spec: OpSpec, inputs: dict[str, torch.Tensor | None], attributes: dict[str, Any]
-) -> list[torch.Tensor]:
+def _strided(spec: OpSpec, name: str, tensor: torch.Tensor) -> KernelError:
+    return KernelError(
+        f"{spec.name}: {name}: expected a contiguous buffer to write in place, "
+        f"got strides {tuple(tensor.stride())}"
+    )
+
+
+def _results(spec: OpSpec, inputs: Tensors, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
     """New memory for the outputs; one that the attributes leave out is empty."""
     if not spec.results:
         return []
-    first = inputs[spec.inputs[0].name]
+    operand = spec.inputs[0]
+    first = inputs[operand.name]
     assert first is not None
+    if first.dim() != len(operand.dims):
+        raise KernelError(
+            f"{spec.name}: {operand.name}: expected rank {len(operand.dims)}, got {first.dim()}"
+        )
     if spec is LINEAR:
-        widths = [attributes.get(str(out.dims[-1])) or 0 for out in spec.results]
-        return [first.new_empty((first.shape[0] if w else 0, w)) for w in widths]
-    width = attributes.get("v_head_dim") or first.shape[2]
-    return [first.new_empty((first.shape[0], first.shape[1], width))]
+        widths = [max(attributes.get(str(out.dims[-1])) or 0, 0) for out in spec.results]
+        return [
+            first.new_empty((first.shape[0] if width or not out.optional else 0, width))
+            for out, width in zip(spec.results, widths, strict=True)
+        ]
+    rows, heads, head_dim = first.shape
+    width = attributes.get("v_head_dim") or head_dim
+    return [first.new_empty((rows, heads, width if width > 0 else head_dim))]
+
+
+def _outputs(
+    spec: OpSpec, inputs: Tensors, results: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """All outputs in order: an aliased input itself, None for one that is left out."""
+    outputs, made = [], iter(results)
+    for out in spec.outputs:
+        tensor = inputs[out.alias] if out.alias else next(made)
+        left_out = out.optional and tensor is not None and not tensor.shape[-1]
+        outputs.append(None if left_out else tensor)
+    return outputs
 
 
 def _returned(out: list[torch.Tensor]) -> Any:
@@ -94,29 +123,57 @@ def _cpu_kernel(spec: OpSpec) -> Callable[..., Any]:
         given = dict(zip(names, args, strict=False))
         inputs = {name: _dense(spec, name, given.get(name)) for name in names}
         out = _results(spec, inputs, attributes)
-        operands = [_operand(inputs[name]) for name in names]
-        results = iter(out)
-        for output in spec.outputs:
-            if output.alias:
-                operands.append(_operand(inputs[output.alias]))
-                continue
-            made = next(results)
-            left_out = output.optional and not made.shape[-1]
-            operands.append(None if left_out else _operand(made))
-        native.call(spec, operands, attributes)
+        operands = [*inputs.values(), *_outputs(spec, inputs, out)]
+        native.call(spec, [_operand(tensor) for tensor in operands], attributes)
         return _returned(out)
 
     return call
 
 
 def _fake(spec: OpSpec) -> Callable[..., Any]:
-    names = [operand.name for operand in spec.inputs]
-
     def call(*args: torch.Tensor | None, **attributes: Any) -> Any:
-        given = dict.fromkeys(names) | dict(zip(names, args, strict=False))
-        return _returned(_results(spec, given, attributes))
+        return _returned(check_call(spec, spec.arguments(args, attributes)))
 
     return call
+
+
+def check_call(spec: OpSpec, given: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The results of a call without values, of inputs and attributes by name (`spec.arguments`).
+
+    KernelError for what every such call would be refused for; symbolic extents stay symbolic.
+    """
+    inputs: Tensors = {operand.name: given[operand.name] for operand in spec.inputs}
+    attributes = {a.name: given[a.name] for a in spec.attributes}
+    results = _results(spec, inputs, attributes)
+    operands = [*inputs.values(), *_outputs(spec, inputs, results)]
+    check(spec, [_described(tensor) for tensor in operands], attributes, differ=known_to_differ)
+    for name in spec.mutated:
+        _require_dense(spec, name, inputs[name])
+    return results
+
+
+def _described(tensor: torch.Tensor | None) -> Described:
+    return None if tensor is None else (_dtype(tensor), tuple(tensor.shape))
+
+
+def known_to_differ(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two extents differ for every value of their symbols; asking adds no guard."""
+    if type(a) is int and type(b) is int:
+        return a != b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a != b)
+
+
+def _require_dense(spec: OpSpec, name: str, tensor: torch.Tensor | None) -> None:
+    """KernelError for a buffer that is row-major for no value of its symbolic dims."""
+    if tensor is None:
+        return
+    step: int | torch.SymInt = 1
+    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if known_to_differ(extent, 1) and known_to_differ(stride, step):
+            raise _strided(spec, name, tensor)
+        step = step * extent
 
 
 def _fake_functional(spec: OpSpec) -> Callable[..., Any]:
@@ -137,6 +194,7 @@ _LIBRARY = torch.library.Library(OPSET_DOMAIN, "DEF")
 for _spec in (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND, LINEAR):
     _LIBRARY.define(schema(_spec))
     _LIBRARY.impl(_spec.name, _cpu_kernel(_spec), "CPU")
+    refuse_gradients(_LIBRARY, _spec.name)
     torch.library.register_fake(f"{OPSET_DOMAIN}::{_spec.name}", _fake(_spec), lib=_LIBRARY)
 
 _LIBRARY.define(schema(UPDATE_AND_ATTEND, functional=True))

@@ -1,6 +1,7 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "cpu/attention_tile.h"
@@ -105,12 +106,15 @@ AttentionAttributes check_attributes(const Operands& in, int layer) {
   const int at = layer - KVG_PAGED_ATTENTION_ATTR_LAYER;
   const char* op = in.op.name;
   const int64_t window = in.integer(at + KVG_PAGED_ATTENTION_ATTR_WINDOW);
+  const double scale = in.real(at + KVG_PAGED_ATTENTION_ATTR_SCALE);
   const double softcap = in.real(at + KVG_PAGED_ATTENTION_ATTR_SOFTCAP);
   const int64_t causal = in.integer(at + KVG_PAGED_ATTENTION_ATTR_CAUSAL);
   const int64_t given = in.integer(at + KVG_PAGED_ATTENTION_ATTR_V_HEAD_DIM);
   const int64_t head_dim = in.dims[KVG_DIM_HEAD_DIM];
   if (window < 0) refuse("%s: window: expected at least 0, got %lld", op, ll{window});
-  if (!(softcap >= 0)) refuse("%s: softcap: expected at least 0, got %g", op, softcap);
+  if (!std::isfinite(scale)) refuse("%s: scale: expected a finite number, got %g", op, scale);
+  if (!(softcap >= 0) || !std::isfinite(softcap))
+    refuse("%s: softcap: expected at least 0, and finite, got %g", op, softcap);
   if (causal != 0 && causal != 1)
     refuse("%s: causal: expected 0 or 1, got %lld", op, ll{causal});
   if (given < 0 || given > head_dim)
@@ -121,7 +125,7 @@ AttentionAttributes check_attributes(const Operands& in, int layer) {
     refuse("%s: dim v_head_dim: expected %lld of attribute v_head_dim, got %lld", op,
            ll{v_head_dim}, ll{in.dims[KVG_DIM_V_HEAD_DIM]});
   return {in.integer(layer), window, v_head_dim,
-          static_cast<float>(in.real(at + KVG_PAGED_ATTENTION_ATTR_SCALE)),
+          static_cast<float>(scale),
           static_cast<float>(softcap), causal == 1};
 }
 

@@ -108,7 +108,7 @@ def test_it_generates(tmp_path: Path) -> None:
         (Decoder(dtype=torch.bfloat16), {}, "expected float32 activations .*, got bfloat16"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
-        (Meddler(), {}, "store_kv of layer 0: expected a paged_attention .* right behind it"),
+        (Meddler(), {}, "paged_attention of layer 0: kv_blocks: expected a pool .* got aten.mul_"),
     ],
 )
 def test_what_does_not_fit_is_said(

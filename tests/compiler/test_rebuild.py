@@ -189,6 +189,8 @@ def test_what_is_no_artifact_for_it(artifact: Path, compiled: Compiled, tmp_path
          "model: expected none beside --from-artifact, got models/x"),
         (["--from-artifact", "a", "--dtype", "float16"],
          "dtype: expected none beside --from-artifact, got float16"),
+        (["--from-artifact", "a", "--max-batch", "8"],
+         "max_batch: expected none beside --from-artifact, got 8"),
         (["--from-artifact", "a", "--page-size", "16"],
          "page_size: expected none beside --from-artifact, got 16"),
     ],

@@ -32,6 +32,7 @@ from kvgraph.runtime.artifact import verify
 pytest.importorskip("tensorrt_rtx", reason="engines are built by TensorRT-RTX")
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 
+from kvgraph.compiler.rebuild import rebuild
 from kvgraph.compiler.targets import trt_engine
 
 SLOTS = 20_011
@@ -58,7 +59,7 @@ def signature_of(folder: Path) -> GraphSignature:
 
 def build(folder: Path, archs: list[str], **options: Any) -> EngineInfo:
     signature = signature_of(folder)
-    profiles = trt_engine.profiles_of(signature, 2048)
+    profiles = trt_engine.profiles_of(signature, 2048, 256, 8192)
     for profile in profiles:
         profile.max["num_page_slots"], profile.opt["num_page_slots"] = SLOTS, SLOTS // 2
     return trt_engine.build_engine(folder, signature, profiles, archs, **options)
@@ -95,6 +96,19 @@ def test_profiles_cover_decode_and_prefill(artifact: Path) -> None:
     rows = {decode.max[dim] for dim in ("total_seq_len", "batch_size", "num_logits")}
     assert len(rows) == 1, "a decode step has a token, a row and logits each"
     assert prefill.max["total_seq_len"] >= 2048
+
+
+def test_a_step_has_the_bounds_that_compile_is_given(compiled: Compiled, tmp_path: Path) -> None:
+    options = {"target": "cuda:sm_86", "dtype": "bfloat16", "max_batch": 6, "max_tokens": 64}
+    folder = compiled("tiny-llama", "tensorrt", **options)
+    for engine in (verify(folder).manifest.engine, rebuild(folder, tmp_path / "again").engine):
+        assert engine is not None
+        bounds = [
+            (p.name, p.max["batch_size"], p.max["num_logits"], p.max["total_seq_len"])
+            for p in engine.profiles
+        ]
+        assert bounds == [("decode", 6, 6, 6), ("prefill", 6, 6, 64)]
+        assert all(p.opt[dim] <= p.max[dim] for p in engine.profiles for dim in p.max)
 
 
 def test_plain_onnx_opens_it_and_its_symbols_are_the_manifests(artifact: Path) -> None:
@@ -372,7 +386,7 @@ def refused(folder: Path) -> None:
     signature = GraphSignature(
         tuple(b.symbol() for b in manifest.inputs), tuple(b.symbol() for b in manifest.outputs)
     )
-    profiles = trt_engine.profiles_of(signature, 2048)
+    profiles = trt_engine.profiles_of(signature, 2048, 256, 8192)
     trt_engine.build_engine(folder, signature, profiles, ["sm_86"])
 
 
@@ -403,7 +417,7 @@ def test_an_aborted_builder_is_one_sentence(copy: Path, monkeypatch: pytest.Monk
 def test_an_engine_with_other_bindings_is_refused(copy: Path) -> None:
     signature = signature_of(copy)
     changed = replace(signature, outputs=signature.outputs[:1])
-    profiles = trt_engine.profiles_of(signature, 2048)
+    profiles = trt_engine.profiles_of(signature, 2048, 256, 8192)
     with pytest.raises(UnsupportedError, match=r"^engine: expected \{'logits': .* got .*kv_blocks"):
         trt_engine.build_engine(copy, changed, profiles, ["sm_86"])
     assert not (copy / "model.engine").exists()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 import pytest
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
-from kvgraph import KVCacheParams, virtual_devices
+from kvgraph import KVCacheParams, ops, virtual_devices
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import BindingError
 
@@ -39,15 +43,47 @@ def test_replicas_prefix_batch_dims_and_shards_share_them() -> None:
     ]
 
 
-def test_torch_export_examples_are_fake_and_dims_shared(signature: GraphSignature) -> None:
-    tensors, dynamic = signature.to_torch_export()
-    assert all(isinstance(t, torch._subclasses.FakeTensor) for t in tensors)
-    assert dynamic["lookup_table"][0] is dynamic["cache_lengths"][0]
-    assert dynamic["lookup_table"][0].__name__ == "batch_size"
-    pool = dict(zip((s.name for s in signature.inputs), tensors, strict=True))["kv_blocks"]
-    assert pool.dtype == torch.bfloat16
-    extents = [n for t in tensors for n in t.shape[:1]]
+class Attend(nn.Module):
+    """Takes the inputs of a signature one by one, or the cache's as one record."""
+
+    def forward(
+        self, tokens: Any, input_row_offsets: Any, logits_indices: Any, *cache: Any
+    ) -> torch.Tensor:
+        kv_blocks, cache_lengths, lookup_table, max_lengths = cache[0] if len(cache) == 1 else cache
+        q = tokens[:, None, None].expand(-1, 4, 64).to(kv_blocks.dtype)
+        index = (input_row_offsets, cache_lengths, lookup_table)
+        ops.store_kv(kv_blocks, q, q, *index, layer=2)
+        out = ops.paged_attention(q, kv_blocks, *index, max_lengths, layer=2, scale=1.0)
+        return out[logits_indices.long()]
+
+
+def test_torch_export_takes_what_is_emitted(signature: GraphSignature) -> None:
+    arguments, shapes = signature.to_torch_export()
+    assert all(isinstance(t, torch._subclasses.FakeTensor) for t in arguments)
+    assert arguments[3].dtype == torch.bfloat16
+    extents = [n for t in arguments for n in t.shape[:1]]
     assert len(set(extents)) >= 5, "dims of equal extents could be taken for one"
+    nested = (*shapes[:3], shapes[3:])  # *cache is one argument
+    program = torch.export.export(Attend(), arguments, dynamic_shapes=nested)
+    names = [s.name for s in signature.inputs[3:]]
+    assert program.graph_signature.user_inputs[:3] == tuple(s.name for s in signature.inputs[:3])
+    rows = {dict(zip(names, shapes[3:], strict=True))[name][0].__name__ for name in names[1:3]}
+    assert rows == {"batch_size"}
+
+
+def test_a_record_is_an_argument_too(signature: GraphSignature) -> None:
+    arguments, shapes = signature.to_torch_export()
+    record = PARAMS.get_symbolic_inputs()[0]
+    cache = pytree.tree_unflatten(arguments[3:], pytree.tree_structure(record))
+    assert cache.kv_blocks is arguments[3]
+    program = torch.export.export(
+        Attend(), (*arguments[:3], cache), dynamic_shapes=(*shapes[:3], ([*shapes[3:]],))
+    )
+    values = (torch.zeros(3, 2, 3, 16, 4, 64, dtype=torch.bfloat16), [0], [[1]], [[3, 3]])
+    values = [torch.as_tensor(v, dtype=getattr(v, "dtype", torch.int32)) for v in values]
+    cache = pytree.tree_unflatten(values, pytree.tree_structure(record))
+    tokens, offsets, last = (torch.tensor(v, dtype=torch.int32) for v in ([1, 1, 1], [0, 3], [2]))
+    assert program.module()(tokens, offsets, last, cache).eq(1).all()
 
 
 def test_onnx_value_infos(signature: GraphSignature) -> None:
@@ -81,6 +117,11 @@ def test_tensorrt_profile(signature: GraphSignature) -> None:
         signature.to_tensorrt_profile(SIZES, SIZES | {"batch_size": 8}, SIZES)
     with pytest.raises(BindingError, match="tokens: expected an extent for dim 'total_seq_len'"):
         signature.to_tensorrt_profile({}, SIZES, SIZES)
+    assert set(SIZES) == {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
+    derived = SIZES | {"batch_size + 1": 99}  # follows batch_size, whatever is said of it
+    assert (
+        signature.to_tensorrt_profile(derived, derived, derived)["input_row_offsets"] == ((2,),) * 3
+    )
 
 
 def test_binding_gives_one_extent_per_dim(signature: GraphSignature) -> None:

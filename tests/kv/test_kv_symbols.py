@@ -12,8 +12,10 @@ from kv.builders import make_manager, make_params, start
 from kvgraph.contract.devices import Device, virtual_devices
 from kvgraph.contract.inputs import Buffer, KVCacheInputs
 from kvgraph.contract.params import KVCacheParams, KVCacheQuantization
-from kvgraph.errors import DeviceError, ParamsError
+from kvgraph.errors import DeviceError, ParamsError, UnsupportedError
+from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.null import NullKVCacheManager
+from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 
 MATRIX = [(dtype, tp, dp) for dtype in ("float32", "bfloat16") for tp in (1, 2) for dp in (1, 2)]
@@ -109,6 +111,17 @@ def test_no_memory_on_virtual_devices_or_without_a_session() -> None:
         PagedKVCacheManager(cuda, None, 8, max_batch_size=1)
     with pytest.raises(ParamsError, match=r"tiers: expected enable_prefix_caching=True, got F"):
         PagedKVCacheManager(make_params(), None, 8, 3, max_batch_size=1)
+
+
+def test_mla_is_described_and_not_run() -> None:
+    mla = make_params(is_mla=True)
+    assert null_of(mla).input_symbols()[0].kv_blocks.shape[1] == 1
+    message = "is_mla: expected False to compile or run a cache, .*, got True; symbols, "
+    with pytest.raises(UnsupportedError, match=message):
+        PagedKVCacheManager(mla, None, 8, max_batch_size=1)
+    for slots in (ContinuousBatchingKVCacheManager, PaddedKVCacheManager):
+        with pytest.raises(UnsupportedError, match=message):
+            slots(mla, 1, 64, mla.num_layers, mla.devices, None)
 
 
 class FakeSession:

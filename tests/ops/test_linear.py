@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isa import forced_isa
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.packed_weights import Packed, pack
 from kvgraph.errors import KernelError
@@ -186,6 +187,11 @@ REFUSED: dict[str, tuple[dict[str, float], dict[int, Any], str]] = {
         {},
         "linear: weight: dim num_panels: expected 3 for out_features, got 1",
     ),
+    "negative width": (
+        {"out_features": -1},
+        {},
+        "linear: out_features: expected at least 0, got -1",
+    ),
     "no scales": ({}, {2: None}, "linear: scales: expected some for 8 bits, got none"),
     "multipliers": (
         {},
@@ -208,4 +214,9 @@ def test_refusals_name_operand_and_both_values(case: str) -> None:
         given_[index] = value
     with pytest.raises(KernelError) as raised:
         native.run(LINEAR, *given_, **(attributes | changed))
+    assert str(raised.value) == sentence
+    mode = FakeTensorMode()
+    fakes = [None if a is None else mode.from_tensor(torch.from_numpy(a)) for a in given_]
+    with pytest.raises(KernelError) as raised:
+        torch_ops.linear(*fakes, **(attributes | changed))
     assert str(raised.value) == sentence

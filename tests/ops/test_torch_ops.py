@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.export import Dim
 
-from kvgraph.errors import KernelError
-from kvgraph.ops import SPECS, torch_ops
+from kvgraph.errors import KernelError, UnsupportedError
+from kvgraph.ops import SPECS, torch_fusions, torch_ops
 
 S, L, K, N, D = 4, 2, 2, 4, 16
 
@@ -56,3 +59,96 @@ def test_transposed_activations_are_taken_a_strided_pool_is_not() -> None:
     strided = torch.zeros(6, 2, L, S, D, K).transpose(4, 5)
     with pytest.raises(KernelError, match="kv_blocks: expected a contiguous buffer"):
         torch_ops.update_and_attend(args[0], strided, *args[2:], **kwargs)
+
+
+class Store(nn.Module):
+    """Stores x as V and projected as K, the first `skip` keys left out."""
+
+    def __init__(self, skip: int = 0) -> None:
+        super().__init__()
+        self.project = nn.Linear(D, D)
+        self.skip = skip
+
+    def forward(self, pool: Any, x: Any, *index: Any) -> Any:
+        torch_ops.store_kv(pool, self.project(x)[self.skip :], x, *index, layer=1)
+        return pool
+
+
+def exported(module: nn.Module) -> Any:
+    """With gradients wanted of the module's parameters, as a user's own export has them."""
+    (pool, x, _, *index), _ = arguments("store_kv")
+    b, t = Dim("batch", min=1, max=64), Dim("tokens", min=2, max=1024)
+    shapes = ({0: b + 1}, {0: b}, {0: b, 1: Dim("width", min=1)})
+    dynamic = ({0: Dim("slots", min=1)}, {0: t}, shapes)
+    return torch.export.export(module, (pool, x, *index), dynamic_shapes=dynamic)
+
+
+def test_a_trace_leaves_rows_and_tokens_symbolic() -> None:
+    program = exported(Store())
+    index = [torch.tensor(x, dtype=torch.int32) for x in ([0, 7], [0], [[1, 0]])]
+    with torch.no_grad():
+        pool = program.module()(torch.zeros(3, 2, L, S, K, D), torch.ones(7, K, D), *index)
+    assert pool[:, 1, 1].sum((1, 2, 3)).tolist() == [3 * K * D, 4 * K * D, 0]
+
+
+def test_a_trace_refuses_symbolic_dims_that_never_agree() -> None:
+    message = r"store_kv: v: dim total_seq_len: expected (\w+) - 1 as k has it, got \1"
+    with pytest.raises(KernelError, match=message):
+        exported(Store(skip=1))
+
+
+def test_a_trace_refuses_a_strided_pool() -> None:
+    args, _ = arguments("store_kv")
+    pool = torch.empty(6, 2, L, S, D, K, device="meta").transpose(4, 5)
+    meta = [argument.to("meta") for argument in args[1:]]
+    with pytest.raises(KernelError, match=r"kv_blocks: expected a contiguous .* strides \(\d+, "):
+        torch_ops.store_kv(pool, *meta, layer=0)
+
+
+def attend(q: torch.Tensor) -> torch.Tensor:
+    (_, *rest), kwargs = arguments("paged_attention")
+    out: torch.Tensor = torch_ops.paged_attention(q, *rest, **kwargs)
+    return out.sum()
+
+
+def dual(q: torch.Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return attend(torch.autograd.forward_ad.make_dual(q, q))
+
+
+WANT_GRADIENTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "backward": lambda q: attend(q.requires_grad_()),
+    "func.grad": lambda q: torch.func.grad(attend)(q),
+    "func.vjp": lambda q: torch.func.vjp(attend, q),
+    "func.jvp": lambda q: torch.func.jvp(attend, (q,), (q,)),
+    "func.jvp without grad": lambda q: torch.no_grad()(torch.func.jvp)(attend, (q,), (q,)),
+    "dual numbers": dual,
+    "linear": lambda q: torch_ops.linear(
+        q.requires_grad_(), q.to(torch.int8), out_features=1, bits=8
+    ),
+    "rms_norm": lambda x: torch_fusions.rms_norm(x, x[0, 0].requires_grad_(), epsilon=1e-6),
+    "silu_mul": lambda x: torch_fusions.silu_mul(x, x.clone().requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("name", WANT_GRADIENTS)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_are_refused_and_not_lost(name: str) -> None:
+    q = torch.randn(5, N, D)
+    with pytest.raises(UnsupportedError, match=r"(q|x|weight|up): expected .*, got one that requ"):
+        WANT_GRADIENTS[name](q)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_are_refused_by_a_compiled_function_too() -> None:
+    compiled = torch.compile(attend, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="q: expected a tensor without a gradient"):
+        compiled(torch.randn(5, N, D, requires_grad=True))
+
+
+def test_parameters_are_taken_where_no_gradient_is_wanted() -> None:
+    q = torch.randn(5, N, D, requires_grad=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert attend(q).isfinite()
+            assert torch.compile(attend, backend="aot_eager")(q).isfinite()

@@ -1,4 +1,4 @@
-"""What the native kernels refuse: one sentence, and nothing written."""
+"""What the native kernels refuse, and a trace ahead of them: one sentence, and nothing written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conformance import Case, Operands, build
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.errors import KernelError
-from kvgraph.ops import native
+from kvgraph.ops import native, torch_ops
 
 Change = Callable[[Operands], None]
 
@@ -85,10 +87,16 @@ REFUSALS: list[tuple[str, Case, Change, str]] = [
     ("layer-negative", BASE, attribute("layer", -1),
      "layer: expected one of the 3 layers .*, got -1"),
     ("window", BASE, attribute("window", -2), "window: expected at least 0, got -2"),
-    ("softcap", BASE, attribute("softcap", -1.0), "softcap: expected at least 0, got -1"),
+    ("scale", BASE, attribute("scale", np.nan), "scale: expected a finite number, got nan"),
+    ("softcap", BASE, attribute("softcap", -1.0),
+     "softcap: expected at least 0, and finite, got -1"),
+    ("softcap-infinite", BASE, attribute("softcap", np.inf),
+     "softcap: expected at least 0, and finite, got inf"),
     ("causal", BASE, attribute("causal", 2), "causal: expected 0 or 1, got 2"),
     ("v-head-dim", Case("paged_attention"), attribute("v_head_dim", 65),
      "v_head_dim: expected at most head_dim 64, got 65"),
+    ("v-head-dim-negative", Case("paged_attention"), attribute("v_head_dim", -1),
+     "v_head_dim: expected at most head_dim 64, got -1"),
     ("v-head-dim-of-v", BASE, attribute("v_head_dim", 32),
      "out: dim v_head_dim: expected 64 as v has it, got 32"),
     ("rope-style", BASE, attribute("rope_style", 2), "rope_style: expected 0 .* or 1 .*, got 2"),
@@ -113,6 +121,20 @@ REFUSALS: list[tuple[str, Case, Change, str]] = [
 ]  # fmt: skip
 
 
+AT_RUN_TIME = (
+    "operand-missing",  # torch's own schema says it
+    "attribute-unknown",
+    "offsets-",
+    "length-negative",
+    "table-narrow",
+    "page-",
+    "rope-positions",
+    "read-only",
+    "strides",
+)
+"""What only values and memory show, or torch refuses itself."""
+
+
 def _frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     array.flags.writeable = False
     return array
@@ -130,6 +152,26 @@ def test_refused_and_nothing_written(case: Case, change: Change, sentence: str) 
     for name in operands.spec.mutated:
         got, want = operands.inputs[name], before.inputs[name]
         assert got is want is None or got.tobytes() == want.tobytes()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["run", "traced"])
+@pytest.mark.parametrize(
+    ("case", "change", "sentence"),
+    [r[1:] for r in REFUSALS if not r[0].startswith(AT_RUN_TIME)],
+    ids=[r[0] for r in REFUSALS if not r[0].startswith(AT_RUN_TIME)],
+)
+def test_torch_refuses_it_in_the_same_words(
+    case: Case, change: Change, sentence: str, traced: bool
+) -> None:
+    operands = build(case)
+    change(operands)
+    tensors = [None if a is None else torch.from_numpy(a) for a in operands.arrays]
+    if traced:
+        mode = FakeTensorMode()
+        tensors = [None if t is None else mode.from_tensor(t) for t in tensors]
+    op = getattr(torch_ops, case.op)
+    with pytest.raises(KernelError, match=sentence):
+        op(*tensors, **operands.attributes)
 
 
 def test_an_operand_missing_from_a_call_is_refused() -> None:

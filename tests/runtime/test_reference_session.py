@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,14 @@ def test_tokens_are_those_of_onnx_runtime(compiled: Callable[..., Path], cache: 
     engines = [kvgraph.Engine(folder, session=kind, max_batch_size=1) for kind in sessions]
     first, second = ([c.token_ids for c in e.generate(["A list"], greedy)] for e in engines)
     assert first == second
+
+
+@pytest.mark.parametrize("kind", ["reference", "onnxruntime"])
+def test_an_artifact_of_an_mla_cache_has_no_session(
+    compiled: Callable[..., Path], kind: str
+) -> None:
+    artifact = kvgraph.load(compiled("tiny-llama"))
+    layout = artifact.manifest.layout | {"is_mla": True}
+    mla = replace(artifact, manifest=replace(artifact.manifest, layout=layout))
+    with pytest.raises(kvgraph.UnsupportedError, match=r"is_mla: expected False .*, got True"):
+        mla.session(kind)

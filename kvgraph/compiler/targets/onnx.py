@@ -9,16 +9,13 @@ so that equal models give equal bytes.
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
-from onnxscript import values
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
@@ -26,9 +23,9 @@ from kvgraph.compiler.export import symbolic_batch
 from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.half_tables import half_tables
-from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
+from kvgraph.compiler.passes.pack_linear import pack_linear
 from kvgraph.compiler.passes.parameters import name_outputs, tensor_of
-from kvgraph.compiler.passes.thread_pool import FUNCTIONAL, thread_pool
+from kvgraph.compiler.passes.thread_pool import thread_pool
 from kvgraph.compiler.passes.tied_projection import tied_projection
 from kvgraph.compiler.passes.wide_indices import wide_indices
 from kvgraph.compiler.quiet import quiet_loggers
@@ -39,8 +36,8 @@ from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import UnsupportedError
-from kvgraph.ops import LINEAR, OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND, OpSpec
-from kvgraph.ops.onnx_ops import register_schemas
+from kvgraph.ops import OPSET_DOMAIN
+from kvgraph.ops.onnx_ops import translation_table
 
 OPSET, IR_VERSION = 23, 10
 MODEL_NAME = "model.onnx"
@@ -124,7 +121,6 @@ def _without_mutation(program: ExportedProgram) -> ExportedProgram:
 
 
 def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
-    register_schemas()
     with symbolic_batch(), quiet_loggers("torch.onnx"):  # packages that it does not need
         onnx_program = torch.onnx.export(
             program,
@@ -132,10 +128,7 @@ def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
             optimize=True,
             opset_version=OPSET,
             verbose=False,
-            custom_translation_table={
-                FUNCTIONAL: partial(_translated, UPDATE_AND_ATTEND),
-                PACKED: partial(_translated, LINEAR),
-            },
+            custom_translation_table=translation_table(),
             input_names=[s.name for s in signature.inputs],
             output_names=[output_name(s) for s in signature.outputs],
         )
@@ -145,11 +138,6 @@ def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
     _name_dims(model, signature)
     _name_weights(model, program)
     return model
-
-
-def _translated(spec: OpSpec, *inputs: Any, **attributes: Any) -> Any:
-    op = getattr(values.Opset(OPSET_DOMAIN, OPSET_VERSION), spec.name)
-    return op(*inputs, **attributes, _outputs=len(spec.outputs))
 
 
 def _name_dims(model: ir.Model, signature: GraphSignature) -> None:

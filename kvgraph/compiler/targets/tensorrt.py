@@ -66,9 +66,13 @@ def lower(
     folder: Path,
     *,
     archs: Sequence[str],
+    bounds: tuple[int, int],
     progress: Callable[[str], None],
 ) -> Lowered:
-    """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`."""
+    """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`.
+
+    `bounds`: rows and new tokens of a step at most.
+    """
     require_module(RTX)
     attention = attention_of_nodes(traced)
     lowered, written = onnx_target.write(traced, folder)
@@ -84,7 +88,7 @@ def lower(
     lowered.engine = build_engine(
         folder,
         traced.signature,
-        profiles_of(traced.signature, traced.model.max_seq_len),
+        profiles_of(traced.signature, traced.model.max_seq_len, *bounds),
         [] if tuple(archs) == (PORTABLE,) else list(archs),
     )
     log = {"compile_seconds": seconds, "engine_seconds": round(time.perf_counter() - start, 3)}

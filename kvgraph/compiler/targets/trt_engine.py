@@ -37,8 +37,8 @@ OLDEST = {RTX: (1, 7, 1), ENTERPRISE: (10, 3, 0)}
 DISTRIBUTIONS = {RTX: "tensorrt-rtx", ENTERPRISE: "tensorrt"}
 INSTALL = {RTX: "pip install 'kvgraph[tensorrt]'", ENTERPRISE: "pip install tensorrt"}
 
-MAX_ROWS, MAX_TOKENS, MAX_STEPS = 256, 8192, 64
-"""Of a step: requests, new tokens, and rows of `max_lengths`."""
+MAX_STEPS = 64
+"""Rows of `max_lengths`."""
 
 MAX_PAGE_SLOTS = 1 << 20
 """Of a pool."""
@@ -64,16 +64,21 @@ def require_module(name: str) -> str:
 # ---- profiles -----------------------------------------------------------------------------------
 
 
-def profiles_of(signature: GraphSignature, max_seq_len: int) -> list[ProfileInfo]:
-    """One for decode steps (a token a row), one for anything: prefill, chunks, mixed rows."""
-    names = {d.partition(" + ")[0] for s in signature.inputs for d in s.symbolic_dims}
-    tokens = min(MAX_TOKENS, MAX_ROWS * max_seq_len)
+def profiles_of(
+    signature: GraphSignature, max_seq_len: int, max_batch: int, max_tokens: int
+) -> list[ProfileInfo]:
+    """One for decode steps (a token a row), one for anything: prefill, chunks, mixed rows.
+
+    `max_batch` rows of a step, and `max_tokens` new tokens of all of them, at most.
+    """
+    names = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
+    tokens = min(max_tokens, max_batch * max_seq_len)
     width = ceildiv(max_seq_len, _page_size(signature))
-    ranges = {BATCH_SIZE: MAX_ROWS, NUM_LOGITS: MAX_ROWS, NUM_STEPS: MAX_STEPS}
+    ranges = {BATCH_SIZE: max_batch, NUM_LOGITS: max_batch, NUM_STEPS: MAX_STEPS}
     ranges |= {n: MAX_PAGE_SLOTS for n in names if n.endswith(NUM_PAGE_SLOTS)}
     ranges |= {n: width for n in names if n.endswith(MAX_NUM_PAGES)}
     return [
-        _profile("decode", ranges | {TOTAL_SEQ_LEN: MAX_ROWS}),
+        _profile("decode", ranges | {TOTAL_SEQ_LEN: max_batch}),
         _profile("prefill", ranges | {TOTAL_SEQ_LEN: tokens}),
     ]
 

@@ -35,6 +35,8 @@ class Session(ABC):
     """Dim -> most that a step may have of it, where what was compiled has a bound."""
 
     def __init__(self, artifact: Artifact) -> None:
+        for leaf in artifact.params().leaves.values():
+            leaf.require_kernels()
         self.artifact = artifact
         self.signature = artifact.signature
         self._vocab = artifact.manifest.model.vocab_size

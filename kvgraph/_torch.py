@@ -1,0 +1,75 @@
+"""What torch learns of kvgraph in a process that has both: the ops, and records as pytrees.
+
+A program of torch.export that names our ops loads after `import kvgraph`, in either order of the
+two imports, and `import kvgraph` alone imports no framework. Decision: a finder that waits for the
+import of torch. An entry point of torch's own would run at every start of torch in processes that
+never import kvgraph, and a failure there would be torch's.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+def register_with_torch() -> None:
+    """Register now if torch is imported, else right after it is; more than once is harmless."""
+    if sys.modules.get("torch") is not None:
+        _register()
+    elif not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchFinder())
+
+
+class _TorchFinder:
+    """Finds torch where the other finders do, and leaves when it is imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._imported)  # type: ignore[assignment]
+        return spec
+
+    def _imported(self) -> None:
+        sys.meta_path.remove(self)
+        _register()
+
+
+class _Loader:
+    """Another finder's loader, which the module keeps; `then` runs once the module has."""
+
+    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._then()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _register() -> None:
+    """A torch that cannot take the ops stays importable; what needs them says why it fails."""
+    try:
+        from kvgraph.ops import torch_fusions, torch_ops, torch_pytrees  # noqa: F401
+    except Exception as error:
+        version = getattr(sys.modules["torch"], "__version__", "of an unknown version")
+        warnings.warn(
+            f"kvgraph: its ops are not registered with torch {version}: {error}", stacklevel=2
+        )

@@ -1,0 +1,172 @@
+"""What a module does with its caches, against what it was given: inputs whole, layers stored.
+
+Checks, no rewrites: each failure is a module that could be compiled and would read pages that
+nothing wrote, or another cache's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+
+from kvgraph.compiler.cache import CachePlan
+from kvgraph.compiler.passes.fuse_update_and_attend import ATTEND, FUSED, STORE, arguments
+from kvgraph.compiler.passes.operands import value
+from kvgraph.contract.dims import TOTAL_SEQ_LEN, TensorType
+from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import KernelError, UnsupportedError
+from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec
+from kvgraph.ops.torch_ops import check_call, known_to_differ
+
+SPECS = {STORE: STORE_KV, ATTEND: PAGED_ATTENTION, FUSED: UPDATE_AND_ATTEND}
+
+OF_ITS_POOL = ("lookup_table", "kv_scales")
+"""Operands that must come from the same cache as the pool; lengths are equal in all caches."""
+
+Symbols = Mapping[Any, TensorType]
+"""A program's own inputs -> what each is in the signature."""
+
+
+def require_whole_inputs(program: ExportedProgram, signature: GraphSignature) -> None:
+    """UnsupportedError unless the cache ops get the graph's own pools, each with its own table, and
+    every new token."""
+    symbols = _symbols(program, signature)
+    tokens = next(value(node).shape[0] for node, s in symbols.items() if s.name == "tokens")
+    for spec, given in _cache_ops(program.graph):
+        what = f"{spec.name} of layer {given['layer']}"
+        _require_tokens(what, spec, given, tokens)
+        _require_own_pool(what, given, symbols)
+
+
+def _require_tokens(
+    what: str, spec: OpSpec, given: Mapping[str, Any], tokens: int | torch.SymInt
+) -> None:
+    for operand in spec.inputs:
+        node = given[operand.name]
+        if node is None or operand.dims[0] != TOTAL_SEQ_LEN:
+            continue
+        found = value(node).shape[0]
+        if known_to_differ(found, tokens):
+            raise UnsupportedError(
+                f"{what}: {operand.name}: dim {TOTAL_SEQ_LEN}: expected {tokens} as tokens has it, "
+                f"got {found}"
+            )
+
+
+def _require_own_pool(what: str, given: Mapping[str, Any], symbols: Symbols) -> None:
+    pool = symbols.get(given["kv_blocks"])
+    if pool is None or pool.kind != "buffer":
+        raise UnsupportedError(
+            f"{what}: kv_blocks: expected a pool of the graph's inputs, got "
+            f"{pool.name if pool else given['kv_blocks'].target}"
+        )
+    for operand in OF_ITS_POOL:
+        found = symbols.get(given.get(operand))
+        expected = pool.name.removesuffix("kv_blocks") + operand
+        if found is not None and found.name != expected:
+            raise UnsupportedError(
+                f"{what}: {operand}: expected {expected!r} of its pool, got {found.name!r}"
+            )
+
+
+def require_stored(graph: Graph) -> None:
+    """UnsupportedError unless each fused op fits, and its layer is stored before it is read."""
+    stored = set()
+    for spec, given in _cache_ops(graph):
+        where = f"layer {given['layer']}"
+        _require_fits(where, spec, given)
+        layer = given["kv_blocks"], given["layer"]
+        if given["k"] is not None:
+            stored.add(layer)
+        if layer not in stored:
+            raise UnsupportedError(
+                f"{where}: expected a store_kv of its new tokens before its paged_attention, got "
+                "none: pages would be read that nothing wrote"
+            )
+
+
+def _require_fits(where: str, spec: OpSpec, given: Mapping[str, Any]) -> None:
+    """What fits a store and an attention apart need not fit the op that they became."""
+    values = {n: value(each) if isinstance(each, Node) else each for n, each in given.items()}
+    try:
+        check_call(spec, values)
+    except KernelError as error:
+        raise UnsupportedError(f"{where}: {error}") from error
+
+
+def require_planned(program: ExportedProgram, signature: GraphSignature, plan: CachePlan) -> None:
+    """UnsupportedError unless V is as wide as the params say, and padded caches are written."""
+    symbols = _symbols(program, signature)
+    if plan.strategy is KVCacheStrategy.PADDED:
+        _require_written(program.graph, symbols)
+        return
+    for _, given in _cache_ops(program.graph):
+        path = symbols[given["kv_blocks"]].name.rpartition(".")[0]
+        leaf = plan.params.leaves[path]
+        found = given["v_head_dim"] or leaf.head_dim
+        if found != leaf.v_head_dim:
+            raise UnsupportedError(
+                f"layer {given['layer']} of leaf {path!r}: v_head_dim: expected {leaf.v_head_dim} "
+                f"from the cache's params, got {found} from its attention"
+            )
+
+
+def _require_written(graph: Graph, symbols: Symbols) -> None:
+    written = set(_written(graph))
+    for node, symbol in symbols.items():
+        if symbol.kind == "buffer" and node not in written:
+            raise UnsupportedError(
+                f"{symbol.name}: expected a module that writes its new tokens, got one that never "
+                "does"
+            )
+
+
+def _symbols(program: ExportedProgram, signature: GraphSignature) -> Symbols:
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    users = program.graph_signature.user_inputs
+    return {nodes[str(u)]: s for u, s in zip(users, signature.inputs, strict=True)}
+
+
+def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, Any]]]:
+    """Each cache op with its inputs and attributes, in order."""
+    for node in graph.nodes:
+        if node.target in SPECS:
+            spec = SPECS[node.target]
+            yield spec, arguments(spec, node)
+
+
+def _written(graph: Graph) -> Iterator[Node]:
+    """Inputs that some op writes, through views too."""
+    for node in graph.nodes:
+        for argument, given in _schema_arguments(node):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield _base(given)
+
+
+def _base(node: Node) -> Node:
+    """What a chain of views is of."""
+    while _is_view(node):
+        assert isinstance(node.args[0], Node)
+        node = node.args[0]
+    return node
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    aliases = schema is not None and any(result.alias_info for result in schema.returns)
+    return aliases or node.target is operator.getitem
+
+
+def _schema_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema else ()):
+        if i < len(node.args):
+            yield argument, node.args[i]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]

@@ -1,0 +1,113 @@
+"""What shapes, dtypes and attributes show of a call, checked against its OpSpec before it runs.
+
+The native kernels check the same at every call, in the same sentences (plugins/cpu/check.cpp), so
+that a mistake reads alike where a model is traced and where it runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvgraph.errors import KernelError
+from kvgraph.ops.spec import Operand, OpSpec, Rule
+
+Extent = Any
+"""An int, or what a framework has for an int that is not known yet."""
+
+Described = tuple[str, tuple[Extent, ...]] | None
+"""(dtype name, shape); None: left out."""
+
+Differ = Callable[[Extent, Extent], bool]
+
+
+def check(
+    spec: OpSpec,
+    operands: Sequence[Described],
+    attributes: Mapping[str, float],
+    *,
+    differ: Differ = operator.ne,
+) -> None:
+    """KernelError at the first of `operands` (inputs, then outputs) or `attributes` that is wrong.
+
+    `attributes` are all that the op has. `differ` says whether two extents are known to differ:
+    what is not known is left to the kernels.
+    """
+    call = _Call(spec, differ)
+    for operand, given in zip(spec.inputs + spec.outputs, operands, strict=True):
+        call.bind(operand, given)
+    call.require_rules(attributes)
+
+
+class _Call:
+    """One walk over an op's operands: each dim and type variable, and the operand that set it."""
+
+    def __init__(self, spec: OpSpec, differ: Differ) -> None:
+        self._spec = spec
+        self._differ = differ
+        self._dtypes: dict[str, str | None] = {}
+        self._variables: dict[str, tuple[str, str]] = {}
+        self._dims: dict[str, tuple[str, Extent]] = {}
+
+    def bind(self, operand: Operand, given: Described) -> None:
+        self._dtypes[operand.name] = given[0] if given else None
+        if given is None:
+            if not operand.optional and operand.alias is None:
+                self._refuse(operand.name, "a tensor", "none")
+            return
+        dtype, shape = given
+        self._bind_dtype(operand, dtype)
+        if len(shape) != len(operand.dims):
+            self._refuse(operand.name, f"rank {len(operand.dims)}", len(shape))
+        for axis, extent in enumerate(shape):
+            self._bind_dim(operand, axis, extent)
+
+    def _bind_dtype(self, operand: Operand, dtype: str) -> None:
+        if dtype not in operand.dtypes:
+            self._refuse(operand.name, f"dtype {' or '.join(operand.dtypes)}", dtype)
+        if operand.type_variable:
+            owner, expected = self._variables.setdefault(
+                operand.type_variable, (operand.name, dtype)
+            )
+            if dtype != expected:
+                self._refuse(operand.name, f"dtype {expected} of {owner}", dtype)
+
+    def _bind_dim(self, operand: Operand, axis: int, extent: Extent) -> None:
+        dim = operand.dims[axis]
+        if isinstance(dim, int):
+            if self._differ(extent, dim):
+                self._refuse(f"{operand.name}: dim {axis}", dim, extent)
+            return
+        symbol, _, plus = dim.partition(" + ")
+        offset = int(plus or 0)
+        if isinstance(extent, int) and extent < offset:
+            self._refuse(f"{operand.name}: dim {dim}", f"at least {offset}", extent)
+        owner, expected = self._dims.setdefault(symbol, (operand.name, extent - offset))
+        if self._differ(extent, expected + offset):
+            self._refuse(
+                f"{operand.name}: dim {dim}", f"{expected + offset} as {owner} has it", extent
+            )
+
+    def require_rules(self, attributes: Mapping[str, float]) -> None:
+        static = {name: extent for name, (_, extent) in self._dims.items() if type(extent) is int}
+        # An attribute of a dim's name is its extent, where it is not 0.
+        values = (
+            self._dtypes | static | {n: a for n, a in attributes.items() if a or n not in static}
+        )
+        for rule in self._spec.rules:
+            if values.keys() >= set(rule.names):
+                self._require(rule, values)
+
+    def _require(self, rule: Rule, values: Mapping[str, Any]) -> None:
+        expected = rule.fault(*(values[name] for name in rule.names))
+        if expected:
+            value = values[rule.subject.rpartition(" ")[2]]
+            self._refuse(rule.subject, expected, rule.got or _shown(value))
+
+    def _refuse(self, subject: str, expected: object, got: object) -> None:
+        raise KernelError(f"{self._spec.name}: {subject}: expected {expected}, got {got}")
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,57 @@
+"""Our ops have no backward pass: one that would lose a gradient is refused.
+
+The check is the ops' kernel of torch's Autograd key, since `torch.func` and `torch.compile` hide
+from the kernels below it that a gradient is wanted. Under `torch.inference_mode()` torch does not
+call it, and it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, detect_fake_mode
+from torch.autograd import forward_ad
+
+from kvgraph.errors import UnsupportedError
+
+BELOW = torch._C._after_autograd_keyset
+
+
+def refuse_gradients(library: torch.library.Library, name: str) -> None:
+    """Make the defined op `name` refuse inputs that require gradients, and dual numbers.
+
+    A program that torch.export traces may have such inputs: it is refused where it runs.
+    """
+    op = getattr(getattr(torch.ops, library.ns), name).default
+    names = [argument.name for argument in op._schema.arguments]
+
+    def call(keyset: Any, *args: Any, **attributes: Any) -> Any:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            _require_no_gradients(name, names, args)
+        return op.redispatch(keyset & BELOW, *args, **attributes)
+
+    library.impl(name, call, "Autograd", with_keyset=True)
+
+
+def _require_no_gradients(op: str, names: Sequence[str], args: Sequence[Any]) -> None:
+    for name, value in zip(names, args, strict=False):
+        if value is not None and _has_gradient(value) and not _is_exported(value):
+            raise UnsupportedError(
+                f"{op}: {name}: expected a tensor without a gradient, since the op has no backward "
+                "pass, got one that requires it; call it under torch.inference_mode() or "
+                "torch.no_grad()"
+            )
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    reverse = tensor.requires_grad and torch.is_grad_enabled()
+    return reverse or forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _is_exported(tensor: torch.Tensor) -> bool:
+    """Whether the call is traced for a program, and not for what torch.compile runs at once."""
+    if torch.compiler.is_exporting():
+        return True
+    return detect_fake_mode([tensor]) is not None and TracingContext.try_get() is None
