@@ -66,6 +66,7 @@ def compile_here(model: Path, out: Path, target: str) -> None:
     """
     import torch
 
+    from kvgraph import build
     from kvgraph.compiler import pipeline
 
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
@@ -82,7 +83,7 @@ def compile_here(model: Path, out: Path, target: str) -> None:
     def progress(stage: str) -> None:
         stages.append((stage, time.perf_counter() - start))
 
-    pipeline.compile(model, out, target=target, progress=progress, force=True)
+    build.compile(model, out, target=target, progress=progress, force=True)
     seconds = time.perf_counter() - start
     ends = [at for _, at in stages[1:]] + [seconds]
     assert [manager.available_cache_memory for manager in made] == [POOL_BYTES]
