@@ -100,6 +100,7 @@ def compile(
     def write(traced: Traced, folder: Path, progress: Progress = lambda stage: None) -> Manifest:
         lower = pipeline.lowering(backend, parsed, weights, bounds, progress)
         lowered = pipeline.lower(lower, traced, folder)
+        progress("writing the artifact")
         return emit.emit(
             folder,
             traced=traced,

@@ -353,7 +353,7 @@ def test_operator_that_the_exporter_lacks(tmp_path: Path, model_folder: ModelFol
         except torch.onnx.OnnxExporterError as error:
             raise torch.onnx.OnnxExporterError("Failed.\nNext steps:\n- debug it") from error
 
-    with mock.patch.object(pipeline, "_lowering", return_value=lower):
+    with mock.patch.object(pipeline, "lowering", return_value=lower):
         outcome = run("compile", model_folder("llama"), "-o", tmp_path / "out")
     assert outcome.code == 2
     last = outcome.err.splitlines()[-1]
@@ -479,7 +479,7 @@ def test_a_compile_that_fails_in_the_middle_leaves_nothing(
         raise error
 
     with (
-        mock.patch.object(pipeline, "_lowering", return_value=lower),
+        mock.patch.object(pipeline, "lowering", return_value=lower),
         pytest.raises(type(error)),
     ):
         kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out")

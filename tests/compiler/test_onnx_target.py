@@ -71,7 +71,7 @@ def test_weights_keep_their_parameters_names(compiled: Compiled) -> None:
 def test_compiling_twice_gives_the_same_bytes(compiled: Compiled, tmp_path: Path) -> None:
     first = kvgraph.load(compiled("llama")).manifest
     model = make_model("llama", tmp_path / "the same model elsewhere")
-    second = kvgraph.compile(model, tmp_path / "again", page_size=16)
+    second = kvgraph.compile(model, tmp_path / "again", page_size=16, check=False)
     assert second == first
 
 

@@ -30,6 +30,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.kernels import aot
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
+UNCHECKED = "check: left out (--no-check)"
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +102,7 @@ def test_shards(tmp_path: Path) -> None:
     assert len(list(sharded.glob("*.safetensors"))) > 2
     made = [compiled(folder, tmp_path / f"{folder.name}.kvg") for folder in (whole, sharded)]
     assert made[0].files["weights.safetensors"] == made[1].files["weights.safetensors"]
-    assert made[1].notes == []
+    assert made[1].notes == [UNCHECKED]
 
     index = sharded / "model.safetensors.index.json"
     shard = sorted(sharded.glob("*.safetensors"))[1]
@@ -114,7 +115,7 @@ def test_shards(tmp_path: Path) -> None:
 
 
 def compiled(folder: Path, out: Path, dtype: str = "float32") -> Any:
-    return kvgraph.compile(folder, out, target="cuda:sm_90", dtype=dtype, page_size=16)
+    return kvgraph.compile(folder, out, target="cuda:sm_90", dtype=dtype, page_size=16, check=False)
 
 
 def refused(folder: Path, tmp_path: Path, dtype: str = "float32") -> str:
@@ -178,12 +179,12 @@ def test_numbers_that_the_dtype_does_not_hold_are_named(llama: Path, tmp_path: P
 
 def test_a_sum_that_is_too_large_is_no_error(llama: Path, tmp_path: Path) -> None:
     change(llama, lambda t: t[NORM].__setitem__(slice(0, 4), 2e38))
-    assert compiled(llama, tmp_path / "out").notes == []
+    assert compiled(llama, tmp_path / "out").notes == [UNCHECKED]
 
 
 def test_tensors_of_no_parameter_are_left(llama: Path, tmp_path: Path) -> None:
     change(llama, lambda t: t.update({"model.rotary_emb.inv_freq": torch.ones(8)}))
-    assert compiled(llama, tmp_path / "out").notes == []
+    assert compiled(llama, tmp_path / "out").notes == [UNCHECKED]
     stored = load_file(tmp_path / "out" / "weights.safetensors")
     assert not torch.equal(stored["model.model.rotary_emb.inv_freq"], torch.ones(8))
 
@@ -196,7 +197,7 @@ def test_names_that_transformers_converts_pass_through_memory(tmp_path: Path) ->
     config = AutoConfig.for_model("mixtral", **COMMON, **experts)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     note = "weights: passed through memory: transformers converts model.layers.0."
-    assert [n[: len(note)] for n in compiled(folder, tmp_path / "out").notes] == [note]
+    assert [n[: len(note)] for n in compiled(folder, tmp_path / "out").notes] == [note, UNCHECKED]
 
 
 def test_a_base_model_s_names_pass_through_memory(llama: Path, tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_base_model_s_names_pass_through_memory(llama: Path, tmp_path: Path) -
     made = compiled(llama, tmp_path / "first")
     change(llama, edit)
     again = compiled(llama, tmp_path / "second")
-    assert len(again.notes) == 1
+    assert len(again.notes) == 2
     assert re.match(
         r"weights: passed through memory: model\.\S+ is not stored under its name", again.notes[0]
     )
@@ -221,7 +222,8 @@ def test_tied_tensors_that_differ_are_two(tmp_path: Path) -> None:
     change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING] * 2}))
     manifest = compiled(folder, tmp_path / "out")
     assert manifest.notes == [
-        f"weights: passed through memory: tied {EMBEDDING} and lm_head.weight are both stored"
+        f"weights: passed through memory: tied {EMBEDDING} and lm_head.weight are both stored",
+        UNCHECKED,
     ]
     stored = load_file(tmp_path / "out" / "weights.safetensors")
     head = stored["model.lm_head.weight"]
@@ -231,4 +233,4 @@ def test_tied_tensors_that_differ_are_two(tmp_path: Path) -> None:
 def test_a_type_that_is_no_weight_s_passes_through_memory(llama: Path, tmp_path: Path) -> None:
     change(llama, lambda t: t.update({NORM: torch.ones(64, dtype=torch.float8_e5m2)}))
     notes = compiled(llama, tmp_path / "out").notes
-    assert notes == [f"weights: passed through memory: {NORM} is stored as F8_E5M2"]
+    assert notes == [f"weights: passed through memory: {NORM} is stored as F8_E5M2", UNCHECKED]

@@ -373,6 +373,8 @@ def test_a_subclass_of_the_base_page_needs_fetch_and_input_symbols() -> None:
         manager.runtime_inputs([[a]], max_cache_length=8)
     with pytest.raises(UnsupportedError, match=r"from OwnManager.* override get_symbolic_inputs"):
         manager.get_symbolic_inputs(num_layers=3)
+    manager.rebuild()
+    assert manager.slots_remaining == {0, 1, 2}
     with pytest.raises(TypeError, match="fetch"):
         KVCacheManager(make_params(), 3, 16)  # type: ignore[abstract]
 

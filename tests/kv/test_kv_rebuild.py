@@ -14,9 +14,7 @@ from runtime.test_faults import Fault, lines_of, traced
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.trees import MultiKVCacheParams
-from kvgraph.errors import UnsupportedError
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
-from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -57,11 +55,6 @@ def test_every_kind_starts_over(kind: str) -> None:
 def free_of(manager: Any) -> Any:
     free = manager.num_free_blocks
     return free() if callable(free) else free
-
-
-def test_a_manager_that_cannot_says_so() -> None:
-    with pytest.raises(UnsupportedError, match=r"^NullKVCacheManager\.rebuild: expected a manager"):
-        KVCacheManager.rebuild(KINDS["null"]())
 
 
 def test_the_cache_is_empty_and_the_counters_go_on() -> None:

@@ -6,6 +6,7 @@ function of the tokens that it reads back: a page of another request changes wha
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import zlib
@@ -273,7 +274,10 @@ class Alarms:
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
+        """Without garbage collection: an interrupt in a callback of it is lost (hypothesis has
+        one)."""
         before = signal.signal(signal.SIGALRM, self)
+        gc.disable()
         self.is_armed = True
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -282,6 +286,7 @@ class Alarms:
             self.is_armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            gc.enable()
 
 
 @TIERS

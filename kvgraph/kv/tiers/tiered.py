@@ -192,9 +192,8 @@ class TieredConnector:
             self._generation += 1
             self._end_offloads()
             self._host.clear()
-            for slot in self._writes:
-                self._host.unpin(slot)
-            self._writes.clear()
+            while self._writes:  # an interrupt leaves a slot pinned, and unpins none twice
+                self._host.unpin(self._writes.popleft())
             self._touched.clear()
             self._to_clear = bool(self._stores)
             self._changed.notify_all()
