@@ -63,7 +63,8 @@ def test_compile(made: tuple[Path, Outcome]) -> None:
         "files": sorted(manifest.files),
         "notes": ["check: logits of two ragged rows in two chunks are the model's own, all layers"],
     }
-    *stages, last = outcome.err.splitlines()
+    *stages, note, last = outcome.err.splitlines()
+    assert note == f"note: {summary['notes'][0]}"
     assert [re.sub(r"^ *\d+\.\d s  ", "", line) for line in stages] == [
         "reading the model",
         "describing the cache",
