@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Pinned: an open torch requirement takes the newest build, which may bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# One process for each core; a file's tests share what they compile, so they stay together.
+WORKERS ?= auto --maxprocesses 8
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # Without the scripts' own folder on the path, where cuda.py and tensorrt.py would hide packages.
 BENCH := PYTHONSAFEPATH=1 PYTHONPATH=tests $(BIN)/python tests/bench
 DEMO := out/tiny-llama.kvg
@@ -19,10 +22,10 @@ demo: $(VENV)/.installed
 	$(BIN)/kvgraph generate $(DEMO) "The import statement" --max-new-tokens 64
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(VENV)/.installed
 	$(BIN)/python tests/check.py

@@ -21,6 +21,10 @@ GATES: dict[str, list[str]] = {
     "tests and examples": [
         "pytest",
         "-q",
+        "-n",
+        "auto",
+        "--dist",
+        "loadfile",
         "-m",
         "not slow",
         "--deselect=tests/test_floors.py",
