@@ -210,7 +210,7 @@ def _load(
     assert model is not None
     generation = model.generation_config
     eos = generation.eos_token_id
-    eos = text.eos_token_id if eos is None else eos
+    eos = getattr(text, "eos_token_id", None) if eos is None else eos  # not every type has one
     decoder = Decoder(model)
     return Model(
         module=decoder,
@@ -222,7 +222,7 @@ def _load(
         dtype=dtype,
         files=text_files(folder),
         eos_token_ids=as_ids(eos),
-        bos_token_id=text.bos_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None),
         checkpoint=checkpoint,
         loaded=loaded,
     )
