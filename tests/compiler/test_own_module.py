@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY_LLAMA
+from artifacts import TINY_LLAMA
 from torch import nn
 
 import kvgraph

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY_LLAMA, Compiled
+from artifacts import TINY_LLAMA
+from conftest import Compiled
 from typer.testing import CliRunner
 
 import kvgraph
