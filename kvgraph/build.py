@@ -66,39 +66,37 @@ def compile(
     KVGraphErrors).
     """
     out = Path(out)
-    is_default = backend is None
-    parsed, backend = pipeline.resolve(target, backend, cache, cache_dtype, page_size)
+    parsed, chosen = pipeline.resolve(target, backend, cache, cache_dtype, page_size)
+    support = chosen.targets[parsed.kind]
     if params is not None:
         pipeline.require_params(params, parsed)
-    bounds = pipeline.step_bounds(backend, max_batch, max_tokens)
-    why = pipeline.reason(parsed) if is_default else ""
+    bounds = pipeline.step_bounds(chosen, parsed, max_batch, max_tokens)
+    why = pipeline.reason(parsed) if backend is None else ""
     require_free(out, force=force)
 
     progress("reading the model")
-    weightless = parsed.kind == "cuda" and backend == "torch"
-    options.check_weights(weights, parsed, dtype)
-    float32 = options.in_float32(parsed, backend, weights)
+    options.check_weights(weights, parsed, chosen, dtype)
+    float32 = support.float32 or weights is not None
     text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
     loaded, notes = pipeline.load_model(
-        model, float32, dtype, vocab_size, max_seq_len, weightless, text
+        model, float32, dtype, vocab_size, max_seq_len, support.weightless, text
     )
     if float32 and weights is None:
-        weights = options.default_weights(loaded.stored_dtype)
+        weights = options.default_weights(loaded.stored_dtype, support)
     if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 
     progress("describing the cache")
     plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, parsed)
     signature = pipeline.describe(loaded, plan)
-    if parsed.kind == "cuda":
-        pipeline.require_kernels(plan, parsed, backend)
+    pipeline.require_kernels(plan, parsed, chosen)
 
     from kvgraph.compiler.check.run import Made
     from kvgraph.compiler.check.run import check as require_equal
     from kvgraph.compiler.trace import Traced, trace
 
     def write(traced: Traced, folder: Path, progress: Progress = lambda stage: None) -> Manifest:
-        lower = pipeline.lowering(backend, parsed, weights, bounds, progress)
+        lower = pipeline.lowering(chosen, parsed, weights, bounds, progress)
         lowered = pipeline.lower(lower, traced, folder)
         progress("writing the artifact")
         return emit.emit(
@@ -106,20 +104,22 @@ def compile(
             traced=traced,
             lowered=lowered,
             target=parsed,
-            backend=backend,
+            backend=chosen,
             weights=weights or loaded.dtype,
             notes=notes,
         )
 
     with staging(out, force=force) as folder:
-        progress(f"lowering to {backend}{why}")
-        traced = trace(loaded, signature, plan, functional=backend != "torch")
+        progress(f"lowering to {chosen.name}{why}")
+        traced = trace(loaded, signature, plan, functional=chosen.functional)
         manifest = write(traced, folder, progress)
         note = "check: left out (--no-check)"
         if check:
             progress("checking")
-            rewrite = pipeline.rewriting(backend, parsed)
-            note = require_equal(Made(traced, folder, manifest, rewrite, write), run_artifact)
+            rewrite = pipeline.rewriting(chosen, parsed)
+            note = require_equal(
+                Made(traced, folder, manifest, chosen, rewrite, write), run_artifact
+            )
         manifest = replace(manifest, notes=[*manifest.notes, note])
         write_manifest(folder, manifest)
     return manifest

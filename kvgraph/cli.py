@@ -16,6 +16,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvgraph.bench.command import bench
+from kvgraph.contract.backends import OURS, SESSIONS, default_backend
+from kvgraph.contract.dtypes import ACTIVATIONS, POOLS
 from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.contract.sizes import parse_bytes
 from kvgraph.errors import KVGraphError, RequestError
@@ -43,16 +45,7 @@ CacheFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a di
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 
 
-class Backend(StrEnum):
-    onnx = "onnx"
-    torch = "torch"
-    tensorrt = "tensorrt"
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+Dtype = StrEnum("Dtype", ACTIVATIONS)  # type: ignore[misc]  # the members are in the table
 
 
 class Cache(StrEnum):
@@ -68,12 +61,7 @@ class Weights(StrEnum):
     int4 = "int4"
 
 
-class CacheDtype(StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    int8 = "int8"
-    float8_e4m3fn = "float8_e4m3fn"
+CacheDtype = StrEnum("CacheDtype", POOLS)  # type: ignore[misc]
 
 
 def main() -> None:
@@ -113,7 +101,12 @@ def compile(
         typer.Option(help="What to compile for [default: cpu]: cuda:sm_80,sm_90 and the like."),
     ] = None,
     backend: Annotated[
-        Backend | None, typer.Option(help="What runs it [default: onnx on cpu, torch on cuda].")
+        str | None,
+        typer.Option(
+            metavar=f"<{'|'.join(each.name for each in OURS)}|...>",
+            help="What runs it, of kvgraph or an installed package [default: "
+            f"{default_backend('cpu').name} on cpu, {default_backend('cuda').name} on cuda].",
+        ),
     ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
@@ -180,7 +173,7 @@ def compile(
                 model,
                 output,
                 target=target or "cpu",
-                backend=backend.value if backend else None,
+                backend=backend,
                 dtype=dtype.value if dtype else None,
                 weights=weights.value if weights else None,
                 cache_dtype=cache_dtype.value if cache_dtype else None,
@@ -238,7 +231,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     session: Annotated[
-        str | None, typer.Option(help="onnxruntime, torch or reference [default: the backend's].")
+        str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")
     ] = None,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import NUMPY_DTYPES, ceildiv
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec
 from kvgraph.ops._store_kv import quantize, token_slots
 
@@ -284,7 +285,7 @@ def _activations(case: Case, total: int, rng: np.random.Generator) -> tuple[Arra
     v_dim = case.v_head_dim or case.head_dim
     shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, v_dim)]
     q, k, v = (
-        rng.standard_normal((total, *shape)).astype(NUMPY_DTYPES[case.dtype]) for shape in shapes
+        rng.standard_normal((total, *shape)).astype(DTYPES[case.dtype].numpy) for shape in shapes
     )
     return (q, k, v) if case.stores else (q, None, None)
 
@@ -295,7 +296,7 @@ def _pool(
     """NaN, except for the tokens that the rows have cached (all of them if the op stores none)."""
     v_dim = case.v_head_dim or case.head_dim
     shape = (slots, 2, LAYERS, case.page_size, case.kv_heads, case.head_dim)
-    pool = np.zeros(shape, NUMPY_DTYPES[case.pool_dtype])
+    pool = np.zeros(shape, DTYPES[case.pool_dtype].numpy)
     scales = None
     if case.granularity:
         scales = np.full((*shape[:-1], case.head_dim // case.granularity), np.nan, np.float32)

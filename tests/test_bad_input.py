@@ -387,7 +387,7 @@ def test_target(model_folder: ModelFolder, tmp_path: Path, target: str, message:
     assert text.startswith(message)
 
 
-@pytest.mark.parametrize("option", ["--backend", "--dtype", "--cache-dtype"])
+@pytest.mark.parametrize("option", ["--dtype", "--cache-dtype"])
 def test_a_choice_that_is_not_one(tmp_path: Path, option: str) -> None:
     """The option parser's own message: what it expected, and what it got."""
     outcome = run("compile", tmp_path, "-o", tmp_path / "x", option, "int4")
@@ -699,7 +699,10 @@ def test_an_artifact_for_another_machine(
 def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
     edit_manifest(artifact, lambda fields: fields.update(backend="neuron"))
     text = sentence(run("generate", artifact, "The"))
-    assert text == "session: expected one of [] for an artifact of backend 'neuron', got ''"
+    assert text == (
+        f"{artifact}/manifest.json: backend: expected one of ['onnx', 'torch', 'tensorrt'], got "
+        "'neuron'; the package that adds it must be installed here"
+    )
 
 
 @pytest.mark.parametrize(

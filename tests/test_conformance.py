@@ -11,7 +11,7 @@ import pytest
 from conformance import Case, Operands
 from isa import forced_isa, isa_of
 
-from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops.native import library as native_library
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +57,7 @@ def torch(operands: Operands) -> Array | None:
     if out is None:
         return None
     raw = {2: torch.int16, 4: torch.int32}[out.element_size()]
-    dtype = NUMPY_DTYPES[str(out.dtype).removeprefix("torch.")]
+    dtype = DTYPES[str(out.dtype).removeprefix("torch.")].numpy
     return out.view(raw).numpy().view(dtype)
 
 
@@ -124,12 +124,12 @@ def test_pages_beyond_2_to_the_31_elements(dtype: str) -> None:
     S, K, D = 128, 8, 128
     page = 2 * S * K * D
     slots = 2**31 // page + 40
-    pool = np.zeros((slots, 2, 1, S, K, D), NUMPY_DTYPES[dtype])
+    pool = np.zeros((slots, 2, 1, S, K, D), DTYPES[dtype].numpy)
     table = np.array([[slots - 2, 3], [slots - 7, slots - 3]], np.int32)
     assert int(table[1, 0]) * page > 2**31
     rng = np.random.default_rng(0)
     q, k, v = (
-        rng.standard_normal((200, heads, D)).astype(NUMPY_DTYPES[dtype]) for heads in (K, K, K)
+        rng.standard_normal((200, heads, D)).astype(DTYPES[dtype].numpy) for heads in (K, K, K)
     )
     index = [np.array(a, np.int32) for a in ([0, 140, 200], [0, 77], table, [[140, 140]])]
     small = np.zeros((4, *pool.shape[1:]), pool.dtype)

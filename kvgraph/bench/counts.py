@@ -20,18 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.safetensors import TensorAt, read_layout
 from kvgraph.contract.trees import params_from_layout
 from kvgraph.ops._linear import COLUMNS
 
-CLASSES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+CLASSES = {dtype.name: dtype.short for dtype in ALL if dtype.short}
 """Manifest's `weights` -> class of precision, where that is not its name already."""
 
 PACKED = ".packed"
 """End of the names of packed weights (`kvgraph.linear`)."""
 
-GEMM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int8"}
+GEMM_DTYPES = {dtype.short: dtype.name for dtype in ALL if dtype.short} | {"int4": "int8"}
 """Class -> the dtype that its matrix products can run in."""
 
 

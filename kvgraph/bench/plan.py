@@ -16,6 +16,7 @@ from kvgraph.bench import peers as peer_adapters
 from kvgraph.bench.counts import Counts, count
 from kvgraph.bench.engines import EngineSpec
 from kvgraph.bench.protocol import Case, Settings, check_lengths, make_prompts, plan_cases
+from kvgraph.contract.backends import find_backend
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.trees import params_from_layout
@@ -118,12 +119,8 @@ def _common_model(loaded: dict[str, Artifact]) -> Manifest:
 def _versions(backend: str) -> dict[str, str]:
     """kvgraph's and the installed one of what runs the backend: 3 MB, so not in the engine's own
     process."""
-    packages = {
-        "onnx": ("onnxruntime", "onnxruntime-gpu"),
-        "torch": ("torch",),
-    }.get(backend, ())
     found = {"kvgraph": metadata.version("kvgraph")}
-    for package in packages:
+    for package in find_backend(backend).packages:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found

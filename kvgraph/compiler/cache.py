@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvgraph.contract.devices import PORTABLE, Device, Target
+from kvgraph.contract.dtypes import QUANTIZED
 from kvgraph.contract.manifest import LayerRef
 from kvgraph.contract.params import (
-    QUANTIZED_DTYPES,
     KVCacheParams,
     KVCacheQuantization,
     KVCacheStrategy,
@@ -85,7 +85,7 @@ def of_one_shard(
 
 def pool_types(dtype: str, cache_dtype: str | None) -> tuple[str, KVCacheQuantization | None]:
     """`dtype` and `quantization` of a cache stored as `cache_dtype` (None: as activations are)."""
-    if cache_dtype in QUANTIZED_DTYPES:
+    if cache_dtype in QUANTIZED:
         return dtype, KVCacheQuantization(cache_dtype)  # type: ignore[arg-type]
     return cache_dtype or dtype, None
 

@@ -13,15 +13,15 @@ from io import FileIO
 import torch
 
 from kvgraph.compiler.shards import Stored
+from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import ModelError
 
 PIECE_BYTES = 16 << 20
 
 READ_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
+    dtype.safetensors: getattr(torch, dtype.name)
+    for dtype in ALL
+    if dtype.kind == "float" and not dtype.largest
 }
 
 

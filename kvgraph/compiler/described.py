@@ -9,7 +9,8 @@ import numpy as np
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.packed_weights import Packed, pack
 from kvgraph.compiler.passes import TABLE_BYTES
-from kvgraph.contract.dims import ceildiv, itemsize
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import itemsize
 from kvgraph.ops._linear import COLUMNS, DEPTH
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.contract.backends import Backend
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import (
     SCHEMA_VERSION,
@@ -42,7 +43,7 @@ def emit(
     traced: Traced,
     lowered: Lowered,
     target: Target,
-    backend: str,
+    backend: Backend,
     weights: str,
     notes: list[str],
 ) -> Manifest:
@@ -63,7 +64,7 @@ def emit(
             list(model.eos_token_ids),
             model.bos_token_id,
         ),
-        backend=backend,
+        backend=backend.name,
         target=str(target),
         dtype=model.dtype,
         weights=weights,
@@ -76,7 +77,7 @@ def emit(
         notes=[*notes, *lowered.notes],
         files=files,
         nondeterministic_files=lowered.nondeterministic_files,
-        tools={name: metadata.version(name) for name in lowered.tools},
+        tools={name: metadata.version(name) for name in backend.targets[target.kind].tools},
         engine=lowered.engine,
     )
     write_manifest(folder, manifest)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from kvgraph.contract.backends import Backend, Support
 from kvgraph.contract.devices import Target
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops._linear import WEIGHT_BITS
 
-BACKENDS = {"cpu": ("onnx", "torch"), "cuda": ("torch", "tensorrt", "onnx")}
-"""Kind of target -> its backends, the default first."""
 
-
-def check_weights(weights: str | None, target: Target, dtype: str | None) -> None:
-    """UnsupportedError for weights that the target, or activations of `dtype`, cannot have."""
+def check_weights(weights: str | None, target: Target, backend: Backend, dtype: str | None) -> None:
+    """UnsupportedError for weights that a graph for the target, or activations of `dtype`, cannot
+    have."""
     known = ["fp32", *WEIGHT_BITS]
     if weights is None:
         return
@@ -22,17 +21,17 @@ def check_weights(weights: str | None, target: Target, dtype: str | None) -> Non
             f"weights: expected none for target {target.kind}, whose weights have the activations' "
             f"--dtype, got {weights!r}"
         )
+    if "weight_bits" not in backend.targets[target.kind].options:
+        raise UnsupportedError(
+            f"weights: expected none for backend {backend.name}, which packs none, got {weights!r}"
+        )
     if dtype not in (None, "float32"):
         raise UnsupportedError(
             f"dtype: expected float32 activations beside weights {weights!r}, got {dtype!r}"
         )
 
 
-def in_float32(target: Target, backend: str, weights: str | None) -> bool:
-    """Whether activations are float32 whatever the checkpoint's dtype is."""
-    return target.kind == "cpu" and (backend == "onnx" or weights is not None)
-
-
-def default_weights(stored_dtype: str) -> str:
+def default_weights(stored_dtype: str, support: Support) -> str:
     """What linear layers keep under float32 activations where nobody says."""
-    return "bf16" if stored_dtype == "bfloat16" else "fp32"
+    packs = "weight_bits" in support.options
+    return "bf16" if packs and stored_dtype == "bfloat16" else "fp32"

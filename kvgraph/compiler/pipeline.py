@@ -16,13 +16,12 @@ from kvgraph.compiler.cache import (
     require_target,
 )
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
-from kvgraph.compiler.options import BACKENDS
 from kvgraph.compiler.targets import Lowered
+from kvgraph.contract.backends import Backend, default_backend, find_backend, imported
 from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
+from kvgraph.contract.dtypes import ACTIVATIONS, POOLS
 from kvgraph.contract.params import (
-    POOL_DTYPES,
-    QUANTIZED_DTYPES,
     KVCacheParams,
     KVCacheStrategy,
 )
@@ -37,47 +36,37 @@ if TYPE_CHECKING:
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.trace import Traced
 
-DEFAULT_REASON = {
-    "cpu": "it starts soonest, and runs without torch",
-    "cuda": "one program for all architectures, replayed as CUDA graphs",
-}
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128
 DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
-"""Of a step, in the profiles of backend tensorrt."""
+"""Of a step, for a backend whose graph bounds it."""
 
 Progress = Callable[[str], None]
 
 
 def resolve(
     target: str, backend: str | None, cache: str, cache_dtype: str | None, page_size: int
-) -> tuple[Target, str]:
-    """The parsed target and the backend: the first that the target has, where none is asked for."""
+) -> tuple[Target, Backend]:
+    """The parsed target and the backend: the target's default, where none is asked for."""
     parsed = Target.parse(target)
     if parsed.kind == "cpu" and parsed.archs:
         raise UnsupportedError(f"target: expected 'cpu' without an instruction set, got {target!r}")
-    backends = BACKENDS[parsed.kind]
-    backend = backends[0] if backend is None else backend
-    if backend not in backends:
+    kind = parsed.kind
+    chosen = default_backend(kind) if backend is None else find_backend(backend, kind)
+    if parsed.archs == (PORTABLE,) and not chosen.portable:
         raise UnsupportedError(
-            f"backend: expected one of {list(backends)} for target {parsed.kind}, got {backend!r}"
-        )
-    if parsed.archs == (PORTABLE,) and backend != "tensorrt":
-        raise UnsupportedError(
-            f"target: expected architectures for backend {backend}, got {target!r}"
+            f"target: expected architectures for backend {chosen.name}, got {target!r}"
         )
     if cache not in list(KVCacheStrategy):
         kinds = [str(kind) for kind in KVCacheStrategy]
         raise UnsupportedError(f"cache: expected one of {kinds}, got {cache!r}")
-    known = [*POOL_DTYPES, *QUANTIZED_DTYPES]
-    if cache != KVCacheStrategy.PAGED:
-        known = [*POOL_DTYPES]
+    known = list(POOLS if cache == KVCacheStrategy.PAGED else ACTIVATIONS)
     if cache_dtype is not None and cache_dtype not in known:
         raise UnsupportedError(
             f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
         )
     _require_page_size(page_size)
-    return parsed, backend
+    return parsed, chosen
 
 
 def require_params(params: KVCacheParams | MultiKVCacheParams, target: Target) -> None:
@@ -93,15 +82,17 @@ def _require_page_size(page_size: int) -> None:
         )
 
 
-def step_bounds(backend: str, max_batch: int | None, max_tokens: int | None) -> tuple[int, int]:
+def step_bounds(
+    backend: Backend, target: Target, max_batch: int | None, max_tokens: int | None
+) -> tuple[int, int]:
     """Rows and new tokens of a step at most, the defaults filled in.
 
     UnsupportedError for one that is out of range, or given to a backend that bounds no step.
     """
     for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens)):
-        if value is not None and backend != "tensorrt":
+        if value is not None and "bounds" not in backend.targets[target.kind].options:
             raise UnsupportedError(
-                f"{name}: expected none for backend {backend}, whose graph takes steps of any "
+                f"{name}: expected none for backend {backend.name}, whose graph takes steps of any "
                 f"size, got {value}"
             )
     if max_batch is not None:
@@ -118,7 +109,8 @@ def _require_range(name: str, value: int, least: int, most: int) -> None:
 
 def reason(target: Target) -> str:
     """Why the default backend of a target is its default: the end of a sentence."""
-    return f", the default for {target.kind}: {DEFAULT_REASON[target.kind]}"
+    kind = target.kind
+    return f", the default for {kind}: {default_backend(kind).targets[kind].reason}"
 
 
 def load_model(
@@ -135,8 +127,8 @@ def load_model(
     `float32`: it computes in nothing else, as ONNX Runtime's CPU kernels.
     `weightless`: a checkpoint's weights stay where they are, if they can.
     """
-    if dtype is not None and dtype not in POOL_DTYPES:
-        raise UnsupportedError(f"dtype: expected one of {list(POOL_DTYPES)}, got {dtype!r}")
+    if dtype is not None and dtype not in ACTIVATIONS:
+        raise UnsupportedError(f"dtype: expected one of {list(ACTIVATIONS)}, got {dtype!r}")
     _require_torch()
     from kvgraph.compiler.frontends import huggingface, module
 
@@ -235,51 +227,36 @@ def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowe
 
 
 def lowering(
-    backend: str,
+    backend: Backend,
     target: Target,
     weights: str | None,
     bounds: tuple[int, int],
     progress: Progress,
 ) -> Callable[..., Any]:
-    weight_bits = WEIGHT_BITS.get(weights or "")
-    if backend == "tensorrt":
-        from kvgraph.compiler.targets import tensorrt
-
-        return partial(tensorrt.lower, archs=target.archs, bounds=bounds, progress=progress)
-    if target.kind == "cuda" and backend == "onnx":
-        from kvgraph.compiler.targets import onnx_cuda
-
-        return partial(onnx_cuda.lower, archs=target.archs, progress=progress)
-    if target.kind == "cuda":
-        from kvgraph.compiler.targets import cuda
-
-        return partial(cuda.lower, archs=target.archs, progress=progress)
-    if backend == "onnx":
-        from kvgraph.compiler.targets import onnx
-
-        return partial(onnx.lower, weight_bits=weight_bits)
-    from kvgraph.compiler.targets import torch
-
-    return partial(torch.lower, weight_bits=weight_bits)
+    """The backend's `lower` with the options that it takes."""
+    support = backend.targets[target.kind]
+    known = {
+        "archs": target.archs,
+        "bounds": bounds,
+        "progress": progress,
+        "weight_bits": WEIGHT_BITS.get(weights or ""),
+    }
+    return partial(imported(support.lower), **{name: known[name] for name in support.options})
 
 
-def rewriting(backend: str, target: Target) -> Callable[[Traced], object]:
+def rewriting(backend: Backend, target: Target) -> Callable[[Traced], object]:
     """The passes that a target runs over a program of torch."""
-    if target.kind == "cuda" and backend == "torch":
-        from kvgraph.compiler.targets import cuda
-
-        return cuda.rewrite
-    return lambda traced: None
+    rewrite = backend.targets[target.kind].rewrite
+    return imported(rewrite) if rewrite else lambda traced: None
 
 
-def require_kernels(plan: CachePlan, target: Target, backend: str) -> None:
-    from kvgraph.compiler.targets import cuda
-
+def require_kernels(plan: CachePlan, target: Target, backend: Backend) -> None:
+    """UnsupportedError for a cache that the backend's kernels do not support."""
+    require = backend.targets[target.kind].require
+    if not require:
+        return
     if plan.strategy is not KVCacheStrategy.PAGED:
-        raise UnsupportedError(f"cache: expected 'paged' for target cuda, got '{plan.strategy}'")
-    archs = target.archs
-    if backend == "tensorrt":
-        from kvgraph.compiler.targets import tensorrt
-
-        archs = tensorrt.kernel_archs(archs, next(iter(plan.params.leaves.values())).dtype)
-    cuda.require_kernels(plan, archs)
+        raise UnsupportedError(
+            f"cache: expected 'paged' for target {target.kind}, got '{plan.strategy}'"
+        )
+    imported(require)(plan, target.archs)

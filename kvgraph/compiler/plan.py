@@ -11,7 +11,8 @@ from kvgraph.compiler.cache import plan_cache, pool_types
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
-from kvgraph.compiler.options import BACKENDS, check_weights, default_weights, in_float32
+from kvgraph.compiler.options import check_weights, default_weights
+from kvgraph.contract.backends import default_backend
 from kvgraph.contract.devices import Target, virtual_devices
 from kvgraph.errors import MissingDependencyError, ParamsError
 from kvgraph.kv.memory import plan_leaves
@@ -68,11 +69,13 @@ def plan_deployment(
     raises it; MissingDependencyError where transformers is needed.
     """
     parsed = Target.parse(target)
-    check_weights(weights, parsed, dtype)
+    backend = default_backend(parsed.kind)
+    support = backend.targets[parsed.kind]
+    check_weights(weights, parsed, backend, dtype)
     config = read_config(folder)
     dtype = dtype or checkpoint_dtype(config)
-    if in_float32(parsed, BACKENDS[parsed.kind][0], weights):
-        weights, dtype = weights or default_weights(dtype), "float32"
+    if support.float32 or weights is not None:
+        weights, dtype = weights or default_weights(dtype, support), "float32"
     bits = WEIGHT_BITS.get(weights or "")
     model = _describe(folder, config, dtype, bits is not None, progress)
     pool_dtype, quantization = pool_types(dtype, cache_dtype)

@@ -1,13 +1,10 @@
-"""Names of the symbolic dims, dtypes by name, and TensorType: one typed placeholder."""
+"""Names of the symbolic dims, and TensorType: one typed placeholder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import ml_dtypes
-import numpy as np
 
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.errors import BindingError
@@ -26,25 +23,10 @@ ROW_OFFSETS = "batch_size + 1"
 Dim = int | str
 """An integer is static; a string is a symbol that a runtime value resolves."""
 
-NUMPY_DTYPES: Mapping[str, np.dtype[np.generic]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int8": np.dtype(np.int8),
-    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    "int32": np.dtype(np.int32),
-}
-"""dtype name -> NumPy dtype (bfloat16 and float8 through ml_dtypes)."""
-
 
 def ceildiv(a: int, b: int) -> int:
     """Smallest integer >= a / b."""
     return -(-a // b)
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
-    return NUMPY_DTYPES[dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,14 @@ from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import NUMPY_DTYPES, ceildiv, itemsize
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import ACTIVATIONS, QUANTIZED, itemsize
 from kvgraph.contract.symbols import (
     continuous_symbols,
     padded_symbols,
     paged_symbols,
 )
 from kvgraph.errors import ParamsError, UnsupportedError
-
-POOL_DTYPES = ("float32", "float16", "bfloat16")
-QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 
 
 class KVCacheStrategy(StrEnum):
@@ -36,10 +34,8 @@ class KVCacheQuantization:
     granularity: int = 128
 
     def __post_init__(self) -> None:
-        if self.dtype not in QUANTIZED_DTYPES:
-            raise ParamsError(
-                f"quantization.dtype: expected one of {QUANTIZED_DTYPES}, got {self.dtype}"
-            )
+        if self.dtype not in QUANTIZED:
+            raise ParamsError(f"quantization.dtype: expected one of {QUANTIZED}, got {self.dtype}")
         if self.scale_dtype != "float32":
             raise ParamsError(
                 f"quantization.scale_dtype: expected 'float32', got {self.scale_dtype!r}"
@@ -136,8 +132,8 @@ class KVCacheParams:
         self._check_deployment()
 
     def _check_layout(self) -> None:
-        if self.dtype not in POOL_DTYPES:
-            raise ParamsError(f"dtype: expected one of {POOL_DTYPES}, got {self.dtype!r}")
+        if self.dtype not in ACTIVATIONS:
+            raise ParamsError(f"dtype: expected one of {ACTIVATIONS}, got {self.dtype!r}")
         for name in ("n_kv_heads", "head_dim", "v_head_dim", "num_layers", "page_size"):
             if getattr(self, name) < 1:
                 raise ParamsError(f"{name}: expected >= 1, got {getattr(self, name)}")
@@ -310,5 +306,3 @@ _SYMBOLS: Mapping[KVCacheStrategy, Callable[[KVCacheParams], list[Any]]] = {
     KVCacheStrategy.CONTINUOUS: continuous_symbols,
     KVCacheStrategy.PADDED: padded_symbols,
 }
-
-assert set(POOL_DTYPES) | set(QUANTIZED_DTYPES) <= set(NUMPY_DTYPES)

@@ -23,6 +23,7 @@ from kvgraph.contract.dims import (
     Dim,
     TensorType,
 )
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import BindingError
 
 if TYPE_CHECKING:
@@ -266,12 +267,8 @@ def emit_onnx(symbols: Sequence[TensorType]) -> list[Any]:
     """One ONNX ValueInfoProto per symbol, its symbolic dims as dim_params."""
     import onnx
 
-    kinds = onnx.TensorProto.DataType
-    names = {"float32": "FLOAT", "float8_e4m3fn": "FLOAT8E4M3FN"}
     return [
-        onnx.helper.make_tensor_value_info(
-            s.name, kinds.Value(names.get(s.dtype, s.dtype.upper())), list(s.shape)
-        )
+        onnx.helper.make_tensor_value_info(s.name, DTYPES[s.dtype].onnx, list(s.shape))
         for s in symbols
     ]
 

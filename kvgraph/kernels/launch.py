@@ -16,17 +16,9 @@ from importlib import import_module
 from typing import Any
 
 from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import shapes
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope, Tiles, power_of_two
-
-TRITON_TYPES = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "int8": "i8",
-    "float8_e4m3fn": "u8",  # kernels decode its bytes: older architectures have no such type
-    "int32": "i32",
-}
 
 ALIGNMENT = 16
 """Bytes that the address of every T, P and float32 operand is a multiple of."""
@@ -127,7 +119,10 @@ class Variant:
         object.__setattr__(self, "name", self._name())
 
     def _parameters(self) -> tuple[Parameter, ...]:
-        types = {"*T": f"*{TRITON_TYPES[self.dtype]}", "*P": f"*{TRITON_TYPES[self.pool_dtype]}"}
+        types = {
+            "*T": f"*{DTYPES[self.dtype].triton}",
+            "*P": f"*{DTYPES[self.pool_dtype].triton}",
+        }
         return tuple(
             Parameter(p.name, types.get(p.type, p.type))
             for p in self.kernel.parameters
@@ -186,7 +181,7 @@ class Sizes:
 def store_variant(cache: CacheShape, rope: Rope | None) -> Variant:
     constants: dict[str, Constant] = {
         **_pool_constants(cache),
-        "LARGEST": shapes.QUANTIZED_MAX.get(cache.pool_dtype, 0.0),
+        "LARGEST": DTYPES[cache.pool_dtype].largest,
         "GRANULARITY": cache.granularity,
         **_rope_constants(rope),
         "BLOCK_R": 16,

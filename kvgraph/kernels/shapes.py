@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvgraph.contract.devices import CUDA_ARCHS
-from kvgraph.contract.dims import itemsize
+from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, QUANTIZED, itemsize
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import UnsupportedError
 
-ACTIVATIONS = ("float32", "float16", "bfloat16")
-POOLS = (*ACTIVATIONS, "int8", "float8_e4m3fn")
-QUANTIZED_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
 HEAD_DIMS = tuple(range(16, 257, 8))
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_GROUP = 128
@@ -104,7 +101,7 @@ class CacheShape:
 
     @property
     def quantized(self) -> str | None:
-        return self.pool_dtype if self.pool_dtype in QUANTIZED_MAX else None
+        return self.pool_dtype if self.pool_dtype in QUANTIZED else None
 
     def check(self) -> None:
         """UnsupportedError names what no compiled kernel supports, and what they do."""

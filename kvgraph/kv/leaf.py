@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import NUMPY_DTYPES, TensorType, ceildiv
+from kvgraph.contract.dims import TensorType, ceildiv
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, Session
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import (
@@ -139,7 +140,7 @@ def allocate_buffer(
 
 
 def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> Buffer:
-    dtype = NUMPY_DTYPES[symbol.dtype]
+    dtype = DTYPES[symbol.dtype].numpy
     device.require_memory(symbol.name, int(np.prod(shape, dtype=object)) * dtype.itemsize)
     if device.kind != "cpu":
         raise DeviceError(f"session: expected one that owns memory on {device}, got None")

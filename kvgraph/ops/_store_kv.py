@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import spec
 
 Array = npt.NDArray[Any]
-
-QUANTIZED_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Largest magnitude that a quantised element stores."""
 
 
 def token_slots(
@@ -36,7 +34,7 @@ def quantize(x: Array, dtype: str, groups: int) -> tuple[Array, Array]:
     half to even, float8_e4m3fn rounds as its cast does.
     """
     x_g = x.astype(np.float32).reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
-    scales = np.abs(x_g).max(-1) / np.float32(QUANTIZED_MAX[dtype])
+    scales = np.abs(x_g).max(-1) / np.float32(DTYPES[dtype].largest)
     divisor = np.where(scales == 0, np.float32(1), scales)[..., None]
     stored = x_g / divisor
     if dtype == "int8":

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvgraph
-from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import KernelError
 from kvgraph.ops import ALL_SPECS
 from kvgraph.ops.header import ABI_VERSION, DTYPE_CODES
@@ -69,7 +69,7 @@ def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
             operands.append(None)
             continue
         shape = _shape(spec, out, operands, attributes)
-        results.append(np.empty(shape, NUMPY_DTYPES[_dtype(spec, out, operands)]))
+        results.append(np.empty(shape, DTYPES[_dtype(spec, out, operands)].numpy))
         operands.append(_described(spec, out, results[-1]))
     call(spec, operands, attributes)
     return () if not results else results[0] if len(results) == 1 else tuple(results)

@@ -13,10 +13,9 @@ import onnx
 from onnx.defs import OpSchema
 from onnx.reference.op_run import OpRun
 
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import ALL_SPECS, LINEAR, OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND, OpSpec
 from kvgraph.ops.spec import Operand
-
-ONNX_TYPES = {"float8_e4m3fn": "float8e4m3fn", "float32": "float"}
 
 KERNEL_ATTRIBUTES = {"kernels": OpSchema.AttrType.STRING, "images": OpSchema.AttrType.TENSOR}
 """Of nodes for a GPU: what their kernels were compiled for, and their cubins. Optional."""
@@ -91,7 +90,8 @@ def _parameter(operand: Operand) -> OpSchema.FormalParameter:
 
 
 def _types(dtypes: tuple[str, ...]) -> list[str]:
-    return [f"tensor({ONNX_TYPES.get(name, name)})" for name in dtypes]
+    kinds = onnx.TensorProto.DataType
+    return [f"tensor({kinds.Name(DTYPES[name].onnx).lower()})" for name in dtypes]
 
 
 def _type_variables(spec: OpSpec) -> dict[str, tuple[tuple[str, ...], list[str]]]:

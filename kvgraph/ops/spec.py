@@ -9,12 +9,12 @@ from inspect import signature
 from math import inf, isfinite
 from typing import Any, Literal
 
+from kvgraph.contract import dtypes
+
 OPSET_DOMAIN = "kvgraph"
 OPSET_VERSION = 1
 
-ACTIVATION = ("float32", "float16", "bfloat16")
-QUANTIZED = ("int8", "float8_e4m3fn")
-POOL = (*ACTIVATION, *QUANTIZED)
+ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
 WEIGHT = ("bfloat16", "int8")
 INDEX = ("int32",)
 FLOAT32 = ("float32",)

@@ -7,7 +7,9 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-PLAIN = {"bfloat16": "int16", "float8_e4m3fn": "int8"}
+from kvgraph.contract.dtypes import ALL
+
+PLAIN = {dtype.name: dtype.plain for dtype in ALL if dtype.plain != dtype.numpy}
 """NumPy has these only through ml_dtypes, which torch does not read: they cross as integers."""
 
 

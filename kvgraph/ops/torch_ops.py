@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
 from kvgraph.ops._linear import LINEAR
@@ -22,14 +23,7 @@ from kvgraph.ops.check import Described, check
 from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
 from kvgraph.ops.torch_gradients import refuse_gradients
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.int32: "int32",
-}
+DTYPE_NAMES = {getattr(torch, dtype.name): dtype.name for dtype in ALL}
 
 FUNCTIONAL = "update_and_attend_functional"
 

@@ -8,26 +8,19 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgraph.contract.backends import find_backend
 from kvgraph.contract.devices import HOST, Device, Target
 from kvgraph.contract.manifest import Manifest, read_manifest, verify_files
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
-from kvgraph.errors import ArtifactError
+from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.machine import require_machine
 from kvgraph.runtime.processors import require_threads
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session
-
-
-BACKEND_FILES = {
-    "onnx": ("model.onnx", "weights.safetensors"),
-    "torch": ("model.pt2", "weights.safetensors"),
-    "tensorrt": ("model.engine", "model.onnx", "weights.safetensors"),
-}
-"""What a session opens, and so must be hashed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Artifact:
         )
 
     def session(self, kind: str | None = None, *, num_threads: int | None = None) -> Session:
-        """Something that can run the graph: `kind` as in `sessions.BACKEND_SESSIONS`.
+        """Something that can run the graph: `kind` as in `contract.backends.OURS`.
 
         Default: the one of the artifact's backend. `num_threads` 0 or None: all cores; RequestError
         for more than the processors that this process may run on.
@@ -76,7 +69,13 @@ class Artifact:
                 f"{where}: op_abi_version: expected {ABI_VERSION} from this kvgraph, "
                 f"got {manifest.op_abi_version}"
             )
-        for name in BACKEND_FILES.get(manifest.backend, ()):
+        try:
+            backend = find_backend(manifest.backend)
+        except UnsupportedError as error:
+            raise ArtifactError(
+                f"{where}: {error}; the package that adds it must be installed here"
+            ) from error
+        for name in backend.files:
             if name not in manifest.files:
                 raise ArtifactError(
                     f"{where}: files: expected {name} for backend {manifest.backend!r}, got none"

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from kvgraph.bench.limits import reader
-from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import PAGED_ATTENTION, native
 from kvgraph.ops._store_kv import quantize
 
@@ -46,10 +46,10 @@ def operands(batch: int, context: int, new: int, pool: str, dtype: str) -> list[
         few = quantize(rng.standard_normal((1, *shape[1:]), dtype=np.float32), "int8", 1)
         kv, scales = (np.repeat(part, pages, 0) for part in (few[0].astype(np.int8), few[1]))
     else:
-        kv = np.empty(shape, NUMPY_DTYPES[pool])
+        kv = np.empty(shape, DTYPES[pool].numpy)
         for page in kv:
             page[:] = rng.standard_normal(shape[1:], dtype=np.float32)
-    q = rng.standard_normal((batch * new, N, D), dtype=np.float32).astype(NUMPY_DTYPES[dtype])
+    q = rng.standard_normal((batch * new, N, D), dtype=np.float32).astype(DTYPES[dtype].numpy)
     offsets, cached = np.arange(batch + 1) * new, np.full(batch, context - new)
     table = rng.permutation(pages).reshape(batch, -1)
     index = [a.astype(np.int32) for a in (offsets, cached, table, np.array([[new, context]]))]

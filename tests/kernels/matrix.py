@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from conformance import Case, Operands
 
-from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import launch
 from kvgraph.kernels.run import run
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
@@ -79,7 +79,7 @@ def tensor(array: Array, device: str) -> torch.Tensor:
 
 def array(t: torch.Tensor, dtype: str) -> Array:
     raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()]
-    return t.cpu().view(raw).numpy().view(NUMPY_DTYPES[dtype])
+    return t.cpu().view(raw).numpy().view(DTYPES[dtype].numpy)
 
 
 def run_case(case: Case, arch: str, device: str) -> None:
@@ -117,7 +117,7 @@ def check_rows(device: str) -> None:
         ("float16", 80, False, 0.0, True),
         ("bfloat16", 128, False, 1.0, False),
     ):
-        rows, kind = 37, NUMPY_DTYPES[dtype]
+        rows, kind = 37, DTYPES[dtype].numpy
         x, r, up = (rng.standard_normal((rows, width)).astype(kind) for _ in range(3))
         weight = rng.standard_normal(width).astype(kind)
         tolerance = conformance.TOLERANCE[dtype]
@@ -181,10 +181,10 @@ def check_far_pages(arch: str, device: str) -> None:
     """Page ids past 2^31 elements; on a CPU the pool is sparse, so untouched pages cost nothing."""
     S, K, D = 128, 8, 128
     slots = 2**31 // (2 * S * K * D) + 40
-    pool = tensor(np.zeros((slots, 2, 1, S, K, D), NUMPY_DTYPES["bfloat16"]), device)
+    pool = tensor(np.zeros((slots, 2, 1, S, K, D), DTYPES["bfloat16"].numpy), device)
     table = np.array([[slots - 2, 3], [slots - 7, slots - 3]], np.int32)
     rng = np.random.default_rng(0)
-    kind = NUMPY_DTYPES["bfloat16"]
+    kind = DTYPES["bfloat16"].numpy
     q, k, v = (rng.standard_normal((20, K, D)).astype(kind) for _ in range(3))
     cached, offsets = np.array([115, 0], np.int32), np.array([0, 14, 20], np.int32)
     small = np.zeros((4, 2, 1, S, K, D), kind)

@@ -18,7 +18,7 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 from runtime.fake_cuda import POISON, FakeDriver
 
-from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops.onnx_ops import reference_ops
 
 
@@ -97,7 +97,7 @@ class FakeTensorRT(types.ModuleType):
         return FakeRefitter(engine, logger)
 
     def Weights(self, type: DataType, ptr: int, count: int) -> Any:
-        return ctypes.string_at(ptr, count * NUMPY_DTYPES[type.value].itemsize)
+        return ctypes.string_at(ptr, count * DTYPES[type.value].numpy.itemsize)
 
 
 class FakeRuntime:
@@ -305,7 +305,7 @@ class FakeContext:
         self.driver.view(self.driver.device, self.addresses["logits"], len(raw))[:] = raw
 
     def _array(self, name: str) -> Any:
-        dtype = NUMPY_DTYPES[self.engine.inputs[name][0]]
+        dtype = DTYPES[self.engine.inputs[name][0]].numpy
         hosted = name in self.engine.described.get("hosted", [])
         where = self.driver.pinned if hosted else self.driver.device
         count = int(np.prod(self.shapes[name]))

@@ -26,10 +26,10 @@ from kvgraph.compiler.check.locate import wrong_layer
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
 from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
-from kvgraph.compiler.check.windows import with_windows_cut
 from kvgraph.compiler.frontends.huggingface import Decoder, probe
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.trace import Traced, trace
+from kvgraph.contract.backends import Backend, Support, imported
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import KVCacheStrategy
@@ -57,8 +57,18 @@ class Made:
     traced: Traced
     folder: Path
     manifest: Manifest
+    backend: Backend
     rewrite: Callable[[Traced], object]
     write: Write
+
+    @property
+    def kind(self) -> str:
+        """Of the target."""
+        return Target.parse(self.manifest.target).kind
+
+    @property
+    def support(self) -> Support:
+        return self.backend.targets[self.kind]
 
     @property
     def kinds(self) -> list[str]:
@@ -74,7 +84,7 @@ def check(made: Made, run: RunArtifact) -> str:
     """
     model = made.traced.model
     is_decoder = isinstance(model.module, Decoder)
-    if Target.parse(made.manifest.target).kind == "cpu":
+    if made.kind == "cpu":
         if is_decoder and parameter_bytes(model) > MOST_BYTES:
             return _check_reduced(made, run)
         return _check_whole(made, run)
@@ -96,7 +106,8 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
     padded = traced.plan.strategy is KVCacheStrategy.PADDED
     if not _has_long_windows(traced):
         _require_near(made, traced, run(made.folder, rows, CHUNK), rows)
-    elif made.manifest.backend == "onnx" and not padded:
+    elif made.support.cut_windows and not padded:
+        with_windows_cut = imported(made.support.cut_windows)
         with cut_windows(traced.model.module), tempfile.TemporaryDirectory(dir=made.folder) as name:
             shorter = with_windows_cut(made.folder, Path(name), WINDOW)
             _require_near(made, traced, run(shorter, rows, CHUNK), rows)
@@ -104,7 +115,8 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
         _require_near(made, traced, run(made.folder, rows, CHUNK), rows)
         with cut_windows(traced.model.module):
             given = (traced.model, traced.signature, traced.plan)
-            program = trace(*given, functional=False).program if padded else traced.program
+            again = padded or made.backend.functional
+            program = trace(*given, functional=False).program if again else traced.program
             step = ProgramRun(program, window=WINDOW)
             found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
             _require_near(made, traced, found, rows)
@@ -122,8 +134,8 @@ def _check_reduced(made: Made, run: RunArtifact) -> str:
         subject, chosen, streamed = small
         layers = probe(model.module, model.architecture, len(chosen))
         subject, rows = replace(subject, layers=layers), rows_of(subject)
-        on_cpu = Target.parse(made.manifest.target).kind == "cpu"
-        functional = on_cpu and made.manifest.backend == "onnx"
+        on_cpu = made.kind == "cpu"
+        functional = on_cpu and made.backend.functional
         traced = _trace(subject, made.traced.plan, functional=functional)
         if on_cpu:
             with tempfile.TemporaryDirectory(dir=made.folder) as name:

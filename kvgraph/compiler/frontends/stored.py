@@ -18,7 +18,7 @@ from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.described import Described, Linear
 from kvgraph.compiler.frontends.folder import checkpoint_dtype
 from kvgraph.compiler.shards import Index, read_index, shard_paths, stored_tensors
-from kvgraph.contract.dims import NUMPY_DTYPES, itemsize
+from kvgraph.contract.dtypes import DTYPES, itemsize
 
 Config = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -289,7 +289,7 @@ def _by_index(index: Index | None, expected: set[str], config: Config, by_shape:
         )
     _require_names(set(index.shards), expected)
     dtype = checkpoint_dtype(dict(config))
-    if index.total_size is None or dtype not in NUMPY_DTYPES:
+    if index.total_size is None or dtype not in DTYPES:
         raise InDoubtError("its index does not say how large the weights are")
     return _Sizes((), 0, index.total_size // itemsize(dtype), {})
 

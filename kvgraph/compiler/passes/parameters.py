@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch.export import ExportedProgram
@@ -12,6 +11,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
 from kvgraph.compiler.passes.operands import value
+from kvgraph.ops.torch_arrays import tensor_over
 
 HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -43,9 +43,7 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor) -> 
 
 def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
     """`array`'s memory as a tensor, bfloat16 of ml_dtypes included."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return tensor_over(array, array.dtype.name)
 
 
 def drop_unused(program: ExportedProgram) -> None:

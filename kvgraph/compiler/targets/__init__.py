@@ -26,7 +26,5 @@ class Lowered:
     ops: dict[str, int]
     passes: list[PassReport]
     nondeterministic_files: list[str] = field(default_factory=list)
-    tools: tuple[str, ...] = ()
-    """Distributions whose versions decided the bytes."""
     engine: EngineInfo | None = None
     notes: list[str] = field(default_factory=list)

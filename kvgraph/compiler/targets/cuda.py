@@ -83,7 +83,6 @@ def lower(
         ops=count_ops(program),
         passes=traced.passes,
         nondeterministic_files=[BUILD_LOG_NAME],
-        tools=("torch", "transformers", "triton"),
     )
 
 

@@ -88,7 +88,6 @@ def write(traced: Traced, folder: Path, *, half: bool = False) -> tuple[Lowered,
     lowered = Lowered(
         ops=dict(sorted(counts.items())),
         passes=traced.passes,
-        tools=("torch", "transformers", "onnx", "onnx-ir", "onnxscript"),
     )
     return lowered, onnx_model
 

@@ -57,7 +57,6 @@ def lower(
     }
     write_build_log(folder, {"compile_seconds": seconds})
     lowered.nondeterministic_files.append(BUILD_LOG_NAME)
-    lowered.tools = (*lowered.tools, "triton")
     lowered.notes.append(NOTE)
     return lowered
 

@@ -16,12 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
+from kvgraph.compiler.cache import CachePlan
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, cuda, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels, save_kernels
 from kvgraph.compiler.targets.trt_build import KERNELS_NAME
 from kvgraph.compiler.targets.trt_engine import (
-    DISTRIBUTIONS,
     ENGINE_NAME,
     LIBRARY_NAME,
     RTX,
@@ -94,9 +94,14 @@ def lower(
     log = {"compile_seconds": seconds, "engine_seconds": round(time.perf_counter() - start, 3)}
     write_build_log(folder, log)
     lowered.nondeterministic_files += [BUILD_LOG_NAME, ENGINE_NAME]
-    lowered.tools = (*lowered.tools, "triton", DISTRIBUTIONS[RTX])
     lowered.notes.append(NOTE)
     return lowered
+
+
+def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
+    """UnsupportedError for a cache that no kernel supports, before the model is traced."""
+    dtype = next(iter(plan.params.leaves.values())).dtype
+    cuda.require_kernels(plan, kernel_archs(archs, dtype))
 
 
 def write_kernels(

@@ -60,7 +60,6 @@ def lower(
         ops=ops,
         passes=traced.passes,
         nondeterministic_files=[MODEL_NAME],
-        tools=("torch", "transformers"),
     )
 
 

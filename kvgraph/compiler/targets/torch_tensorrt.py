@@ -35,6 +35,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
 )
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
 from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
+from kvgraph.contract.dtypes import ALL, POOLS
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
@@ -43,13 +44,7 @@ from kvgraph.ops.native import library_path
 
 INSTALL = "pip install torch-tensorrt (with the CUDA build of torch that it asks for)"
 
-DTYPES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "INT8": "int8",
-    "FP8": "float8_e4m3fn",
-}
+DTYPES = {dtype.tensorrt: dtype.name for dtype in ALL if dtype.name in POOLS}
 """Names of TensorRT's DataType -> ours."""
 
 

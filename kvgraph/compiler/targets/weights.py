@@ -15,20 +15,13 @@ import torch
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.contract.dtypes import ALL
 
 WEIGHTS_NAME = "weights.safetensors"
 
 STORED_DTYPES = {
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    getattr(torch, dtype.name): dtype.safetensors
+    for dtype in sorted(ALL, key=lambda d: (-d.itemsize, d.kind == "bool", d.safetensors))
 }
 """In the order in which a file has them."""
 

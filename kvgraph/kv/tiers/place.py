@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import NUMPY_DTYPES
+from kvgraph.contract.dtypes import itemsize
 from kvgraph.contract.inputs import Buffer
 from kvgraph.kv.leaf import Leaf
 from kvgraph.kv.tiers.copies import PageCopier, copier_of
@@ -58,7 +58,7 @@ class Place:
 
 def page_nbytes(buffer: Buffer) -> int:
     """Bytes of one page of a pool."""
-    return math.prod(buffer.shape[1:]) * NUMPY_DTYPES[buffer.dtype].itemsize
+    return math.prod(buffer.shape[1:]) * itemsize(buffer.dtype)
 
 
 def place_of(leaf: Leaf, path: str, num_shards: int, session: object) -> Place:

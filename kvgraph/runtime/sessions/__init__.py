@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvgraph.contract.backends import find_backend, imported
 from kvgraph.contract.devices import Target
 from kvgraph.errors import UnsupportedError
 
@@ -11,46 +12,18 @@ if TYPE_CHECKING:
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.sessions.base import Session
 
-BACKEND_SESSIONS = {
-    "onnx": ("onnxruntime", "reference"),
-    "torch": ("torch",),
-    "tensorrt": ("tensorrt", "reference"),
-}
-"""Backend of an artifact -> sessions that run it, the default first."""
-
 
 def create(artifact: Artifact, kind: str | None, num_threads: int | None) -> Session:
-    backend = artifact.manifest.backend
-    kinds = BACKEND_SESSIONS.get(backend, ())
-    kind = kind or (kinds[0] if kinds else "")
-    if kind not in kinds:
+    """The session `kind` of the artifact's backend; None: its default."""
+    manifest = artifact.manifest
+    backend, target = find_backend(manifest.backend), Target.parse(manifest.target).kind
+    runners = backend.targets[target].sessions if target in backend.targets else ()
+    runner = next((each for each in runners if kind in (None, "", each.name)), None)
+    if runner is None:
         raise UnsupportedError(
-            f"session: expected one of {list(kinds)} for an artifact of backend {backend!r}, "
-            f"got {kind!r}"
+            f"session: expected one of {[each.name for each in runners]} for an artifact of "
+            f"backend {backend.name!r}, got {kind!r}"
         )
-    if kind == "onnxruntime" and Target.parse(artifact.manifest.target).kind == "cuda":
-        from kvgraph.runtime.sessions.onnxruntime_cuda import OnnxRuntimeCudaSession
-
-        return OnnxRuntimeCudaSession(artifact)
-    if kind == "onnxruntime":
-        from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
-
-        return OnnxRuntimeSession(artifact, num_threads)
-    if kind == "torch" and Target.parse(artifact.manifest.target).kind == "cuda":
-        from kvgraph.runtime.sessions.torch import import_torch
-
-        import_torch()
-        from kvgraph.runtime.sessions.cuda import CudaSession
-
-        return CudaSession(artifact)
-    if kind == "torch":
-        from kvgraph.runtime.sessions.torch import TorchSession
-
-        return TorchSession(artifact, num_threads)
-    if kind == "tensorrt":
-        from kvgraph.runtime.sessions.tensorrt import TensorRTSession
-
-        return TensorRTSession(artifact)
-    from kvgraph.runtime.sessions.reference import ReferenceSession
-
-    return ReferenceSession(artifact)
+    entry = imported(runner.entry)
+    made: Session = entry(artifact, num_threads) if runner.threads else entry(artifact)
+    return made

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import NUMPY_DTYPES, TensorType
+from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
 from kvgraph.errors import BindingError
@@ -167,7 +168,7 @@ class Session(ABC):
 
 def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     """Zeroed, aligned host memory whose pages the system gives on first touch."""
-    kind = NUMPY_DTYPES[dtype]
+    kind = DTYPES[dtype].numpy
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT

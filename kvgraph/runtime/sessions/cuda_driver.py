@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import itemsize
+from kvgraph.contract.dtypes import itemsize
 from kvgraph.errors import CapacityError, DeviceError, MissingDependencyError
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"

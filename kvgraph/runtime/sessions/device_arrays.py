@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import NUMPY_DTYPES, itemsize
+from kvgraph.contract.dtypes import DTYPES, itemsize
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, PinnedArray
 
 
@@ -35,10 +35,10 @@ class Slot:
             self._device.upload(self.device.address, self.host.address, nbytes)
 
     def _allocate(self, largest: tuple[int, ...]) -> None:
-        self._values = np.empty(0, NUMPY_DTYPES[self._dtype])  # until both sides have memory
+        self._values = np.empty(0, DTYPES[self._dtype].numpy)  # until both sides have memory
         self.device = DeviceArray(self._device, self._dtype, largest)
         self.host = PinnedArray(self._device, self.device.nbytes)
-        self._values = self.host.bytes.view(NUMPY_DTYPES[self._dtype])
+        self._values = self.host.bytes.view(DTYPES[self._dtype].numpy)
 
 
 class Logits:

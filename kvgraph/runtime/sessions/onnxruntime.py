@@ -41,7 +41,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import NUMPY_DTYPES, TensorType
+from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import (
     ArtifactError,
@@ -55,17 +56,6 @@ from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.processors import default_threads
 from kvgraph.runtime.sessions.base import Session, host_zeros
 from kvgraph.runtime.sessions.opening import require_names
-
-# onnx.TensorProto.DataType, which the deployment side does not install.
-ELEMENT_TYPES = {
-    "float32": 1,
-    "int8": 3,
-    "int32": 6,
-    "float16": 10,
-    "bfloat16": 16,
-    "float8_e4m3fn": 17,
-}
-
 
 UPGRADE = "pip install --upgrade 'kvgraph[onnx]'"
 
@@ -133,7 +123,7 @@ class _Pool:
         if array is self._array:
             return
         self._array = None  # until both have its address
-        name, dtype = self._symbol.name, ELEMENT_TYPES[self._symbol.dtype]
+        name, dtype = self._symbol.name, DTYPES[self._symbol.dtype].onnx
         place = ("cpu", 0, dtype, array.shape, array.ctypes.data)
         self._binding.bind_input(name, *place)
         self._binding.bind_output(output_name(self._symbol), *place)
@@ -145,7 +135,7 @@ class _Input:
 
     def __init__(self, binding: Any, symbol: TensorType) -> None:
         self._binding, self._symbol = binding, symbol
-        self._memory = np.empty(0, NUMPY_DTYPES[symbol.dtype])
+        self._memory = np.empty(0, DTYPES[symbol.dtype].numpy)
         self._view: npt.NDArray[Any] = np.empty((), self._memory.dtype)  # no input has this shape
 
     def take(self, array: npt.NDArray[Any]) -> None:
@@ -158,7 +148,7 @@ class _Input:
         if size > self._memory.size:
             self._memory = np.empty(2 * size, self._memory.dtype)
         view = self._memory[:size].reshape(shape)
-        dtype = ELEMENT_TYPES[self._symbol.dtype]
+        dtype = DTYPES[self._symbol.dtype].onnx
         self._binding.bind_input(
             self._symbol.name, "cpu", 0, dtype, shape, self._memory.ctypes.data
         )

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import (
@@ -38,7 +39,6 @@ from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
 from kvgraph.runtime.sessions.device_arrays import Logits, Slot
 from kvgraph.runtime.sessions.onnxruntime import (
-    ELEMENT_TYPES,
     import_onnxruntime,
     last_sentence,
     open_session,
@@ -121,7 +121,7 @@ class OnnxRuntimeCudaSession(Session):
         """An index tensor: copied to its address on the device, or read where it lies."""
         slot = self._slots.get(symbol.name)
         if slot is None:
-            place = ("cpu", 0, ELEMENT_TYPES[symbol.dtype], array.shape, array.ctypes.data)
+            place = ("cpu", 0, DTYPES[symbol.dtype].onnx, array.shape, array.ctypes.data)
             self._binding.bind_input(symbol.name, *place)
             return
         slot.fill(array, array.shape)
@@ -130,7 +130,7 @@ class OnnxRuntimeCudaSession(Session):
 
     def _bind(self, symbol: TensorType, shape: tuple[int, ...], address: int) -> None:
         """An input in device memory; a buffer is an output at the same address."""
-        place = ("cuda", self._device.ordinal, ELEMENT_TYPES[symbol.dtype], shape, address)
+        place = ("cuda", self._device.ordinal, DTYPES[symbol.dtype].onnx, shape, address)
         self._binding.bind_input(symbol.name, *place)
         if symbol.kind == "buffer":
             self._binding.bind_output(output_name(symbol), *place)

@@ -7,20 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.manifest import EngineInfo, ProfileInfo
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.artifact import Artifact
-
-DTYPES = {
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-    "int8": "INT8",
-    "float8_e4m3fn": "FP8",
-    "int32": "INT32",
-}
-"""Our names -> those of TensorRT's DataType."""
 
 
 def require_bindings(
@@ -66,7 +57,11 @@ def _require_tensor(
     is_buffer_out = symbol.kind == "buffer" and mode == trt.TensorIOMode.OUTPUT
     facts = [
         ("a tensor that is", mode, engine.get_tensor_mode(name)),
-        ("dtype", getattr(trt.DataType, DTYPES[symbol.dtype]), engine.get_tensor_dtype(name)),
+        (
+            "dtype",
+            getattr(trt.DataType, DTYPES[symbol.dtype].tensorrt),
+            engine.get_tensor_dtype(name),
+        ),
         ("format", trt.TensorFormat.LINEAR, engine.get_tensor_format(name)),
         # The manifest has the alias; an engine without the promise still gets one address.
         ("an alias of", (symbol.name if is_buffer_out else None) if aliased else aliased, aliased),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.safetensors import TensorAt, read_layout
@@ -23,7 +24,7 @@ from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, U
 from kvgraph.ops.native import library_path
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
-from kvgraph.runtime.sessions.tensorrt_bindings import DTYPES, require_bindings
+from kvgraph.runtime.sessions.tensorrt_bindings import require_bindings
 
 ENGINE_NAME, WEIGHTS_NAME = "model.engine", "weights.safetensors"
 
@@ -33,7 +34,8 @@ INSTALL = {
 }
 """The modules that a manifest may name -> how a machine gets them."""
 
-SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32"}
+TENSORRT = {dtype.safetensors: dtype.tensorrt for dtype in ALL if dtype.tensorrt}
+"""Names of dtypes in safetensors -> those of TensorRT's DataType."""
 
 
 class LoadedEngine:
@@ -124,9 +126,9 @@ class LoadedEngine:
         self, refitter: Any, path: Path, name: str, raw: Any, tensors: Mapping[str, TensorAt]
     ) -> None:
         at = tensors.get(name)
-        if at is None or at.dtype not in SAFETENSORS:
+        if at is None or at.dtype not in TENSORRT:
             raise ArtifactError(f"{path}: {name}: expected a tensor from {ENGINE_NAME}, got {at}")
-        kind = getattr(self.trt.DataType, DTYPES[SAFETENSORS[at.dtype]])
+        kind = getattr(self.trt.DataType, TENSORRT[at.dtype])
         count = math.prod(at.shape)
         weights = self.trt.Weights(kind, raw.ctypes.data + at.offset, count)
         if not refitter.set_named_weights(name, weights):

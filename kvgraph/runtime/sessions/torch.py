@@ -54,6 +54,14 @@ class TorchSession(Session):
         return logits
 
 
+def cuda_session(artifact: Artifact) -> Session:
+    """The session of an artifact for CUDA. MissingDependencyError without torch."""
+    import_torch()
+    from kvgraph.runtime.sessions.cuda import CudaSession
+
+    return CudaSession(artifact)
+
+
 def import_torch() -> Any:
     try:
         import torch

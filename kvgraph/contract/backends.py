@@ -1,0 +1,242 @@
+"""Backends: what each compiles for, what it writes, and what runs that.
+
+Code is named as "module:attribute" and imported when it is used. A package adds a backend by an
+entry point of group `kvgraph.backends`, which has the backend's name and leads to its `Backend`. It
+cannot replace one of `OURS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvgraph.errors import KVGraphError, UnsupportedError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "kvgraph.backends"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """A session that runs artifacts: `entry(artifact)` makes one.
+
+    `threads`: it computes on the CPU, and `entry(artifact, num_threads)` makes it.
+    """
+
+    name: str
+    entry: str
+    threads: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """How a backend compiles for one kind of target, and runs there.
+
+    `lower(traced, folder, **options)` writes the backend's files and returns a `Lowered`. `options`
+    names the keywords that it takes: `archs` of the target, `bounds` of a step (rows, new tokens),
+    `progress`, `weight_bits` of packed weights (16, 8, 4 or None). `sessions`: the default first.
+    `tools`: distributions whose versions decide the files' bytes. `reason`: why it is the default
+    of the target; empty for all others.
+
+    `float32`: activations are float32 even where the checkpoint has another dtype. `weightless`:
+    the checkpoint's weights stay on disk until they are written. `require(plan, archs)` refuses a
+    cache before the model is traced. The check of a compile uses two more: `rewrite(traced)` runs
+    the passes alone, `cut_windows(folder, out, most)` copies an artifact with shorter windows.
+    """
+
+    lower: str
+    sessions: tuple[Runner, ...]
+    tools: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    reason: str = ""
+    float32: bool = False
+    weightless: bool = False
+    require: str = ""
+    rewrite: str = ""
+    cut_windows: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One backend. `targets`: by kind, cpu or cuda.
+
+    `files`: what sessions open; an artifact must have them, with their hashes. Every artifact has
+    `weights.safetensors`. `packages`: distributions that run it. `functional`: its graphs return
+    the cache's buffers. `portable`: it compiles for `cuda:portable`.
+    """
+
+    name: str
+    targets: Mapping[str, Support]
+    files: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    functional: bool = False
+    portable: bool = False
+
+
+REFERENCE = Runner(name="reference", entry="kvgraph.runtime.sessions.reference:ReferenceSession")
+TORCH_TOOLS = ("torch", "transformers")
+ONNX_TOOLS = (*TORCH_TOOLS, "onnx", "onnx-ir", "onnxscript")
+
+OURS = (
+    Backend(
+        name="onnx",
+        targets={
+            "cpu": Support(
+                lower="kvgraph.compiler.targets.onnx:lower",
+                options=("weight_bits",),
+                sessions=(
+                    Runner(
+                        name="onnxruntime",
+                        entry="kvgraph.runtime.sessions.onnxruntime:OnnxRuntimeSession",
+                        threads=True,
+                    ),
+                    REFERENCE,
+                ),
+                tools=ONNX_TOOLS,
+                reason="it starts soonest, and runs without torch",
+                float32=True,
+                cut_windows="kvgraph.compiler.check.windows:with_windows_cut",
+            ),
+            "cuda": Support(
+                lower="kvgraph.compiler.targets.onnx_cuda:lower",
+                options=("archs", "progress"),
+                sessions=(
+                    Runner(
+                        name="onnxruntime",
+                        entry="kvgraph.runtime.sessions.onnxruntime_cuda:OnnxRuntimeCudaSession",
+                    ),
+                    REFERENCE,
+                ),
+                tools=(*ONNX_TOOLS, "triton"),
+                require="kvgraph.compiler.targets.cuda:require_kernels",
+            ),
+        },
+        files=("model.onnx", "weights.safetensors"),
+        packages=("onnxruntime", "onnxruntime-gpu"),
+        functional=True,
+    ),
+    Backend(
+        name="torch",
+        targets={
+            "cpu": Support(
+                lower="kvgraph.compiler.targets.torch:lower",
+                options=("weight_bits",),
+                sessions=(
+                    Runner(
+                        name="torch",
+                        entry="kvgraph.runtime.sessions.torch:TorchSession",
+                        threads=True,
+                    ),
+                ),
+                tools=TORCH_TOOLS,
+            ),
+            "cuda": Support(
+                lower="kvgraph.compiler.targets.cuda:lower",
+                options=("archs", "progress"),
+                sessions=(
+                    Runner(name="torch", entry="kvgraph.runtime.sessions.torch:cuda_session"),
+                ),
+                tools=(*TORCH_TOOLS, "triton"),
+                reason="one program for all architectures, replayed as CUDA graphs",
+                weightless=True,
+                require="kvgraph.compiler.targets.cuda:require_kernels",
+                rewrite="kvgraph.compiler.targets.cuda:rewrite",
+            ),
+        },
+        files=("model.pt2", "weights.safetensors"),
+        packages=("torch",),
+    ),
+    Backend(
+        name="tensorrt",
+        targets={
+            "cuda": Support(
+                lower="kvgraph.compiler.targets.tensorrt:lower",
+                options=("archs", "bounds", "progress"),
+                sessions=(
+                    Runner(
+                        name="tensorrt",
+                        entry="kvgraph.runtime.sessions.tensorrt:TensorRTSession",
+                    ),
+                    REFERENCE,
+                ),
+                tools=(*ONNX_TOOLS, "triton", "tensorrt-rtx"),
+                require="kvgraph.compiler.targets.tensorrt:require_kernels",
+            ),
+        },
+        files=("model.engine", "model.onnx", "weights.safetensors"),
+        packages=("tensorrt-rtx", "tensorrt"),
+        functional=True,
+        portable=True,
+    ),
+)
+SESSIONS = tuple(
+    dict.fromkeys(
+        runner.name
+        for backend in OURS
+        for support in backend.targets.values()
+        for runner in support.sessions
+    )
+)
+
+
+def default_backend(kind: str) -> Backend:
+    """The backend of a kind of target where none is asked for."""
+    return next(each for each in OURS if kind in each.targets and each.targets[kind].reason)
+
+
+def find_backend(name: str, kind: str | None = None) -> Backend:
+    """The backend `name`, of kvgraph or an installed package, that has targets of `kind`.
+
+    UnsupportedError lists the known ones, or says what is wrong with a package's.
+    """
+    found = next((each for each in OURS if each.name == name), None) or _installed(name)
+    if found is not None and (kind is None or kind in found.targets):
+        return found
+    ours = [each for each in OURS if kind is None or kind in each.targets]
+    ours.sort(key=lambda each: kind is None or not each.targets[kind].reason)
+    others = {point.name for point in _entry_points()} - {name}
+    known = [*(each.name for each in ours), *sorted(others)]
+    where = f" for target {kind}" if kind else ""
+    raise UnsupportedError(f"backend: expected one of {known}{where}, got {name!r}")
+
+
+def imported(entry: str) -> Any:
+    """What "module:attribute" names."""
+    module, _, attribute = entry.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _installed(name: str) -> Backend | None:
+    """The backend that an installed package adds under `name`."""
+    points = [point for point in _entry_points() if point.name == name]
+    if not points:
+        return None
+    if len(points) > 1:
+        places = " and ".join(sorted(point.value for point in points))
+        raise UnsupportedError(f"backend {name!r}: expected one package to add it, got {places}")
+    (point,) = points
+    try:
+        found = point.load()
+    except KVGraphError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"backend {name!r}: expected a Backend from {point.value}, "
+            f"got {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Backend) or found.name != name:
+        raise UnsupportedError(
+            f"backend {name!r}: expected a Backend of this name from {point.value}, got {found!r}"
+        )
+    return found
+
+
+def _entry_points() -> Sequence[EntryPoint]:
+    """Read only for a name that is not ours: that takes tens of milliseconds."""
+    from importlib.metadata import entry_points
+
+    return tuple(entry_points(group=GROUP))

@@ -1,0 +1,54 @@
+"""A package adds a backend: kvgraph compiles with it, checks what it made, and runs that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import eager
+import pytest
+from command_line import COMMAND
+from packages import install_backend
+
+import kvgraph
+from kvgraph.compiler.options import check_weights, default_weights
+from kvgraph.contract.manifest import read_manifest
+
+SOURCE = Path(eager.__file__).read_text()
+
+
+def test_a_backend_of_another_package(
+    tmp_path: Path, model_folder: Callable[[str], Path], compiled: Callable[..., Path]
+) -> None:
+    packages, out = tmp_path / "packages", tmp_path / "out"
+    packages.mkdir()
+    install_backend(packages, "eager", SOURCE)
+    environment = os.environ | {"PYTHONPATH": str(packages)}
+
+    def command(*words: object) -> str:
+        line = [*COMMAND, *map(str, words)]
+        done = subprocess.run(line, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    command("compile", model_folder("tiny-llama"), "-o", out, "--backend", "eager")
+    manifest = read_manifest(out)
+    assert (manifest.backend, [*manifest.tools]) == ("eager", ["torch"])
+    assert "model.eager" in manifest.files
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+    assert "intact" in command("verify", out)
+    prompt = ("The", "--max-new-tokens", 12, "--json")
+    ours = command("generate", compiled("tiny-llama", dtype="float32", weights="fp32"), *prompt)
+    assert command("generate", out, *prompt) == ours
+
+    with pytest.raises(kvgraph.ArtifactError, match=r"manifest.json: backend: .* got 'eager'"):
+        kvgraph.load(out)
+
+
+def test_weights_that_a_backend_does_not_pack() -> None:
+    message = "weights: expected none for backend eager, which packs none, got 'int8'"
+    with pytest.raises(kvgraph.UnsupportedError, match=message):
+        check_weights("int8", kvgraph.Target.parse("cpu"), eager.BACKEND, None)
+    assert default_weights("bfloat16", eager.BACKEND.targets["cpu"]) == "fp32"
