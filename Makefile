@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | check-kernels | format
+# make demo | test | test-all | check | check-kernels | format | generate
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BENCH := PYTHONSAFEPATH=1 PYTHONPATH=tests $(BIN)/python tests/bench
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-all check check-kernels format clean
+.PHONY: demo test test-all check check-kernels format generate clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-start
 
 demo: $(VENV)/.installed
@@ -40,6 +40,10 @@ check-kernels: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# What type checkers read of the table of public names and of the OpSpecs.
+generate: $(VENV)/.installed
+	$(BIN)/python tests/generate.py
 
 bench-kv: $(VENV)/.installed
 	$(BENCH)/kv.py

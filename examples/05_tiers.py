@@ -12,6 +12,7 @@ SYSTEM = "Answer in one sentence, and only about the language and its library. "
 
 def ask(engine: kvgraph.Engine, question: str) -> None:
     done = engine.generate([SYSTEM + question], kvgraph.SamplingParams(max_new_tokens=8))[0]
+    assert isinstance(engine.kv, kvgraph.PagedKVCacheManager)  # the kind that has tiers
     metrics = engine.kv.get_metrics_aggregated()
     print(f"computed {metrics.input_tokens} tokens, took {metrics.cache_tokens} from the cache")
     print(f"{question}{done.text}\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,7 @@ def run_artifact(
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.engine import Engine
 
-    found: list[list[Any]] = [[] for _ in rows]
+    found: list[list[npt.NDArray[np.float32]]] = [[] for _ in rows]
     with Engine(
         Artifact(folder, read_manifest(folder)),
         max_batch_size=len(rows),

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Compile language models ahead of time around a paged KV cache, and run them.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,9 +81,9 @@ def version(
     wanted: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if wanted:
-        from importlib import metadata
+        from kvgraph import __version__
 
-        stdout.print(f"kvgraph {metadata.version('kvgraph')}")
+        stdout.print(f"kvgraph {__version__}")
         raise typer.Exit
 
 
@@ -527,7 +528,7 @@ def _warn_unmatched(manifest: Manifest) -> None:
             stderr.print(f"note: pass {entry.name}: {sentence}", soft_wrap=True)
 
 
-def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def _summary(folder: Path, manifest: Manifest) -> dict[str, object]:
     return {
         "artifact": str(folder),
         "architecture": manifest.model.architecture,
@@ -541,7 +542,7 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _print_json(value: Any) -> None:
+def _print_json(value: object) -> None:
     sys.stdout.write(to_json(value, indent=1).decode() + "\n")
 
 

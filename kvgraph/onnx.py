@@ -18,7 +18,7 @@ write in place and refuse two. Frameworks are imported by the function that need
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -41,7 +41,7 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
     return lower_caches(program)
 
 
-def translation_table() -> dict[Any, Callable[..., Any]]:
+def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
     """`custom_translation_table` of `torch.onnx.export` for what `lower_caches` returns.
 
     Registers the schemas too, which the exporter asks for.

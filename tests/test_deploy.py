@@ -16,6 +16,11 @@ absent = [n for n in ("torch", "onnx", "transformers") if importlib.util.find_sp
 print(json.dumps(absent))
 """
 
+TYPED = """
+import pathlib, kvgraph
+print((pathlib.Path(kvgraph.__file__).parent / "py.typed").is_file())
+"""
+
 
 def test_generate_without_torch_onnx_transformers(
     tmp_path: Path, compiled: Callable[..., Path]
@@ -32,6 +37,8 @@ def test_generate_without_torch_onnx_transformers(
         )
         return done.stdout
 
+    assert run(str(python), "-c", TYPED).strip() == "True"
+    assert run(str(python), "-m", "kvgraph", "--version").startswith("kvgraph ")
     assert run(str(python), "-c", PROBE).strip() == '["torch", "onnx", "transformers"]'
     command = str(environment / "bin" / "kvgraph")
     artifact = str(compiled("tiny-llama"))

@@ -25,6 +25,7 @@ FLOORS = {
     "serve": 4,
     "show": 4,
     "cli": 5,
+    "__main__": 6,
 }
 
 FRAMEWORKS = {

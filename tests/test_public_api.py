@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
+import pytest
 import typer
 
 import kvgraph
@@ -16,12 +18,14 @@ from kvgraph import cli
 ROOT = Path(__file__).parents[1]
 
 PUBLIC = [
+    "Artifact",
     "ArtifactError",
     "BatchCharacteristics",
     "BindingError",
     "Buffer",
     "CapacityError",
     "CheckError",
+    "Completion",
     "ContinuousBatchingKVCacheCollection",
     "ContinuousBatchingKVCacheInputSymbols",
     "ContinuousBatchingKVCacheManager",
@@ -44,6 +48,7 @@ PUBLIC = [
     "KVCacheStrategy",
     "KVGraphError",
     "KernelError",
+    "Manifest",
     "MissingDependencyError",
     "ModelError",
     "ModelInputs",
@@ -54,16 +59,20 @@ PUBLIC = [
     "PaddedKVCacheInputSymbols",
     "PaddedKVCacheInputs",
     "PaddedKVCacheManager",
+    "PageStore",
     "PagedCacheInputSymbols",
     "PagedKVCacheManager",
     "ParamsError",
     "RaggedKVCacheInputs",
     "RequestError",
     "SamplingParams",
+    "Session",
+    "SessionInterface",
     "StoreError",
     "Target",
     "TensorType",
     "TextContext",
+    "Token",
     "TransferError",
     "UnsupportedError",
     "compile",
@@ -115,11 +124,31 @@ def test_flags() -> None:
     assert found == FLAGS
 
 
+def test_every_command_has_the_short_help() -> None:
+    parser = typer.main.get_command(cli.app)
+    for arguments in (["-h"], ["compile", "-h"], ["cache", "stat", "-h"]):
+        with pytest.raises(SystemExit) as ended:
+            parser(arguments)
+        assert ended.value.code == 0
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "kvgraph", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"kvgraph {kvgraph.__version__}\n"
+    assert kvgraph.__version__ == metadata.version("kvgraph")
+
+
 def test_environment_variables() -> None:
     pattern = re.compile(r"""environ(?:\.get)?[\[(]\s*["'](\w+)|getenv\(["'](\w+)""")
     sources = [*ROOT.glob("kvgraph/**/*.py"), *ROOT.glob("plugins/**/*.[ch]*")]
     found = {a or b for path in sources for a, b in pattern.findall(path.read_text())}
     assert found == ENVIRONMENT
+
+
+def test_importing_the_package_reads_no_metadata() -> None:
+    code = "import sys, kvgraph; assert 'importlib.metadata' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_the_package_imports_no_framework() -> None:

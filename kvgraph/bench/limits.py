@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraph.bench.machine import last_level_cache, thread_environment
 from kvgraph.contract.plain import from_plain
 from kvgraph.errors import KVGraphError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 LEAST_READ_BYTES = 1 << 30
 CACHES = 4
@@ -121,7 +124,7 @@ def _numpy_gemm() -> Callable[[], object]:
     return lambda: a @ a
 
 
-def _torch_gemms(torch: Any) -> dict[str, Callable[[], object]]:
+def _torch_gemms(torch: ModuleType) -> dict[str, Callable[[], object]]:
     a = torch.randn(GEMM_SIZE, GEMM_SIZE)
     b, c = a.bfloat16(), (a * 20).to(torch.int8)
     return {

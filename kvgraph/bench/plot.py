@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvgraph.bench.figures import Figure
 from kvgraph.bench.run import Report
 from kvgraph.contract.files import replacing, require_replaceable
 from kvgraph.errors import MissingDependencyError, RequestError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SUFFIXES = {".svg": "Creator", ".png": "Software"}
 """Kinds of files, and the field in which each says who made it."""
@@ -66,7 +69,7 @@ def _is_picture(path: Path) -> bool:
 
 
 def _panel(
-    axes: Any,
+    axes: Axes,
     figures: Sequence[Figure],
     engines: Sequence[str],
     position: Callable[[Figure], int],

@@ -10,7 +10,6 @@ it: pages that were cached before are then not found.
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,7 +35,7 @@ def program_digest(program: ExportedProgram, signature: GraphSignature) -> bytes
 
 def _inputs(program: ExportedProgram) -> dict[str, str]:
     """What each placeholder stands for, by its name in the graph."""
-    stored: dict[str, Any] = {**program.constants, **program.state_dict}
+    stored: dict[str, object] = {**program.constants, **program.state_dict}
     said: dict[str, str] = {}
     position = 0
     for spec in program.graph_signature.input_specs:
@@ -50,11 +49,11 @@ def _inputs(program: ExportedProgram) -> dict[str, str]:
     return said
 
 
-def _type(value: Any) -> str:
+def _type(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
 
 
-def _content(value: Any) -> str:
+def _content(value: object) -> str:
     """Type and values of a buffer or a constant; a fake one has its values in the weights."""
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return _type(value)
@@ -68,7 +67,7 @@ def _lines(graph: Graph, inputs: dict[str, str], root: GraphModule) -> list[str]
     number: dict[Node, int] = {}
     lines = []
 
-    def said(given: Any) -> str:
+    def said(given: object) -> str:
         if isinstance(given, Node):
             return f"%{number[given]}"
         if isinstance(given, list | tuple):

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.ops._linear import COLUMNS, DEPTH, GROUP, PER_LINE
-
-Array = npt.NDArray[Any]
 
 NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
 TRIED = 4

@@ -33,6 +33,8 @@ from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.ops._linear import WEIGHT_BITS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.trace import Traced
 
@@ -114,7 +116,7 @@ def reason(target: Target) -> str:
 
 
 def load_model(
-    model: Any,
+    model: str | Path | nn.Module,
     float32: bool,
     dtype: str | None,
     vocab_size: int | None,

@@ -14,7 +14,7 @@ from kvgraph.errors import KernelError, UnsupportedError
 
 
 def refusal(
-    model: Model, errors: Sequence[Exception], again: Callable[[], Any]
+    model: Model, errors: Sequence[Exception], again: Callable[[], object]
 ) -> UnsupportedError:
     """What to raise for a trace that failed with `errors`, of which the first says most.
 
@@ -49,7 +49,7 @@ def _reason(error: Exception) -> str:
     return lines[0].rstrip(".")
 
 
-def _guard_frame(again: Callable[[], Any]) -> FrameSummary | None:
+def _guard_frame(again: Callable[[], object]) -> FrameSummary | None:
     """Where the module asks how large a dynamic dim is: a constraint fails after the trace."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -58,7 +58,7 @@ def _guard_frame(again: Callable[[], Any]) -> FrameSummary | None:
     if record is None:
         return None
 
-    def note(env: Any, prefix: str, *args: Any, **settings: Any) -> None:
+    def note(env: ShapeEnv, prefix: str, *args: object, **settings: object) -> None:
         record(env, prefix, *args, **settings)
         frame = own_frame(traceback.extract_stack())
         if frame is not None and "suppressed" not in prefix:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeAlias
+
+import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.errors import BindingError
@@ -19,6 +21,9 @@ NUM_SLOTS = "num_slots"
 MAX_SEQ_LEN = "max_seq_len"
 ROW_OFFSETS = "batch_size + 1"
 """The one derived dim: `input_row_offsets` has an entry more than the batch has rows."""
+
+Array: TypeAlias = npt.NDArray[Any]
+"""A host array of whichever dtype its symbol or operand has."""
 
 Dim = int | str
 """An integer is static; a string is a symbol that a runtime value resolves."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import GenericAlias
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
+from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import BindingError
 
@@ -28,10 +29,12 @@ class Buffer:
     device: LogicalDevice
     handle: Any = None
 
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.asarray(self.handle, dtype=dtype)
+
+
+Entry: TypeAlias = "Buffer | KVCacheInputs"
+"""What a record or a tree holds under a name."""
 
 
 @runtime_checkable
@@ -43,7 +46,7 @@ class KVCacheInputsInterface(Protocol):
         return GenericAlias(cls, item)
 
     @property
-    def inputs(self) -> Sequence[Any]: ...
+    def inputs(self) -> Sequence[KVCacheInputs]: ...
     def flatten(self) -> list[Buffer]: ...
     def unflatten(self, values: Sequence[Buffer]) -> KVCacheInputs: ...
 
@@ -56,13 +59,13 @@ class KVCacheBufferInterface(Protocol):
     def all_buffers(self) -> list[Buffer]: ...
 
 
-class Session(Protocol):
+class SessionInterface(Protocol):
     """The memory of a device as a manager sees it: it asks for buffers and never looks inside."""
 
     @property
     def identity(self) -> bytes: ...
 
-    def allocate(self, symbol: Any, sizes: Mapping[str, int]) -> Buffer: ...
+    def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer: ...
 
 
 class KVCacheInputs:
@@ -82,10 +85,10 @@ class KVCacheInputs:
         return GenericAlias(cls, item)
 
     @property
-    def inputs(self) -> Sequence[Any]:
+    def inputs(self) -> Sequence[KVCacheInputs]:
         return [self] if self._inputs is None else self._inputs
 
-    def entries(self) -> dict[Any, Any]:
+    def entries(self) -> Mapping[str, Entry] | Mapping[int, Entry]:
         """What it holds, by name: a record's fields that are present, a tree's children, or
         records by their position."""
         return _present(self) if self._inputs is None else dict(enumerate(self._inputs))
@@ -118,12 +121,14 @@ class KVCacheInputs:
         return KVCacheInputs([record._rebuild(values) for record in self._inputs])
 
 
-def _replaced(record: Any, values: Iterator[Buffer]) -> KVCacheInputs:
-    rebuilt: KVCacheInputs = replace(record, **{name: next(values) for name in _present(record)})
+def _replaced(record: KVCacheInputs, values: Iterator[Buffer]) -> KVCacheInputs:
+    present = _present(record)
+    assert is_dataclass(record)
+    rebuilt: KVCacheInputs = replace(record, **{name: next(values) for name in present})
     return rebuilt
 
 
-def _present(record: Any) -> dict[str, Any]:
+def _present(record: KVCacheInputs) -> dict[str, Buffer]:
     """The fields of a dataclass that are there."""
     if not is_dataclass(record):
         raise BindingError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from kvgraph.contract.plain import from_plain
 
@@ -35,7 +35,7 @@ class Layout:
     n_shards: int
 
 
-def require_layout(where: str, layout: dict[str, Any]) -> None:
+def require_layout(where: str, layout: Mapping[str, object]) -> None:
     """ValueError, which ParamsError is too, unless a cache or a tree of caches has this layout."""
     from kvgraph.contract.trees import params_from_layout  # only who reads a manifest needs it
 
@@ -46,7 +46,7 @@ def require_layout(where: str, layout: dict[str, Any]) -> None:
         raise ValueError(f"{where}: expected fields of a cache, got another ({error})") from error
 
 
-def _require_types(where: str, layout: Any) -> None:
+def _require_types(where: str, layout: object) -> None:
     """Types first: parameters compare what they are given with numbers."""
     if not isinstance(layout, dict) or not layout:
         raise ValueError(f"{where}: expected a cache, got {layout!r}")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType, ceildiv
@@ -152,7 +152,7 @@ class Manifest:
     target: str
     dtype: str
     weights: str
-    layout: dict[str, Any]
+    layout: dict[str, object]
     inputs: list[Binding]
     outputs: list[Binding]
     layers: list[LayerRef]
@@ -243,7 +243,7 @@ def listed_names(folder: Path) -> frozenset[str]:
 class _Listed:
     """What manifests of all schemas have."""
 
-    files: dict[str, Any]
+    files: dict[str, object]
     nondeterministic_files: list[str]
 
 
@@ -276,7 +276,7 @@ def _damage(path: Path) -> Iterator[None]:
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
 
 
-def _checked(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+def _checked(path: Path, fields: dict[str, object]) -> dict[str, object]:
     """`fields` without the hash of the others; ArtifactError where that is not theirs."""
     found, rest = str(fields.get("sha256")), {k: v for k, v in fields.items() if k != "sha256"}
     expected = _hash(rest)
@@ -288,7 +288,7 @@ def _checked(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def _hash(fields: dict[str, Any]) -> str:
+def _hash(fields: dict[str, object]) -> str:
     return hashlib.sha256(to_json(fields)).hexdigest()
 
 

@@ -6,17 +6,28 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ACTIVATIONS, QUANTIZED, itemsize
 from kvgraph.contract.symbols import (
+    ContinuousBatchingKVCacheInputSymbols,
+    KVCacheInputSymbols,
+    PaddedKVCacheInputSymbols,
+    PagedCacheInputSymbols,
     continuous_symbols,
     padded_symbols,
     paged_symbols,
 )
 from kvgraph.errors import ParamsError, UnsupportedError
+
+CacheSymbols: TypeAlias = (
+    list[PagedCacheInputSymbols]
+    | list[ContinuousBatchingKVCacheInputSymbols]
+    | list[PaddedKVCacheInputSymbols]
+)
+"""The records of a single cache, one for each device, of the class that its strategy has."""
 
 
 class KVCacheStrategy(StrEnum):
@@ -66,7 +77,7 @@ class KVCacheParamInterface(Protocol):
     def leaves(self) -> dict[str, KVCacheParams]: ...
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> list[Any]: ...
+    ) -> Sequence[KVCacheInputSymbols]: ...
     def layout_dict(self) -> dict[str, object]: ...
     def require_layout(self, layout: Mapping[str, object], *, source: str) -> None: ...
 
@@ -240,7 +251,7 @@ class KVCacheParams:
 
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> list[Any]:
+    ) -> CacheSymbols:
         """One record of input symbols per device, replica-major; allocates nothing.
 
         The record's class follows `cache_strategy`: `PagedCacheInputSymbols`, or the one of
@@ -301,7 +312,7 @@ class KVCacheParams:
                 )
 
 
-_SYMBOLS: Mapping[KVCacheStrategy, Callable[[KVCacheParams], list[Any]]] = {
+_SYMBOLS: Mapping[KVCacheStrategy, Callable[[KVCacheParams], CacheSymbols]] = {
     KVCacheStrategy.PAGED: paged_symbols,
     KVCacheStrategy.CONTINUOUS: continuous_symbols,
     KVCacheStrategy.PADDED: padded_symbols,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union
 T = TypeVar("T")
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Dataclasses become dictionaries in field order, tuples lists; the rest stays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -26,7 +26,7 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: type[T], value: Any, where: str = "") -> T:
+def from_plain(kind: type[T], value: object, where: str = "") -> T:
     """A `kind` from plain data; ValueError names the first field of another type, or missing.
 
     Fields that `kind` does not have are left out.
@@ -34,7 +34,7 @@ def from_plain(kind: type[T], value: Any, where: str = "") -> T:
     return typing.cast(T, _convert(kind, value, where))
 
 
-def to_json(value: Any, *, indent: int | None = None, sort: bool = False) -> bytes:
+def to_json(value: object, *, indent: int | None = None, sort: bool = False) -> bytes:
     """One form for equal values: no spaces without `indent`, keys in their order or sorted."""
     separators = (",", ": ") if indent else (",", ":")
     text = json.dumps(
@@ -43,9 +43,9 @@ def to_json(value: Any, *, indent: int | None = None, sort: bool = False) -> byt
     return text.encode()
 
 
-def _convert(kind: Any, value: Any, where: str) -> Any:
+def _convert(kind: object, value: object, where: str) -> object:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is object:
         return value
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
@@ -62,7 +62,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     return _require(kind, value, where)
 
 
-def _convert_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+def _convert_union(kinds: tuple[object, ...], value: object, where: str) -> object:
     for kind in kinds:
         try:
             return _convert(kind, value, where)
@@ -91,11 +91,12 @@ def _require(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _name(kind: Any) -> str:
-    plain = isinstance(kind, type) and not typing.get_args(kind)
-    return "null" if kind is type(None) else kind.__name__ if plain else str(kind)
+def _name(kind: object) -> str:
+    if isinstance(kind, type) and not typing.get_args(kind):
+        return "null" if kind is type(None) else kind.__name__
+    return str(kind)
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{type(value).__name__} {text[:50]}..."

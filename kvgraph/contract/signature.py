@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.dims import NUM_LOGITS, ROW_OFFSETS, TOTAL_SEQ_LEN, TensorType
 from kvgraph.contract.symbols import (
+    ExportArguments,
     KVCacheInputSymbols,
     emit_onnx,
     emit_tensorrt_profile,
     emit_torch_export,
 )
+
+if TYPE_CHECKING:
+    from onnx import ValueInfoProto
+
+
+class Typed(Protocol):
+    """A framework's array, or a Buffer; a dtype's text is its name."""
+
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ class GraphSignature:
     def buffers(self) -> tuple[TensorType, ...]:
         return tuple(s for s in self.inputs if s.kind == "buffer")
 
-    def bind(self, values: Sequence[Any]) -> dict[str, int]:
+    def bind(self, values: Sequence[Typed]) -> dict[str, int]:
         """Check `values` (anything with dtype and shape) position by position.
 
         Returns the extent of every dim. BindingError names the first value that does not fit.
@@ -57,10 +70,10 @@ class GraphSignature:
             symbol.bind(str(value.dtype), tuple(value.shape), sizes)
         return sizes
 
-    def to_torch_export(self) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
+    def to_torch_export(self) -> ExportArguments:
         return emit_torch_export(self.inputs)
 
-    def to_onnx(self) -> tuple[list[Any], list[Any]]:
+    def to_onnx(self) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
         renamed = [s.renamed(output_name(s)) for s in self.outputs]
         return emit_onnx(self.inputs), emit_onnx(renamed)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvgraph.contract.devices import HOST, Device
 from kvgraph.contract.dims import (
@@ -27,7 +27,14 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import BindingError
 
 if TYPE_CHECKING:
+    import torch
+    from onnx import ValueInfoProto
+    from torch.export import Dim as ExportDim
+
     from kvgraph.contract.params import KVCacheParams
+
+ExportArguments: TypeAlias = "tuple[tuple[torch.Tensor, ...], tuple[dict[int, ExportDim], ...]]"
+"""`args` and `dynamic_shapes` of torch.export.export."""
 
 MAX_EXTENTS: Mapping[str, int] = {
     BATCH_SIZE: 4096,
@@ -41,7 +48,7 @@ MAX_EXTENTS: Mapping[str, int] = {
 class KVCacheInputSymbols:
     """Base of the records: dataclasses of TensorTypes; a field that is None does not count."""
 
-    def entries(self) -> dict[str, Any]:
+    def entries(self) -> Mapping[str, TensorType | KVCacheInputSymbols]:
         """What the record holds, by name: its fields that are present, a tree's children."""
         if not dataclasses.is_dataclass(self):
             raise BindingError(
@@ -52,7 +59,7 @@ class KVCacheInputSymbols:
         return {name: value for name, value in values.items() if value is not None}
 
     def symbols(self) -> tuple[TensorType, ...]:
-        return tuple(self.entries().values())
+        return tuple(cast(Mapping[str, TensorType], self.entries()).values())
 
     def __iter__(self) -> Iterator[TensorType]:
         return iter(self.symbols())
@@ -63,10 +70,10 @@ class KVCacheInputSymbols:
     def __len__(self) -> int:
         return len(self.symbols())
 
-    def to_torch_export(self) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
+    def to_torch_export(self) -> ExportArguments:
         return emit_torch_export(self.symbols())
 
-    def to_onnx(self) -> list[Any]:
+    def to_onnx(self) -> list[ValueInfoProto]:
         return emit_onnx(self.symbols())
 
     def to_tensorrt_profile(
@@ -130,7 +137,7 @@ class MultiKVCacheInputSymbols(KVCacheInputSymbols):
     def __init__(self, children: Mapping[str, KVCacheInputSymbols]) -> None:
         self.children = dict(children)
 
-    def entries(self) -> dict[str, Any]:
+    def entries(self) -> Mapping[str, KVCacheInputSymbols]:
         return self.children
 
     def symbols(self) -> tuple[TensorType, ...]:
@@ -225,9 +232,7 @@ def padded_symbols(params: KVCacheParams) -> list[PaddedKVCacheInputSymbols]:
     return records
 
 
-def emit_torch_export(
-    symbols: Sequence[TensorType],
-) -> tuple[tuple[Any, ...], tuple[dict[int, Any], ...]]:
+def emit_torch_export(symbols: Sequence[TensorType]) -> ExportArguments:
     """Positional `args` and `dynamic_shapes` of `torch.export.export`, one of each per symbol.
 
     The arguments are fake tensors without storage; a symbolic dim is one named Dim wherever it
@@ -252,18 +257,19 @@ def emit_torch_export(
     return tensors, shapes
 
 
-def _torch_dtype(symbol: TensorType) -> Any:
+def _torch_dtype(symbol: TensorType) -> torch.dtype:
     import torch
 
-    return getattr(torch, symbol.dtype)
+    dtype: torch.dtype = getattr(torch, symbol.dtype)
+    return dtype
 
 
-def _export_dim(dim: str, dims: Mapping[str, Any]) -> Any:
+def _export_dim(dim: str, dims: Mapping[str, ExportDim]) -> ExportDim:
     name, _, offset = dim.partition(" + ")
     return dims[name] + int(offset) if offset else dims[name]
 
 
-def emit_onnx(symbols: Sequence[TensorType]) -> list[Any]:
+def emit_onnx(symbols: Sequence[TensorType]) -> list[ValueInfoProto]:
     """One ONNX ValueInfoProto per symbol, its symbolic dims as dim_params."""
     import onnx
 

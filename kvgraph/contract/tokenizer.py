@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvgraph.contract.files import open_regular
 from kvgraph.errors import KVGraphError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 NAME = "tokenizer.json"
 
 
-def read_tokenizer(path: Path, refusal: type[KVGraphError]) -> Any:
+def read_tokenizer(path: Path, refusal: type[KVGraphError]) -> Tokenizer:
     """The tokenizer in a file; `refusal` where it is damaged."""
     from tokenizers import Tokenizer
 
@@ -26,7 +29,12 @@ def read_tokenizer(path: Path, refusal: type[KVGraphError]) -> Any:
 
 
 def encode(
-    tokenizer: Any, text: str, path: Path, refusal: type[KVGraphError], *, special_tokens: bool
+    tokenizer: Tokenizer,
+    text: str,
+    path: Path,
+    refusal: type[KVGraphError],
+    *,
+    special_tokens: bool,
 ) -> list[int]:
     """Token ids; `refusal` where the tokenizer, which was read from `path`, fails at it."""
     with _refusing(path, refusal, "expected a tokenizer that encodes the text, got one that fails"):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.params import LAYOUT_FIELDS, KVCacheParams, KVCacheStrategy
-from kvgraph.contract.symbols import MultiKVCacheInputSymbols, paged_symbols
+from kvgraph.contract.symbols import (
+    KVCacheInputSymbols,
+    MultiKVCacheInputSymbols,
+    paged_symbols,
+)
 from kvgraph.errors import ParamsError
 
 SHARED_FIELDS = (
@@ -109,7 +113,7 @@ class MultiKVCacheParams:
 
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> list[Any]:
+    ) -> list[MultiKVCacheInputSymbols]:
         """One `MultiKVCacheInputSymbols` per device, replica-major; allocates nothing."""
         if num_layers is not None:
             raise ParamsError(f"num_layers: expected None for a tree of caches, got {num_layers}")
@@ -133,8 +137,16 @@ class MultiKVCacheParams:
             child.require_layout(inner, source=f"{source} ({name})")
 
 
+class Deployment(TypedDict, total=False):
+    """Fields of a cache that an artifact does not fix."""
+
+    devices: Sequence[Device]
+    data_parallel_degree: int
+    enable_prefix_caching: bool
+
+
 def params_from_layout(
-    layout: Mapping[str, object], **deployment: Any
+    layout: Mapping[str, object], **deployment: Unpack[Deployment]
 ) -> KVCacheParams | MultiKVCacheParams:
     """Inverse of `layout_dict` of a cache or a tree; `deployment` as `from_layout` takes it."""
     if "dtype" in layout:
@@ -148,15 +160,15 @@ def params_from_layout(
 
 def _tree_symbols(
     tree: MultiKVCacheParams, devices: Sequence[Device] | None, path: str
-) -> list[Any]:
-    per_child = []
+) -> list[MultiKVCacheInputSymbols]:
+    per_child: list[Sequence[KVCacheInputSymbols]] = []
     for name, child in tree.children:
         inner = f"{path}.{name}" if path else name
         if isinstance(child, MultiKVCacheParams):
             per_child.append(_tree_symbols(child, devices, inner))
         else:
             leaf = child if devices is None else replace(child, devices=tuple(devices))
-            per_child.append(list(paged_symbols(leaf, prefix=inner)))
+            per_child.append(paged_symbols(leaf, prefix=inner))
     names = [name for name, _ in tree.children]
     return [
         MultiKVCacheInputSymbols(dict(zip(names, records, strict=True)))

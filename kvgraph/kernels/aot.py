@@ -14,12 +14,17 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import KernelError, MissingDependencyError
 from kvgraph.kernels import launch, shapes
 from kvgraph.kernels.launch import Constant, Parameter, Variant
 from kvgraph.kernels.shapes import AttentionShape
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, CompiledKernel
 
 HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
 """Follow a kernel's parameters in its launch ABI; our kernels use neither: pass null."""
@@ -125,7 +130,9 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     return Compiled(variant, arch, metadata.name, cubin, ptx, used, seconds)
 
 
-def _without_spills(triton: Any, variant: Variant, arch: str, target: Any) -> tuple[Any, Resources]:
+def _without_spills(
+    triton: ModuleType, variant: Variant, arch: str, target: GPUTarget
+) -> tuple[CompiledKernel, Resources]:
     """Compiled as the assembler likes it; where it spills a little to fit more blocks beside each
     other, with as many registers more as end that."""
     compiled, used = _compile(triton, variant, arch, target, None)
@@ -136,9 +143,9 @@ def _without_spills(triton: Any, variant: Variant, arch: str, target: Any) -> tu
 
 
 def _compile(
-    triton: Any, variant: Variant, arch: str, target: Any, max_registers: int | None
-) -> tuple[Any, Resources]:
-    options: dict[str, Any] = {
+    triton: ModuleType, variant: Variant, arch: str, target: GPUTarget, max_registers: int | None
+) -> tuple[CompiledKernel, Resources]:
+    options: dict[str, int] = {
         "num_warps": variant.num_warps,
         "num_stages": variant.num_stages,
         "enable_fp_fusion": True,
@@ -160,17 +167,18 @@ def _said(error: BaseException) -> str:
     return "\n".join(str(error).splitlines()[:6])
 
 
-def _import_triton() -> Any:
+def _import_triton() -> ModuleType:
     try:
         import triton
     except ImportError as error:
         raise MissingDependencyError(
             "CUDA kernels need Triton to compile: pip install 'kvgraph[cuda]'"
         ) from error
-    return triton
+    module: ModuleType = triton
+    return module
 
 
-def _source(variant: Variant) -> Any:
+def _source(variant: Variant) -> ASTSource:
     from triton.compiler import ASTSource
 
     jit = variant.kernel.function()
@@ -191,7 +199,7 @@ def _aligned(parameter: Parameter) -> list[list[object]]:
 
 
 @contextlib.contextmanager
-def _hermetic(triton: Any) -> Iterator[io.StringIO]:
+def _hermetic(triton: ModuleType) -> Iterator[io.StringIO]:
     """Triton with a cache of its own, one assembler for every architecture, no source lines.
 
     Collects the assembler's log. The assembler is CUDA 12's from Triton's wheel: its cubins load

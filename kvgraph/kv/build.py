@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.inputs import Session
+from kvgraph.contract.inputs import SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.errors import ParamsError
 from kvgraph.kv.leaf import Leaf, RaggedSymbols, allocate_shard, table_width
 from kvgraph.kv.replica import Replica
@@ -79,7 +80,10 @@ def make_settings(
 
 
 def make_replicas(
-    params: KVCacheParamInterface, session: Session | None, sizes: Sizes, settings: Settings
+    params: KVCacheParamInterface,
+    session: SessionInterface | None,
+    sizes: Sizes,
+    settings: Settings,
 ) -> list[Replica]:
     """All data-parallel copies; the session is asked for their pools."""
     symbols = params.get_symbolic_inputs()
@@ -165,9 +169,9 @@ def _model_identity(params: KVCacheParamInterface, identity: bytes) -> bytes:
 def _make_leaf(
     path: str,
     params: KVCacheParams,
-    records: Sequence[Any],
+    records: Sequence[KVCacheInputSymbols],
     devices: Sequence[Device],
-    session: Session | None,
+    session: SessionInterface | None,
     sizes: Sizes,
 ) -> Leaf:
     """The leaf at `path` of one replica, whose shards have these records and devices."""

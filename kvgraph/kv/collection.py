@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.errors import BindingError, RequestError
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 _LAYOUTS = ("blocks_layout", "blocks_tt_layout", "blocks_tt_type")
 """Compile-time members of the kernel-side view that an array has no type for."""
@@ -51,9 +52,9 @@ class ContinuousBatchingKVCacheCollection:
 
     def __init__(
         self,
-        blocks: Any,
-        cache_lengths: Any,
-        lookup_table: Any,
+        blocks: ArrayLike,
+        cache_lengths: ArrayLike,
+        lookup_table: ArrayLike,
         max_seq_length: int,
         max_cache_length: int,
     ) -> None:
@@ -67,7 +68,7 @@ class ContinuousBatchingKVCacheCollection:
             if len(shape) != rank:
                 raise BindingError(f"{name}: expected rank {rank}, got shape {list(shape)}")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         hint = "; use blocks.shape and blocks.strides" if name in _LAYOUTS else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 

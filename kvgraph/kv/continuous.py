@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.inputs import Session
+from kvgraph.contract.inputs import SessionInterface
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import CapacityError, UnsupportedError
@@ -32,7 +32,7 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         max_seq_len: int,
         num_layers: int | None = None,
         devices: Sequence[Device] | None = None,
-        session: Session | None = None,
+        session: SessionInterface | None = None,
         is_ragged: bool = True,
         *,
         enable_runtime_checks: bool = False,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import TensorType, ceildiv
+from kvgraph.contract.dims import Array, TensorType, ceildiv
 from kvgraph.contract.dtypes import DTYPES
-from kvgraph.contract.inputs import Buffer, Session
+from kvgraph.contract.inputs import Buffer, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
@@ -108,7 +107,10 @@ class ReplicaBuffers:
 
 
 def allocate_shard(
-    symbols: RaggedSymbols, sizes: Mapping[str, int], device: Device, session: Session | None
+    symbols: RaggedSymbols,
+    sizes: Mapping[str, int],
+    device: Device,
+    session: SessionInterface | None,
 ) -> ShardBuffers:
     """The pools of one device, with `sizes` for their symbolic dims."""
     scales = symbols.kv_scales if isinstance(symbols, PagedCacheInputSymbols) else None
@@ -118,7 +120,7 @@ def allocate_shard(
     )
 
 
-def require_params(session: Session | None, params: KVCacheParamInterface) -> None:
+def require_params(session: SessionInterface | None, params: KVCacheParamInterface) -> None:
     """ParamsError where the session's artifact has another layout; a bare allocator has none.
 
     UnsupportedError for a cache that no kernel runs.
@@ -131,7 +133,7 @@ def require_params(session: Session | None, params: KVCacheParamInterface) -> No
 
 
 def allocate_buffer(
-    symbol: TensorType, sizes: Mapping[str, int], device: Device, session: Session | None
+    symbol: TensorType, sizes: Mapping[str, int], device: Device, session: SessionInterface | None
 ) -> Buffer:
     """Memory from the session, or lazily zeroed host memory without one."""
     if session is not None:
@@ -144,7 +146,7 @@ def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> 
     device.require_memory(symbol.name, int(np.prod(shape, dtype=object)) * dtype.itemsize)
     if device.kind != "cpu":
         raise DeviceError(f"session: expected one that owns memory on {device}, got None")
-    handle: npt.NDArray[Any] = np.zeros(shape, dtype)
+    handle: Array = np.zeros(shape, dtype)
     return Buffer(symbol.dtype, shape, symbol.device, handle)
 
 

@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, join_devices
+from kvgraph.contract.inputs import (
+    BatchCharacteristics,
+    KVCacheInputs,
+    SessionInterface,
+    join_devices,
+)
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import ParamsError, RequestError, UnsupportedError
 from kvgraph.kv.arguments import per_replica, require_steps
 from kvgraph.kv.memory import plan_memory
-from kvgraph.kv.multistep import advance
+from kvgraph.kv.multistep import Nest, StepInputs, advance
 from kvgraph.kv.requests import Batches, RequestID, TextContext
 from kvgraph.kv.slots import Slots, lowest, require_name
 
@@ -43,7 +47,7 @@ class KVCacheManager(ABC):
         max_seq_len: int,
         num_layers: int | None = None,
         devices: Sequence[Device] | None = None,
-        session: Any = None,
+        session: SessionInterface | None = None,
         is_ragged: bool = False,
     ) -> None:
         for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
@@ -179,8 +183,8 @@ class KVCacheManager(ABC):
         return self.fetch(batch, num_steps)
 
     def increment_cache_lengths(
-        self, kv_cache_inputs: KVCacheInputs | Sequence[KVCacheInputs], prev_model_inputs: Any
-    ) -> Any:
+        self, kv_cache_inputs: Nest, prev_model_inputs: StepInputs | Sequence[StepInputs]
+    ) -> Nest:
         """Values for the next of several steps, in the nesting of `kv_cache_inputs`.
 
         On the device `cache_lengths += row_offsets[1:] - row_offsets[:-1]`, without a sync; then
@@ -292,7 +296,7 @@ class KVCacheManager(ABC):
         num_layers: int | None,
         available_cache_memory: int,
         devices: Sequence[Device] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> int:
         """Bytes of all replicas' usable pages; `available_cache_memory` is one replica's."""
         params = _deployed(params, num_layers, devices)
@@ -307,7 +311,7 @@ class KVCacheManager(ABC):
         num_layers: int | None,
         available_cache_memory: int,
         devices: Sequence[Device] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> int:
         """Largest batch whose maximum-length requests all fit in one replica, at least 1."""
         params = _deployed(params, num_layers, devices)

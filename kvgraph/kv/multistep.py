@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
-from typing import Any
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from kvgraph.contract.inputs import (
     Buffer,
@@ -15,11 +16,40 @@ from kvgraph.contract.inputs import (
     MultiKVCacheInputs,
     PaddedKVCacheInputs,
     RaggedKVCacheInputs,
+    SessionInterface,
 )
 from kvgraph.errors import RequestError, UnsupportedError
 
+RowOffsets: TypeAlias = npt.NDArray[np.int32] | Buffer
 
-def advance(inputs: Any, prev_model_inputs: Any, num_replicas: int, session: Any) -> Any:
+
+class HasRowOffsets(Protocol):
+    """`ModelInputs`, or a record of a model's own."""
+
+    @property
+    def input_row_offsets(self) -> RowOffsets: ...
+
+
+StepInputs: TypeAlias = HasRowOffsets | RowOffsets
+"""What a step ran on: a record with `input_row_offsets`, or these themselves."""
+
+
+class Increments(Protocol):
+    """A session whose memory is not the host's."""
+
+    def increment(self, cache_lengths: Buffer, row_offsets: RowOffsets) -> None: ...
+
+
+Nest = TypeVar("Nest", bound=KVCacheInputs | Sequence[KVCacheInputs])
+"""Values of a step: of one cache or a tree, or a record for each device."""
+
+
+def advance(
+    inputs: Nest,
+    prev_model_inputs: StepInputs | Sequence[StepInputs],
+    num_replicas: int,
+    session: SessionInterface | None,
+) -> Nest:
     """Values of the next step in the nesting of `inputs`; see `increment_cache_lengths`.
 
     Shards and leaves share one `cache_lengths` array, which is incremented once. For memory that
@@ -35,45 +65,49 @@ def advance(inputs: Any, prev_model_inputs: Any, num_replicas: int, session: Any
     for i, record in enumerate(records):
         for leaf in _leaves(record):
             padded = isinstance(leaf, PaddedKVCacheInputs)
-            lengths = leaf.start_pos if padded else leaf.cache_lengths
+            lengths: Buffer = getattr(leaf, "start_pos" if padded else "cache_lengths")
             if id(lengths.handle) not in seen:
                 seen.add(id(lengths.handle))
                 _increment(lengths, offsets[i // per_replica], session)
-    return _next_step(inputs)
+    if isinstance(inputs, KVCacheInputs):
+        return cast(Nest, _next_step(inputs))
+    return cast(Nest, [_next_step(record) for record in inputs])
 
 
-def _increment(lengths: Buffer, row_offsets: Any, session: Any) -> None:
+def _increment(lengths: Buffer, row_offsets: RowOffsets, session: SessionInterface | None) -> None:
     """`lengths [batch_size]` or `[1]` grow by each row's new tokens (`[1]`: the first row's)."""
     if isinstance(lengths.handle, np.ndarray):
         new = np.diff(np.asarray(row_offsets)).astype(np.int32)
         lengths.handle += new[: lengths.shape[0]]
     else:
-        session.increment(lengths, row_offsets)
+        cast(Increments, session).increment(lengths, row_offsets)
 
 
-def _offsets_per_replica(prev_model_inputs: Any, num_replicas: int) -> list[Any]:
+def _offsets_per_replica(
+    prev_model_inputs: StepInputs | Sequence[StepInputs], num_replicas: int
+) -> list[RowOffsets]:
     several = isinstance(prev_model_inputs, (list, tuple))
-    given = list(prev_model_inputs) if several else [prev_model_inputs]
+    given = cast(Sequence[StepInputs], prev_model_inputs if several else [prev_model_inputs])
     if len(given) != num_replicas:
         raise RequestError(
             f"prev_model_inputs: expected one for each of {num_replicas} replicas, got {len(given)}"
         )
-    return [getattr(each, "input_row_offsets", each) for each in given]
+    return [cast(RowOffsets, getattr(each, "input_row_offsets", each)) for each in given]
 
 
-def _device_records(inputs: Any) -> Sequence[Any]:
+def _device_records(inputs: KVCacheInputs | Sequence[KVCacheInputs]) -> Sequence[KVCacheInputs]:
     if isinstance(inputs, KVCacheInputsSequence):
         return [record for child in inputs.kv_cache_inputs for record in child.inputs]
     return inputs.inputs if isinstance(inputs, KVCacheInputs) else inputs
 
 
-def _leaves(record: Any) -> list[Any]:
+def _leaves(record: KVCacheInputs) -> list[KVCacheInputs]:
     if isinstance(record, MultiKVCacheInputs):
         return [leaf for child in record.children.values() for leaf in _leaves(child)]
     return list(record.inputs)
 
 
-def _require_next_step(record: Any) -> None:
+def _require_next_step(record: KVCacheInputs) -> None:
     if isinstance(record, PaddedKVCacheInputs):
         return  # a rectangle has no `max_lengths`
     for name in ("cache_lengths", "max_lengths"):
@@ -82,7 +116,7 @@ def _require_next_step(record: Any) -> None:
                 f"increment_cache_lengths: expected a record with {name}, "
                 f"got {type(record).__name__}; override increment_cache_lengths"
             )
-    steps = record.max_lengths.shape[0]
+    steps = cast(RaggedKVCacheInputs, record).max_lengths.shape[0]
     if steps < 2:
         raise RequestError(
             f"increment_cache_lengths: expected values for at least 2 steps "
@@ -90,7 +124,7 @@ def _require_next_step(record: Any) -> None:
         )
 
 
-def _next_step(inputs: Any) -> Any:
+def _next_step(inputs: KVCacheInputs) -> KVCacheInputs:
     if isinstance(inputs, RaggedKVCacheInputs):
         return RaggedKVCacheInputs(
             inputs.kv_blocks,
@@ -102,18 +136,13 @@ def _next_step(inputs: Any) -> Any:
     if isinstance(inputs, PaddedKVCacheInputs):
         return inputs
     if is_dataclass(inputs):
-        return _next_record(inputs)
+        lengths = _behind_first(cast(RaggedKVCacheInputs, inputs).max_lengths)
+        return cast(KVCacheInputs, replace(inputs, max_lengths=lengths))
     if isinstance(inputs, MultiKVCacheInputs):
         return MultiKVCacheInputs({n: _next_step(c) for n, c in inputs.children.items()})
     if isinstance(inputs, KVCacheInputsSequence):
         return KVCacheInputsSequence([_next_step(child) for child in inputs.kv_cache_inputs])
-    if isinstance(inputs, KVCacheInputs):
-        return KVCacheInputs([_next_step(record) for record in inputs.inputs])
-    return [_next_step(record) for record in inputs]
-
-
-def _next_record(record: Any) -> Any:
-    return replace(record, max_lengths=_behind_first(record.max_lengths))
+    return KVCacheInputs([_next_step(record) for record in inputs.inputs])
 
 
 def _behind_first(maxima: Buffer) -> Buffer:

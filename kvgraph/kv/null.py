@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import (
@@ -23,6 +22,7 @@ from kvgraph.contract.inputs import (
     MultiKVCacheInputs,
     PaddedKVCacheInputs,
     RaggedKVCacheInputs,
+    SessionInterface,
     join_devices,
 )
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
@@ -36,6 +36,7 @@ from kvgraph.errors import ParamsError, RequestError
 from kvgraph.kv.arguments import require_unclaimed
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.multistep import Nest, StepInputs
 from kvgraph.kv.requests import Batches, RequestID, TextContext
 from kvgraph.kv.slots import Slots, no_slots
 
@@ -56,7 +57,7 @@ class NullKVCacheManager(KVCacheManager):
         max_seq_len: int,
         num_layers: int | None = None,
         devices: Sequence[Device] | None = None,
-        session: Any = None,
+        session: SessionInterface | None = None,
         available_cache_memory: int = 0,
         page_size: int | None = None,
     ) -> None:
@@ -136,10 +137,10 @@ class NullKVCacheManager(KVCacheManager):
 
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> list[Any]:
+    ) -> Sequence[KVCacheInputSymbols]:
         return self.params.get_symbolic_inputs(devices or self.devices, num_layers)
 
-    def input_symbols(self) -> list[Any]:
+    def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
         return self.get_symbolic_inputs()
 
     def runtime_inputs(
@@ -154,15 +155,17 @@ class NullKVCacheManager(KVCacheManager):
         rows = max((len(batch) for batch in batches), default=0)
         return join_devices(self._dummies(rows, num_steps))
 
-    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
+    def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> list[KVCacheInputs]:
         """One record of dummies per device."""
         return self._dummies(len(batch), num_steps)
 
-    def increment_cache_lengths(self, kv_cache_inputs: Any, prev_model_inputs: Any) -> Any:
+    def increment_cache_lengths(
+        self, kv_cache_inputs: Nest, prev_model_inputs: StepInputs | Sequence[StepInputs]
+    ) -> Nest:
         """Its input, unchanged."""
         return kv_cache_inputs
 
-    def _dummies(self, rows: int, num_steps: int) -> list[Any]:
+    def _dummies(self, rows: int, num_steps: int) -> list[KVCacheInputs]:
         sizes = {
             BATCH_SIZE: rows,
             MAX_NUM_PAGES: 1,
@@ -221,7 +224,7 @@ class NullKVCacheManager(KVCacheManager):
         num_layers: int | None,
         available_cache_memory: int,
         devices: Sequence[Device] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> int:
         return 0
 
@@ -233,7 +236,7 @@ class NullKVCacheManager(KVCacheManager):
         num_layers: int | None,
         available_cache_memory: int,
         devices: Sequence[Device] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> int:
         return 1
 

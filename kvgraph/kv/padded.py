@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from kvgraph.contract.inputs import (
     Buffer,
     KVCacheInputs,
     PaddedKVCacheInputs,
-    Session,
+    SessionInterface,
 )
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.symbols import PaddedKVCacheInputSymbols
@@ -41,7 +42,7 @@ class PaddedKVCacheManager(KVCacheManager):
         max_seq_len: int,
         num_layers: int | None = None,
         devices: Sequence[Device] | None = None,
-        session: Session | None = None,
+        session: SessionInterface | None = None,
         is_ragged: bool = False,
     ) -> None:
         _require_supported(params, is_ragged)
@@ -78,14 +79,16 @@ class PaddedKVCacheManager(KVCacheManager):
     def fetch(
         self, batch: Sequence[TextContext], num_steps: int = 1
     ) -> Sequence[PaddedKVCacheInputs]:
-        return self.runtime_inputs([batch], num_steps=num_steps).inputs
+        records = self.runtime_inputs([batch], num_steps=num_steps).inputs
+        return cast(Sequence[PaddedKVCacheInputs], records)
 
     # -- queries
 
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
     ) -> list[PaddedKVCacheInputSymbols]:
-        return self.params.get_symbolic_inputs(devices, num_layers)
+        records = self.params.get_symbolic_inputs(devices, num_layers)
+        return cast(list[PaddedKVCacheInputSymbols], records)
 
     def input_symbols(self) -> list[PaddedKVCacheInputSymbols]:
         return self.get_symbolic_inputs()

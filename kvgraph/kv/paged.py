@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +21,10 @@ from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.inputs import (
     BatchCharacteristics,
     KVCacheInputs,
-    Session,
+    SessionInterface,
 )
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
+from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.errors import RequestError
 from kvgraph.kv.arguments import at_replica, per_replica, require_steps, require_unclaimed
 from kvgraph.kv.build import make_replicas, make_settings, open_tiering, require_sizes
@@ -73,7 +73,7 @@ class PagedKVCacheManager(KVCacheManager):
     def __init__(
         self,
         params: KVCacheParamInterface,
-        session: Session | None,
+        session: SessionInterface | None,
         total_num_pages: int | Mapping[str, int],
         total_num_host_pages: int | Mapping[str, int] = 0,
         enable_runtime_checks: bool = False,
@@ -443,10 +443,10 @@ class PagedKVCacheManager(KVCacheManager):
 
     def get_symbolic_inputs(
         self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> list[Any]:
+    ) -> Sequence[KVCacheInputSymbols]:
         return self.params.get_symbolic_inputs(devices, num_layers)
 
-    def input_symbols(self) -> list[Any]:
+    def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
         return self.get_symbolic_inputs()
 
     def get_metrics_aggregated(self) -> KVCacheMetrics:

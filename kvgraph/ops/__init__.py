@@ -1,12 +1,12 @@
 """The paged-cache ops: one declaration each, from which every framework's form is derived.
 
-`store_kv`, `paged_attention` and `update_and_attend` here are the torch forms, which an author's
-own `nn.Module` calls; torch is imported when the first of them is looked up.
+`store_kv`, `paged_attention`, `update_and_attend` and `linear` here are the torch forms, which an
+author's own `nn.Module` calls; torch is imported when the first of them is looked up.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
@@ -23,12 +23,104 @@ CPU_SPECS: tuple[OpSpec, ...] = (LINEAR,)
 ALL_SPECS = SPECS + CPU_SPECS
 
 
-def __getattr__(name: str) -> Any:
-    if name in {spec.name for spec in ALL_SPECS}:
-        from kvgraph.ops import torch_ops
+FUNCTIONS = tuple(spec.name for spec in ALL_SPECS)
+"""The ops that an author calls."""
 
-        return getattr(torch_ops, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# generated: signatures
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    def store_kv(
+        kv_blocks: Tensor,
+        k: Tensor,
+        v: Tensor,
+        input_row_offsets: Tensor,
+        cache_lengths: Tensor,
+        lookup_table: Tensor,
+        kv_scales: Tensor | None = None,
+        *,
+        layer: int,
+    ) -> None:
+        """Write K and V of the new tokens of one layer into the pages that the lookup table
+        names."""
+        ...
+
+    def paged_attention(
+        q: Tensor,
+        kv_blocks: Tensor,
+        input_row_offsets: Tensor,
+        cache_lengths: Tensor,
+        lookup_table: Tensor,
+        max_lengths: Tensor,
+        kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+        *,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        causal: int = 1,
+        v_head_dim: int = 0,
+    ) -> Tensor:
+        """Attention of every new token over the cached and new tokens of its row."""
+        ...
+
+    def update_and_attend(
+        q: Tensor,
+        kv_blocks: Tensor,
+        input_row_offsets: Tensor,
+        cache_lengths: Tensor,
+        lookup_table: Tensor,
+        max_lengths: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        cos_sin: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+        *,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        causal: int = 1,
+        v_head_dim: int = 0,
+        rope_style: int = 0,
+    ) -> Tensor:
+        """One layer's cache work: rotate q and k (if cos_sin is given), store k and v,
+        attend."""
+        ...
+
+    def linear(
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor | None = None,
+        multipliers: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        out_features: int,
+        out_features_1: int = 0,
+        out_features_2: int = 0,
+        bits: int,
+        silu_mul: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Up to three linear layers of one input, over weights packed in panels of 16
+        columns."""
+        ...
+# end of generated
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in FUNCTIONS:
+            from kvgraph.ops import torch_ops
+
+            return getattr(torch_ops, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *FUNCTIONS])
 
 
 __all__ = [

@@ -19,12 +19,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.ops import spec
-
-Array = npt.NDArray[Any]
 
 COLUMNS, DEPTH, GROUP = 16, 64, 32
 """Output columns of a panel; what K is padded to; inputs under one int4 multiplier."""

@@ -10,14 +10,12 @@ there bfloat16 would cost conversions of every key. Sums are in float32, those o
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.ops import spec
-
-Array = npt.NDArray[Any]
 
 
 def gather_row(

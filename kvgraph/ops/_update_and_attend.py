@@ -6,16 +6,12 @@ at any point and a host runtime has no reason to copy it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.ops import spec
 from kvgraph.ops._paged_attention import paged_attention
 from kvgraph.ops._store_kv import store_kv
-
-Array = npt.NDArray[Any]
 
 ROPE_HALVES, ROPE_INTERLEAVED = 0, 1
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvgraph.errors import KernelError
 from kvgraph.ops.spec import Operand, OpSpec, Rule
 
-Extent = Any
+if TYPE_CHECKING:
+    import torch
+
+Extent: TypeAlias = "int | torch.SymInt"
 """An int, or what a framework has for an int that is not known yet."""
 
 Described = tuple[str, tuple[Extent, ...]] | None
@@ -109,5 +112,5 @@ class _Call:
         raise KernelError(f"{self._spec.name}: {subject}: expected {expected}, got {got}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import kvgraph
+from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import KernelError
 from kvgraph.ops import ALL_SPECS
@@ -28,8 +28,6 @@ from kvgraph.ops.spec import Operand, OpSpec
 
 NativeOperand = tuple[int, str, tuple[int, ...]] | None
 """(address, dtype name, shape) of dense row-major memory; None: left out."""
-
-Array = npt.NDArray[Any]
 
 INSTALL = "pip install --force-reinstall kvgraph"
 MAX_RANK = max(len(o.dims) for spec in ALL_SPECS for o in spec.inputs + spec.outputs)

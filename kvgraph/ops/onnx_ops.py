@@ -6,7 +6,7 @@ Both are generated from the OpSpecs. ONNX form is functional: a mutated input is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -16,6 +16,9 @@ from onnx.reference.op_run import OpRun
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import ALL_SPECS, LINEAR, OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND, OpSpec
 from kvgraph.ops.spec import Operand
+
+if TYPE_CHECKING:
+    from kvgraph.contract.dims import Array
 
 KERNEL_ATTRIBUTES = {"kernels": OpSchema.AttrType.STRING, "images": OpSchema.AttrType.TENSOR}
 """Of nodes for a GPU: what their kernels were compiled for, and their cubins. Optional."""
@@ -53,7 +56,7 @@ def schema(spec: OpSpec) -> OpSchema:
     return built
 
 
-def translation_table() -> dict[Any, Callable[..., Any]]:
+def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
     """`custom_translation_table` of `torch.onnx.export`: functional torch ops -> ONNX nodes.
 
     Registers the schemas, which the exporter asks for.
@@ -67,12 +70,12 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _translation(spec: OpSpec) -> Callable[..., Any]:
+def _translation(spec: OpSpec) -> Callable[..., object]:
     from onnxscript import values
 
     op = getattr(values.Opset(OPSET_DOMAIN, OPSET_VERSION), spec.name)
 
-    def translate(*inputs: Any, **attributes: Any) -> Any:
+    def translate(*inputs: object, **attributes: float) -> object:
         return op(*inputs, **attributes, _outputs=len(spec.outputs))
 
     return translate
@@ -110,12 +113,12 @@ def _attribute(name: str, kind: str, default: int | float | None) -> OpSchema.At
     return OpSchema.Attribute(name, onnx.helper.make_attribute(name, default))
 
 
-def _inference(spec: OpSpec) -> Callable[[Any], None]:
+def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext], None]:
     """Output types and shapes from the inputs' dims by name; unknown inputs infer nothing."""
 
-    def infer(context: Any) -> None:
+    def infer(context: onnx.shape_inference.InferenceContext) -> None:
         types = [context.get_input_type(i) for i in range(context.get_num_inputs())]
-        dims: dict[str, Any] = {}
+        dims: dict[str, onnx.TensorShapeProto.Dimension] = {}
         for operand, value in zip(spec.inputs, types, strict=False):
             if value is not None and value.tensor_type.HasField("shape"):
                 for name, dim in zip(operand.dims, value.tensor_type.shape.dim, strict=False):
@@ -162,7 +165,7 @@ def reference_ops() -> list[type[OpRun]]:
 def _reference_op(spec: OpSpec) -> type[OpRun]:
     names = [operand.name for operand in spec.inputs]
 
-    def run(self: OpRun, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
+    def run(self: OpRun, *inputs: Array | None, **attributes: float) -> tuple[Array, ...]:
         given = {a.name: attributes.get(a.name) for a in spec.attributes}
         given |= {a.name: a.default for a in spec.attributes if given[a.name] is None}
         values = dict.fromkeys(names) | dict(zip(names, inputs, strict=False))

@@ -88,7 +88,7 @@ class OpSpec:
         """Names of the inputs that the op writes: those that an output aliases."""
         return frozenset(out.alias for out in self.outputs if out.alias)
 
-    def arguments(self, args: Sequence[Any], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, args: Sequence[object], attributes: Mapping[str, object]) -> dict[str, Any]:
         """What a call passes, by name: inputs left out are None, attributes their defaults."""
         names = [operand.name for operand in self.inputs]
         defaults = {a.name: a.default for a in self.attributes}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
 import torch
 
+from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import ALL
 
 PLAIN = {dtype.name: dtype.plain for dtype in ALL if dtype.plain != dtype.numpy}
 """NumPy has these only through ml_dtypes, which torch does not read: they cross as integers."""
 
 
-def tensor_over(array: npt.NDArray[Any], dtype: str) -> torch.Tensor:
+def tensor_over(array: Array, dtype: str) -> torch.Tensor:
     """A tensor over the memory of `array`, or over a copy where that is read-only."""
     if not array.flags.writeable:
         array = array.copy()

@@ -8,9 +8,9 @@ call it, and it costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import DispatchKeySet
 from torch._guards import TracingContext, detect_fake_mode
 from torch.autograd import forward_ad
 
@@ -27,7 +27,7 @@ def refuse_gradients(library: torch.library.Library, name: str) -> None:
     op = getattr(getattr(torch.ops, library.ns), name).default
     names = [argument.name for argument in op._schema.arguments]
 
-    def call(keyset: Any, *args: Any, **attributes: Any) -> Any:
+    def call(keyset: DispatchKeySet, *args: torch.Tensor | None, **attributes: float) -> object:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _require_no_gradients(name, names, args)
         return op.redispatch(keyset & BELOW, *args, **attributes)
@@ -35,7 +35,9 @@ def refuse_gradients(library: torch.library.Library, name: str) -> None:
     library.impl(name, call, "Autograd", with_keyset=True)
 
 
-def _require_no_gradients(op: str, names: Sequence[str], args: Sequence[Any]) -> None:
+def _require_no_gradients(
+    op: str, names: Sequence[str], args: Sequence[torch.Tensor | None]
+) -> None:
     for name, value in zip(names, args, strict=False):
         if value is not None and _has_gradient(value) and not _is_exported(value):
             raise UnsupportedError(

@@ -8,18 +8,15 @@ Needs no torch headers: a Library in Python costs about 2 us a call (torch.libra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import KernelError
-from kvgraph.ops import native
-from kvgraph.ops._linear import LINEAR
-from kvgraph.ops._paged_attention import PAGED_ATTENTION
-from kvgraph.ops._store_kv import STORE_KV
-from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
+from kvgraph.ops import ALL_SPECS, LINEAR, UPDATE_AND_ATTEND, native
 from kvgraph.ops.check import Described, check
+from kvgraph.ops.signatures import docstring, signature_of
 from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
 from kvgraph.ops.torch_gradients import refuse_gradients
 
@@ -28,6 +25,7 @@ DTYPE_NAMES = {getattr(torch, dtype.name): dtype.name for dtype in ALL}
 FUNCTIONAL = "update_and_attend_functional"
 
 Tensors = Mapping[str, torch.Tensor | None]
+Returned = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
 def schema(spec: OpSpec, *, functional: bool = False) -> str:
@@ -106,14 +104,14 @@ def _outputs(
     return outputs
 
 
-def _returned(out: list[torch.Tensor]) -> Any:
+def _returned(out: list[torch.Tensor]) -> Returned:
     return tuple(out) if len(out) > 1 else out[0] if out else None
 
 
-def _cpu_kernel(spec: OpSpec) -> Callable[..., Any]:
+def _cpu_kernel(spec: OpSpec) -> Callable[..., Returned]:
     names = [operand.name for operand in spec.inputs]
 
-    def call(*args: torch.Tensor | None, **attributes: Any) -> Any:
+    def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         given = dict(zip(names, args, strict=False))
         inputs = {name: _dense(spec, name, given.get(name)) for name in names}
         out = _results(spec, inputs, attributes)
@@ -124,8 +122,8 @@ def _cpu_kernel(spec: OpSpec) -> Callable[..., Any]:
     return call
 
 
-def _fake(spec: OpSpec) -> Callable[..., Any]:
-    def call(*args: torch.Tensor | None, **attributes: Any) -> Any:
+def _fake(spec: OpSpec) -> Callable[..., Returned]:
+    def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         return _returned(check_call(spec, spec.arguments(args, attributes)))
 
     return call
@@ -170,22 +168,22 @@ def _require_dense(spec: OpSpec, name: str, tensor: torch.Tensor | None) -> None
         step = step * extent
 
 
-def _fake_functional(spec: OpSpec) -> Callable[..., Any]:
+def _fake_functional(spec: OpSpec) -> Callable[..., Returned]:
     names = [operand.name for operand in spec.inputs]
     fake = _fake(spec)
 
-    def call(*args: torch.Tensor | None, **attributes: Any) -> Any:
+    def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         given = dict(zip(names, args, strict=False))
         pools = [given.get(output.alias) for output in spec.outputs if output.alias]
         # A pool that is left out is handed on as an empty tensor: schemas have no None output.
         handed_on = [args[0].new_empty(0) if p is None else torch.empty_like(p) for p in pools]  # type: ignore[union-attr]
-        return (fake(*args, **attributes), *handed_on)
+        return (cast(torch.Tensor, fake(*args, **attributes)), *handed_on)
 
     return call
 
 
 _LIBRARY = torch.library.Library(OPSET_DOMAIN, "DEF")
-for _spec in (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND, LINEAR):
+for _spec in ALL_SPECS:
     _LIBRARY.define(schema(_spec))
     _LIBRARY.impl(_spec.name, _cpu_kernel(_spec), "CPU")
     refuse_gradients(_LIBRARY, _spec.name)
@@ -195,6 +193,11 @@ _LIBRARY.define(schema(UPDATE_AND_ATTEND, functional=True))
 torch.library.register_fake(
     f"{OPSET_DOMAIN}::{FUNCTIONAL}", _fake_functional(UPDATE_AND_ATTEND), lib=_LIBRARY
 )
+
+for _spec in ALL_SPECS:  # what `help` and an editor show
+    _function = getattr(torch.ops.kvgraph, _spec.name)
+    _function.__signature__ = signature_of(_spec, torch.Tensor)
+    _function.__doc__ = docstring(_spec)
 
 linear = torch.ops.kvgraph.linear
 store_kv = torch.ops.kvgraph.store_kv

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,34 +23,39 @@ from kvgraph.contract.inputs import (
 )
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
+    KVCacheInputSymbols,
     MultiKVCacheInputSymbols,
     PaddedKVCacheInputSymbols,
     PagedCacheInputSymbols,
 )
 
-RECORDS: tuple[type[Any], ...] = (
+Name: TypeAlias = str | int
+Node: TypeAlias = KVCacheInputSymbols | KVCacheInputs
+Make: TypeAlias = Callable[[dict[Name, object]], object]
+
+RECORDS: tuple[type[Node], ...] = (
     PagedCacheInputSymbols,
     ContinuousBatchingKVCacheInputSymbols,
     PaddedKVCacheInputSymbols,
     RaggedKVCacheInputs,
     PaddedKVCacheInputs,
 )
-TREES: tuple[type[Any], ...] = (MultiKVCacheInputSymbols, MultiKVCacheInputs)
-LISTS: tuple[type[Any], ...] = (KVCacheInputs, KVCacheInputsSequence)
+TREES = (MultiKVCacheInputSymbols, MultiKVCacheInputs)
+LISTS = (KVCacheInputs, KVCacheInputsSequence)
 
 
-def _register(
-    kind: type[Any], make: Callable[[dict[Any, Any]], Any], key: Callable[[Any], Any]
-) -> None:
-    def flatten(node: Any) -> tuple[list[Any], list[Any]]:
+def _register(kind: type[Node], make: Make, key: Callable[..., pytree.KeyEntry]) -> None:
+    def flatten(node: Node) -> tuple[list[object], list[Name]]:
         entries = node.entries()
         return list(entries.values()), list(entries)
 
-    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    def flatten_with_keys(
+        node: Node,
+    ) -> tuple[list[tuple[pytree.KeyEntry, object]], list[Name]]:
         entries = node.entries()
         return [(key(name), child) for name, child in entries.items()], list(entries)
 
-    def unflatten(values: Iterable[Any], names: list[Any]) -> Any:
+    def unflatten(values: Iterable[object], names: list[Name]) -> object:
         return make(dict(zip(names, values, strict=True)))
 
     pytree.register_pytree_node(
@@ -66,18 +71,22 @@ def _register_all() -> None:
     for kind in RECORDS:
         _register(kind, partial(_of_fields, kind), pytree.GetAttrKey)
     for kind in TREES:
-        _register(kind, kind, pytree.MappingKey)
+        _register(kind, partial(_of_children, kind), pytree.MappingKey)
     for kind in LISTS:
         _register(kind, partial(_of_records, kind), pytree.SequenceKey)
     # A saved program holds its example inputs, which torch reads back from a list of safe types.
     torch.serialization.add_safe_globals([*RECORDS, *TREES, *LISTS])
 
 
-def _of_fields(kind: type[Any], entries: dict[Any, Any]) -> Any:
-    return kind(**entries)
+def _of_fields(kind: Callable[..., Node], entries: dict[Name, object]) -> Node:
+    return kind(**{str(name): value for name, value in entries.items()})
 
 
-def _of_records(kind: type[Any], entries: dict[Any, Any]) -> Any:
+def _of_children(kind: Callable[..., Node], entries: dict[Name, object]) -> Node:
+    return kind(entries)
+
+
+def _of_records(kind: Callable[..., Node], entries: dict[Name, object]) -> Node:
     return kind(list(entries.values()))
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import PurePath
-from typing import Any
+from typing import SupportsIndex, TypeVar, cast
 
 import numpy as np
 
 from kvgraph.errors import RequestError
 
+T = TypeVar("T")
+
 BOOLEANS = (bool, np.bool_)
 
 
-def integer(name: str, value: Any, least: int, *, or_else: str = "") -> int:
+def integer(name: str, value: object, least: int, *, or_else: str = "") -> int:
     """`value` as an int of `least` or more; `or_else` is what is allowed besides."""
     number = _index(value)
     if number is None:
@@ -27,12 +29,12 @@ def integer(name: str, value: Any, least: int, *, or_else: str = "") -> int:
     return number
 
 
-def optional_integer(name: str, value: Any, least: int) -> int | None:
+def optional_integer(name: str, value: object, least: int) -> int | None:
     """`value` as an int of `least` or more, or None."""
     return None if value is None else integer(name, value, least, or_else=" or None")
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: object) -> float:
     """`value` as a float."""
     kinds = int | float | np.integer | np.floating
     if isinstance(value, BOOLEANS) or not isinstance(value, kinds):
@@ -43,46 +45,46 @@ def number(name: str, value: Any) -> float:
         raise RequestError(f"{name}: expected a number, got {said(value)}") from error
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """`value` as a bool."""
     if not isinstance(value, BOOLEANS):
         raise RequestError(f"{name}: expected True or False, got {said(value)}")
     return bool(value)
 
 
-def instance(name: str, value: Any, kind: type, expected: str) -> None:
+def instance(name: str, value: object, kind: type, expected: str) -> None:
     """RequestError unless `value` is a `kind`; `expected` is its name in a sentence."""
     if not isinstance(value, kind):
         raise RequestError(f"{name}: expected {expected}, got {said(value)}")
 
 
-def integers(name: str, values: Any, least: int) -> tuple[int, ...]:
+def integers(name: str, values: object, least: int) -> tuple[int, ...]:
     """`values` as ints of `least` or more."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name}: expected integers >= {least}, got {said(values)}")
     return tuple([integer(name, value, least) for value in values])
 
 
-def token_ids(prompt: Any) -> list[int]:
+def token_ids(prompt: Iterable[object]) -> list[int]:
     """A prompt that is not text: integers, in an order of its own."""
     tokens = _listed(prompt, "prompt: expected text or token ids")
     try:
         if set(map(type, tokens)).isdisjoint(BOOLEANS):
-            return list(map(operator.index, tokens))
+            return list(map(operator.index, cast(list[SupportsIndex], tokens)))
     except TypeError:
         pass  # the sentence below names the token
     at, token = next((i, token) for i, token in enumerate(tokens) if _index(token) is None)
     raise RequestError(f"prompt: expected text or token ids, got {said(token)} at position {at}")
 
 
-def sequence(name: str, one: str, values: Any) -> list[Any]:
+def sequence(name: str, one: str, values: Iterable[T]) -> list[T]:
     """What was given as several values, of which `one` alone is no sequence."""
     if isinstance(values, str | PurePath):
         raise RequestError(f"{name}: expected a sequence, got one {one}; use [{one}]")
     return _listed(values, f"{name}: expected a sequence")
 
 
-def one_for_each(name: str, given: Any, count: int) -> Sequence[Any]:
+def one_for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
     """`given` for each of `count` prompts, or one for every one of them."""
     if not isinstance(given, Sequence):
         return [given] * count
@@ -91,13 +93,13 @@ def one_for_each(name: str, given: Any, count: int) -> Sequence[Any]:
     return given
 
 
-def said(value: Any) -> str:
+def said(value: object) -> str:
     """`value` as an error shows it: its type, and what of it fits into a sentence."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
-def _listed(values: Any, expected: str) -> list[Any]:
+def _listed(values: Iterable[T], expected: str) -> list[T]:
     """What has an order of its own, as a list."""
     if not isinstance(values, bytes | Set | Mapping):
         try:
@@ -107,10 +109,10 @@ def _listed(values: Any, expected: str) -> list[Any]:
     raise RequestError(f"{expected}, got {said(values)}")
 
 
-def _index(value: Any) -> int | None:
+def _index(value: object) -> int | None:
     if isinstance(value, BOOLEANS):
         return None
     try:
-        return operator.index(value)
+        return operator.index(cast(SupportsIndex, value))
     except TypeError:
         return None

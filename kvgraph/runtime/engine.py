@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from threading import get_ident
-from typing import Any
 
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.params import KVCacheStrategy
@@ -345,7 +344,11 @@ class Engine:
 
     # -- requests that come and go
 
-    def _generate(self, prompts: Any, sampling: Any) -> list[Completion]:
+    def _generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Completion]:
         self._settle()
         requests = self._requests(prompts, sampling)
         tokens: dict[str, list[Token]] = {request.request_id: [] for request in requests}
@@ -377,7 +380,11 @@ class Engine:
         self.scheduler.require_room(request)
         return request
 
-    def _requests(self, prompts: Any, sampling: Any) -> list[Request]:
+    def _requests(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
         """Of each prompt one; of several, RequestError names the index of one that cannot be."""
         listed = sequence("prompts", "text", prompts)
         requests = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from kvgraph.contract.manifest import ModelInfo
 from kvgraph.contract.tokenizer import NAME, encode
@@ -15,6 +16,9 @@ from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Request
 from kvgraph.runtime.text import TextStream
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 @dataclass(slots=True)
 class Intake:
@@ -24,16 +28,22 @@ class Intake:
     """
 
     model: ModelInfo
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     folder: Path
 
-    def request(self, request_id: str, prompt: Any, sampling: Any, cache_salt: bytes) -> Request:
+    def request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        cache_salt: bytes,
+    ) -> Request:
         """A request of text or token ids; None samples as the defaults do."""
         sampling = SamplingParams() if sampling is None else sampling
         instance("sampling", sampling, SamplingParams, "SamplingParams")
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         is_text = isinstance(prompt, str) and prompt != ""
-        tokens = self.tokenize(prompt) if is_text else token_ids(prompt)
+        tokens = self.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
         self._check(request_id, tokens)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:

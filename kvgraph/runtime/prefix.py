@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.contract.files import open_regular, replacing, require_replaceable
 from kvgraph.errors import ArtifactError, GenerationError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FORMAT = "kvgraph-prefix-1"
 FIELDS = ("format", "identity", "architecture", "fingerprint")
 
-Tensors = Mapping[str, npt.NDArray[Any]]
+Tensors = Mapping[str, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     if done.error:
         raise GenerationError(done.error)
     committed = kv.committed_pages(TextContext("prefix", tokens + done.token_ids))
-    tensors: dict[str, npt.NDArray[Any]] = {"tokens": np.array(tokens, np.int32)}
+    tensors: dict[str, Array] = {"tokens": np.array(tokens, np.int32)}
     for leaf, pages in committed.items():
         tensors[f"pages.{leaf}"] = np.stack(list(pages.values()))
         tensors[f"keys.{leaf}"] = np.frombuffer(b"".join(pages), np.uint8).reshape(-1, KEY_BYTES)
@@ -143,7 +144,7 @@ def _require_parts(path: Path, tensors: Tensors) -> None:
             )
 
 
-def _fits(tensor: npt.NDArray[Any], dtype: str, shape: tuple[int | None, ...]) -> bool:
+def _fits(tensor: Array, dtype: str, shape: tuple[int | None, ...]) -> bool:
     extents = zip(shape, tensor.shape, strict=False)
     same = str(tensor.dtype) == dtype and tensor.ndim == len(shape)
     return same and all(wanted in (None, got) for wanted, got in extents)

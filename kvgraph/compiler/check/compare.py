@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.int32]
 
 
 class Tolerance(NamedTuple):

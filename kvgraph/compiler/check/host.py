@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvgraph.compiler.check.compare import Logits
+from kvgraph.compiler.check.compare import Logits, Tokens
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
@@ -26,10 +26,10 @@ Params = KVCacheParams | MultiKVCacheParams
 
 
 def logits_of(
-    step: Callable[..., Any],
+    step: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
     signature: GraphSignature,
     params: Params,
-    rows: Sequence[Any],
+    rows: Sequence[Tokens],
     *,
     chunk: int,
 ) -> list[Logits]:
@@ -61,7 +61,7 @@ def host_manager(params: Params, rows: int, longest: int) -> KVCacheManager:
 
 
 def _run(
-    step: Callable[..., Any], signature: GraphSignature
+    step: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], signature: GraphSignature
 ) -> Callable[[ModelInputs, KVCacheInputs], Logits]:
     def run(inputs: ModelInputs, kv: KVCacheInputs) -> Logits:
         values = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices, *kv.flatten()]

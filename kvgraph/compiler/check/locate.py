@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from kvgraph.compiler.check.compare import Tolerance, errors_of
+from kvgraph.compiler.check.compare import Logits, Tokens, Tolerance, errors_of
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.check.reference import eager, transformers_logits
 from kvgraph.compiler.check.subject import decoder_layers
 from kvgraph.compiler.frontends.huggingface import Decoder
 from kvgraph.compiler.trace import Traced
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def wrong_layer(traced: Traced, row: Any, allowed: Tolerance, chosen: Sequence[int] | None) -> str:
+
+def wrong_layer(
+    traced: Traced, row: Tokens, allowed: Tolerance, chosen: Sequence[int] | None
+) -> str:
     """Where it lies, for the end of a sentence. `chosen`: the layers' places in the whole model.
 
     Each layer's output under our attention is compared with that under transformers' own; where
@@ -30,7 +36,7 @@ def wrong_layer(traced: Traced, row: Any, allowed: Tolerance, chosen: Sequence[i
     if layers is None:
         return "in the lowered graph"
     theirs, ours = _Outputs(layers), _Outputs(layers)
-    model: Any = decoder.model
+    model: PreTrainedModel = decoder.model
     with theirs, eager(model):
         transformers_logits(model, row)
     with ours:
@@ -47,8 +53,8 @@ class _Outputs:
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self._layers = layers
-        self._hooks: list[Any] = []
-        self.values: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
+        self.values: list[Logits] = []
 
     def __enter__(self) -> None:
         self._hooks = [layer.register_forward_hook(self._keep) for layer in self._layers]
@@ -57,6 +63,8 @@ class _Outputs:
         for hook in self._hooks:
             hook.remove()
 
-    def _keep(self, layer: nn.Module, given: Any, result: Any) -> None:
+    def _keep(
+        self, layer: nn.Module, given: object, result: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> None:
         hidden: torch.Tensor = result[0] if isinstance(result, tuple) else result
         self.values.append(hidden.detach().float().reshape(-1, hidden.shape[-1]).numpy().copy())

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from kvgraph.compiler.check.compare import Logits
+from kvgraph.compiler.check.compare import Logits, Tokens
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.frontends.huggingface import REPORTING, Decoder
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.trace import Traced
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 WINDOW = 16
 """Windows are cut to this many tokens, so that short rows reach beyond them."""
 
 
-def reference_logits(traced: Traced, rows: Sequence[Any]) -> list[Logits]:
+def reference_logits(traced: Traced, rows: Sequence[Tokens]) -> list[Logits]:
     """Logits of every token, each row alone and whole: `[len(row), vocab]` each."""
     module = traced.model.module
     if isinstance(module, Decoder):
@@ -32,7 +35,7 @@ def reference_logits(traced: Traced, rows: Sequence[Any]) -> list[Logits]:
     return [logits for (logits,) in each]
 
 
-def transformers_logits(model: Any, row: Any) -> Logits:
+def transformers_logits(model: PreTrainedModel, row: Tokens) -> Logits:
     tokens = torch.as_tensor(row, dtype=torch.long)[None]
     with torch.no_grad():
         output = model(
@@ -74,11 +77,11 @@ def cut_windows(model: nn.Module, most: int = WINDOW) -> Iterator[None]:
             holder.sliding_window = window
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def _configs(model: nn.Module) -> list[PretrainedConfig]:
     """Every configuration that a part of the model reads, once."""
-    found: dict[int, Any] = {}
+    found: dict[int, PretrainedConfig] = {}
     for part in model.modules():
-        config: Any = getattr(part, "config", None)
+        config: PretrainedConfig | None = getattr(part, "config", None)
         if hasattr(config, "_attn_implementation"):
             found[id(config)] = config
     return list(found.values())

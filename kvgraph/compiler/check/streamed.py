@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.hooks import RemovableHandle
 
 from kvgraph.compiler.checkpoint import Checkpoint
 
@@ -41,7 +41,7 @@ class Streamed:
     @contextlib.contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
         """Each part of `module` has its own parameters' values while its forward pass runs."""
-        hooks: list[Any] = []
+        hooks: list[RemovableHandle] = []
         for path, part in module.named_modules():
             fakes: dict[str, torch.Tensor] = {
                 k: p for k, p in part._parameters.items() if isinstance(p, FakeTensor)
@@ -54,15 +54,17 @@ class Streamed:
             for hook in hooks:
                 hook.remove()
 
-    def _hooks(self, path: str, part: nn.Module, fakes: dict[str, torch.Tensor]) -> list[Any]:
+    def _hooks(
+        self, path: str, part: nn.Module, fakes: dict[str, torch.Tensor]
+    ) -> list[RemovableHandle]:
         prefix = f"{path}." if path else ""
 
-        def fill(*_: Any) -> None:
+        def fill(*_: object) -> None:
             for key, fake in fakes.items():
                 value = self.read(prefix + key, fake)
                 part._parameters[key] = nn.Parameter(value, requires_grad=False)
 
-        def empty(*_: Any) -> None:
+        def empty(*_: object) -> None:
             part._parameters.update(fakes)  # type: ignore[arg-type]
 
         return [part.register_forward_pre_hook(fill), part.register_forward_hook(empty)]

@@ -7,7 +7,7 @@ alike. Of a large vocabulary the first tokens stay, and their rows of the embedd
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.frontends.huggingface import Decoder
 from kvgraph.compiler.model import Model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 MOST_VOCABULARY = 4096
 
@@ -71,14 +74,14 @@ def _indexed(layer: nn.Module) -> list[Any]:
 def _one_of_each_kind(
     layers: nn.ModuleList, needs: tuple[LayerNeed, ...], types: list[str] | None
 ) -> list[int]:
-    kinds: dict[Any, int] = {}
+    kinds: dict[object, int] = {}
     for i, layer in enumerate(layers):
         shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
         kinds.setdefault((needs[i], tuple(shapes), types[i] if types else ""), i)
     return sorted(kinds.values())
 
 
-def _keep_layers(layers: nn.ModuleList, chosen: list[int], text: Any) -> None:
+def _keep_layers(layers: nn.ModuleList, chosen: list[int], text: PretrainedConfig) -> None:
     kept = [layers[i] for i in chosen]
     for index, layer in enumerate(kept):
         for part in _indexed(layer):
@@ -91,7 +94,7 @@ def _keep_layers(layers: nn.ModuleList, chosen: list[int], text: Any) -> None:
     text.num_hidden_layers = len(chosen)
 
 
-def _cut_vocabulary(model: Any, text: Any, stored: dict[int, str]) -> int:
+def _cut_vocabulary(model: PreTrainedModel, text: PretrainedConfig, stored: dict[int, str]) -> int:
     """Rows of the embedding and of the head that stay; `stored` learns their names."""
     whole: int = text.vocab_size
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]

@@ -108,7 +108,7 @@ class PaddedCache:
         scale: float,
         window: int,
         softcap: float,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         index = (torch.full_like(self._rows_T, layer), self._rows_T, self._positions_T.long())
         for cache, new in ((self._k_LBSKD, k_TKD), (self._v_LBSKD, v_TKD)):

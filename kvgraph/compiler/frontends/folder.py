@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 GGUF_MAGIC = b"GGUF"
 
+Config = Mapping[str, Any]
+"""What config.json holds: its values are of whatever kind an architecture gives them."""
 
-def read_config(folder: Path) -> dict[str, Any]:
+
+def read_config(folder: Path) -> Config:
     """The configuration of the checkpoint in `folder`.
 
     ModelError or UnsupportedError, with the next step, for what is no checkpoint that a compile
@@ -45,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def checkpoint_dtype(config: dict[str, Any]) -> str:
+def checkpoint_dtype(config: Config) -> str:
     """The dtype that a configuration names (float32 where it names none)."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
@@ -86,7 +90,7 @@ def _gguf(path: Path) -> str:
     )
 
 
-def _require_plain_weights(path: Path, config: dict[str, Any]) -> None:
+def _require_plain_weights(path: Path, config: Config) -> None:
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
     given = config.get("quantization_config") or nested

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from kvgraph.compiler.cache import CachePlan, LayerNeed
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
-from kvgraph.compiler.frontends.folder import read_config
+from kvgraph.compiler.frontends.folder import Config, read_config
 from kvgraph.compiler.frontends.masks import AskedMask
 from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
 from kvgraph.compiler.frontends.weightless import fake_parameters, locate
@@ -30,6 +31,9 @@ from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.shards import INDEXES, read_index
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 NAME = "kvgraph"
 IMPLEMENTATIONS = {
@@ -110,7 +114,7 @@ def paged_kv_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`.
 
@@ -134,7 +138,7 @@ def paged_kv_attention(
     return out_TND[None], None
 
 
-def _require_known(others: dict[str, Any]) -> None:
+def _require_known(others: dict[str, object]) -> None:
     unknown = [name for name, given in others.items() if given is not None]
     unknown = [name for name in unknown if name not in WITHOUT_EFFECT]
     if unknown or others.get("dropout"):
@@ -198,7 +202,7 @@ def load(folder: Path, dtype: str, *, weightless: bool = False) -> Model:
 
 
 def _load(
-    transformers: Any, folder: Path, config: dict[str, Any], dtype: str, weightless: bool
+    transformers: ModuleType, folder: Path, config: Config, dtype: str, weightless: bool
 ) -> Model:
     text = _decoder_config(transformers, folder, config)
     require_tokenizer(folder / "tokenizer.json")
@@ -229,8 +233,8 @@ def _load(
 
 
 def _build(
-    transformers: Any, folder: Path, config: dict[str, Any], text: Any, dtype: str
-) -> tuple[Any, Checkpoint | None, str]:
+    transformers: ModuleType, folder: Path, config: Config, text: PretrainedConfig, dtype: str
+) -> tuple[PreTrainedModel | None, Checkpoint | None, str]:
     """The model with fake parameters and where their values are, or why it has to be loaded."""
     if text.model_type != config["model_type"]:
         return None, None, "the decoder is a part of a larger model"
@@ -245,7 +249,9 @@ def _build(
     return model, checkpoint and checkpoint.renamed("model."), why
 
 
-def _make(transformers: Any, folder: Path, config: Any, dtype: str) -> Any:
+def _make(
+    transformers: ModuleType, folder: Path, config: PretrainedConfig, dtype: str
+) -> PreTrainedModel:
     """The model of a configuration; ModelError where one of its values is none that it takes."""
     auto = transformers.AutoModelForCausalLM
     try:
@@ -282,7 +288,7 @@ def describe(folder: Path, dtype: str) -> Description:
     return Description(text.model_type, layers, model, text.max_position_embeddings)
 
 
-def _transformers() -> Any:
+def _transformers() -> ModuleType:
     try:
         import transformers
     except ImportError as error:
@@ -290,13 +296,14 @@ def _transformers() -> Any:
             "transformers: needed to read a Hugging Face model, not installed; "
             "pip install 'kvgraph[compile]'"
         ) from error
+    module: ModuleType = transformers
     transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register(NAME, paged_kv_attention)
     masks.register(transformers, NAME)
-    return transformers
+    return module
 
 
-def _decoder_config(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
+def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> PretrainedConfig:
     """The configuration of the text decoder; UnsupportedError where there is none for us."""
     hf_config = _parse_config(transformers, folder, config)
     try:
@@ -309,7 +316,7 @@ def _decoder_config(transformers: Any, folder: Path, config: dict[str, Any]) -> 
     return text
 
 
-def _parse_config(transformers: Any, folder: Path, config: dict[str, Any]) -> Any:
+def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> PretrainedConfig:
     if config["model_type"] not in transformers.models.auto.CONFIG_MAPPING:
         raise UnsupportedError(_unsupported(config["model_type"], "transformers does not know it"))
     try:
@@ -318,7 +325,7 @@ def _parse_config(transformers: Any, folder: Path, config: dict[str, Any]) -> An
         raise ModelError(f"{folder}/config.json: {_first_line(error)}") from error
 
 
-def _require_decoder(transformers: Any, config: Any) -> None:
+def _require_decoder(transformers: ModuleType, config: PretrainedConfig) -> None:
     kind = config.model_type
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping or getattr(config, "is_encoder_decoder", False):
@@ -339,7 +346,7 @@ def _unsupported(kind: str, why: str) -> str:
     )
 
 
-def _load_weights(transformers: Any, folder: Path, dtype: str) -> Any:
+def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrainedModel:
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,

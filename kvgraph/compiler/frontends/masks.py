@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvgraph.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MOST_KEYS = 1 << 17
 """Positions that a mask is asked about at most: 131,072 keys for each of some queries."""
@@ -30,18 +34,18 @@ class AskedMask:
     window: int | None
 
 
-def register(transformers: Any, name: str) -> None:
+def register(transformers: ModuleType, name: str) -> None:
     """Answer the masks of models whose attention implementation is `name`."""
     transformers.AttentionMaskInterface.register(name, asked_mask)
 
 
 def asked_mask(
     *,
-    mask_function: Callable[..., Any],
+    mask_function: Callable[..., torch.Tensor],
     local_size: int | None = None,
     attention_mask: torch.Tensor | None = None,
-    config: Any = None,
-    **_: Any,
+    config: PretrainedConfig | None = None,
+    **_: object,
 ) -> AskedMask:
     """transformers' mask function. UnsupportedError: a mask that is neither causal nor sliding."""
     if attention_mask is not None:
@@ -68,7 +72,7 @@ def ragged_rows() -> Iterator[None]:
         yield
 
 
-def _window(mask_function: Callable[..., Any], length: int) -> int | None:
+def _window(mask_function: Callable[..., torch.Tensor], length: int) -> int | None:
     """The window of a mask over `length` positions, None where it is causal."""
     with _disable_current_modes(), torch.no_grad():
         key_K = torch.arange(length)
@@ -90,7 +94,7 @@ def _window(mask_function: Callable[..., Any], length: int) -> int | None:
 
 
 def _visible(
-    mask_function: Callable[..., Any], query_Q: torch.Tensor, key_K: torch.Tensor
+    mask_function: Callable[..., torch.Tensor], query_Q: torch.Tensor, key_K: torch.Tensor
 ) -> torch.Tensor:
     """`[Q, K]`, of batch item and head 0."""
     zero = torch.zeros(1, 1, dtype=torch.long)
@@ -98,5 +102,5 @@ def _visible(
     return seen.expand(len(query_Q), len(key_K))
 
 
-def _name(mask_function: Callable[..., Any]) -> str:
+def _name(mask_function: Callable[..., torch.Tensor]) -> str:
     return getattr(mask_function, "__qualname__", repr(mask_function))

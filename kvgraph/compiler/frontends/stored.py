@@ -16,11 +16,10 @@ from typing import Any
 
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.described import Described, Linear
-from kvgraph.compiler.frontends.folder import checkpoint_dtype
+from kvgraph.compiler.frontends.folder import Config, checkpoint_dtype
 from kvgraph.compiler.shards import Index, read_index, shard_paths, stored_tensors
 from kvgraph.contract.dtypes import DTYPES, itemsize
 
-Config = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError
@@ -43,7 +42,7 @@ def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
         raise ModelError(f"{path}: expected a generation config, got {error}") from error
 
 
-def as_ids(given: Any) -> tuple[int, ...]:
+def as_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:
     """Token ids of a field that holds one, several or None."""
     if given is None:
         return ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from kvgraph.compiler.checkpoint import READ_DTYPES, Checkpoint
 from kvgraph.compiler.shards import Stored, stored_tensors
 from kvgraph.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -76,7 +79,7 @@ def _wanted(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
 
 
 def _why_loaded(
-    model: Any,
+    model: PreTrainedModel,
     stored: Mapping[str, Stored],
     wanted: list[tuple[list[str], tuple[int, ...]]],
     dtype: torch.dtype,
@@ -105,7 +108,7 @@ def _why_loaded(
     return ""
 
 
-def _kept_in_float32(model: Any, dtype: torch.dtype) -> bool:
+def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     always = getattr(model, "_keep_in_fp32_modules_strict", None)
     in_half = getattr(model, "_keep_in_fp32_modules", None)
     return bool(
@@ -114,7 +117,7 @@ def _kept_in_float32(model: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _first_converted(model: Any, stored: Mapping[str, Stored]) -> str:
+def _first_converted(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
     """A stored tensor that transformers would rename or compute others from."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -10,16 +10,16 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import UnmatchedError, erase_unused, expect, value
 
 aten = torch.ops.aten
-Rule = Callable[[Node], tuple[Any, ...]]
+Rule = Callable[[Node], tuple[Argument, ...]]
 
 POINTWISE = (
     aten.add.Tensor,
@@ -136,13 +136,14 @@ def _first(node: Node) -> Node:
     return _rows(node.args[0])
 
 
-def _pointwise(node: Node) -> tuple[Any, ...]:
+def _pointwise(node: Node) -> tuple[Argument, ...]:
     """Operands of the result's rank lose their first dim, others broadcast as before."""
     rank = len(value(node).shape)
 
-    def operand(x: Any) -> Any:
-        is_tensor = isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor)
-        return _rows(x) if is_tensor and len(value(x).shape) == rank else x
+    def operand(x: Argument) -> Argument:
+        if not isinstance(x, Node) or not isinstance(x.meta.get("val"), torch.Tensor):
+            return x
+        return _rows(x) if len(value(x).shape) == rank else x
 
     return tuple(operand(x) for x in node.args)
 
@@ -150,7 +151,7 @@ def _pointwise(node: Node) -> tuple[Any, ...]:
 def _along(at: int) -> Rule:
     """Operations along the dims that argument `at` names, which must count from the end."""
 
-    def rule(node: Node) -> tuple[Any, ...]:
+    def rule(node: Node) -> tuple[Argument, ...]:
         dims = node.args[at] if len(node.args) > at else 0
         given = dims if isinstance(dims, list | tuple) else [dims]
         expect(all(isinstance(d, int) and d < 0 for d in given), "a dim counted from the front")
@@ -159,20 +160,20 @@ def _along(at: int) -> Rule:
     return rule
 
 
-def _sized(node: Node) -> tuple[Any, ...]:
+def _sized(node: Node) -> tuple[Argument, ...]:
     size = node.args[1]
     assert isinstance(size, list | tuple)
     expect(isinstance(size[0], int) and size[0] == 1, "another shape of rows")
     return (_first(node), list(size[1:]))
 
 
-def _transposed(node: Node) -> tuple[Any, ...]:
+def _transposed(node: Node) -> tuple[Argument, ...]:
     dims = [_dim(node, at) for at in (1, 2)]
     expect(0 not in dims, "the dim moves")
     return (_first(node), *(d - 1 for d in dims))
 
 
-def _sliced(node: Node) -> tuple[Any, ...]:
+def _sliced(node: Node) -> tuple[Argument, ...]:
     dim = _dim(node, 1)
     expect(dim > 0, "a slice of the dim")
     return (_first(node), dim - 1, *node.args[2:])
@@ -185,14 +186,14 @@ def _dim(node: Node, at: int) -> int:
     return given % len(value(node).shape)
 
 
-def _indexed(node: Node) -> tuple[Any, ...]:
+def _indexed(node: Node) -> tuple[Argument, ...]:
     indices = node.args[1]
     assert isinstance(indices, list | tuple)
     expect(indices[0] is None and len(indices) > 1, "an index of the dim")
     return (_first(node), list(indices[1:]))
 
 
-def _embedded(node: Node) -> tuple[Any, ...]:
+def _embedded(node: Node) -> tuple[Argument, ...]:
     return (node.args[0], _rows(node.args[1]), *node.args[2:])
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
 from kvgraph.compiler.passes.operands import value
+from kvgraph.contract.dims import Array
 from kvgraph.ops.torch_arrays import tensor_over
 
 HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -41,7 +39,7 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor) -> 
     return node
 
 
-def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+def tensor_of(array: Array) -> torch.Tensor:
     """`array`'s memory as a tensor, bfloat16 of ml_dtypes included."""
     return tensor_over(array, array.dtype.name)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._C import Argument
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -163,7 +164,7 @@ def _is_view(node: Node) -> bool:
     return aliases or node.target is operator.getitem
 
 
-def _schema_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
+def _schema_arguments(node: Node) -> Iterator[tuple[Argument, Any]]:
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema else ()):
         if i < len(node.args):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._C import Argument
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
@@ -59,7 +60,7 @@ class _Follower:
         self._mixers: dict[Node, Node] = {}  # a mixed value -> where tokens were mixed first
         nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
         given = [nodes[str(name)] for name in program.graph_signature.user_inputs]
-        extents: dict[Any, int] = {}
+        extents: dict[object, int] = {}
         for node, symbol in zip(given, signature.inputs, strict=True):
             for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
                 if isinstance(dim, str) and " + " not in dim:
@@ -222,7 +223,7 @@ def _aliases(node: Node, source: Node) -> bool:
     return any(x.alias_info is not None for x in _returns(source))
 
 
-def _arguments(node: Node) -> list[Any]:
+def _arguments(node: Node) -> list[Argument]:
     return (
         list(node.target._schema.arguments)
         if isinstance(node.target, torch._ops.OpOverload)
@@ -230,7 +231,7 @@ def _arguments(node: Node) -> list[Any]:
     )
 
 
-def _returns(node: Node) -> list[Any]:
+def _returns(node: Node) -> list[Argument]:
     return (
         list(node.target._schema.returns) if isinstance(node.target, torch._ops.OpOverload) else []
     )

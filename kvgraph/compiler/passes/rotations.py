@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from kvgraph.compiler.passes.operands import UnmatchedError, expect, value
 from kvgraph.compiler.passes.token_functions import (
@@ -209,7 +210,7 @@ class _Trace:
         count = max((len(terms) for terms in parts.values()), default=0)
 
         def run(term: int, half: int) -> Any:
-            def load(x: Node) -> Any:
+            def load(x: Node) -> Argument:
                 terms = parts[x]
                 return terms[term][half] if term < len(terms) else torch.zeros_like(terms[0][half])
 

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
 
 from kvgraph.compiler.passes.operands import UnmatchedError, expect, value
 from kvgraph.contract.signature import GraphSignature
@@ -139,10 +139,10 @@ class TokenFunctions:
         """Extents of what a node computes in a step of `tokens` tokens."""
         return [self._extent(extent, tokens) for extent in value(node).shape]
 
-    def moved(self, node: Node, operand: Callable[[Node], Any]) -> Any:
+    def moved(self, node: Node, operand: Callable[[Node], Argument]) -> Any:
         """Run a node of LAYOUT in a step of two tokens, over `operand(x)` for each operand x."""
 
-        def load(x: Node) -> Any:
+        def load(x: Node) -> Argument:
             given = x.meta.get("val")
             symbolic = isinstance(given, torch.SymInt)
             return self._extent(given, TOKENS) if symbolic else operand(x)

@@ -136,7 +136,7 @@ Value = Labels | list[Labels]
 class TokenLabels:
     """Follows the nodes of a graph in order; `extents` are those of the symbols in its shapes."""
 
-    def __init__(self, extents: Mapping[Any, int]) -> None:
+    def __init__(self, extents: Mapping[object, int]) -> None:
         self._extents = extents
         self._labels: dict[Node, Value] = {}
         self._known: dict[Node, Any] = {}
@@ -443,7 +443,7 @@ def _compacted(value: Value) -> Value:
 
 
 Rule = Callable[[TokenLabels, Node], Value | None]
-RULES: tuple[tuple[tuple[Any, ...], Rule], ...] = (
+RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     (SAME, TokenLabels._same),
     (MOVED, TokenLabels._moved),
     ((aten.pad, aten.constant_pad_nd), TokenLabels._padded),

@@ -21,7 +21,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.export import ExportedProgram
@@ -41,6 +42,11 @@ from kvgraph.kernels import aot
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
 from kvgraph.ops.native import library_path
+
+if TYPE_CHECKING:
+    from tensorrt import INetworkDefinition, IPluginCreator, IPluginV3, ITensor, PluginField
+
+    from kvgraph.contract.dims import Array
 
 INSTALL = "pip install torch-tensorrt (with the CUDA build of torch that it asks for)"
 
@@ -129,16 +135,16 @@ class Converter:
     """Adds the plugin of a node to a network. Kernels are compiled once for each distinct layer;
     equal images travel once in each network, in its first node."""
 
-    trt: Any
-    as_tensor: Callable[..., Any]
+    trt: ModuleType
+    as_tensor: Callable[..., ITensor]
     archs: tuple[str, ...]
     _made: dict[AttentionShape, tuple[str, Mapping[str, bytes]]] = field(default_factory=dict)
-    _network: Any = None
+    _network: INetworkDefinition | None = None
     _carried: set[str] = field(default_factory=set)
 
     def __call__(
         self, ctx: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-    ) -> tuple[Any, ...]:
+    ) -> tuple[ITensor | None, ...]:
         """The converter that torch-tensorrt calls: the op's outputs, as tensors of the network."""
         given = _bound(args, kwargs)
         tensors = {
@@ -162,13 +168,13 @@ class Converter:
                 f"{self.trt.__version__} takes, got none"
             )
 
-    def _creator(self) -> Any:
+    def _creator(self) -> IPluginCreator:
         for creator in self.trt.get_plugin_registry().all_creators:
             if (creator.plugin_namespace, creator.name) == (OPSET_DOMAIN, UPDATE_AND_ATTEND.name):
                 return creator
         return None
 
-    def _create(self, name: str, fields: list[Any]) -> Any:
+    def _create(self, name: str, fields: list[PluginField]) -> IPluginV3:
         trt = self.trt
         collection = trt.PluginFieldCollection(fields)
         plugin = self._creator().create_plugin(name, collection, trt.TensorRTPhase.BUILD)
@@ -176,7 +182,9 @@ class Converter:
             raise UnsupportedError(f"torch-tensorrt: {name}: TensorRT cannot make its plugin")
         return plugin
 
-    def _fields(self, network: Any, tensors: Mapping[str, Any], given: Any) -> list[Any]:
+    def _fields(
+        self, network: INetworkDefinition, tensors: Mapping[str, ITensor], given: Mapping[str, Any]
+    ) -> list[PluginField]:
         text, images = self._kernels(_shape(tensors, given))
         if network is not self._network:
             self._network, self._carried = network, set()
@@ -197,7 +205,7 @@ class Converter:
             self._bytes("images", pack_images(images[digest] for digest in new)),
         ]
 
-    def _bytes(self, name: str, data: bytes) -> Any:
+    def _bytes(self, name: str, data: bytes) -> PluginField:
         return self.trt.PluginField(
             name, np.frombuffer(data, np.int8), self.trt.PluginFieldType.CHAR
         )
@@ -221,11 +229,11 @@ def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def _number(kind: str, value: Any) -> Any:
+def _number(kind: str, value: float) -> Array:
     return np.array([value], np.int32 if kind == "int" else np.float32)
 
 
-def _shape(tensors: Mapping[str, Any], given: Mapping[str, Any]) -> AttentionShape:
+def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> AttentionShape:
     """What the layer's kernels are compiled for, from the network's tensors."""
     query, pool = tensors["q"], tensors["kv_blocks"]
     _, _, layers, page_size, kv_heads, head_dim = pool.shape
@@ -254,7 +262,7 @@ def _shape(tensors: Mapping[str, Any], given: Mapping[str, Any]) -> AttentionSha
     )
 
 
-def _granularity(head_dim: int, scales: Any) -> int:
+def _granularity(head_dim: int, scales: ITensor) -> int:
     """Elements of one scale: kernels take those that divide a head, or all of it."""
     each = scales.shape[-1]
     if head_dim % each:
@@ -265,7 +273,7 @@ def _granularity(head_dim: int, scales: Any) -> int:
     return int(head_dim // each)
 
 
-def _dtype(name: str, tensor: Any) -> str:
+def _dtype(name: str, tensor: ITensor) -> str:
     found = str(getattr(tensor.dtype, "name", tensor.dtype))
     if found not in DTYPES:
         raise UnsupportedError(

@@ -15,11 +15,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.targets.trt_fields import image_digests, pack_images
 from kvgraph.errors import KVGraphError, UnsupportedError
 from kvgraph.ops import OPSET_DOMAIN, SPECS, OpSpec
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto
+    from tensorrt_rtx import Builder, IBuilderConfig, ILogger
 
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
@@ -59,7 +64,7 @@ class Result:
 def main(path: str) -> int:
     request = Request(**json.loads(Path(path).read_text()))
     try:
-        answer: dict[str, Any] = asdict(build(request))
+        answer: dict[str, object] = asdict(build(request))
     except KVGraphError as error:
         answer = {"refused": str(error)}
     Path(path).with_suffix(".result").write_text(json.dumps(answer))
@@ -100,7 +105,7 @@ def build(request: Request) -> Result:
     )
 
 
-def _config(trt: Any, builder: Any, request: Request) -> Any:
+def _config(trt: ModuleType, builder: Builder, request: Request) -> IBuilderConfig:
     config = builder.create_builder_config()
     if request.archs:
         config.num_compute_capabilities = len(request.archs)
@@ -138,7 +143,7 @@ class Log:
                 trt.ILogger.__init__(self)
                 self.errors = []
 
-            def log(self, severity: Any, message: str) -> None:
+            def log(self, severity: ILogger.Severity, message: str) -> None:
                 if severity <= trt.ILogger.ERROR:
                     self.errors.append(message)
                 if severity <= least:
@@ -195,7 +200,7 @@ def plugin_model(request: Request) -> tuple[bytes, list[str]]:
     return model.SerializeToString(), weights
 
 
-def _as_plugin(node: Any, aliased: bool, heads: Mapping[str, str], results: set[str]) -> None:
+def _as_plugin(node: NodeProto, aliased: bool, heads: Mapping[str, str], results: set[str]) -> None:
     spec = next(spec for spec in SPECS if spec.name == node.op_type)
     given = list(node.input) + [""] * (len(spec.inputs) - len(node.input))
     _defaults(node, spec)
@@ -209,18 +214,18 @@ def _as_plugin(node: Any, aliased: bool, heads: Mapping[str, str], results: set[
         del node.output[len(spec.results) :]
 
 
-def _defaults(node: Any, spec: OpSpec) -> None:
+def _defaults(node: NodeProto, spec: OpSpec) -> None:
     given = {attribute.name for attribute in node.attribute}
     _set(node, **{a.name: a.default for a in spec.attributes if a.name not in given})
 
 
-def _set(node: Any, **attributes: Any) -> None:
+def _set(node: NodeProto, **attributes: object) -> None:
     import onnx
 
     node.attribute.extend(onnx.helper.make_attribute(n, value) for n, value in attributes.items())
 
 
-def _pool_heads(graph: Any) -> dict[str, str]:
+def _pool_heads(graph: GraphProto) -> dict[str, str]:
     """Buffer that a layer hands on -> the graph's input that it is in the end."""
     heads: dict[str, str] = {}
     for node in graph.node:

@@ -6,11 +6,12 @@ A row is the bytes of one page of one buffer: `[nbytes of buffer[page]]`, uint8,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import DeviceError
 
@@ -53,7 +54,7 @@ class HostCopier:
 
 def page_bytes(buffer: Buffer, page: int) -> npt.NDArray[np.uint8]:
     """A host pool's page as bytes, a view."""
-    pool: npt.NDArray[Any] = buffer.handle
+    pool: Array = buffer.handle
     row: npt.NDArray[np.uint8] = pool[page].reshape(-1).view(np.uint8)
     return row
 

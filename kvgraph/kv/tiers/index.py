@@ -307,7 +307,7 @@ class Index:
         )
         return at, row[2]
 
-    def _free(self, where: str, values: Sequence[Any]) -> int:
+    def _free(self, where: str, values: Sequence[object]) -> int:
         with self._transaction():
             rows = self._db.execute(f"SELECT stride, slot FROM slots WHERE {where}", values)
             slots = [_slot(*row) for row in rows.fetchall()]
@@ -348,7 +348,7 @@ def _damage() -> Iterator[None]:
         raise sqlite3.OperationalError("not enough memory") from error
 
 
-def _typed(kinds: Sequence[type], rows: Iterable[Sequence[Any]]) -> list[Any]:
+def _typed(kinds: Sequence[type], rows: Iterable[Sequence[object]]) -> list[Any]:
     """`rows` as tuples; DamagedError for a value of another kind."""
     found = [tuple(row) for row in rows]
     for row in found:

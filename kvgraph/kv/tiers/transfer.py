@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from kvgraph.contract.files import open_regular
 from kvgraph.errors import KVGraphError, TransferError
@@ -218,7 +219,9 @@ def _records(leaves: Sequence[LeafPages]) -> Iterator[Any]:
             yield record
 
 
-def _received(connection: Connection, leaves: Sequence[LeafPages]) -> Iterator[Any]:
+def _received(
+    connection: Connection, leaves: Sequence[LeafPages]
+) -> Iterator[npt.NDArray[np.uint8]]:
     for leaf in leaves:
         record = np.empty(leaf.place.record_size, np.uint8)
         for _ in leaf.pages:
@@ -228,7 +231,7 @@ def _received(connection: Connection, leaves: Sequence[LeafPages]) -> Iterator[A
             yield record
 
 
-def _copy_in(leaves: Sequence[LeafPages], records: Iterator[Any]) -> None:
+def _copy_in(leaves: Sequence[LeafPages], records: Iterator[npt.NDArray[np.uint8]]) -> None:
     for leaf in leaves:
         for page in leaf.pages:
             leaf.place.copy_in([page], [next(records)])
@@ -262,7 +265,7 @@ def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
 
 
 @contextmanager
-def _opened_block(name: str, leaves: Sequence[LeafPages]) -> Iterator[list[Any]]:
+def _opened_block(name: str, leaves: Sequence[LeafPages]) -> Iterator[list[npt.NDArray[np.uint8]]]:
     """The pages of the other side's block, as arrays."""
     sizes = [leaf.place.record_size for leaf in leaves for _ in leaf.pages]
     with open_regular(_memory_folder() / os.path.basename(name)) as file:

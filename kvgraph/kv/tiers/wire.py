@@ -6,17 +6,20 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+if TYPE_CHECKING:
+    import socket
+
 
 class Bounded:
     """A socket that gives at most `left` bytes more; all else is the socket's own."""
 
-    def __init__(self, sock: Any) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.left = 0
 
@@ -25,7 +28,7 @@ class Bounded:
         self._spend(len(data))
         return data
 
-    def recv_into(self, buffer: Any) -> int:
+    def recv_into(self, buffer: memoryview) -> int:
         count: int = self._sock.recv_into(buffer)
         self._spend(count)
         return count

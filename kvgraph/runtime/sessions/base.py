@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from threading import get_ident
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
@@ -158,15 +158,15 @@ class Session(ABC):
         return
 
     @abstractmethod
-    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         """Run over dense host arrays, or a device's own, in the signature's order."""
 
-    def _run_captured(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         """As `_run`, for sizes that come again."""
         return self._run(arrays)
 
 
-def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:
     """Zeroed, aligned host memory whose pages the system gives on first touch."""
     kind = DTYPES[dtype].numpy
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
@@ -175,7 +175,7 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     return raw[start : start + nbytes].view(kind).reshape(shape)
 
 
-def _dense(symbol: TensorType, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _dense(symbol: TensorType, array: Array) -> Array:
     """What may cross by its address: a row-major array; a buffer is never copied to make it so."""
     if not isinstance(array, np.ndarray):
         return array  # memory that a session allocated on its device

@@ -53,7 +53,7 @@ class CudaSession(Session):
         # Of their own: a long prompt that needs more memory must not move what graphs read.
         self._upload, self._upload_captured = self.uploader(), self.uploader()
         self._logits = itertools.cycle([_Staging(gpu.device), _Staging(gpu.device)])
-        self._captured: dict[tuple[Any, ...], Callable[[], torch.Tensor]] = {}
+        self._captured: dict[tuple[object, ...], Callable[[], torch.Tensor]] = {}
 
     # -- memory
 
@@ -103,10 +103,10 @@ class CudaSession(Session):
 
     # -- a step
 
-    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         return self._guarded(lambda: self._program(*self._place(arrays, self._upload))[0])
 
-    def _run_captured(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         return self._guarded(lambda: self._replay(self._place(arrays, self._upload_captured)))
 
     def _synchronize(self) -> None:
@@ -124,7 +124,7 @@ class CudaSession(Session):
         except RuntimeError as error:
             raise KernelError(f"cuda: {str(error).splitlines()[0]}") from error
 
-    def _place(self, arrays: list[Any], upload: Upload) -> list[torch.Tensor]:
+    def _place(self, arrays: Sequence[Any], upload: Upload) -> list[torch.Tensor]:
         """Every input where the program reads it; what is on the device already stays."""
         return [
             self._tensor(symbol, array, upload)
@@ -152,7 +152,7 @@ class CudaSession(Session):
         return step()
 
 
-def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[Any, ...]:
+def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[object, ...]:
     """What a captured step depends on: addresses on the device, values on the host."""
     if on_host:
         return tuple(tensor.flatten().tolist())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES, itemsize
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, PinnedArray
 
@@ -19,7 +18,7 @@ class Slot:
         self._device, self._dtype = device, dtype
         self._allocate(largest)
 
-    def fill(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    def fill(self, array: Array, shape: tuple[int, ...]) -> None:
         """Write the values; where `shape` has more (logits nobody wants), they are zeros."""
         count = int(np.prod(shape))
         if count > len(self._values):

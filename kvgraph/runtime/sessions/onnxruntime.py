@@ -34,14 +34,15 @@ Decision: of ONNX Runtime's settings, measured on 246M parameters in float32 (94
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import (
@@ -56,6 +57,9 @@ from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.processors import default_threads
 from kvgraph.runtime.sessions.base import Session, host_zeros
 from kvgraph.runtime.sessions.opening import require_names
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession, IOBinding, SessionOptions
 
 UPGRADE = "pip install --upgrade 'kvgraph[onnx]'"
 
@@ -97,7 +101,7 @@ class OnnxRuntimeSession(Session):
         self._inputs = [_bound(self._binding, symbol) for symbol in self.signature.inputs]
         self._logits = _Logits(self._binding, self._vocab)
 
-    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
         for bound, array in zip(self._inputs, arrays, strict=True):
             bound.take(array)
         logits = self._logits.next(len(arrays[2]))
@@ -108,18 +112,18 @@ class OnnxRuntimeSession(Session):
         return logits
 
 
-def _bound(binding: Any, symbol: TensorType) -> _Pool | _Input:
+def _bound(binding: IOBinding, symbol: TensorType) -> _Pool | _Input:
     return _Pool(binding, symbol) if symbol.kind == "buffer" else _Input(binding, symbol)
 
 
 class _Pool:
     """Memory that ops write: input and output have its address."""
 
-    def __init__(self, binding: Any, symbol: TensorType) -> None:
+    def __init__(self, binding: IOBinding, symbol: TensorType) -> None:
         self._binding, self._symbol = binding, symbol
-        self._array: npt.NDArray[Any] | None = None
+        self._array: Array | None = None
 
-    def take(self, array: npt.NDArray[Any]) -> None:
+    def take(self, array: Array) -> None:
         if array is self._array:
             return
         self._array = None  # until both have its address
@@ -133,12 +137,12 @@ class _Pool:
 class _Input:
     """A small input: fixed memory that values are copied into, and bound when its shape changes."""
 
-    def __init__(self, binding: Any, symbol: TensorType) -> None:
+    def __init__(self, binding: IOBinding, symbol: TensorType) -> None:
         self._binding, self._symbol = binding, symbol
         self._memory = np.empty(0, DTYPES[symbol.dtype].numpy)
-        self._view: npt.NDArray[Any] = np.empty((), self._memory.dtype)  # no input has this shape
+        self._view: Array = np.empty((), self._memory.dtype)  # no input has this shape
 
-    def take(self, array: npt.NDArray[Any]) -> None:
+    def take(self, array: Array) -> None:
         if array.shape != self._view.shape:
             self._bind(array.shape, array.size)
         np.copyto(self._view, array)
@@ -158,7 +162,7 @@ class _Input:
 class _Logits:
     """Two buffers in turn, so that a step's logits outlive the next step."""
 
-    def __init__(self, binding: Any, vocab: int) -> None:
+    def __init__(self, binding: IOBinding, vocab: int) -> None:
         self._binding, self._vocab = binding, vocab
         empty = np.empty((0, vocab), np.float32)
         self._buffers = [(empty, 0)] * 2  # each with its address
@@ -176,7 +180,7 @@ class _Logits:
         return logits[:rows]
 
 
-def require_provider(ort: Any, provider: str) -> None:
+def require_provider(ort: ModuleType, provider: str) -> None:
     """MissingDependencyError where the installed build lacks the provider."""
     built = ort.get_available_providers()
     if provider not in built:
@@ -187,8 +191,12 @@ def require_provider(ort: Any, provider: str) -> None:
 
 
 def open_session(
-    ort: Any, model: Path, options: Any, provider: str, settings: Mapping[str, str] = {}
-) -> Any:
+    ort: ModuleType,
+    model: Path,
+    options: SessionOptions,
+    provider: str,
+    settings: Mapping[str, str] = {},
+) -> InferenceSession:
     """A session of `ort` on `provider`, with its `settings`, and nothing else.
 
     ONNX Runtime falls back to the CPU without an error. MissingDependencyError: the installed build
@@ -216,7 +224,7 @@ NEWER = (
 """What an ONNX Runtime says of a model that is newer than it: what, that of the model, its own."""
 
 
-def _refusal(ort: Any, model: Path, error: Exception) -> ArtifactError:
+def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
     """One sentence; where a newer ONNX Runtime would take the model, with both versions."""
     said, mine = " ".join(str(error).split()), f"onnxruntime {ort.__version__}"
     for pattern, domain in NEWER:
@@ -233,7 +241,7 @@ def _refusal(ort: Any, model: Path, error: Exception) -> ArtifactError:
     )
 
 
-def register_ops(options: Any) -> None:
+def register_ops(options: SessionOptions) -> None:
     """Our custom ops; MissingDependencyError for an ONNX Runtime that is too old for them."""
     try:
         options.register_custom_ops_library(str(native.library_path("onnxruntime")))
@@ -242,7 +250,7 @@ def register_ops(options: Any) -> None:
         raise MissingDependencyError(f"onnxruntime: {why}; {UPGRADE}") from error
 
 
-def import_onnxruntime() -> Any:
+def import_onnxruntime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
@@ -254,7 +262,8 @@ def import_onnxruntime() -> Any:
         raise MissingDependencyError(
             f"onnxruntime: needed to run this artifact, {why}; {how}"
         ) from error
-    return onnxruntime
+    module: ModuleType = onnxruntime
+    return module
 
 
 def last_sentence(error: Exception) -> str:

@@ -17,13 +17,14 @@ host of our own (tests/plugins). `pytest -m cuda` runs it for real.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import TensorType
+from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.signature import output_name
@@ -45,6 +46,9 @@ from kvgraph.runtime.sessions.onnxruntime import (
     register_ops,
     require_provider,
 )
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
 
 PROVIDER = "CUDAExecutionProvider"
 INSTALL = "pip install 'kvgraph[onnx-gpu]'"
@@ -84,7 +88,7 @@ class OnnxRuntimeCudaSession(Session):
             raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
         return Buffer(symbol.dtype, shape, symbol.device, pool)
 
-    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         self._device.activate()
         rows = len(arrays[2])
         pools = {s.name: self._pool(s, a) for s, a in self._given(arrays) if s.kind == "buffer"}
@@ -106,7 +110,7 @@ class OnnxRuntimeCudaSession(Session):
         self._device.activate()
         self._device.synchronize()
 
-    def _given(self, arrays: list[Any]) -> list[tuple[TensorType, Any]]:
+    def _given(self, arrays: Sequence[Any]) -> list[tuple[TensorType, Any]]:
         return list(zip(self._inputs, arrays, strict=True))
 
     def _pool(self, symbol: TensorType, array: Any) -> DeviceArray:
@@ -117,7 +121,7 @@ class OnnxRuntimeCudaSession(Session):
             f"got {type(array).__name__}"
         )
 
-    def _bind_values(self, symbol: TensorType, array: npt.NDArray[Any]) -> None:
+    def _bind_values(self, symbol: TensorType, array: Array) -> None:
         """An index tensor: copied to its address on the device, or read where it lies."""
         slot = self._slots.get(symbol.name)
         if slot is None:
@@ -136,7 +140,7 @@ class OnnxRuntimeCudaSession(Session):
             self._binding.bind_output(output_name(symbol), *place)
 
 
-def _open(ort: Any, artifact: Artifact, device: CudaDevice) -> Any:
+def _open(ort: ModuleType, artifact: Artifact, device: CudaDevice) -> InferenceSession:
     options = ort.SessionOptions()
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 4  # failures come as exceptions
@@ -154,7 +158,7 @@ def _open(ort: Any, artifact: Artifact, device: CudaDevice) -> Any:
         raise
 
 
-def _require_loaded(ort: Any, device: CudaDevice) -> None:
+def _require_loaded(ort: ModuleType, device: CudaDevice) -> None:
     """DeviceError where the provider cannot be loaded: a graph of bfloat16 is then refused for want
     of kernels of the CPU's, which would say nothing of the cause."""
     try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import MissingDependencyError
 from kvgraph.runtime.artifact import Artifact
@@ -34,7 +35,7 @@ class ReferenceSession(Session):
             self._evaluator = made = ReferenceEvaluator(str(path), new_ops=reference_ops())
         require_names(path, self.signature, made.input_names, made.output_names)
 
-    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
         names = (symbol.name for symbol in self.signature.inputs)
         feeds = dict(zip(names, arrays, strict=True))
         outputs = [output_name(symbol) for symbol in self.signature.outputs]

@@ -17,9 +17,9 @@ names against those of the real modules. `pytest -m cuda` runs it for real.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,9 @@ from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
 from kvgraph.runtime.sessions.device_arrays import Logits, Slot
 from kvgraph.runtime.sessions.tensorrt_engine import LoadedEngine
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from tensorrt_rtx import IExecutionContext
+
 Sizes = dict[str, int]
 
 MAX_GRAPHS = 64
@@ -64,7 +66,7 @@ class TensorRTSession(Session):
         }
         self._logits = Logits(self._device, self._vocab)
         self._scratch = self._device.zeros("int8", (self._loaded.scratch_bytes(),))
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[int, IExecutionContext] = {}
         self._captured: dict[tuple[object, ...], _Captured] = {}
         self._capturable = True
 
@@ -86,7 +88,7 @@ class TensorRTSession(Session):
             raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
         return Buffer(symbol.dtype, shape, symbol.device, pool)
 
-    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         step = self._plan(arrays)
         context = self._contexts.get(step.profile)
         if context is None:
@@ -95,7 +97,7 @@ class TensorRTSession(Session):
         self._enqueue(context, step)
         return self._take_logits(step)
 
-    def _run_captured(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         if not self._capturable:
             return self._run(arrays)
         step = self._plan(arrays)
@@ -111,7 +113,7 @@ class TensorRTSession(Session):
 
     # -- planning: what may fail comes first, then the index tensors are filled
 
-    def _plan(self, arrays: list[Any]) -> _Step:
+    def _plan(self, arrays: Sequence[Any]) -> _Step:
         """Check the step against the profiles, and write its index tensors into pinned memory."""
         self._device.activate()
         sizes = self.signature.bind(arrays)
@@ -157,13 +159,13 @@ class TensorRTSession(Session):
 
     # -- running: on the one stream, in order
 
-    def _context(self, profile: int, *, captured: bool) -> Any:
+    def _context(self, profile: int, *, captured: bool) -> IExecutionContext:
         context = self._loaded.context(profile, int(self._device.stream), captured=captured)
         context.set_device_memory(self._scratch.address, self._scratch.nbytes)
         self._device.synchronize()  # a change of profile may copy
         return context
 
-    def _bind(self, context: Any, step: _Step) -> None:
+    def _bind(self, context: IExecutionContext, step: _Step) -> None:
         """Shapes and addresses of every input and output; a pool's two have one address."""
         for symbol in self._inputs:
             shape = symbol.extents(step.sizes)
@@ -175,10 +177,10 @@ class TensorRTSession(Session):
         unknown = context.infer_shapes()
         self._require(not unknown, f"shapes of {unknown}")
 
-    def _set_address(self, context: Any, name: str, address: int) -> None:
+    def _set_address(self, context: IExecutionContext, name: str, address: int) -> None:
         self._require(context.set_tensor_address(name, address), f"address of {name}")
 
-    def _enqueue(self, context: Any, step: _Step) -> None:
+    def _enqueue(self, context: IExecutionContext, step: _Step) -> None:
         """Copies in, then the engine."""
         for symbol in self._inputs:
             if symbol.kind == "tensor" and symbol.name not in self._loaded.hosted:
@@ -232,7 +234,7 @@ class _Captured:
     """A graph, and the context that it was captured from, which must live and not change."""
 
     graph: Graph
-    context: Any
+    context: IExecutionContext
 
 
 def _beyond(profiles: list[ProfileInfo], sizes: Sizes) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.dtypes import DTYPES
@@ -13,9 +14,12 @@ from kvgraph.contract.signature import output_name
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.artifact import Artifact
 
+if TYPE_CHECKING:
+    from tensorrt_rtx import ICudaEngine, TensorIOMode
+
 
 def require_bindings(
-    engine: Any, trt: Any, artifact: Artifact, info: EngineInfo, path: Path
+    engine: ICudaEngine, trt: ModuleType, artifact: Artifact, info: EngineInfo, path: Path
 ) -> frozenset[str]:
     """The names of the inputs that the engine reads on the host.
 
@@ -43,7 +47,9 @@ def require_bindings(
     return frozenset(name for name in names if engine.get_tensor_location(name) == host)
 
 
-def _expected(artifact: Artifact, trt: Any) -> Iterator[tuple[str, tuple[TensorType, Any]]]:
+def _expected(
+    artifact: Artifact, trt: ModuleType
+) -> Iterator[tuple[str, tuple[TensorType, TensorIOMode]]]:
     for symbol in artifact.signature.inputs:
         yield symbol.name, (symbol, trt.TensorIOMode.INPUT)
     for symbol in artifact.signature.outputs:
@@ -51,7 +57,13 @@ def _expected(artifact: Artifact, trt: Any) -> Iterator[tuple[str, tuple[TensorT
 
 
 def _require_tensor(
-    engine: Any, trt: Any, name: str, symbol: TensorType, mode: Any, info: EngineInfo, path: Path
+    engine: ICudaEngine,
+    trt: ModuleType,
+    name: str,
+    symbol: TensorType,
+    mode: TensorIOMode,
+    info: EngineInfo,
+    path: Path,
 ) -> None:
     aliased = getattr(engine, "get_aliased_input_tensor", lambda _: None)(name)
     is_buffer_out = symbol.kind == "buffer" and mode == trt.TensorIOMode.OUTPUT
@@ -96,7 +108,7 @@ def _dim_fits(symbol: TensorType, axis: int, extent: int, info: EngineInfo) -> b
 
 
 def _require_range(
-    engine: Any, symbol: TensorType, index: int, profile: ProfileInfo, path: Path
+    engine: ICudaEngine, symbol: TensorType, index: int, profile: ProfileInfo, path: Path
 ) -> None:
     found = [tuple(dims) for dims in engine.get_tensor_profile_shape(symbol.name, index)]
     wanted = [symbol.extents(sizes) for sizes in (profile.min, profile.opt, profile.max)]
@@ -107,5 +119,5 @@ def _require_range(
         )
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     return str(getattr(value, "name", value))

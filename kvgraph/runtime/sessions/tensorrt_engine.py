@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,11 @@ from kvgraph.ops.native import library_path
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.tensorrt_bindings import require_bindings
+
+if TYPE_CHECKING:
+    from tensorrt_rtx import IExecutionContext, ILogger, Refitter
+
+    from kvgraph.contract.dims import Array
 
 ENGINE_NAME, WEIGHTS_NAME = "model.engine", "weights.safetensors"
 
@@ -73,7 +78,7 @@ class LoadedEngine:
         errors = [error for error in self._logger.errors if "catchCudaError" not in error]
         return errors[-1] if errors else "no reason was logged"
 
-    def context(self, profile: int, stream: int, *, captured: bool) -> Any:
+    def context(self, profile: int, stream: int, *, captured: bool) -> IExecutionContext:
         """An execution context without memory of its own, in an optimisation profile.
 
         TensorRT-RTX finishes kernels for the shapes that it meets: in the background, while others
@@ -123,7 +128,7 @@ class LoadedEngine:
             )
 
     def _refit_one(
-        self, refitter: Any, path: Path, name: str, raw: Any, tensors: Mapping[str, TensorAt]
+        self, refitter: Refitter, path: Path, name: str, raw: Array, tensors: Mapping[str, TensorAt]
     ) -> None:
         at = tensors.get(name)
         if at is None or at.dtype not in TENSORRT:
@@ -190,7 +195,7 @@ def require_arch(path: Path, info: EngineInfo, device: CudaDevice) -> None:
         )
 
 
-def _logger(trt: Any) -> Any:
+def _logger(trt: Any) -> ILogger:
     class Errors(trt.ILogger):  # type: ignore[misc]  # the base is the module's own
         """Keeps what TensorRT calls an error; the rest is not printed."""
 
@@ -198,7 +203,7 @@ def _logger(trt: Any) -> Any:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
 
-        def log(self, severity: Any, message: str) -> None:
+        def log(self, severity: ILogger.Severity, message: str) -> None:
             if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
                 self.errors.append(" ".join(message.split()))
 

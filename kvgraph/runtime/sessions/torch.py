@@ -7,11 +7,13 @@ The package's runner is called directly: `__call__` of the loaded model flattens
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.dims import Array
 from kvgraph.errors import KernelError, MissingDependencyError
 from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
@@ -41,7 +43,7 @@ class TorchSession(Session):
             self._weights = read_weights(artifact, self._runner.get_constant_fqns())
             self._runner.load_constants(self._weights, False, True, True)  # user-managed memory
 
-    def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
         tensors = [
             self._tensor_over(array, symbol.dtype)
             for symbol, array in zip(self.signature.inputs, arrays, strict=True)

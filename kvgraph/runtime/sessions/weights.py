@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.opening import opening
 
+if TYPE_CHECKING:
+    import torch
 
-def read_weights(artifact: Artifact, names: Iterable[str], device: str = "cpu") -> dict[str, Any]:
+
+def read_weights(
+    artifact: Artifact, names: Iterable[str], device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Tensors of `names` on `device`; a tied name is looked up under its owner's.
 
     ArtifactError names the first that the file does not have.
@@ -18,11 +23,11 @@ def read_weights(artifact: Artifact, names: Iterable[str], device: str = "cpu") 
     from safetensors import safe_open
 
     path = artifact.folder / "weights.safetensors"
-    weights: dict[str, Any] = {}
+    weights: dict[str, torch.Tensor] = {}
     with opening(path, "safetensors"), safe_open(path, framework="pt", device=device) as file:
         owners = file.metadata() or {}
         stored = set(file.keys())
-        read: dict[str, Any] = {}
+        read: dict[str, torch.Tensor] = {}
         for name in names:
             owner = owners.get(name, name)
             if owner not in stored:

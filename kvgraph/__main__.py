@@ -1,0 +1,5 @@
+"""`python -m kvgraph`: the command line."""
+
+from kvgraph.cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""An op as a Python function: signature and docstring of its torch form, from its OpSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from inspect import Parameter, Signature
+from textwrap import indent, wrap
+from types import GenericAlias
+
+from kvgraph.ops.spec import Attribute, Operand, OpSpec
+
+ATTRIBUTE_TYPES = {"int": int, "float": float}
+STUB_WIDTH = 88
+"""Of a docstring's lines, so that they fit where they are indented."""
+
+
+def signature_of(spec: OpSpec, tensor: type) -> Signature:
+    """Operands by position or by name, attributes by name; operands are of the class `tensor`."""
+    return Signature([*_parameters(spec, tensor)], return_annotation=_returned(spec, tensor))
+
+
+def _parameters(spec: OpSpec, tensor: type) -> Iterator[Parameter]:
+    for operand in spec.inputs:
+        yield Parameter(
+            operand.name,
+            Parameter.POSITIONAL_OR_KEYWORD,
+            default=None if operand.optional else Parameter.empty,
+            annotation=tensor | None if operand.optional else tensor,
+        )
+    for attribute in spec.attributes:
+        yield Parameter(
+            attribute.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if attribute.default is None else attribute.default,
+            annotation=ATTRIBUTE_TYPES[attribute.kind],
+        )
+
+
+def _returned(spec: OpSpec, tensor: type) -> object:
+    count = len(spec.results)
+    several = GenericAlias(tuple, (tensor,) * count)
+    return tensor if count == 1 else several if count else None
+
+
+def docstring(spec: OpSpec) -> str:
+    """What the op does; dtypes and dims of each operand, which inputs it writes, attributes."""
+    lines = [spec.doc, "", "Inputs:"]
+    lines += [f"- {_operand(o, writes=o.name in spec.mutated)}" for o in spec.inputs]
+    if spec.results:
+        lines += ["", "Returns:", *(f"- {_operand(result)}" for result in spec.results)]
+    lines += ["", "Attributes:", *(f"- {_attribute(a)}" for a in spec.attributes)]
+    return "\n".join(lines)
+
+
+def _operand(operand: Operand, *, writes: bool = False) -> str:
+    notes = (", optional" if operand.optional else "") + (", written in place" if writes else "")
+    dims = ", ".join(map(str, operand.dims))
+    return f"`{operand.name}` [{dims}] {' or '.join(operand.dtypes)}{notes}"
+
+
+def _attribute(attribute: Attribute) -> str:
+    default = "" if attribute.default is None else f", default {attribute.default}"
+    return f"`{attribute.name}` {attribute.kind}{default}"
+
+
+def stub(spec: OpSpec) -> str:
+    """The function as a type checker reads it, without a body."""
+    parameters = [
+        f"{o.name}: Tensor | None = None" if o.optional else f"{o.name}: Tensor"
+        for o in spec.inputs
+    ]
+    parameters += ["*"] if spec.attributes else []
+    parameters += [
+        f"{a.name}: {a.kind}" + ("" if a.default is None else f" = {a.default}")
+        for a in spec.attributes
+    ]
+    count = len(spec.results)
+    returned = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+    body = "\n".join([*wrap(f'"""{spec.doc}"""', STUB_WIDTH), "..."])
+    head = f"def {spec.name}({', '.join(parameters)}) -> {returned if count else None}:"
+    return f"{head}\n{indent(body, '    ')}\n"

@@ -1,0 +1,62 @@
+"""`make generate`: the blocks of the sources that follow from a table, for type checkers.
+
+A block stands between `# generated: NAME` and `# end of generated`; a test compares.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import kvgraph
+from kvgraph import ops
+from kvgraph.ops.signatures import stub
+
+PACKAGE = Path(__file__).parents[1] / "kvgraph"
+END = "# end of generated\n"
+
+
+def names() -> str:
+    """Public names as a type checker imports them."""
+    lines = [
+        f"    from {module} import {name} as {name}" for name, module in kvgraph._EXPORTS.items()
+    ]
+    return "if TYPE_CHECKING:\n" + "\n".join(lines) + "\n"
+
+
+def signatures() -> str:
+    """The ops as functions over torch tensors."""
+    functions = "\n".join(stub(spec) for spec in ops.ALL_SPECS)
+    body = "    from torch import Tensor\n\n" + "".join(
+        f"    {line}\n" if line else "\n" for line in functions.splitlines()
+    )
+    return "if TYPE_CHECKING:\n" + body
+
+
+BLOCKS: dict[Path, tuple[str, Callable[[], str]]] = {
+    PACKAGE / "__init__.py": ("names", names),
+    PACKAGE / "ops" / "__init__.py": ("signatures", signatures),
+}
+
+
+def generated(path: Path) -> str:
+    """The source at `path` with its block made again, formatted."""
+    name, make = BLOCKS[path]
+    begin = f"# generated: {name}\n"
+    head, rest = path.read_text().split(begin)
+    source = head + begin + make() + END + rest.partition(END)[2]
+    sort = ["check", "--select", "I", "--fix", "--quiet", f"--stdin-filename={path}", "-"]
+    return _ruff(_ruff(source, *sort), "format", f"--stdin-filename={path}", "-")
+
+
+def _ruff(source: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", "ruff", *arguments]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    for path in BLOCKS:
+        path.write_text(generated(path))
