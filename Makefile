@@ -1,8 +1,9 @@
-# make demo | test | test-all | check | check-kernels | format | generate
+# make demo | test | test-all | check | check-kernels | docs | format | generate
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 # Pinned: an open torch requirement takes the newest build, which may bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
@@ -14,7 +15,7 @@ BENCH := PYTHONSAFEPATH=1 PYTHONPATH=tests $(BIN)/python tests/bench
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-all check check-kernels format generate clean
+.PHONY: demo test test-all check check-kernels docs format generate clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-start
 
 demo: $(VENV)/.installed
@@ -36,6 +37,10 @@ check-kernels: $(VENV)/.installed
 	TRITON_INTERPRET=1 PYTHONPATH=tests $(BIN)/python tests/kernels/matrix.py --arch sm_90
 	TRITON_INTERPRET=1 PYTHONPATH=tests $(BIN)/python tests/kernels/matrix.py --arch sm_80
 	PYTHONPATH=tests $(BIN)/python tests/kernels/table.py
+
+# Strict: a broken link or reference fails. An environment of its own, since docs need no torch.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .
@@ -90,5 +95,13 @@ $(VENV)/.installed: pyproject.toml $(NATIVE)
 	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda,tensorrt,tiers]"
 	touch $@
 
+$(DOCS)/.installed: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c 'import tomllib; \
+		project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*project["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/requirements.txt
+	$(DOCS)/bin/pip install --progress-bar on -q -r $(DOCS)/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build out
+	rm -rf $(VENV) $(DOCS) build out site

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from conftest import Compiled
 
+import kvgraph
 from kvgraph import cli
 
 ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 TEXTS = [
-    path
-    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "examples/**/*.py", "kvgraph/**/*.py")
-    for path in ROOT.glob(pattern)
+    *PAGES,
+    *(
+        path
+        for pattern in ("docs/*.py", "examples/**/*.md", "examples/**/*.py", "kvgraph/**/*.py")
+        for path in ROOT.glob(pattern)
+    ),
 ]
+PYTHON = [path for path in ROOT.glob("docs/**/*.md") if "```python\n" in path.read_text()]
+
+COMMAND = typer.main.get_command(cli.app)
+README_WORDS = 700
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
 
 
 def test_python_of_the_readme_runs(tmp_path: Path) -> None:
@@ -34,24 +55,78 @@ def test_python_of_the_readme_runs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_make_targets_and_commands_exist() -> None:
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_python_of_a_page_runs(
+    path: Path, compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a page are one program; "model.kvg" is what the page on deploying compiles."""
+    code = "\n".join(blocks(path, "python"))
+    if "model.kvg" in code:
+        (tmp_path / "model.kvg").symlink_to(compiled("tiny-llama"))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, name_of(path), "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_make_targets_and_commands_exist(path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
-        text = "\n".join(blocks(path, "console") + re.findall(r"`(make [^`]+)`", path.read_text()))
-        for target in re.findall(r"^make (?!TORCH)([\w-]+)", text, re.MULTILINE):
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-        for command in re.findall(r"^kvgraph (\w+)", text, re.MULTILINE):
-            assert command in commands
+    text = "\n".join(blocks(path, "console") + re.findall(r"`(make [^`]+)`", path.read_text()))
+    for target in re.findall(r"^make (?!TORCH)([\w-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for line in re.findall(r"^kvgraph (.*)", text, re.MULTILINE):
+        parse(COMMAND, shlex.split(line, comments=True))
 
 
-def test_links_lead_somewhere() -> None:
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-            assert link.startswith("https://") or (path.parent / link).exists(), link
+def parse(command: Any, arguments: list[str]) -> None:
+    """UsageError for an option or a value that the command line does not have."""
+    if hasattr(command, "commands"):
+        assert arguments[0] in command.commands, arguments[0]
+        parse(command.commands[arguments[0]], arguments[1:])
+    else:
+        command.parse_args(command.context_class(command), list(arguments))
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
+        assert link.startswith("https://") or (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_files_exist(path: Path) -> None:
+    """What a page names by a path from the root is there, but for what it says is new."""
+    pattern = r"`((?:kvgraph|plugins|tests|examples|docs)/[\w./*-]+)`(?! \| new)"
+    for name in re.findall(pattern, path.read_text()):
+        if path.name != "CHANGELOG.md":
+            assert list(ROOT.glob(name.rstrip("/"))), name
+
+
+def test_every_public_name_is_on_an_api_page() -> None:
+    pages = "".join(path.read_text() for path in ROOT.glob("docs/api/*.md"))
+    found = re.findall(r"^::: kvgraph\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(found) == kvgraph.__all__
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """As mkdocs's strict mode asks, which `make docs` runs."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = {path for name in re.findall(r"\S+\.md|\S+/\*", nav) for path in pages_of(name)}
+    assert listed == set(ROOT.glob("docs/**/*.md"))
+
+
+def pages_of(name: str) -> list[Path]:
+    return list(ROOT.glob(f"docs/{name.replace('/*', '/2*.md')}"))
+
+
+def test_the_docs_read_the_table_of_public_names() -> None:
+    tree = ast.parse((ROOT / "docs" / "hooks.py").read_text())
+    hooks: dict[str, Any] = {"__file__": str(ROOT / "docs" / "hooks.py")}
+    exec(compile(tree, "hooks.py", "exec"), hooks)
+    assert sorted(hooks["public_names"]()) == kvgraph.__all__
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
 def test_no_machine_path(path: Path) -> None:
     text = path.read_text()
     assert str(ROOT) + "/" not in text
