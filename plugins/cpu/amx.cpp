@@ -1,6 +1,6 @@
 #include "cpu/amx.h"
 
-#if defined(__linux__) && !defined(KVG_EMULATE_AMX)
+#if defined(KVG_X86) && defined(__linux__) && !defined(KVG_EMULATE_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,7 +12,7 @@ namespace kvg {
 
 bool amx_runs() { return true; }
 
-#elif defined(__linux__)
+#elif defined(KVG_X86) && defined(__linux__)
 
 bool amx_runs() {
   constexpr unsigned kBfloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
@@ -26,7 +26,7 @@ bool amx_runs() {
 
 #else
 
-bool amx_runs() { return false; }  // no system but Linux is known to let tiles be used
+bool amx_runs() { return false; }  // only Linux on x86 is known to let tiles be used
 
 #endif
 
