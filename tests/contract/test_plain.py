@@ -21,7 +21,7 @@ class Outer:
     count: int
     share: float
     inner: dict[str, Inner]
-    anything: dict[str, Any]
+    anything: dict[str, object]
     notes: list[str] = field(default_factory=list)
 
 
