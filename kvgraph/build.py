@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.compiler import emit, options, pipeline
+from kvgraph.compiler.dump import PassDump
 from kvgraph.compiler.output import require_free, staging
 from kvgraph.compiler.pipeline import DEFAULT_PAGE_SIZE, Progress
 from kvgraph.contract.manifest import Manifest, write_manifest
@@ -45,6 +46,7 @@ def compile(
     max_batch: int | None = None,
     max_tokens: int | None = None,
     check: bool = True,
+    dump_passes: str | Path | None = None,
     force: bool = False,
     progress: Progress = lambda stage: None,
 ) -> Manifest:
@@ -60,7 +62,8 @@ def compile(
     new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
     bounds. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
     allocated, and any pool size can be bound later. `check` runs two short rows through what was
-    made and through the model itself. `out` appears whole or not at all.
+    made and through the model itself. `dump_passes` is a folder for the graph after each pass, as
+    text. `out` appears whole or not at all.
 
     Raises ModelError, UnsupportedError, ParamsError, ArtifactError or CheckError (all
     KVGraphErrors).
@@ -73,6 +76,7 @@ def compile(
     bounds = pipeline.step_bounds(chosen, parsed, max_batch, max_tokens)
     why = pipeline.reason(parsed) if backend is None else ""
     require_free(out, force=force)
+    dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
 
     progress("reading the model")
     options.check_weights(weights, parsed, chosen, dtype)
@@ -93,7 +97,8 @@ def compile(
 
     from kvgraph.compiler.check.run import Made
     from kvgraph.compiler.check.run import check as require_equal
-    from kvgraph.compiler.trace import Traced, trace
+    from kvgraph.compiler.trace import trace
+    from kvgraph.compiler.traced import Traced
 
     def write(traced: Traced, folder: Path, progress: Progress = lambda stage: None) -> Manifest:
         lower = pipeline.lowering(chosen, parsed, weights, bounds, progress)
@@ -111,7 +116,7 @@ def compile(
 
     with staging(out, force=force) as folder:
         progress(f"lowering to {chosen.name}{why}")
-        traced = trace(loaded, signature, plan, functional=chosen.functional)
+        traced = trace(loaded, signature, plan, functional=chosen.functional, dump=dump)
         manifest = write(traced, folder, progress)
         note = "check: left out (--no-check)"
         if check:

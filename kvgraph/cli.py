@@ -140,6 +140,10 @@ def compile(
     check: Annotated[
         bool, typer.Option(help="Run two short rows beside the model's own forward pass.")
     ] = True,
+    dump_passes: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the graph after each pass to DIR, as text."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
     json: Json = False,
 ) -> None:
@@ -161,6 +165,7 @@ def compile(
                 cache=None if cache is Cache.paged else cache,
                 max_batch=max_batch,
                 max_tokens=max_tokens,
+                dump_passes=dump_passes,
             )
             manifest = rebuild(
                 from_artifact, output, target=target, force=force, progress=stages.next
@@ -183,6 +188,7 @@ def compile(
                 max_batch=max_batch,
                 max_tokens=max_tokens,
                 check=check,
+                dump_passes=dump_passes,
                 force=force,
                 progress=stages.next,
             )

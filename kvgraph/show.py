@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvgraph.contract.files import open_regular
-from kvgraph.contract.manifest import Manifest, QualityInfo
+from kvgraph.contract.manifest import Manifest, PassEntry, QualityInfo
+from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.plain import from_plain
 from kvgraph.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from kvgraph.compiler.passes import PassOptions
 
 
 def show(folder: Path, manifest: Manifest, to: Console) -> None:
@@ -22,9 +28,8 @@ def show(folder: Path, manifest: Manifest, to: Console) -> None:
     to.print(facts(manifest))
     to.print(bindings(manifest))
     to.print(ops(manifest))
-    for entry in manifest.passes:
-        why = "".join(f"; {sentence}" for sentence in entry.unmatched)
-        to.print(f"pass {entry.name}: {entry.applied} rewrites{why}", soft_wrap=True)
+    for line in passes(manifest):
+        to.print(line, soft_wrap=True)
     if paths := [name for name in manifest.files if name.endswith("/kernels.json")]:
         to.print(kernels(folder, paths))
     to.print(files(manifest))
@@ -96,6 +101,44 @@ def ops(manifest: Manifest) -> Table:
     for name, count in manifest.ops.items():
         table.add_row(name, str(count))
     return table
+
+
+def passes(manifest: Manifest) -> Iterator[str]:
+    """A line for each pass of the target, in order: how often it applied, or why it was left out.
+
+    A check without a figure held, or there would be no artifact. An artifact of another version
+    tells of the passes that its manifest names.
+    """
+    from kvgraph.compiler.passes.lists import PASSES
+
+    found = {entry.name: entry for entry in manifest.passes}
+    listed = tuple(PASSES.get((manifest.target.partition(":")[0], manifest.backend), ()))
+    is_ours = manifest.kvgraph_version == metadata.version("kvgraph")
+    if not is_ours or not found.keys() <= {each.name for each in listed}:
+        yield from (f"pass {entry.name}: {_applied(entry)}" for entry in manifest.passes)
+        return
+    options = _options(manifest)
+    for each in listed:
+        kind = "check" if each.is_check else "pass"
+        if each.needs is not None and not each.applies(options):
+            did = f"left out, since {each.needs.otherwise}"
+        else:
+            did = _applied(found[each.name]) if each.name in found else "held"
+        yield f"{kind} {each.name}: {did}"
+
+
+def _applied(entry: PassEntry) -> str:
+    return "; ".join([f"{entry.applied} places", *entry.unmatched])
+
+
+def _options(manifest: Manifest) -> PassOptions:
+    from kvgraph.compiler.passes import PassOptions
+    from kvgraph.contract.trees import params_from_layout
+    from kvgraph.ops._linear import WEIGHT_BITS
+
+    leaves = params_from_layout(manifest.layout).leaves.values()
+    is_padded = any(leaf.cache_strategy is KVCacheStrategy.PADDED for leaf in leaves)
+    return PassOptions(is_padded, is_packed=manifest.weights in WEIGHT_BITS)
 
 
 def kernels(folder: Path, paths: list[str]) -> Table:

@@ -88,8 +88,9 @@ FLAGS = {
     "cache clear": "--json",
     "cache stat": "--json",
     "cache verify": "--json",
-    "compile": "--backend --cache --cache-dtype --check --dtype --force --from-artifact --json "
-    "--max-batch --max-tokens --output --page-size --quality --quality-text --target --weights",
+    "compile": "--backend --cache --cache-dtype --check --dtype --dump-passes --force "
+    "--from-artifact --json --max-batch --max-tokens --output --page-size --quality --quality-text "
+    "--target --weights",
     "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
     "--num-pages --prefix --remote --seed --session --temperature --threads --top-k --top-p",
     "inspect": "--json",

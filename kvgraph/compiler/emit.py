@@ -25,7 +25,7 @@ from kvgraph.contract.plain import to_json
 from kvgraph.ops.header import ABI_VERSION
 
 if TYPE_CHECKING:
-    from kvgraph.compiler.trace import Traced
+    from kvgraph.compiler.traced import Traced
 
 
 def hash_all(folder: Path) -> dict[str, FileEntry]:

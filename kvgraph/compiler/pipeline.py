@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kvgraph.compiler.model import Model
-    from kvgraph.compiler.trace import Traced
+    from kvgraph.compiler.traced import Traced
 
 MAX_PAGE_SIZE = 1 << 16
 DEFAULT_PAGE_SIZE = 128

@@ -15,10 +15,12 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from kvgraph import ops
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import shapes
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope, Tiles, power_of_two
+from kvgraph.ops.spec import Operand, OpSpec
 
 ALIGNMENT = 16
 """Bytes that the address of every T, P and float32 operand is a multiple of."""
@@ -50,37 +52,47 @@ class Kernel:
         return getattr(import_module(f"kvgraph.kernels.{self.module}"), self.name)
 
 
-def _kernel(name: str, module: str, parameters: str) -> Kernel:
-    pairs = (parameter.split(":") for parameter in parameters.split())
-    return Kernel(name, module, tuple(Parameter(n, t) for n, t in pairs))
+def _kernel(name: str, module: str, spec: OpSpec, parameters: str) -> Kernel:
+    """`parameters`: names of the spec's operands, whose types these have, or "name:type"."""
+    types = {operand.name: _pointer(operand) for operand in spec.inputs + spec.outputs}
+    pairs = (parameter.partition(":") for parameter in parameters.split())
+    return Kernel(name, module, tuple(Parameter(n, t or types[n]) for n, _, t in pairs))
 
 
-INDEX = "input_row_offsets:*i32 cache_lengths:*i32 lookup_table:*i32"
+def _pointer(operand: Operand) -> str:
+    return f"*{operand.type_variable or DTYPES[operand.dtypes[0]].triton}"
+
+
+INDEX = "input_row_offsets cache_lengths lookup_table"
 ROWS = "batch_size:i32 layer:i32 table_width:i32 tiles_per_row:i32 rows_below:i32"
 
 STORE_KV = _kernel(
     "store_kv",
     "store_kv",
-    f"kv_blocks:*P k:*T v:*T {INDEX} cos_sin:*fp32 kv_scales:*fp32 {ROWS}",
+    ops.UPDATE_AND_ATTEND,
+    f"kv_blocks k v {INDEX} cos_sin kv_scales {ROWS}",
 )
 PAGED_ATTENTION = _kernel(
     "paged_attention",
     "paged_attention",
-    f"q:*T kv_blocks:*P {INDEX} cos_sin:*fp32 kv_scales:*fp32 sinks:*fp32 out:*T "
-    f"partial_out:*fp32 partial_state:*fp32 {ROWS} new_above:i32 new_upto:i32 num_parts:i32",
+    ops.UPDATE_AND_ATTEND,
+    f"q kv_blocks {INDEX} cos_sin kv_scales sinks out partial_out:*fp32 partial_state:*fp32 "
+    f"{ROWS} new_above:i32 new_upto:i32 num_parts:i32",
 )
 MERGE_PARTS = _kernel(
     "merge_parts",
     "paged_attention",
-    "input_row_offsets:*i32 cache_lengths:*i32 sinks:*fp32 out:*T partial_out:*fp32 "
-    "partial_state:*fp32 tokens_per_row:i32 num_parts:i32",
+    ops.UPDATE_AND_ATTEND,
+    "input_row_offsets cache_lengths sinks out partial_out:*fp32 partial_state:*fp32 "
+    "tokens_per_row:i32 num_parts:i32",
 )
-RMS_NORM = _kernel("rms_norm", "rms_norm", "x:*T weight:*T residual:*T out:*T num_rows:i32")
-SILU_MUL = _kernel("silu_mul", "silu_mul", "gate:*T up:*T out:*T")
+RMS_NORM = _kernel("rms_norm", "rms_norm", ops.RMS_NORM, "x weight residual out num_rows:i32")
+SILU_MUL = _kernel("silu_mul", "silu_mul", ops.SILU_MUL, "gate up out")
 INCREMENT_CACHE_LENGTHS = _kernel(
     "increment_cache_lengths",
     "increment_cache_lengths",
-    "cache_lengths:*i32 input_row_offsets:*i32 batch_size:i32",
+    ops.UPDATE_AND_ATTEND,
+    "cache_lengths input_row_offsets batch_size:i32",
 )
 KERNELS = (
     STORE_KV,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
+from kvgraph.ops._rms_norm import RMS_NORM
+from kvgraph.ops._silu_mul import SILU_MUL
 from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, OpSpec
@@ -21,6 +23,10 @@ CPU_SPECS: tuple[OpSpec, ...] = (LINEAR,)
 """What only graphs for a CPU hold; after the cache ops in every table."""
 
 ALL_SPECS = SPECS + CPU_SPECS
+"""What has native kernels for a CPU, and is in the C header."""
+
+FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL)
+"""What only programs of torch for CUDA hold; a pass writes them."""
 
 
 FUNCTIONS = tuple(spec.name for spec in ALL_SPECS)
@@ -126,10 +132,13 @@ def __dir__() -> list[str]:
 __all__ = [
     "ALL_SPECS",
     "CPU_SPECS",
+    "FUSIONS",
     "LINEAR",
     "OPSET_DOMAIN",
     "OPSET_VERSION",
     "PAGED_ATTENTION",
+    "RMS_NORM",
+    "SILU_MUL",
     "SPECS",
     "STORE_KV",
     "UPDATE_AND_ATTEND",

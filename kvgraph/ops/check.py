@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from kvgraph.errors import KernelError
 from kvgraph.ops.spec import Operand, OpSpec, Rule
@@ -61,10 +61,11 @@ class _Call:
             return
         dtype, shape = given
         self._bind_dtype(operand, dtype)
-        if len(shape) != len(operand.dims):
+        dims = operand.dims_of(len(shape))
+        if dims is None:
             self._refuse(operand.name, f"rank {len(operand.dims)}", len(shape))
-        for axis, extent in enumerate(shape):
-            self._bind_dim(operand, axis, extent)
+        for axis, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
+            self._bind_dim(operand, axis, dim, extent)
 
     def _bind_dtype(self, operand: Operand, dtype: str) -> None:
         if dtype not in operand.dtypes:
@@ -76,8 +77,7 @@ class _Call:
             if dtype != expected:
                 self._refuse(operand.name, f"dtype {expected} of {owner}", dtype)
 
-    def _bind_dim(self, operand: Operand, axis: int, extent: Extent) -> None:
-        dim = operand.dims[axis]
+    def _bind_dim(self, operand: Operand, axis: int, dim: str | int, extent: Extent) -> None:
         if isinstance(dim, int):
             if self._differ(extent, dim):
                 self._refuse(f"{operand.name}: dim {axis}", dim, extent)
@@ -108,7 +108,7 @@ class _Call:
             value = values[rule.subject.rpartition(" ")[2]]
             self._refuse(rule.subject, expected, rule.got or _shown(value))
 
-    def _refuse(self, subject: str, expected: object, got: object) -> None:
+    def _refuse(self, subject: str, expected: object, got: object) -> NoReturn:
         raise KernelError(f"{self._spec.name}: {subject}: expected {expected}, got {got}")
 
 

@@ -63,10 +63,11 @@ def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
     ]
     results = []
     for out in spec.outputs:
-        if out.alias or (out.optional and not attributes.get(str(out.dims[-1]))):
+        if out.alias or out.is_left_out(attributes):
             operands.append(None)
             continue
-        shape = _shape(spec, out, operands, attributes)
+        extents = spec.extents(out, [given and given[2] for given in operands], attributes)
+        shape = [extent or 0 for extent in extents]  # 0: the kernel says what is wrong
         results.append(np.empty(shape, DTYPES[_dtype(spec, out, operands)].numpy))
         operands.append(_described(spec, out, results[-1]))
     call(spec, operands, attributes)
@@ -288,16 +289,3 @@ def _dtype(spec: OpSpec, out: Operand, operands: Sequence[NativeOperand]) -> str
         for operand, given in zip(spec.inputs, operands, strict=False)
         if given and operand.type_variable == out.type_variable
     )
-
-
-def _shape(
-    spec: OpSpec, out: Operand, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
-) -> tuple[int, ...]:
-    """Extents of a result: an attribute of the dim's name if it is not 0, else the inputs'."""
-    sizes: dict[str | int, int] = {}
-    for operand, given in zip(spec.inputs, operands, strict=False):
-        for dim, extent in zip(operand.dims, given[2] if given else (), strict=False):
-            sizes.setdefault(dim, extent)
-    sizes.setdefault("v_head_dim", sizes.get("head_dim", 0))
-    sizes |= {name: int(n) for name, n in attributes.items() if name in out.dims and n > 0}
-    return tuple(sizes.get(dim, 0) for dim in out.dims)  # 0: the kernel says what is wrong

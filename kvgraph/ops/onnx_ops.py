@@ -118,11 +118,7 @@ def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext]
 
     def infer(context: onnx.shape_inference.InferenceContext) -> None:
         types = [context.get_input_type(i) for i in range(context.get_num_inputs())]
-        dims: dict[str, onnx.TensorShapeProto.Dimension] = {}
-        for operand, value in zip(spec.inputs, types, strict=False):
-            if value is not None and value.tensor_type.HasField("shape"):
-                for name, dim in zip(operand.dims, value.tensor_type.shape.dim, strict=False):
-                    dims.setdefault(str(name), dim)
+        shapes = [None if t is None else t.tensor_type.shape.dim for t in types]
         given = {a.name: context.get_attribute(a.name) for a in spec.attributes}
         widths = {name: a.i for name, a in given.items() if a is not None and a.i}
         for index in range(context.get_num_outputs()):
@@ -133,12 +129,12 @@ def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext]
             result = onnx.TypeProto()
             result.tensor_type.elem_type = types[source].tensor_type.elem_type
             shape = result.tensor_type.shape
-            for name in map(str, output.dims):
+            for extent in spec.extents(output, shapes, widths):
                 dim = shape.dim.add()
-                if name in widths:
-                    dim.dim_value = widths[name]
-                elif (source_dim := "head_dim" if name == "v_head_dim" else name) in dims:
-                    dim.CopyFrom(dims[source_dim])
+                if isinstance(extent, int):
+                    dim.dim_value = extent
+                elif extent is not None:
+                    dim.CopyFrom(extent)
             context.set_output_type(index, result)
 
     return infer

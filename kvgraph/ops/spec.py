@@ -24,7 +24,9 @@ FLOAT32 = ("float32",)
 class Operand:
     """One tensor of an op: dims by name (equal names are equal extents), dtypes it may have.
 
-    `alias` names the input whose memory an output is: both must have one address.
+    A first dim "..." stands for any number of dims, the same in all operands that have it.
+    `alias` names the input whose memory an output is: both must have one address. `default_width`
+    names the inputs' dim that is an output's last extent where no attribute says it.
     """
 
     name: str
@@ -32,6 +34,19 @@ class Operand:
     dtypes: tuple[str, ...]
     optional: bool = False
     alias: str | None = None
+    default_width: str | None = None
+
+    def dims_of(self, rank: int) -> tuple[str | int, ...] | None:
+        """The dims of a tensor of `rank`; None: it has another one."""
+        own = self.dims[1:] if self.dims[0] == "..." else self.dims
+        leading = rank - len(own)
+        if leading < 0 or (leading > 0 and own is self.dims):
+            return None
+        return (*(f"leading {i}" for i in range(leading)), *own)
+
+    def is_left_out(self, attributes: Mapping[str, Any]) -> bool:
+        """Whether a call with `attributes` has no such output."""
+        return self.optional and (attributes.get(str(self.dims[-1])) or 0) <= 0
 
     @property
     def type_variable(self) -> str | None:
@@ -44,7 +59,7 @@ class Attribute:
     """One constant of an op. `default=None` means that a caller must give it."""
 
     name: str
-    kind: Literal["int", "float"]
+    kind: Literal["int", "float", "bool"]
     default: int | float | None = None
 
 
@@ -95,11 +110,49 @@ class OpSpec:
         given = dict(zip(names, args, strict=False))
         return defaults | dict.fromkeys(names) | given | dict(attributes)
 
+    def extents(
+        self, out: Operand, shapes: Sequence[Sequence[Any] | None], attributes: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Of an output over inputs of `shapes` (None: left out); None where an extent is unknown.
+
+        An attribute of its last dim's name is that extent.
+        """
+        *others, last = out.dims
+        given = attributes.get(str(last))
+        if given is not None and (given > 0 or out.default_width is None):
+            width = max(given, 0)
+        else:
+            width = self._extent(out.default_width or last, shapes)
+        if others[:1] == ["..."]:  # as the first input has them
+            return (*(shapes[0] or ())[: 1 - len(self.inputs[0].dims)], width)
+        return (*(self._extent(dim, shapes) for dim in others), width)
+
+    def _extent(self, dim: str | int, shapes: Sequence[Sequence[Any] | None]) -> Any:
+        """Of the first input that has `dim`."""
+        for index, axis in self._places.get(dim, ()):
+            shape = shapes[index] if index < len(shapes) else None
+            if shape is not None and -len(shape) <= axis < len(shape):
+                return shape[axis]
+        return None
+
+    @cached_property
+    def _places(self) -> dict[str | int, list[tuple[int, int]]]:
+        """Dim -> where it is: index of an input and axis, from the end behind a "..."."""
+        places: dict[str | int, list[tuple[int, int]]] = {}
+        for index, operand in enumerate(self.inputs):
+            behind = len(operand.dims) if operand.dims[0] == "..." else 0
+            for axis, dim in enumerate(operand.dims, start=-behind):
+                places.setdefault(dim, []).append((index, axis))
+        return places
+
     @property
     def results(self) -> tuple[Operand, ...]:
         """Outputs that are new memory."""
         return tuple(out for out in self.outputs if out.alias is None)
 
+
+ROWS = ("...", "width")
+"""Dims of what is computed row by row, whatever the rows are of."""
 
 # Operands that several ops share. Legend: T new tokens of all rows, N query heads, K kv heads,
 # D head_dim, Dv v_head_dim, B rows.
@@ -116,7 +169,9 @@ MAX_LENGTHS = Operand("max_lengths", ("num_steps", 2), INDEX)
 COS_SIN = Operand("cos_sin", ("max_positions", "rotary_dim"), FLOAT32, optional=True)
 KV_SCALES = Operand("kv_scales", (*POOL_DIMS, "scales_per_head"), FLOAT32, optional=True)
 SINKS = Operand("sinks", ("num_heads",), FLOAT32, optional=True)
-OUT = Operand("out", ("total_seq_len", "num_heads", "v_head_dim"), ACTIVATION)
+OUT = Operand(
+    "out", ("total_seq_len", "num_heads", "v_head_dim"), ACTIVATION, default_width="head_dim"
+)
 KV_BLOCKS_OUT = Operand("kv_blocks_out", KV_BLOCKS.dims, POOL, alias="kv_blocks")
 KV_SCALES_OUT = Operand("kv_scales_out", KV_SCALES.dims, FLOAT32, optional=True, alias="kv_scales")
 

@@ -1,4 +1,4 @@
-"""The fusions around the cache ops in torch: schemas, fakes, and the same computation on a CPU.
+"""The fusions around the cache ops in torch: the computation of their OpSpecs on a CPU.
 
 A pass writes them into a program that has kernels for them: on CUDA the runtime registers its
 launches, and nothing stands in where it does not. The CPU form runs the operators that the pass
@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from kvgraph.ops import RMS_NORM, SILU_MUL
 from kvgraph.ops.spec import OPSET_DOMAIN
 from kvgraph.ops.torch_gradients import refuse_gradients
-
-RMS_NORM = (
-    "rms_norm(Tensor x, Tensor weight, Tensor(a!)? residual=None, *, float epsilon, "
-    "float weight_offset=0.0, bool round_first=False) -> Tensor"
-)
-SILU_MUL = "silu_mul(Tensor gate, Tensor up) -> Tensor"
+from kvgraph.ops.torch_ops import fake, schema
 
 
 def _rms_norm(
@@ -48,28 +44,12 @@ def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate.contiguous()) * up.contiguous()
 
 
-def _rms_norm_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    **attributes: object,
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _silu_mul_fake(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return gate.new_empty(gate.shape)
-
-
 _LIBRARY = torch.library.Library(OPSET_DOMAIN, "FRAGMENT")
-for _schema, _name, _cpu, _fake in (
-    (RMS_NORM, "rms_norm", _rms_norm, _rms_norm_fake),
-    (SILU_MUL, "silu_mul", _silu_mul, _silu_mul_fake),
-):
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_name, _cpu, "CPU")
-    refuse_gradients(_LIBRARY, _name)
-    torch.library.register_fake(f"{OPSET_DOMAIN}::{_name}", _fake, lib=_LIBRARY)
+for _spec, _cpu in ((RMS_NORM, _rms_norm), (SILU_MUL, _silu_mul)):
+    _LIBRARY.define(schema(_spec))
+    _LIBRARY.impl(_spec.name, _cpu, "CPU")
+    refuse_gradients(_LIBRARY, _spec.name)
+    torch.library.register_fake(f"{OPSET_DOMAIN}::{_spec.name}", fake(_spec), lib=_LIBRARY)
 
 rms_norm = torch.ops.kvgraph.rms_norm
 silu_mul = torch.ops.kvgraph.silu_mul

@@ -14,7 +14,7 @@ import torch
 
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import KernelError
-from kvgraph.ops import ALL_SPECS, LINEAR, UPDATE_AND_ATTEND, native
+from kvgraph.ops import ALL_SPECS, UPDATE_AND_ATTEND, native
 from kvgraph.ops.check import Described, check
 from kvgraph.ops.signatures import docstring, signature_of
 from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
@@ -42,9 +42,10 @@ def schema(spec: OpSpec, *, functional: bool = False) -> str:
         for a in spec.attributes
     ]
     returns = ["Tensor"] * len(spec.outputs if functional else spec.results)
+    given = ", ".join([*inputs, *(["*", *attributes] if attributes else [])])
     result = returns[0] if len(returns) == 1 else f"({', '.join(returns)})"
     name = FUNCTIONAL if functional else spec.name
-    return f"{name}({', '.join(inputs)}, *, {', '.join(attributes)}) -> {result}"
+    return f"{name}({given}) -> {result}"
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -77,19 +78,19 @@ def _results(spec: OpSpec, inputs: Tensors, attributes: Mapping[str, Any]) -> li
     operand = spec.inputs[0]
     first = inputs[operand.name]
     assert first is not None
-    if first.dim() != len(operand.dims):
+    if operand.dims_of(first.dim()) is None:
         raise KernelError(
             f"{spec.name}: {operand.name}: expected rank {len(operand.dims)}, got {first.dim()}"
         )
-    if spec is LINEAR:
-        widths = [max(attributes.get(str(out.dims[-1])) or 0, 0) for out in spec.results]
-        return [
-            first.new_empty((first.shape[0] if width or not out.optional else 0, width))
-            for out, width in zip(spec.results, widths, strict=True)
-        ]
-    rows, heads, head_dim = first.shape
-    width = attributes.get("v_head_dim") or head_dim
-    return [first.new_empty((rows, heads, width if width > 0 else head_dim))]
+    shapes = [None if tensor is None else tensor.shape for tensor in inputs.values()]
+    return [
+        first.new_empty(
+            (0,) * len(out.dims)
+            if out.is_left_out(attributes)
+            else spec.extents(out, shapes, attributes)
+        )
+        for out in spec.results
+    ]
 
 
 def _outputs(
@@ -122,7 +123,9 @@ def _cpu_kernel(spec: OpSpec) -> Callable[..., Returned]:
     return call
 
 
-def _fake(spec: OpSpec) -> Callable[..., Returned]:
+def fake(spec: OpSpec) -> Callable[..., Returned]:
+    """What a call gives where it is traced: results without values, once its operands fit."""
+
     def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         return _returned(check_call(spec, spec.arguments(args, attributes)))
 
@@ -170,14 +173,14 @@ def _require_dense(spec: OpSpec, name: str, tensor: torch.Tensor | None) -> None
 
 def _fake_functional(spec: OpSpec) -> Callable[..., Returned]:
     names = [operand.name for operand in spec.inputs]
-    fake = _fake(spec)
+    made = fake(spec)
 
     def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
         given = dict(zip(names, args, strict=False))
         pools = [given.get(output.alias) for output in spec.outputs if output.alias]
         # A pool that is left out is handed on as an empty tensor: schemas have no None output.
         handed_on = [args[0].new_empty(0) if p is None else torch.empty_like(p) for p in pools]  # type: ignore[union-attr]
-        return (cast(torch.Tensor, fake(*args, **attributes)), *handed_on)
+        return (cast(torch.Tensor, made(*args, **attributes)), *handed_on)
 
     return call
 
@@ -187,7 +190,7 @@ for _spec in ALL_SPECS:
     _LIBRARY.define(schema(_spec))
     _LIBRARY.impl(_spec.name, _cpu_kernel(_spec), "CPU")
     refuse_gradients(_LIBRARY, _spec.name)
-    torch.library.register_fake(f"{OPSET_DOMAIN}::{_spec.name}", _fake(_spec), lib=_LIBRARY)
+    torch.library.register_fake(f"{OPSET_DOMAIN}::{_spec.name}", fake(_spec), lib=_LIBRARY)
 
 _LIBRARY.define(schema(UPDATE_AND_ATTEND, functional=True))
 torch.library.register_fake(

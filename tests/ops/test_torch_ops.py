@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 from kvgraph.errors import KernelError, UnsupportedError
-from kvgraph.ops import SPECS, torch_fusions, torch_ops
+from kvgraph.ops import RMS_NORM, SILU_MUL, SPECS, OpSpec, torch_fusions, torch_ops
 
 S, L, K, N, D = 4, 2, 2, 4, 16
 
@@ -39,6 +39,51 @@ def test_opcheck(name: str) -> None:
     args, kwargs = arguments(name)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(torch.ops.kvgraph, name).default, args, kwargs, test_utils=tests)
+
+
+FUSED: list[tuple[OpSpec, list[tuple[int, ...]], dict[str, Any]]] = [
+    (RMS_NORM, [(2, 5, D), (D,)], {"epsilon": 1e-5}),
+    (RMS_NORM, [(5, D), (D,), (5, D)], {"epsilon": 0.1, "weight_offset": 1.0}),
+    (RMS_NORM, [(5, D), (D,), (5, D)], {"epsilon": 1e-5, "round_first": True}),
+    (SILU_MUL, [(2, 5, D), (2, 5, D)], {}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("spec", "shapes", "attributes"), FUSED)
+def test_fusions_are_their_references(
+    spec: OpSpec, shapes: list[tuple[int, ...]], attributes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """The result, and the residual stream that becomes the sum."""
+    torch.manual_seed(0)
+    given = [torch.randn(shape).to(dtype) for shape in shapes]
+    arrays = [tensor.numpy().copy() for tensor in given]
+    op = getattr(torch.ops.kvgraph, spec.name)
+    torch.library.opcheck(
+        op.default, tuple(given), attributes, test_utils=("test_schema", "test_faketensor")
+    )
+    found = op(*given, **attributes)
+    expected = spec.reference(*arrays, **attributes)
+    for mine, theirs in zip([found, *given], [expected, *arrays], strict=True):
+        torch.testing.assert_close(mine, torch.from_numpy(theirs))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "sentence"),
+    [
+        (RMS_NORM, [(5, D), (D + 1,)], "rms_norm: weight: dim width: expected 16 as x has it"),
+        (RMS_NORM, [(5, D), (D,), (4, D)], "rms_norm: residual: dim leading 0: expected 5 as x"),
+        (RMS_NORM, [(5, D), (1, D)], "rms_norm: weight: expected rank 1, got 2"),
+        (SILU_MUL, [(2, 5, D), (5, D)], "silu_mul: up: dim leading 0: expected 2 as gate has it"),
+    ],
+)
+def test_fusions_that_do_not_fit_are_refused_where_they_are_traced(
+    spec: OpSpec, shapes: list[tuple[int, ...]], sentence: str
+) -> None:
+    given = [torch.empty(shape, device="meta") for shape in shapes]
+    attributes = {a.name: 1e-5 for a in spec.attributes if a.default is None}
+    with pytest.raises(KernelError, match=sentence):
+        getattr(torch.ops.kvgraph, spec.name)(*given, **attributes)
 
 
 def test_update_and_attend_is_store_then_attention() -> None:

@@ -15,7 +15,7 @@ from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.check.reference import eager, transformers_logits
 from kvgraph.compiler.check.subject import decoder_layers
 from kvgraph.compiler.frontends.huggingface import Decoder
-from kvgraph.compiler.trace import Traced
+from kvgraph.compiler.traced import Traced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

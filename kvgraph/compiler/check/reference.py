@@ -13,7 +13,7 @@ from kvgraph.compiler.check.compare import Logits, Tokens
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.frontends.huggingface import REPORTING, Decoder
 from kvgraph.compiler.quiet import quiet_loggers
-from kvgraph.compiler.trace import Traced
+from kvgraph.compiler.traced import Traced
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

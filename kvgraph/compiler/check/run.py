@@ -28,7 +28,8 @@ from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
 from kvgraph.compiler.frontends.huggingface import Decoder, probe
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.trace import Traced, trace
+from kvgraph.compiler.trace import trace
+from kvgraph.compiler.traced import Traced
 from kvgraph.contract.backends import Backend, Support, imported
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import Manifest

@@ -1,4 +1,6 @@
-"""Graph rewrites, one per file. Each says how often it applied, and why where it did not."""
+"""Graph rewrites and checks. Each says how often it applied, and why where it did not; `lists.py`
+has those of each target in order.
+"""
 
 from __future__ import annotations
 
@@ -16,3 +18,13 @@ class PassReport:
     name: str
     applied: int = 0
     unmatched: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What a compile was asked for, as far as passes depend on it."""
+
+    is_padded: bool
+    """The cache's strategy is padded."""
+    is_packed: bool
+    """Linear layers have packed weights: bf16, int8 or int4."""

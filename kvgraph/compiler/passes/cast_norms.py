@@ -2,7 +2,8 @@
 
 Applies where the exporter folded a model's own cast into the operator, as in Gemma's norms. ONNX
 then lets input and scale differ, but its shape inference gives the result the input's dtype, for
-which ONNX Runtime refuses the graph; and its CUDA kernels take one dtype for both.
+which ONNX's checker and ONNX Runtime refuse the graph; and the CUDA kernels of ONNX Runtime take
+one dtype for both.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import onnx
 from kvgraph.compiler.passes import PassReport
 
 
-def cast_norms(graph: onnx.GraphProto) -> PassReport:
-    """Rewrite `graph` in place; it says the dtypes of its values."""
+def cast_norms(onnx_graph: onnx.GraphProto) -> PassReport:
+    """Rewrite `onnx_graph` in place; it says the dtypes of its values."""
     report = PassReport("cast_norms")
-    dtypes = {v.name: v.type.tensor_type.elem_type for v in [*graph.input, *graph.value_info]}
-    dtypes |= {weight.name: weight.data_type for weight in graph.initializer}
+    dtypes = {
+        v.name: v.type.tensor_type.elem_type for v in [*onnx_graph.input, *onnx_graph.value_info]
+    }
+    dtypes |= {weight.name: weight.data_type for weight in onnx_graph.initializer}
     nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
+    for node in onnx_graph.node:
         if node.op_type == "RMSNormalization":
             nodes += _cast(node, dtypes, report)
         nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    del onnx_graph.node[:]
+    onnx_graph.node.extend(nodes)
     return report
 
 

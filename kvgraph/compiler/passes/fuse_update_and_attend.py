@@ -9,6 +9,7 @@ the pool is one node, so an aliased buffer has one consumer at any point.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -16,7 +17,6 @@ from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes import PassReport
-from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import PAGED_ATTENTION, STORE_KV, UPDATE_AND_ATTEND, OpSpec, torch_ops
@@ -45,15 +45,17 @@ def fuse_update_and_attend(graph: Graph) -> PassReport:
 
 
 def require_fused(
-    program: ExportedProgram, report: PassReport, signature: GraphSignature, plan: CachePlan
+    program: ExportedProgram,
+    passes: Sequence[PassReport],
+    signature: GraphSignature,
+    plan: CachePlan,
 ) -> None:
     """UnsupportedError unless every layer of the plan became one node that sees its window.
 
     A leaf with a window frees the pages that leave it, so an attention that looks further back
     would read pages that are no longer there.
     """
-    if plan.strategy is KVCacheStrategy.PADDED:
-        return  # plain torch: nothing to fuse
+    report = next(each for each in passes if each.name == "fuse_update_and_attend")
     if report.unmatched:
         raise UnsupportedError(f"{report.name}: {report.unmatched[0]}")
     leaf_of = buffer_leaves(program, signature)

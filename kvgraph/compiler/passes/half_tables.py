@@ -11,10 +11,10 @@ import torch
 from kvgraph.compiler.passes import PassReport
 
 
-def half_tables(model: ir.Model) -> PassReport:
-    """Rewrite `model` in place."""
+def half_tables(onnx_model: ir.Model) -> PassReport:
+    """Rewrite `onnx_model` in place."""
     report = PassReport("half_tables")
-    for name, table in list(model.graph.initializers.items()):
+    for name, table in list(onnx_model.graph.initializers.items()):
         if table.dtype != ir.DataType.FLOAT or len(table.shape or ()) != 2:
             continue
         users = [use.node for use in table.uses() if use.idx == 0]
@@ -25,7 +25,7 @@ def half_tables(model: ir.Model) -> PassReport:
         stored = ir.tensor_adapters.TorchTensor(values.to(torch.bfloat16), name=name)
         table.const_value, table.type = stored, ir.TensorType(ir.DataType.BFLOAT16)
         for node in users:
-            _cast_rows(model.graph, node)
+            _cast_rows(onnx_model.graph, node)
         report.applied += 1
     return report
 

@@ -20,7 +20,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, Node
 
-from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.cache import CachePlan, as_paged
+from kvgraph.compiler.export import export, symbolic_batch
+from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.token_labels import (
     TOKENS,
@@ -31,6 +33,7 @@ from kvgraph.compiler.passes.token_labels import (
 )
 from kvgraph.compiler.sources import place
 from kvgraph.contract.dims import NUM_LOGITS, NUM_PAGE_SLOTS, TOTAL_SEQ_LEN
+from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import SPECS, OpSpec
@@ -38,6 +41,29 @@ from kvgraph.ops import SPECS, OpSpec
 CACHE_OPS = {f"kvgraph.{spec.name}.default": spec for spec in SPECS}
 EXTENTS = {TOTAL_SEQ_LEN: TOKENS, NUM_LOGITS: TOKENS}
 """Of the step that a program is followed through; other dims have an extent of 2."""
+
+
+def require_model_tokens_apart(
+    model: Model, program: ExportedProgram, signature: GraphSignature, plan: CachePlan
+) -> PassReport:
+    """UnsupportedError unless only cache ops mix tokens; a padded cache is looked at over pages.
+
+    It is plain operators, among which no proof can tell attention from mixing: the report of a
+    module that has no form over pages says that it was not followed.
+    """
+    if plan.strategy is not KVCacheStrategy.PADDED:
+        return require_tokens_apart(program, signature)
+    if not model.layers:
+        why = "the module's own attention over a padded cache is not told from mixing tokens"
+        return PassReport("require_tokens_apart", unmatched=[why])
+    paged = as_paged(plan)
+    record = paged.params.get_symbolic_inputs()[0]
+    seen = GraphSignature.of(record, model.vocab_size)
+    model.place(paged)
+    try:
+        return require_tokens_apart(export(model, seen, return_buffers=False), seen)
+    finally:
+        model.place(plan)
 
 
 def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) -> PassReport:

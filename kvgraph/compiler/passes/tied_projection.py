@@ -11,15 +11,15 @@ import onnx_ir as ir
 from kvgraph.compiler.passes import PassReport
 
 
-def tied_projection(model: ir.Model) -> PassReport:
-    """Rewrite `model` in place."""
+def tied_projection(onnx_model: ir.Model) -> PassReport:
+    """Rewrite `onnx_model` in place."""
     report = PassReport("tied_projection")
-    for node in list(model.graph):
+    for node in list(onnx_model.graph):
         if node.op_type == "Transpose" and _is_weight(node.inputs[0]):
             for use in list(node.outputs[0].uses()):
-                _rewrite(model.graph, node, use.node, report)
+                _rewrite(onnx_model.graph, node, use.node, report)
             if not node.outputs[0].uses():
-                model.graph.remove(node, safe=True)
+                onnx_model.graph.remove(node, safe=True)
     return report
 
 

@@ -20,20 +20,18 @@ from torch.fx import Graph
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import symbolic_batch
-from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rms_norm import FUSED as RMS_NORM
-from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from kvgraph.compiler.passes.fuse_silu_mul import FUSED as SILU_MUL
-from kvgraph.compiler.passes.fuse_silu_mul import fuse_silu_mul
 from kvgraph.compiler.passes.fuse_update_and_attend import (
     FUSED,
     arguments,
     buffer_leaves,
 )
+from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
 from kvgraph.compiler.targets.weights import save_weights, stream_weights
-from kvgraph.compiler.trace import Traced
+from kvgraph.compiler.traced import Traced
 from kvgraph.kernels import aot, launch
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.launch import Variant
@@ -88,8 +86,7 @@ def lower(
 
 def rewrite(traced: Traced) -> None:
     """The passes of this target over a program."""
-    graph = traced.program.graph
-    traced.passes += [run(graph) for run in (drop_no_ops, fuse_rms_norm, fuse_silu_mul)]
+    run_passes(traced, PASSES["cuda", "torch"].program)
 
 
 def compile_kernels(

@@ -20,19 +20,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from kvgraph.compiler.export import symbolic_batch
-from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
-from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
-from kvgraph.compiler.passes.half_tables import half_tables
-from kvgraph.compiler.passes.pack_linear import pack_linear
+from kvgraph.compiler.passes.lists import PASSES, PassList, run_passes
 from kvgraph.compiler.passes.parameters import name_outputs, tensor_of
-from kvgraph.compiler.passes.thread_pool import thread_pool
-from kvgraph.compiler.passes.tied_projection import tied_projection
-from kvgraph.compiler.passes.wide_indices import wide_indices
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import WEIGHTS_NAME, write_safetensors
-from kvgraph.compiler.trace import Traced
-from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.compiler.traced import Traced
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import UnsupportedError
@@ -60,28 +53,22 @@ def lower(
 
     `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
     """
-    program, passes = traced.program, traced.passes
-    passes.append(drop_no_ops(program.graph))
-    if traced.plan.strategy is not KVCacheStrategy.PADDED:  # whose rectangle has real rows
-        passes.append(drop_batch_dim(program.graph))
-    if weight_bits is not None:
-        passes.append(pack_linear(program, weight_bits))
-    lowered, _ = write(traced, folder, half=weight_bits is not None)
+    traced.bits = weight_bits
+    lowered, _ = write(traced, folder, PASSES["cpu", "onnx"])
     require_valid(folder)
     return lowered
 
 
-def write(traced: Traced, folder: Path, *, half: bool = False) -> tuple[Lowered, ir.Model]:
-    """Write `model.onnx` and `weights.safetensors`.
+def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.Model]:
+    """Run `passes`, then write `model.onnx` and `weights.safetensors`.
 
-    `half`: embedding tables in bfloat16. Returns the graph too, as it was written.
+    Returns the graph too, as it was written.
     """
-    graph = traced.program.graph
-    traced.passes += [wide_indices(graph), thread_pool(graph)]
+    run_passes(traced, passes.program)
     onnx_model = _translate(_decompose(traced.program), traced.signature)
-    traced.passes.append(tied_projection(onnx_model))
-    if half:
-        traced.passes.append(half_tables(onnx_model))
+    traced.onnx_model = onnx_model
+    traced.changed("to_onnx")
+    run_passes(traced, passes.onnx)
     _clean(onnx_model)
     _save(onnx_model, folder)
     counts = Counter(_op_name(node) for node in onnx_model.graph)

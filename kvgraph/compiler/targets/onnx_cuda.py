@@ -18,12 +18,12 @@ import onnx
 import onnx_ir as ir
 from onnx import numpy_helper
 
-from kvgraph.compiler.passes.cast_norms import cast_norms
+from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels
 from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
-from kvgraph.compiler.trace import Traced
+from kvgraph.compiler.traced import Traced
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND
@@ -40,10 +40,11 @@ def lower(
 ) -> Lowered:
     """Write `model.onnx`, with kernels for each of `archs` in it, and `weights.safetensors`."""
     attention = attention_of_nodes(traced)
-    lowered, written = onnx_target.write(traced, folder)
+    passes = PASSES["cuda", "onnx"]
+    lowered, written = onnx_target.write(traced, folder, passes)
     made = compile_kernels(attention, archs, progress)
-    onnx_model = ir.to_proto(written)
-    lowered.passes.append(cast_norms(onnx_model.graph))
+    onnx_model = traced.onnx_proto = ir.to_proto(written)
+    run_passes(traced, passes.written)
     lowered.ops["Cast"] = lowered.ops.get("Cast", 0) + lowered.passes[-1].applied
     embed_kernels(onnx_model.graph, attention, made)
     data = onnx_model.SerializeToString(deterministic=True)

@@ -23,11 +23,10 @@ import torch
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.export import symbolic_batch
-from kvgraph.compiler.passes.half_embeddings import half_embeddings
-from kvgraph.compiler.passes.pack_linear import pack_linear
+from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import save_weights
-from kvgraph.compiler.trace import Traced
+from kvgraph.compiler.traced import Traced
 from kvgraph.errors import UnsupportedError
 
 MODEL_NAME = "model.pt2"
@@ -49,9 +48,8 @@ def lower(
     `weight_bits`: linear layers over packed weights (16, 8 or 4) and embedding tables in bfloat16;
     None: as the model has them.
     """
-    program = traced.program
-    if weight_bits is not None:
-        traced.passes += [pack_linear(program, weight_bits), half_embeddings(program)]
+    program, traced.bits = traced.program, weight_bits
+    run_passes(traced, PASSES["cpu", "torch"].program)
     program.graph_module.recompile()
     ops = count_ops(program)
     save_weights(program, folder)

@@ -1,0 +1,63 @@
+"""A compile between its export and its files: what passes look at and change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvgraph.compiler.cache import CachePlan
+from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes import PassOptions, PassReport
+from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.signature import GraphSignature
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir
+    from torch.export import ExportedProgram
+    from torch.fx import Graph
+
+
+@dataclass
+class Traced:
+    """A model as one program over `signature`; passes and backends change the program in place."""
+
+    model: Model
+    signature: GraphSignature
+    plan: CachePlan
+    program: ExportedProgram
+    digest: bytes
+    """Of the program as it was exported; 32 bytes."""
+    passes: list[PassReport] = field(default_factory=list)
+    bits: int | None = None
+    """Of packed weights (16, 8 or 4); None: linear layers as the model has them."""
+    onnx_model: onnx_ir.Model | None = None
+    """What a backend made of the program."""
+    onnx_proto: onnx.ModelProto | None = None
+    """The same as it is written."""
+    dump: Callable[[str, Traced], None] | None = None
+    """Called with the name of each step that changed the graph."""
+
+    @property
+    def options(self) -> PassOptions:
+        return PassOptions(self.plan.strategy is KVCacheStrategy.PADDED, self.bits is not None)
+
+    @property
+    def graph(self) -> Graph:
+        graph: Graph = self.program.graph
+        return graph
+
+    @property
+    def positions(self) -> int:
+        """Of a request at most."""
+        return self.model.max_seq_len
+
+    @property
+    def onnx_graph(self) -> onnx.GraphProto | None:
+        return None if self.onnx_proto is None else self.onnx_proto.graph
+
+    def changed(self, step: str) -> None:
+        """Dump the graph as it is after `step`, where that was asked for."""
+        if self.dump is not None:
+            self.dump(step, self)
