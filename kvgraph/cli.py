@@ -130,7 +130,7 @@ def compile(
     quality: Annotated[
         bool | None,
         typer.Option(
-            help="Measure perplexity beside the checkpoint's in float32 [default: with --weights "
+            help="Measure perplexity, and the checkpoint's in float32 [default: with --weights "
             "bf16, int8 or int4]."
         ),
     ] = None,
@@ -138,7 +138,7 @@ def compile(
         Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
     ] = None,
     check: Annotated[
-        bool, typer.Option(help="Run two short rows beside the model's own forward pass.")
+        bool, typer.Option(help="Compare two short rows with the model's own forward pass.")
     ] = True,
     dump_passes: Annotated[
         Path | None,
@@ -504,7 +504,7 @@ def _print_warning(message: Warning | str, *where: object) -> None:
 def _refuse_beside_artifact(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
-            raise RequestError(f"{name}: expected none beside --from-artifact, got {value}")
+            raise RequestError(f"{name}: expected none with --from-artifact, got {value}")
 
 
 class _Stages:

@@ -1,4 +1,4 @@
-"""What a compile costs in quality: an artifact beside its checkpoint, on the same held-out text.
+"""What a compile costs in quality: an artifact and its checkpoint, on the same held-out text.
 
 It needs both banks, compiler and runtime, so it stands above them.
 """
@@ -29,7 +29,7 @@ def measure(
     """Compare the artifact `folder` with its Hugging Face checkpoint `source` in float32.
 
     `text` is a UTF-8 file (default: the held-out text of the package); its first `most_tokens`
-    tokens are foretold, teacher-forced, in windows of 512. The checkpoint is in memory first and
+    tokens are predicted, teacher-forced, in windows of 512. The checkpoint is in memory first and
     alone, then the session: never both. Nothing is written (see `record`).
 
     ModelError: no tokenizer.json or no weights in `source`. ArtifactError: one that this machine

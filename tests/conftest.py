@@ -17,7 +17,7 @@ Compiled = Callable[..., Path]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update-golden", action="store_true", help="write tests/golden/ anew instead of comparing"
+        "--update-golden", action="store_true", help="write tests/golden/ instead of comparing"
     )
 
 

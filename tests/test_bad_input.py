@@ -181,7 +181,7 @@ def test_a_name_on_the_hub(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beside", ["adapter_config.json", "config.json"])
 def test_a_lora_adapter(model: Path, tmp_path: Path, beside: str) -> None:
-    """Also where its base's configuration lies beside it: transformers would look for the base."""
+    """Also where its base's configuration lies next to it: transformers would look for the base."""
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
     if beside == "adapter_config.json":
         (model / "config.json").unlink()
@@ -250,7 +250,7 @@ def test_an_index_that_leads_out_of_the_folder(
 
 
 def test_a_snapshot_of_the_hub_s_cache_is_no_way_out(model: Path, tmp_path: Path) -> None:
-    """There every file is a link into the folder of blobs beside it."""
+    """There every file is a link into the folder of blobs next to it."""
     hub = tmp_path / "models--a--b"
     (hub / "blobs").mkdir(parents=True)
     (hub / "snapshots").mkdir()

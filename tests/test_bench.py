@@ -57,7 +57,7 @@ def interpreter(folder: Path, **packages: str) -> Path:
 def measured(
     artifact: Path, model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Outcome, dict[str, Any], Path]:
-    """One run beside transformers, and a peer that fails: screen, JSON and the pictures' folder."""
+    """One run with transformers, and a peer that fails: screen, JSON and the pictures' folder."""
     folder = tmp_path_factory.mktemp("bench")
     python = interpreter(folder / "environment", vllm=FAILING_VLLM)
     command = ["bench", artifact, *TINY, "--model", model_folder("tiny-llama")]

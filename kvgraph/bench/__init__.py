@@ -1,4 +1,4 @@
-"""`kvgraph bench`: artifacts and peers under one protocol, beside the machine's own limits.
+"""`kvgraph bench`: artifacts and peers under one protocol, with the machine's own limits.
 
     command -> plan (what is measured; all that can be refused is refused here)
             -> run (a process per engine, limits read between them)

@@ -77,7 +77,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Picture to write: .svg or .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
 ) -> None:
-    """Measure artifacts, and other engines beside them, against the machine's limits."""
+    """Measure artifacts and other engines against the machine's limits."""
     from rich.console import Console
 
     from kvgraph.bench.plan import make_plan

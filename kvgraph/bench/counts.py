@@ -89,7 +89,7 @@ def _has_vocab(name: str, at: TensorAt, vocab: int) -> bool:
 
 
 def _is_table(name: str, with_vocab: list[str]) -> bool:
-    """Whether steps read a few rows: rotary tables, and an embedding beside a head of its own."""
+    """Whether steps read a few rows: rotary tables, and an embedding that is not the head too."""
     if "cos_sin" in name:
         return True
     if name not in with_vocab or name.endswith(PACKED) or len(with_vocab) < 2:

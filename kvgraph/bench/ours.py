@@ -52,8 +52,8 @@ def pool_pages(artifact: Artifact, rows: list[int], spare: int | None = None) ->
     """Pages for rows of so many tokens at once; None where the cache has no pages.
 
     `spare`: prefixes stay from run to run, of so many new tokens. A row computes the end of its
-    prompt and its new tokens anew beside those of the run before, whose pages would else be taken
-    from prompts that the next rows look up, to be computed again.
+    prompt and its new tokens again. The run before leaves its pages there, which would else be
+    taken from prompts that the next rows look up.
     """
     params = artifact.params()
     if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:

@@ -40,7 +40,7 @@ def main() -> None:
 
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    # Files beside this one would hide packages of their names.
+    # Files next to this one would hide packages of their names.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     try:

@@ -1,4 +1,4 @@
-"""What an artifact's folder holds beside the backend's files; its manifest is written last."""
+"""What an artifact's folder holds besides the backend's files; its manifest is written last."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def emit(
 
 
 def _model_identity(traced: Traced, weights: FileEntry) -> str:
-    """Of everything that decides a page's content beside its layout: the program and the weights.
+    """Of everything that decides a page's content besides its layout: the program and the weights.
 
     Equal in every process, pool and rank that runs the artifact.
     """

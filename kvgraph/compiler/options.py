@@ -27,11 +27,11 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
         )
     if dtype not in (None, "float32"):
         raise UnsupportedError(
-            f"dtype: expected float32 activations beside weights {weights!r}, got {dtype!r}"
+            f"dtype: expected float32 activations with weights {weights!r}, got {dtype!r}"
         )
 
 
 def default_weights(stored_dtype: str, support: Support) -> str:
-    """What linear layers keep under float32 activations where nobody says."""
+    """What linear layers keep under float32 activations by default."""
     packs = "weight_bits" in support.options
     return "bf16" if packs and stored_dtype == "bfloat16" else "fp32"

@@ -1,4 +1,4 @@
-"""The output folder of a compile: made beside its place, moved there whole; only ours is removed.
+"""The output folder of a compile: made next to its place, moved there whole; only ours is removed.
 
     PARENT/.kvgraph-staging.<word>/owner      JSON: whose it is, and for which output
                                    made/      what becomes the output
@@ -72,7 +72,7 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
 
 @contextmanager
 def staging(out: Path, *, force: bool) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` on success and disappears on failure.
+    """A folder next to `out` that becomes `out` on success and disappears on failure.
 
     `require_free` is asked again at the end: what appeared at `out` meanwhile is not lost. A killed
     process leaves the old artifact, or the new one, and a hidden folder; the next compile to the
@@ -139,7 +139,7 @@ def _listed(out: Path) -> frozenset[str]:
 
 
 def _others(folder: Path, names: Collection[str]) -> Iterator[str]:
-    """What is in `folder` beside the files `names` and their folders."""
+    """What is in `folder` besides the files `names` and their folders."""
     folders = _folders(names)
     for path, inner, files in os.walk(folder):
         where = Path(path).relative_to(folder)

@@ -2,7 +2,7 @@
 
 Decision: the text is read from Python's own language reference, as examples/tiny-llama was trained
 on it; nothing is copied or downloaded. It differs from one Python to the next, so its name and hash
-stand beside every figure. The checkpoint is scored in float32 by transformers' own attention, which
+stand with every figure. The checkpoint is scored in float32 by transformers' own attention, which
 shares no code with what was compiled.
 """
 
@@ -72,14 +72,14 @@ def held_out_text() -> Text:
 
 
 def cut_windows(text: Text, source: Path, bos: int | None, length: int, most: int) -> Windows:
-    """At most `most` tokens to foretell, in windows of `length`, each behind the `bos` token.
+    """At most `most` tokens to predict, in windows of `length`, each behind the `bos` token.
 
     ModelError: `source` has no tokenizer.json. RequestError: a text of fewer than two tokens.
     """
     tokens = _tokenize(text, source)
     start = [] if bos is None else [bos]
     step = length - len(start)
-    # Without a first token of its own a window cannot foretell its first.
+    # Without a first token of its own a window cannot predict its first.
     given = tokens[: most if start else most + -(-most // (step - 1))]
     windows = [
         np.array(start + given[at : at + step], np.int32) for at in range(0, len(given), step)

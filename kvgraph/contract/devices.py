@@ -18,7 +18,7 @@ class LogicalDevice(NamedTuple):
     """Where a symbol lives: `HOST`, or (kind, index). Virtual or not makes no difference here."""
 
     kind: str
-    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which is not needed here
 
     def __str__(self) -> str:
         return "host" if self.kind == "host" else f"{self.kind}:{self.index}"

@@ -23,7 +23,7 @@ ROW_OFFSETS = "batch_size + 1"
 """The one derived dim: `input_row_offsets` has an entry more than the batch has rows."""
 
 Array: TypeAlias = npt.NDArray[Any]
-"""A host array of whichever dtype its symbol or operand has."""
+"""A host array, of the dtype of its symbol or operand."""
 
 Dim = int | str
 """An integer is static; a string is a symbol that a runtime value resolves."""

@@ -120,9 +120,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityInfo:
-    """How an artifact foretells a text, beside its checkpoint in float32 under transformers.
+    """How well an artifact predicts a text, and its checkpoint in float32 under transformers.
 
-    `text` names the text, `sha256` is of its UTF-8 bytes; `tokens` of it were foretold, each from
+    `text` names the text, `sha256` is of its UTF-8 bytes; `tokens` of it were predicted, each from
     the true ones before it. `agreement`: share of the positions, in [0, 1], where artifact and
     checkpoint hold the same token for the likeliest.
     """

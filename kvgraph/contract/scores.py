@@ -1,4 +1,4 @@
-"""How well logits foretell a text: what compile and deployment compare an artifact by.
+"""How well logits predict a text: what compile and deployment compare an artifact by.
 
 N: positions that have a next token; V: vocabulary.
 """

@@ -443,7 +443,7 @@ def _parts(
 ) -> int:
     """Parts of every row's context: enough programs for the device, of at least MIN_PART keys.
 
-    Beside prefill rows (`mixed`) the device is busy, but a long decode row must not come last.
+    With prefill rows (`mixed`) the device is busy, but a long decode row must not come last.
     """
     keys = min(sizes.max_context, shape.window + shapes.MIN_PART) if shape.window else 0
     most = ceildiv(keys or sizes.max_context, shapes.MIN_PART)

@@ -1,13 +1,13 @@
 """linear: a linear layer over weights packed for the CPU, in bfloat16, int8 or int4.
 
-Decisions, with `tests/bench/linear.py` beside the kernels of ONNX Runtime and torch:
+Decisions, by `tests/bench/linear.py`, which compares the kernels of ONNX Runtime and torch:
 - One op of ours for all three, since none of theirs is near the limits at every height: ONNX
   Runtime has no bfloat16 product on CPUs and torch's reads under half of what memory gives at one
   row; ONNX Runtime's int4 is fast at one row and a third of the int8 rate at many; its int8 has
   one activation scale for all rows of a step, so that a request's tokens depend on its batch.
 - int8 is W8A8: symmetric, one weight scale for an output column and one activation scale for a
   row, found as it comes (no calibration). The sums are exact in int32, so that a row's result
-  depends neither on the rows beside it nor on threads.
+  depends neither on the other rows nor on threads.
 - int4 stores a multiplier 1 to 16 with each group of 32 inputs, under one float scale for a column
   (two-level scales, as QServe, arXiv 2405.04532, has them): nibble times multiplier is an exact
   int8, so one kernel serves rows by the hundred, and 4.125 bits a weight are read at one row.

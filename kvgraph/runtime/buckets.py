@@ -42,7 +42,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def dummy_rows(most: int) -> int:
-    """Rows that padding takes at most; a manager needs them beside those of requests."""
+    """Rows that padding takes at most; a manager needs them besides those of requests."""
     sizes = batch_sizes(most)
     return max((b - a - 1 for a, b in itertools.pairwise(sizes)), default=0)
 

@@ -27,7 +27,7 @@ def make_manager(
     num_dummies: int,
     tiers: Mapping[str, Any],
 ) -> KVCacheManager:
-    """The manager of the artifact's cache kind, with rows for `num_dummies` beside requests."""
+    """The manager of the artifact's cache kind, with rows for requests and `num_dummies` more."""
     if isinstance(params, KVCacheParams) and params.cache_strategy is not KVCacheStrategy.PAGED:
         if num_pages is not None:
             raise RequestError(

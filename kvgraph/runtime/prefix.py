@@ -128,7 +128,7 @@ def _read(path: Path) -> tuple[dict[str, str], Tensors]:
 
 
 def _require_parts(path: Path, tensors: Tensors) -> None:
-    """ArtifactError unless there are tokens, and beside all pages their keys."""
+    """ArtifactError unless there are tokens, and all pages have their keys."""
     leaves = [name.removeprefix("keys.") for name in tensors if name.startswith("keys.")]
     expected: dict[str, tuple[str, tuple[int | None, ...]]] = {"tokens": ("int32", (None,))}
     for leaf in leaves:

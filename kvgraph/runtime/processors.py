@@ -1,4 +1,4 @@
-"""How many threads a session may have, and how many it gets when nobody says."""
+"""How many threads a session may have, and how many it gets by default."""
 
 from __future__ import annotations
 

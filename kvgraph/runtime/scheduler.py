@@ -9,7 +9,7 @@ request starves. A step that preempts admits none.
 
 A waiting request is held back while a row of this step computes the first page that it lacks: in
 the next step it finds that page in the prefix cache. Those behind it may be admitted meanwhile. It
-is held only beside a row that comes closer to its own end, so this ends.
+is held only while another row comes closer to its own end, so this ends.
 """
 
 from __future__ import annotations

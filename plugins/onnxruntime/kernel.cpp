@@ -88,7 +88,7 @@ ort::Status* Kernel::write(ort::KernelContext* context, size_t index,
     shape_of(spec, operands, shape);
   ort::Value* value = nullptr;
   KVG_TRY(ort::Output::call(api, context, index, shape, static_cast<size_t>(spec.rank), &value));
-  return value ? read(value, tensor) : nullptr;  // null: nobody takes this output
+  return value ? read(value, tensor) : nullptr;  // null: this output is not taken
 }
 
 }  // namespace kvg::onnxruntime

@@ -49,7 +49,7 @@ struct Kernel {
     return ort::CreateStatus::call(api, ort::kInvalidArgument, sentence.c_str());
   }
   ort::Status* read_attributes(const ort::KernelInfo* info);
-  // Inputs, then outputs, for which memory is asked; dtype 0: left out, or taken by nobody.
+  // Inputs, then outputs, for which memory is asked; dtype 0: left out, or not taken.
   ort::Status* read_operands(ort::KernelContext* context, kvg_tensor* operands) const;
   ort::Status* read(const ort::Value* value, kvg_tensor& tensor) const;
 

@@ -5,8 +5,8 @@
 Correctness first: the conformance matrix, tokens against transformers in float32, attention
 against float64. Then times, medians of replayed or repeated launches:
 - decode attention as a share of the copy bandwidth measured here (bytes: K and V of every context),
-  beside torch's SDPA and FlexAttention over contiguous K and V, which paging has not;
-- prefill in TFLOP/s (4 * pairs * heads * head_dim), beside SDPA;
+  against torch's SDPA and FlexAttention over contiguous K and V, which paging has not;
+- prefill in TFLOP/s (4 * pairs * heads * head_dim), against SDPA;
 - a decode step of an 8B-shaped bf16 model with CUDA graphs, as a share of (weights + K and V) over
   that bandwidth. Its weights are zeros, which flatter the clocks of matrix products.
 `--smoke` runs tiny sizes on Triton's interpreter, to check this script where there is no GPU.

@@ -1,4 +1,4 @@
-"""Linear layers over packed weights, alone, beside the kernels of ONNX Runtime and torch.
+"""Linear layers over packed weights, alone, and the kernels of ONNX Runtime and torch.
 
     python tests/bench/linear.py [THREADS]
 

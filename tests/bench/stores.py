@@ -4,7 +4,7 @@
 
 Baseline and physical limit: one file, written and read page by page, without a checksum. Each
 round takes the candidates in another order, and each starts with nothing left to write back: a
-disk that others use, or that is throttled, would else favour whoever comes after an idle one.
+disk that others use, or that is throttled, would else favour what runs after an idle one.
 Medians. Reference check: every page that is read is compared by its checksum, as a
 tier must. Write: until the kernel has it. Synced: until the disk has it. Cold: read from the disk.
 Warm: from the kernel's cache. Then what happens to a store of 10,000 pages of 4 KiB: the time to

@@ -6,7 +6,7 @@ One compile of a random checkpoint, in a process of its own. The baseline is the
 half, which every backend pays; the goals are 10 minutes and 16 GiB. The reference
 check: hashes of the artifact, the engine's bindings as the signature has them (compile refuses
 others), every kernel image in the engine, and its weights, by size. The physical limit of an engine
-is its weights: what it has beside them is printed.
+is its weights: what it has besides them is printed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> None:
     rest = sum(measured["stages"].values()) - build
     compiler, builder = measured["peaks"]
     print(f"{seconds:8.1f} s  in all: {seconds / LIMIT_SECONDS:.0%} of the limit")
-    print(f"{build:8.1f} s  engine, beside {rest:.1f} s of the rest (the baseline)")
+    print(f"{build:8.1f} s  engine, and {rest:.1f} s of the rest (the baseline)")
     peak = compiler + builder  # at most: they overlap
     print(
         f"{compiler / 2**30:8.2f} GiB  peak of the compiler, {builder / 2**30:.2f} GiB of its "
@@ -117,7 +117,7 @@ def main() -> None:
     )
     print(
         f"{engine / 2**20:8.1f} MiB  engine, {weights / 2**20:.1f} MiB of weights: "
-        f"{(engine - weights) / 2**20:.1f} MiB beside them"
+        f"{(engine - weights) / 2**20:.1f} MiB besides them"
     )
     ok = seconds <= LIMIT_SECONDS and peak <= LIMIT_BYTES
     print("within the limits" if ok else "OVER the limits")

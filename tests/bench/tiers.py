@@ -3,11 +3,11 @@
 1. Bandwidth of the host and the disk tier through the connector, its threads and queues included,
    each way, for pages of 4 MiB. Limits, measured in turns with it: a memcpy between two warm
    arrays for the host; one file of the same folder, pread and pwrite of the same sizes, for the
-   disk (both go through the system's page cache; nobody calls fsync). Every byte is compared.
+   disk (both go through the system's page cache, without fsync). Every byte is compared.
 2. Time to the first token behind a 2000-token prefix: cold, and from each tier with the device
    emptied between the runs. Checked: the tokens equal the cold run's.
 3. Step time with offloading on and off: engines in turns over the same requests (prefill and
-   decode). Beside the time, the processor time of the thread that steps (which computes, too): of
+   decode). Besides the time, the processor time of the thread that steps (which computes, too): of
    each step the least in any turn, since neighbours on a machine disturb more than tiers do.
    Checked: the same tokens.
 

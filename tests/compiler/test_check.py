@@ -1,4 +1,4 @@
-"""A compile runs what it made beside the model: what differs is refused, and the layer is named."""
+"""A compile compares what it made with the model: a difference is refused by its layer."""
 
 from __future__ import annotations
 

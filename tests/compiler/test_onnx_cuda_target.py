@@ -85,7 +85,7 @@ def test_plain_onnx_opens_and_infers_it(folder: Path) -> None:
 
 
 def test_other_readers_of_onnx_open_it(folder: Path) -> None:
-    """Its strings are text: whoever decodes them can."""
+    """Its strings are text: they can be decoded."""
     path = folder / "model.onnx"
     ReferenceEvaluator(str(path), new_ops=reference_ops())
     nodes = [node for node in onnx_ir.load(path).graph if node.domain == "kvgraph"]

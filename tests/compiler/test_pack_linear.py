@@ -301,9 +301,9 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         "weights: expected none for target cuda, whose weights have the activations' --dtype, "
         "got 'int8'",
     ),
-    "beside activations of another dtype": (
+    "with activations of another dtype": (
         {"weights": "int4", "backend": "torch", "dtype": "bfloat16"},
-        "dtype: expected float32 activations beside weights 'int4', got 'bfloat16'",
+        "dtype: expected float32 activations with weights 'int4', got 'bfloat16'",
     ),
 }
 

@@ -228,6 +228,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert "00-export.txt" in snapshot(tmp_path / "dumps")
     given = ("compile", "--from-artifact", "a", "-o", tmp_path / "b", "--dump-passes", "c")
-    sentence = "kvgraph: dump_passes: expected none beside --from-artifact, got c"
+    sentence = "kvgraph: dump_passes: expected none with --from-artifact, got c"
     outcome = command_line.run(*given)
     assert (outcome.code, outcome.err.strip()) == (2, sentence)

@@ -186,13 +186,13 @@ def test_what_is_no_artifact_for_it(artifact: Path, compiled: Compiled, tmp_path
     [
         ([], "compile: expected MODEL_DIR or --from-artifact, got neither"),
         (["models/x", "--from-artifact", "a"],
-         "model: expected none beside --from-artifact, got models/x"),
+         "model: expected none with --from-artifact, got models/x"),
         (["--from-artifact", "a", "--dtype", "float16"],
-         "dtype: expected none beside --from-artifact, got float16"),
+         "dtype: expected none with --from-artifact, got float16"),
         (["--from-artifact", "a", "--max-batch", "8"],
-         "max_batch: expected none beside --from-artifact, got 8"),
+         "max_batch: expected none with --from-artifact, got 8"),
         (["--from-artifact", "a", "--page-size", "16"],
-         "page_size: expected none beside --from-artifact, got 16"),
+         "page_size: expected none with --from-artifact, got 16"),
     ],
 )  # fmt: skip
 def test_what_the_command_line_refuses(arguments: list[str], sentence: str, tmp_path: Path) -> None:

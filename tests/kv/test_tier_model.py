@@ -216,7 +216,7 @@ class TierMachine(CacheMachine):
 
     @rule()
     def lose_the_device(self) -> None:
-        """What nobody holds on the device is evicted."""
+        """What no request holds on the device is evicted."""
         for replica in self.manager._replicas:
             for leaf in replica.leaves:
                 leaf.pool.drop(leaf.pool.take(leaf.pool.num_free))

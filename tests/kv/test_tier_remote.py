@@ -470,7 +470,7 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(StoreError, match=r"remote tier nohost:7000: .* a name that nobody knows"):
+    with pytest.raises(StoreError, match=r"remote tier nohost:7000: .* name that does not resolve"):
         RemoteStore("redis://user:secret@nohost:7000/0", MODEL, SIZE)
 
 

@@ -24,7 +24,7 @@ ISAS = ["avx2", "avx512", "avx512_bf16", "amx"]
 ROWS = [1, 2, 5, 8, 9, 12, 13, 25, 40, 400]
 """Through every height of a tile, both forms of int4, and two blocks of rows."""
 
-# name: widths of the sections, inputs, attributes beside widths and bits, bias, residual
+# name: widths of the sections, inputs, attributes besides widths and bits, bias, residual
 SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, int], bool, bool]] = {
     "one panel": ((16,), 64, {}, False, False),
     "ragged edges": ((41,), 100, {}, True, True),

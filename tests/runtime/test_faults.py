@@ -309,7 +309,7 @@ def test_interrupted_steps(artifact: Artifact, undisturbed: Said, options: dict[
 
 
 def test_interrupted_generate_and_stream(artifact: Artifact, undisturbed: Said) -> None:
-    """They leave no request behind, and what was submitted beside them loses no token."""
+    """They leave no request behind, and other requests lose no token."""
     random, failures = Random(2), 0
     engine = make_engine(artifact)
     prompt, sampling = REQUESTS["seeded"]

@@ -84,7 +84,7 @@ def expected_tokens(
 def test_tokens_are_those_of_the_cpus_session(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, model: str, prompts: list[Any]
 ) -> None:
-    """One pool, and two; decode rows beside chunks."""
+    """One pool, and two; decode rows with chunks."""
     artifact = gpu.artifact(model)
     engine = kvgraph.Engine(artifact, max_batch_size=4, max_batch_tokens=24, num_pages=64)
     assert tokens_of(engine, prompts) == expected_tokens(monkeypatch, artifact, prompts)

@@ -1,4 +1,4 @@
-"""The ONNX Runtime session between steps: what stays bound, what is bound anew, what is reused."""
+"""The ONNX Runtime session between steps: what stays bound, what is bound again, what is reused."""
 
 from __future__ import annotations
 

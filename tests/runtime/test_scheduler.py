@@ -200,7 +200,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_only_the_head_of_the_queue_is_admitted() -> None:
-    """r2 would fit beside r0, but r1 came first."""
+    """r2 would fit with r0, but r1 came first."""
     simulation = Simulation(4)
     simulation.submit(8, 4)
     simulation.submit(12, 2)

@@ -1,4 +1,4 @@
-"""The check of a compile: its logits beside the model's own, before anything is at its place.
+"""The check of a compile: its logits against the model's own, before anything is at its place.
 
 Decision: two rows of a few dozen tokens, ragged, in two chunks, because that is what the model's
 own forward pass never sees: rows that must not mix, and keys that come from the cache. Windows are

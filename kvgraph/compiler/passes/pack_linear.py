@@ -149,7 +149,7 @@ def _gated_pair(gate: _Layer, layers: list[_Layer]) -> _Group | None:
 
 
 def _gated_halves(both: _Layer) -> _Group | None:
-    """Gate and up of one layer that is cut in two, in whichever order."""
+    """Gate and up of one layer that is cut in two, in either order."""
     cuts = list(both.node.users)
     if len(cuts) != 1 or cuts[0].target not in SPLITS:
         return None
@@ -253,7 +253,7 @@ def _like(rows: Node, old: Node) -> Node:
 def _operands(program: ExportedProgram, packed: Packed, name: str) -> Sequence[Node | None]:
     """weight, scales, multipliers and bias as parameters of their own.
 
-    They are attributes of the layer; a weight that is not `layer.weight` gets one beside it.
+    They are attributes of the layer; a weight that is not `layer.weight` gets one of its own.
     """
     stem = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"
     given = {

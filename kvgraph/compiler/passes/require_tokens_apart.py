@@ -243,7 +243,7 @@ def _base(node: Node) -> Node:
 
 
 def _aliases(node: Node, source: Node) -> bool:
-    """A part of a list is memory of what was cut, not of an operator that made the list anew."""
+    """A part of a list is memory of what was cut, not of an operator that made a new list."""
     if node.target is not operator.getitem:
         return True
     return any(x.alias_info is not None for x in _returns(source))

@@ -45,7 +45,7 @@ of tensors, or of tuples of them where an operator returns several."""
 class Columns:
     """For each rotated element of a head, its factor: a column of `table [.., T, W]`.
 
-    Tables of one expression are equal, whichever node of them this is.
+    Tables of one expression are equal, at any node of it.
     """
 
     table: Node = field(compare=False)

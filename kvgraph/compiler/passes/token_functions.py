@@ -54,7 +54,7 @@ ADD, SUB = aten.add, aten.sub
 
 
 def packet(node: Node) -> Any:
-    """The operator of a call, whichever of its overloads it is."""
+    """The operator of a call, without its overload."""
     return getattr(node.target, "overloadpacket", node.target)
 
 

@@ -2,7 +2,7 @@
 
 Decisions: the program is saved as a CPU graph without weights and retargeted where it is loaded,
 so it needs no GPU to make and none to open; cubins come from Triton, which needs no driver and no
-CUDA toolkit. A kernel's file is named after its Variant, which a runtime makes anew from the
+CUDA toolkit. A kernel's file is named after its Variant, which a runtime makes again from the
 operands of a call (`kernels/launch.py`), without Triton. Everything is reproducible byte for byte
 but the log of compile times: the graph's nodes lose what names this machine's folders.
 """

@@ -2,7 +2,7 @@
 
 Decisions: kernels travel as attributes of the graph's nodes (`kernels`, text; `images`, cubins as a
 tensor of bytes, since ONNX's strings are text), which are the fields of TensorRT's plugins. So
-model.onnx says all that a step does, whoever runs it needs nothing beside it but the weights and
+model.onnx says all that a step does: to run it takes nothing else but the weights and
 the library of custom ops, and the manifest hashes it as one file. Equal cubins travel once, in the
 first node. The CPU's ops do not read these attributes, so a float32 graph runs there too.
 Activations keep the checkpoint's dtype: ONNX Runtime's CUDA provider has kernels for halves.

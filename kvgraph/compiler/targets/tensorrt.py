@@ -1,6 +1,6 @@
 """Backend `tensorrt`: an engine whose cache ops are kvgraph's plugins, built where no GPU is.
 
-Decisions: the artifact keeps the functional ONNX graph and the cubins beside the engine, so another
+Decisions: the artifact keeps the functional ONNX graph, the cubins and the engine, so another
 machine's TensorRT builds from the same files; the graph's nodes become plugin nodes on their way
 into the builder (trt_build.py). One engine serves every architecture asked for. Two builds of an
 engine are not the same bytes; the manifest names it.

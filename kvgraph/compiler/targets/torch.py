@@ -99,7 +99,7 @@ def _strip(package: Path) -> None:
 
 
 def _without_debug(library: bytes) -> bytes:
-    """The library without debug sections, where binutils are installed beside the compiler."""
+    """The library without debug sections, where binutils are installed with the compiler."""
     if shutil.which("strip") is None:
         return library
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """The process that builds a TensorRT engine: `python -m` this module, with a file as argument.
 
 A process of its own, since TensorRT's parser aborts where it is not content. The file is a Request
-as JSON; the engine is written, and a Result beside the request; its log goes to stderr.
+as JSON; the engine is written, and a Result next to the request; its log goes to stderr.
 
 Nodes of domain kvgraph are rewritten on their way in: a plugin's node cannot leave an operand out
 in the middle, so the ones given are listed in a field; kernels and images become fields.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 KERNELS_NAME = "tensorrt.json"
-"""Beside the cubins: the fields `kernels`, which node has which, and where each image is."""
+"""Next to the cubins: the fields `kernels`, which node has which, and where each image is."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Connector(Protocol):
         """
 
     def cancel(self, transfer: Transfer) -> None:
-        """Nobody waits for this load any more: end it soon, landed or not."""
+        """No request waits for this load any more: end it soon, landed or not."""
 
     def offload(self, moves: Sequence[Move]) -> list[Move]:
         """Queue copies of committed pages; returns those that it took.

@@ -22,7 +22,7 @@ Rows = Sequence[npt.NDArray[np.uint8]]
 class PageCopier(Protocol):
     """What a session adds whose pools are not host memory. Called from a worker thread.
 
-    Both return when the bytes have landed. They may run beside a step: no step writes a page that
+    Both return when the bytes have landed. They may run during a step: no step writes a page that
     is copied out or reads one that is copied in. `pages` and rows go in pairs; a row stays where
     it is until the call returns, and lies in memory of `pinned_host_bytes`.
     """

@@ -5,7 +5,7 @@
                                   <token>.owner   locked by a live process      (`owners.py`)
 
 A page is written to a slot that this process claimed, then published with its checksum. So a kill
-leaves a claim, which whoever comes next frees. A reader copies first and checks afterwards: a slot
+leaves a claim, which the next process frees. A reader copies first and checks afterwards: a slot
 that was reused meanwhile, cut short or flipped is a miss. An index that is damaged is abandoned
 with its generation. Nothing waits for the medium; what a power cut loses, a checksum misses.
 
@@ -216,7 +216,7 @@ class DiskStore:
             for spare in self._spare.values():
                 spare.clear()
             files.index.release([files.owner.token])
-            files.bury_the_dead()
+            files.remove_dead_owners()
             return self._claim_batch(files, stride)
         return True
 

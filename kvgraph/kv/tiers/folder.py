@@ -1,7 +1,7 @@
 """A folder of a disk store: of one user, without links, and nothing in it is waited for.
 
 Names are looked up in the folder that was opened, wherever its path leads meanwhile. What another
-user may write, or has planted, is refused: whoever writes pages writes what a model computes.
+user may write, or has planted, is refused: pages decide what a model computes.
 """
 
 from __future__ import annotations

@@ -44,16 +44,16 @@ class Generation:
         try:
             self.owner = Owner(self._folder)
             self.index = Index(self._folder, fingerprint, self.slabs.free)
-            self.bury_the_dead()
+            self.remove_dead_owners()
         except BaseException:
             self.close()
             raise
 
-    def bury_the_dead(self) -> None:
+    def remove_dead_owners(self) -> None:
         """Free what processes claim that are gone."""
         alive = self.owner.is_alive
         self.index.release([token for token in self.index.owners() if not alive(token)])
-        self.owner.bury()
+        self.owner.remove()
 
     def close(self) -> None:
         if hasattr(self, "owner"):

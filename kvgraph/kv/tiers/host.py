@@ -3,7 +3,7 @@
     free ---reserve---> pinned, unseen ---publish---> held (pinned or not) ---evict---> free
                                   '--------unpin, where it was not published-----------^
 
-A slot is pinned while somebody copies to or from it. Beside the tier's own pages the slab has
+A slot is pinned while somebody copies to or from it. Besides the tier's own pages the slab has
 staging slots, through which pages pass on their way between the device and the stores below.
 """
 
@@ -43,7 +43,7 @@ class Shelf:
         self._free: list[Slot] = []
 
     def take(self) -> Slot | None:
-        """A free slot, or the oldest held one that nobody pins."""
+        """A free slot, or the oldest held one that is not pinned."""
         if self._free:
             return self._free.pop()
         if self._unused:
@@ -106,7 +106,7 @@ class HostStore:
         return key in self._shelves[size].held or key in self._reserved
 
     def reserve(self, key: bytes, size: int) -> Slot | None:
-        """A pinned slot to fill, which nobody sees; None while all are pinned, or `key` is here."""
+        """A pinned slot to fill, which no look-up finds; None: all are pinned, or `key` is here."""
         if self.knows(key, size):
             return None
         shelf = self._shelves[size]

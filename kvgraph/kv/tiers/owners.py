@@ -25,7 +25,7 @@ class Owner:
             self.token = secrets.token_hex(8)
             self._file = folder.open(_name(self.token), os.O_CREAT | os.O_EXCL | os.O_RDWR)
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            if folder.has(_name(self.token)):  # not buried before it was locked
+            if folder.has(_name(self.token)):  # not removed before it was locked
                 return
             os.close(self._file)
 
@@ -46,7 +46,7 @@ class Owner:
             os.close(file)
         return False
 
-    def bury(self) -> None:
+    def remove(self) -> None:
         """Remove the files of those that are gone."""
         for name in self._folder.names():
             match = OWNER.fullmatch(name)

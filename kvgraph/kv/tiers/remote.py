@@ -46,7 +46,7 @@ CLEAR_SECONDS = 60.0
 """Longest time of a `clear`, of which each exchange removes about `SCAN_COUNT` keys."""
 
 MOST_BESIDE_A_PAGE = 4 << 20
-"""Bytes that the answers of an exchange may have beside a page: of keys, and of figures."""
+"""Bytes that the answers of an exchange may have besides a page: of keys, and of figures."""
 
 MOST_REASON = 200
 """Characters of what a server said that are passed on."""
@@ -61,9 +61,9 @@ class RemoteStore:
     when the store connects again or counts, up to four more; `clear` one for 1,000 keys. Whatever
     fails ends the call. Name resolution is the system's, and not bounded.
 
-    StoreError for a malformed address, a name that nobody knows, and credentials or a certificate
-    that are refused. A server that does not answer, or answers oddly, is no error: the store starts
-    dead, says why in `stats().problem`, and recovers.
+    StoreError for a malformed address, a name that does not resolve, and credentials or a
+    certificate that are refused. A server that does not answer, or answers oddly, is no error: the
+    store starts dead, says why in `stats().problem`, and recovers.
     """
 
     name = "remote"
@@ -306,5 +306,5 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"a certificate that is not trusted ({cause.verify_message})"
     if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
-        return "a name that nobody knows"
+        return "a name that does not resolve"
     return ""

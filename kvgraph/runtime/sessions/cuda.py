@@ -160,9 +160,9 @@ def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[object, ...]:
 
 
 class _Staging:
-    """Device memory at one address beside page-locked host memory, for copies that do not wait.
+    """Device memory at one address, and page-locked host memory, for copies that do not wait.
 
-    Grows when more is asked than its capacity; whoever holds the old address keeps that memory.
+    Grows when more is asked than its capacity; what holds the old address keeps that memory.
     """
 
     def __init__(self, device: torch.device) -> None:

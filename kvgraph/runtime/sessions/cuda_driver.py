@@ -159,7 +159,7 @@ class CudaDevice:
 
 
 def _free(device: CudaDevice, name: str, handle: Any) -> None:
-    with contextlib.suppress(DeviceError):  # nobody is there to hear it
+    with contextlib.suppress(DeviceError):  # no caller is left to be told
         device.activate()
         device.call(name, handle)
 

@@ -53,7 +53,7 @@ class CudaGpu:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             step()
-            # Errors of this thread alone: copies between tiers go on beside it.
+            # Errors of this thread alone: copies between tiers go on meanwhile.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
             ):

@@ -1,4 +1,4 @@
-"""Copies of whole pages between a pool on the GPU and host memory, beside the steps."""
+"""Copies of whole pages between a pool on the GPU and host memory, while steps run."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Slot:
         self._allocate(largest)
 
     def fill(self, array: Array, shape: tuple[int, ...]) -> None:
-        """Write the values; where `shape` has more (logits nobody wants), they are zeros."""
+        """Write the values; where `shape` has more (rows of padding), they are zeros."""
         count = int(np.prod(shape))
         if count > len(self._values):
             self._device.synchronize()  # the old addresses may still be read

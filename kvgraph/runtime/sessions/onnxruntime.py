@@ -10,7 +10,7 @@ graph for CUDA is onnxruntime_cuda.py.
 Decision: what a step hands over is bound once. Pools stay bound while they are the same arrays,
 small inputs are copied into fixed memory that is bound again where a shape changes, and logits go
 to one of two buffers in turn. A step costs 9 us in Python so, where checking and binding seven
-inputs anew cost 44, and fresh logits of 64 rows and 32,000 tokens 2,000 page faults more.
+inputs again cost 44, and fresh logits of 64 rows and 32,000 tokens 2,000 page faults more.
 
 Decision: of ONNX Runtime's settings, measured on 246M parameters in float32 (941 MB):
 - threads: the physical cores of the process's affinity; the default counts all of the machine's.
@@ -18,12 +18,12 @@ Decision: of ONNX Runtime's settings, measured on 246M parameters in float32 (94
   our ops too run on the session's threads (stopped between steps only: 0.25).
 - memory patterns off: they keep a plan for each ragged shape, which cost 110 MB after prompts of up
   to 2,048 tokens, and made no step faster. The arena stays: without it prefill is 1 to 17 % slower.
-- steps of 768 new tokens at the most where nobody says otherwise: twice the rows that our linear
-  layers work on together. Beside int4 weights and a full pool 132 MB are resident so, and 251 with
+- steps of 768 new tokens at the most by default: twice the rows that our linear
+  layers work on together. With int4 weights and a full pool 132 MB are resident so, and 251 with
   steps of 4,096. Prefill is 3 % faster (3,235 tokens/s in int8), 32 ragged requests 2 % slower
   (484, best of 4), since the last of them begins later. No arena at all, or one that grows by what
   is asked for, is no smaller (steps of 1,024: 192 and 148 MB in place of 141).
-- the optimised graph is not stored: optimising takes 5 of the 18 ms that opening takes beside the
+- the optimised graph is not stored: optimising takes 5 of the 18 ms that opening takes without the
   weights, and what it gives is bound to one version of ONNX Runtime.
 - prepacking stays on: float32 MatMul weights are copied once into the kernels' layout (0.8 s) and
   the file's pages given back: 878 MB resident when open, 1,002 MB at the peak, so no second copy.
@@ -257,7 +257,7 @@ def import_onnxruntime() -> ModuleType:
         if error.name == "onnxruntime" and isinstance(error, ModuleNotFoundError):
             why, how = "not installed", "pip install 'kvgraph[onnx]'"
         else:
-            why = f"installed, and it cannot be imported ({error!r} beside NumPy {np.__version__})"
+            why = f"installed, and it cannot be imported ({error!r} with NumPy {np.__version__})"
             how = UPGRADE
         raise MissingDependencyError(
             f"onnxruntime: needed to run this artifact, {why}; {how}"

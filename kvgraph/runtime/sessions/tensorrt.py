@@ -138,7 +138,7 @@ class TensorRTSession(Session):
         return _Step(profile, sizes, addresses, logits, wanted, key)
 
     def _choose(self, sizes: Sizes) -> int:
-        """The first profile that holds every extent. Logits that nobody wants are computed."""
+        """The first profile that holds every extent. Logits that no row asked for are computed."""
         for index, profile in enumerate(self._profiles):
             least = profile.min | {NUM_LOGITS: 0}
             if all(least[dim] <= n <= profile.max[dim] for dim, n in sizes.items()):
@@ -202,7 +202,7 @@ class TensorRTSession(Session):
             self._capturable = False
             warnings.warn(
                 f"{self._loaded.path}: expected an engine that can be captured in a CUDA graph, "
-                "got one that cannot: every step is enqueued anew",
+                "got one that cannot: every step is enqueued again",
                 stacklevel=2,
             )
             return logits
