@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "kvgraph"
-LIMIT = 230
+LIMIT = 217
 
 
 def count(sources: list[str]) -> int:
