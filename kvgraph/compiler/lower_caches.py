@@ -1,7 +1,7 @@
 """An exported program of a user's own, made ready for plain `torch.onnx.export`.
 
 ONNX has no mutation: a pool is an input and an output there, and one op of each layer hands it on.
-Decision: a program of its own, over the same weights, so that the torch form stays usable beside
+Decision: a program of its own, over the same weights, so that the torch form stays usable next to
 it; nothing is traced again.
 """
 

@@ -133,7 +133,7 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
 def _without_spills(
     triton: ModuleType, variant: Variant, arch: str, target: GPUTarget
 ) -> tuple[CompiledKernel, Resources]:
-    """Compiled as the assembler likes it; where it spills a little to fit more blocks beside each
+    """Compiled as the assembler likes it; where it spills a little to fit more blocks with each
     other, with as many registers more as end that."""
     compiled, used = _compile(triton, variant, arch, target, None)
     while used.spill_stores > 0 and used.registers + SPILL_STEP <= MOST_REGISTERS:
