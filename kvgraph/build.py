@@ -1,7 +1,6 @@
-"""compile(): from a model to an artifact that was run before anybody else sees it.
+"""compile(): from a model to an artifact, which is run before it is moved to its place.
 
-It needs both banks, the compiler and the session that will run what it made, so it stands above
-them.
+It needs the compiler and the session that runs what was made, so it stands above both.
 """
 
 from __future__ import annotations
@@ -121,10 +120,7 @@ def compile(
         note = "check: left out (--no-check)"
         if check:
             progress("checking")
-            rewrite = pipeline.rewriting(chosen, parsed)
-            note = require_equal(
-                Made(traced, folder, manifest, chosen, rewrite, write), run_artifact
-            )
+            note = require_equal(Made(traced, folder, manifest, chosen, write), run_artifact)
         manifest = replace(manifest, notes=[*manifest.notes, note])
         write_manifest(folder, manifest)
     return manifest
@@ -139,11 +135,11 @@ def run_artifact(
     A padded cache takes one row after the other.
     """
     from kvgraph.contract.manifest import read_manifest
-    from kvgraph.kv.forward import forward
+    from kvgraph.kv.forward import all_logits
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.engine import Engine
 
-    found: list[list[npt.NDArray[np.float32]]] = [[] for _ in rows]
+    found: list[npt.NDArray[np.float32]] = []
     with Engine(
         Artifact(folder, read_manifest(folder)),
         max_batch_size=len(rows),
@@ -151,8 +147,6 @@ def run_artifact(
     ) as engine:
         most = engine.scheduler.max_batch_size
         for first in range(0, len(rows), most):
-            for row, _, part in forward(
-                engine.kv, rows[first : first + most], engine.session.run, chunk=chunk
-            ):
-                found[first + row].append(part.copy())
-    return [np.concatenate(parts) for parts in found]
+            group = rows[first : first + most]
+            found += all_logits(engine.kv, group, engine.session.run, chunk=chunk)
+    return found

@@ -246,12 +246,6 @@ def lowering(
     return partial(imported(support.lower), **{name: known[name] for name in support.options})
 
 
-def rewriting(backend: Backend, target: Target) -> Callable[[Traced], object]:
-    """The passes that a target runs over a program of torch."""
-    rewrite = backend.targets[target.kind].rewrite
-    return imported(rewrite) if rewrite else lambda traced: None
-
-
 def require_kernels(plan: CachePlan, target: Target, backend: Backend) -> None:
     """UnsupportedError for a cache that the backend's kernels do not support."""
     require = backend.targets[target.kind].require

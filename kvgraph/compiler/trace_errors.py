@@ -23,10 +23,9 @@ def refusal(
     """
     error = errors[0] if errors else ValueError("it runs on more than one row or token only")
     found = own_frame(traceback.extract_tb(error.__traceback__)) or _guard_frame(again)
-    where = f", at {line(found)}" if found else ""
     refused = UnsupportedError(
         f"architecture {model.architecture!r}: torch.export cannot trace it with dynamic rows and "
-        f"tokens: {_reason(error)}{where}"
+        f"tokens: {_reason(error)}{_at(found)}"
     )
     refused.__cause__ = error
     return refused
@@ -35,8 +34,11 @@ def refusal(
 def call_refused(model: Model, error: KernelError) -> UnsupportedError:
     """What to raise where one of our ops refuses its operands: the module's own line calls it."""
     found = own_frame(traceback.extract_tb(error.__traceback__))
-    where = f", at {line(found)}" if found else ""
-    return UnsupportedError(f"architecture {model.architecture!r}: {error}{where}")
+    return UnsupportedError(f"architecture {model.architecture!r}: {error}{_at(found)}")
+
+
+def _at(frame: FrameSummary | None) -> str:
+    return f", at {line(frame)}" if frame else ""
 
 
 def _reason(error: Exception) -> str:

@@ -36,6 +36,16 @@ def forward(
             kv.release(context.request_id)
 
 
+def all_logits(
+    kv: KVCacheManager, rows: Sequence[npt.ArrayLike], run: Run, *, chunk: int
+) -> list[Logits]:
+    """What `forward` gives, by row: logits of every token, `[len(row), vocab]` each."""
+    found: list[list[Logits]] = [[] for _ in rows]
+    for row, _, part_TV in forward(kv, rows, run, chunk=chunk):
+        found[row].append(part_TV.copy())
+    return [np.concatenate(parts) for parts in found]
+
+
 def _step(
     kv: KVCacheManager,
     contexts: list[TextContext],

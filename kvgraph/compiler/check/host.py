@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvgraph.compiler.check.compare import Logits, Tokens
@@ -16,7 +15,7 @@ from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
-from kvgraph.kv.forward import forward
+from kvgraph.kv.forward import all_logits
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -39,13 +38,11 @@ def logits_of(
     with the logits. A padded cache takes one row after the other.
     """
     together = params.cache_strategy is not KVCacheStrategy.PADDED
-    found: list[list[Logits]] = [[] for _ in rows]
-    for group in [range(len(rows))] if together else [[i] for i in range(len(rows))]:
-        kv = host_manager(params, len(group), max(len(rows[i]) for i in group))
-        steps = forward(kv, [rows[i] for i in group], _run(step, signature), chunk=chunk)
-        for row, _, part in steps:
-            found[group[row]].append(part.copy())
-    return [np.concatenate(parts) for parts in found]
+    found: list[Logits] = []
+    for group in [rows] if together else [[row] for row in rows]:
+        kv = host_manager(params, len(group), max(map(len, group)))
+        found += all_logits(kv, group, _run(step, signature), chunk=chunk)
+    return found
 
 
 def host_manager(params: Params, rows: int, longest: int) -> KVCacheManager:

@@ -15,9 +15,9 @@ from kvgraph.compiler.passes.fuse_update_and_attend import FUSED
 
 
 class ProgramRun(Interpreter):
-    """`run(*inputs)` in the signature's order; parameters that are fake are `streamed`.
+    """Called with the signature's inputs in order, gives the program's results: the logits first.
 
-    Windows above `window` tokens are cut to it.
+    Parameters that are fake are `streamed`. Windows above `window` tokens are cut to it.
     """
 
     def __init__(
@@ -40,7 +40,6 @@ class ProgramRun(Interpreter):
         assert self._streamed is not None, "a program without weights comes with where they are"
         return self._streamed.read(str(target), found)
 
-    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        result = self.run(*inputs)
-        logits: torch.Tensor = result[0] if isinstance(result, tuple | list) else result
-        return logits
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = self.run(*inputs)
+        return results

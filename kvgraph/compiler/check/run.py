@@ -51,15 +51,13 @@ MOST_BYTES = 1 << 30
 class Made:
     """A compile as far as it is: the artifact lies in `folder`, and nothing at its place yet.
 
-    `rewrite` runs the passes of the target, on a program for CUDA; `write` makes the artifact of
-    another trace in another folder, as this one was made.
+    `write` makes the artifact of another trace in another folder, as this one was made.
     """
 
     traced: Traced
     folder: Path
     manifest: Manifest
     backend: Backend
-    rewrite: Callable[[Traced], object]
     write: Write
 
     @property
@@ -160,7 +158,8 @@ def _check_module(made: Made) -> str:
 def _run_program(
     made: Made, traced: Traced, rows: Sequence[Row], streamed: Streamed | None
 ) -> list[Logits]:
-    made.rewrite(traced)
+    if made.support.rewrite:
+        imported(made.support.rewrite)(traced)
     program = ProgramRun(traced.program, streamed=streamed)
     return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
 
