@@ -400,7 +400,7 @@ class Engine:
 
     def _queue(self, request: Request) -> None:
         self._is_whole = False
-        self.scheduler.submit(request)
+        self.scheduler.enqueue(request)
         self._open[request.request_id] = request
         self._is_whole = True
 

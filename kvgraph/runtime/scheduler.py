@@ -144,6 +144,10 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request that can complete: RequestError as of `require_room`."""
         self.require_room(request)
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request for which `require_room` was called before."""
         request.arrival = self._arrivals = self._arrivals + 1
         self.waiting.append(request)
 
