@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,11 @@ import pytest
 from models import make_model
 
 import kvgraph
+
+# Tests run one process for each core, and their models are tiny.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# An export makes many objects that live on: collecting at every 700 is 10 % of a compile's time.
+gc.set_threshold(100_000, 50, 50)
 
 Compiled = Callable[..., Path]
 

@@ -9,7 +9,7 @@ COMMON: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -20,15 +20,18 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 
+TWO_KINDS = {"sliding_window": 24, "num_hidden_layers": 3}
+"""Layers with and without a window in turn: the pool of the first kind has two layers."""
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": 24},
-    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
-    "gpt_oss": {
-        "sliding_window": 24,
+    "gemma2": TWO_KINDS | {"query_pre_attn_scalar": 16},
+    "gemma3_text": TWO_KINDS | {"query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gpt_oss": TWO_KINDS
+    | {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "rope_parameters": {
@@ -39,6 +42,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+def layers(architecture: str) -> int:
+    """Of the model that `make_model` makes."""
+    count: int = (COMMON | OVERRIDES.get(architecture, {}))["num_hidden_layers"]
+    return count
 
 
 def make_model(architecture: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:

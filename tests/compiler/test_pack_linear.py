@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import make_model
+from models import layers, make_model
 from programs import program_of, step
 from torch import nn
 from torch.export import ExportedProgram
@@ -63,11 +63,12 @@ def test_layers_of_one_input_become_one_node(name: str, tmp_path: Path) -> None:
     program, _, _, report = packed(name, 8, tmp_path)
     found = nodes(program)
     per_layer, gated, residuals = NODES[name]
-    assert len(found) == per_layer * LAYERS + 1  # and the head
-    assert sum("silu_mul" in node.kwargs for node in found) == gated * LAYERS
-    assert sum(node.args[5] is not None for node in found) == residuals * LAYERS
+    count = layers(name)
+    assert len(found) == per_layer * count + 1  # and the head
+    assert sum("silu_mul" in node.kwargs for node in found) == gated * count
+    assert sum(node.args[5] is not None for node in found) == residuals * count
     left = Counter(n.target for n in program.graph.nodes)[torch.ops.aten.linear.default]
-    assert left == (LAYERS if name == "gpt_oss" else 0)
+    assert left == (count if name == "gpt_oss" else 0)
     assert (report.unmatched == []) == (name != "gpt_oss")
     assert all("a router" in why for why in report.unmatched)
     names = set(program.state_dict)
