@@ -10,8 +10,7 @@ TORCH ?= torch==2.13.0
 # One process for each core; a file's tests share what they compile, so they stay together.
 WORKERS ?= auto --maxprocesses 8
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-# Without the scripts' own folder on the path, where cuda.py and tensorrt.py would hide packages.
-BENCH := PYTHONSAFEPATH=1 PYTHONPATH=tests $(BIN)/python tests/bench
+BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
@@ -29,14 +28,14 @@ test-all: $(VENV)/.installed
 	$(PYTEST)
 
 check: $(VENV)/.installed
-	$(BIN)/python tests/check.py
+	$(BIN)/python -m tools.check
 
 # Every case on Triton's interpreter (sm_80's tiles decode float8 in software), then what each
 # variant takes of each architecture.
 check-kernels: $(VENV)/.installed
-	TRITON_INTERPRET=1 PYTHONPATH=tests $(BIN)/python tests/kernels/matrix.py --arch sm_90
-	TRITON_INTERPRET=1 PYTHONPATH=tests $(BIN)/python tests/kernels/matrix.py --arch sm_80
-	PYTHONPATH=tests $(BIN)/python tests/kernels/table.py
+	TRITON_INTERPRET=1 $(BIN)/python -m tests.support.matrix --arch sm_90
+	TRITON_INTERPRET=1 $(BIN)/python -m tests.support.matrix --arch sm_80
+	$(BIN)/python -m tests.kernels.table
 
 # Strict: a broken link or reference fails. An environment of its own, since docs need no torch.
 docs: $(DOCS)/.installed
@@ -48,44 +47,44 @@ format: $(VENV)/.installed
 
 # What type checkers read of the table of public names and of the OpSpecs.
 generate: $(VENV)/.installed
-	$(BIN)/python tests/generate.py
+	$(BIN)/python -m tools.generate
 
 bench-kv: $(VENV)/.installed
-	$(BENCH)/kv.py
+	$(BENCH).kv
 
 bench-pool: $(VENV)/.installed
-	$(BENCH)/pool.py
+	$(BENCH).pool
 
 bench-attention: $(VENV)/.installed
-	$(BENCH)/attention.py
+	$(BENCH).attention
 
 bench-linear: $(VENV)/.installed
-	$(BENCH)/linear.py
+	$(BENCH).linear
 
 # 20 GB of disk, most of it sparse.
 bench-compile: $(VENV)/.installed
-	$(BENCH)/compile.py
+	$(BENCH).compile
 
 # On an NVIDIA GPU, about 10 minutes.
 bench-cuda: $(VENV)/.installed
-	$(BENCH)/cuda.py
+	$(BENCH).cuda
 
 bench-tensorrt: $(VENV)/.installed
-	$(BENCH)/tensorrt.py
+	$(BENCH).tensorrt
 
 bench-tiers: $(VENV)/.installed
-	$(BENCH)/tiers.py
+	$(BENCH).tiers
 
 bench-stores: $(VENV)/.installed
 	$(BIN)/pip install --progress-bar on -q -e ".[bench]"
-	$(BENCH)/stores.py
+	$(BENCH).stores
 
 # 3 GB of disk, about 3 minutes. With an artifact at hand: ARTIFACT=DIR make bench-step.
 bench-step: $(VENV)/.installed
-	$(BENCH)/step.py $(ARTIFACT)
+	$(BENCH).step $(ARTIFACT)
 
 bench-start: $(VENV)/.installed
-	$(BENCH)/start.py $(ARTIFACT)
+	$(BENCH).start $(ARTIFACT)
 
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml $(NATIVE)

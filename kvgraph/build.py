@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,17 @@ import numpy.typing as npt
 
 from kvgraph.compiler import emit, options, pipeline
 from kvgraph.compiler.dump import PassDump
+from kvgraph.compiler.options import DEFAULT_PAGE_SIZE
 from kvgraph.compiler.output import require_free, staging
-from kvgraph.compiler.pipeline import DEFAULT_PAGE_SIZE, Progress
+from kvgraph.compiler.pipeline import Progress
 from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.trees import MultiKVCacheParams
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from kvgraph.compiler.traced import Traced
 
 
 def compile(
@@ -68,62 +72,77 @@ def compile(
     KVGraphErrors).
     """
     out = Path(out)
-    parsed, chosen = pipeline.resolve(target, backend, cache, cache_dtype, page_size)
-    support = chosen.targets[parsed.kind]
-    if params is not None:
-        pipeline.require_params(params, parsed)
-    bounds = pipeline.step_bounds(chosen, parsed, max_batch, max_tokens)
-    why = pipeline.reason(parsed) if backend is None else ""
+    request = options.resolve(
+        target,
+        backend,
+        cache=cache,
+        cache_dtype=cache_dtype,
+        page_size=page_size,
+        params=params,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+    )
     require_free(out, force=force)
     dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
 
     progress("reading the model")
-    options.check_weights(weights, parsed, chosen, dtype)
-    float32 = support.float32 or weights is not None
+    options.check_weights(weights, request.target, request.backend, dtype)
+    float32 = request.support.float32 or weights is not None
     text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
     loaded, notes = pipeline.load_model(
-        model, float32, dtype, vocab_size, max_seq_len, support.weightless, text
+        model, float32, dtype, vocab_size, max_seq_len, request.support.weightless, text
     )
     if float32 and weights is None:
-        weights = options.default_weights(loaded.stored_dtype, support)
+        weights = options.default_weights(loaded.stored_dtype, request.support)
     if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 
     progress("describing the cache")
-    plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, parsed)
+    plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, request.target)
     signature = pipeline.describe(loaded, plan)
-    pipeline.require_kernels(plan, parsed, chosen)
+    pipeline.require_kernels(plan, request)
 
     from kvgraph.compiler.check.run import Made
     from kvgraph.compiler.check.run import check as require_equal
     from kvgraph.compiler.trace import trace
-    from kvgraph.compiler.traced import Traced
 
-    def write(traced: Traced, folder: Path, progress: Progress = lambda stage: None) -> Manifest:
-        lower = pipeline.lowering(chosen, parsed, weights, bounds, progress)
-        lowered = pipeline.lower(lower, traced, folder)
-        progress("writing the artifact")
-        return emit.emit(
-            folder,
-            traced=traced,
-            lowered=lowered,
-            target=parsed,
-            backend=chosen,
-            weights=weights or loaded.dtype,
-            notes=notes,
-        )
-
+    write = partial(_write, request, weights, notes)
+    functional = request.backend.functional
     with staging(out, force=force) as folder:
-        progress(f"lowering to {chosen.name}{why}")
-        traced = trace(loaded, signature, plan, functional=chosen.functional, dump=dump)
+        progress(f"lowering to {request.backend.name}{request.reason}")
+        traced = trace(loaded, signature, plan, functional=functional, dump=dump)
         manifest = write(traced, folder, progress)
         note = "check: left out (--no-check)"
         if check:
             progress("checking")
-            note = require_equal(Made(traced, folder, manifest, chosen, write), run_artifact)
+            made = Made(traced, folder, manifest, request.backend, write)
+            note = require_equal(made, run_artifact)
         manifest = replace(manifest, notes=[*manifest.notes, note])
         write_manifest(folder, manifest)
     return manifest
+
+
+def _write(
+    request: options.Request,
+    weights: str | None,
+    notes: list[str],
+    traced: Traced,
+    folder: Path,
+    progress: Progress = lambda stage: None,
+) -> Manifest:
+    """Lower the trace, and write the backend's files and all others into `folder`."""
+    lower = pipeline.lowering(request, weights, progress)
+    lowered = pipeline.lower(lower, traced, folder)
+    progress("writing the artifact")
+    return emit.emit(
+        folder,
+        traced=traced,
+        lowered=lowered,
+        target=request.target,
+        backend=request.backend,
+        weights=weights or traced.model.dtype,
+        notes=notes,
+    )
 
 
 def run_artifact(

@@ -133,8 +133,8 @@ def _applied(entry: PassEntry) -> str:
 
 def _options(manifest: Manifest) -> PassOptions:
     from kvgraph.compiler.passes import PassOptions
+    from kvgraph.contract.dtypes import WEIGHT_BITS
     from kvgraph.contract.trees import params_from_layout
-    from kvgraph.ops._linear import WEIGHT_BITS
 
     leaves = params_from_layout(manifest.layout).leaves.values()
     is_padded = any(leaf.cache_strategy is KVCacheStrategy.PADDED for leaf in leaves)

@@ -8,18 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import artifacts
 import pytest
-from models import make_model
 
 import kvgraph
+from tests.support import artifacts
+from tests.support.artifacts import Compiled
+from tests.support.models import make_model
 
 # Tests run one process for each core, and their models are tiny.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # An export makes many objects that live on: collecting at every 700 is 10 % of a compile's time.
 gc.set_threshold(100_000, 50, 50)
-
-Compiled = Callable[..., Path]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,14 +7,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import eager
 import pytest
-from command_line import COMMAND
-from packages import install_backend
 
 import kvgraph
 from kvgraph.compiler.options import check_weights, default_weights
 from kvgraph.contract.manifest import read_manifest
+from tests.support import eager
+from tests.support.command_line import COMMAND
+from tests.support.packages import install_backend
 
 SOURCE = Path(eager.__file__).read_text()
 

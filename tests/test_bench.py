@@ -13,12 +13,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from command_line import Outcome, run
 
 import kvgraph
 from kvgraph.bench import machine
 from kvgraph.bench.limits import Gemm, Limits
 from kvgraph.bench.protocol import Case, make_prompts
+from tests.support.command_line import Outcome, run
 
 Compiled = Callable[..., Path]
 ModelFolder = Callable[[str], Path]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import COMMAND, Outcome, run
 
 import kvgraph
+from tests.support.command_line import COMMAND, Outcome, run
 
 PROMPT = "The import statement"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import conformance
 import numpy as np
 import pytest
-from conformance import Case, Operands
-from isa import forced_isa, isa_of
 
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops.native import library as native_library
+from tests.support import conformance
+from tests.support.conformance import Case, Operands
+from tests.support.isa import forced_isa, isa_of
 
 Array = np.ndarray[Any, Any]
 Backend = Callable[[Operands], "Array | None"]
@@ -43,7 +43,7 @@ def avx512_bf16(operands: Operands) -> Array | None:
 def onnxruntime(operands: Operands) -> Array | None:
     pytest.importorskip("onnx", reason="builds the one-node model")
     pytest.importorskip("onnxruntime", reason="runs it")
-    from onnx_node import run
+    from tests.support.onnx_node import run
 
     return run(operands)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import typer
-from conftest import Compiled
 
 import kvgraph
 from kvgraph import cli
+from tests.support.artifacts import Compiled
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -96,7 +96,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_files_exist(path: Path) -> None:
     """What a page names by a path from the root is there, but for what it says is new."""
-    pattern = r"`((?:kvgraph|plugins|tests|examples|docs)/[\w./*-]+)`(?! \| new)"
+    pattern = r"`((?:kvgraph|plugins|tests|benchmarks|tools|examples|docs)/[\w./*-]+)`(?! \| new)"
     for name in re.findall(pattern, path.read_text()):
         if path.name != "CHANGELOG.md":
             assert list(ROOT.glob(name.rstrip("/"))), name

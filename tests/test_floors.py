@@ -37,7 +37,7 @@ FRAMEWORKS = {
     "transformers",
     "safetensors",
 }
-FRAMEWORK_FREE = ("_torch", "errors", "contract", "kv", "onnx", "bench", "cli")
+FRAMEWORK_FREE = ("_torch", "errors", "contract", "kv", "onnx", "bench", "quality", "cli")
 """Parts that import no framework when they are imported themselves."""
 
 

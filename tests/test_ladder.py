@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import OVERRIDES
 
 import kvgraph
 from kvgraph.compiler.cache import plan_cache
@@ -20,6 +19,7 @@ from kvgraph.contract.inputs import ModelInputs
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.support.models import OVERRIDES
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 64

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import count_any
-import generate
 import pytest
 
 import kvgraph
 from kvgraph import ops
+from tools import count_any, generate
 
 ROOT = Path(__file__).parents[1]
 USER_FILE = ROOT / "tests" / "typed" / "user_file.py"

@@ -1,21 +1,133 @@
-"""What compile and plan decide alike from the options that they are given."""
+"""What was asked for: decided, or refused, before a model is read."""
 
 from __future__ import annotations
 
-from kvgraph.contract.backends import Backend, Support
-from kvgraph.contract.devices import Target
+from dataclasses import dataclass
+
+from kvgraph.compiler.cache import require_target
+from kvgraph.contract.backends import Backend, Support, default_backend, find_backend
+from kvgraph.contract.devices import PORTABLE, Target
+from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
+from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, WEIGHTS
+from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.symbols import MAX_EXTENTS
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import UnsupportedError
-from kvgraph.ops._linear import WEIGHT_BITS
+
+MAX_PAGE_SIZE = 1 << 16
+DEFAULT_PAGE_SIZE = 128
+DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
+"""Of a step, for a backend whose graph bounds it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a compile is for."""
+
+    target: Target
+    backend: Backend
+    bounds: tuple[int, int]
+    """Rows and new tokens of a step at most."""
+    reason: str
+    """Why the target's default backend is its default, as the end of a sentence; empty for a
+    backend that was asked for."""
+
+    @property
+    def support(self) -> Support:
+        return self.backend.targets[self.target.kind]
+
+
+def resolve(
+    target: str,
+    backend: str | None,
+    *,
+    cache: str,
+    cache_dtype: str | None,
+    page_size: int,
+    params: KVCacheParams | MultiKVCacheParams | None,
+    max_batch: int | None,
+    max_tokens: int | None,
+) -> Request:
+    """The request, its defaults filled in; UnsupportedError or ParamsError for what no graph for
+    the target has."""
+    parsed, chosen = _target_and_backend(target, backend)
+    _require_cache(cache, cache_dtype)
+    _require_page_size(page_size)
+    if params is not None:
+        require_target(params, parsed)
+        _require_page_size(params.page_size)
+    bounds = _step_bounds(chosen, parsed, max_batch, max_tokens)
+    return Request(parsed, chosen, bounds, _reason(parsed) if backend is None else "")
+
+
+def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backend]:
+    parsed = Target.parse(target)
+    if parsed.kind == "cpu" and parsed.archs:
+        raise UnsupportedError(f"target: expected 'cpu' without an instruction set, got {target!r}")
+    kind = parsed.kind
+    chosen = default_backend(kind) if backend is None else find_backend(backend, kind)
+    if parsed.archs == (PORTABLE,) and not chosen.portable:
+        raise UnsupportedError(
+            f"target: expected architectures for backend {chosen.name}, got {target!r}"
+        )
+    return parsed, chosen
+
+
+def _require_cache(cache: str, cache_dtype: str | None) -> None:
+    if cache not in list(KVCacheStrategy):
+        kinds = [str(kind) for kind in KVCacheStrategy]
+        raise UnsupportedError(f"cache: expected one of {kinds}, got {cache!r}")
+    known = list(POOLS if cache == KVCacheStrategy.PAGED else ACTIVATIONS)
+    if cache_dtype is not None and cache_dtype not in known:
+        raise UnsupportedError(
+            f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
+        )
+
+
+def _require_page_size(page_size: int) -> None:
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise UnsupportedError(
+            f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
+        )
+
+
+def _step_bounds(
+    backend: Backend, target: Target, max_batch: int | None, max_tokens: int | None
+) -> tuple[int, int]:
+    """Rows and new tokens of a step at most, the defaults filled in.
+
+    UnsupportedError for one that is out of range, or given to a backend that bounds no step.
+    """
+    for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens)):
+        if value is not None and "bounds" not in backend.targets[target.kind].options:
+            raise UnsupportedError(
+                f"{name}: expected none for backend {backend.name}, whose graph takes steps of any "
+                f"size, got {value}"
+            )
+    if max_batch is not None:
+        _require_range("max_batch", max_batch, 1, MAX_EXTENTS[BATCH_SIZE])
+    tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    _require_range("max_tokens", tokens, max_batch or 1, MAX_EXTENTS[TOTAL_SEQ_LEN])
+    return min(DEFAULT_MAX_BATCH, tokens) if max_batch is None else max_batch, tokens
+
+
+def _require_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UnsupportedError(f"{name}: expected {least} to {most}, got {value}")
+
+
+def _reason(target: Target) -> str:
+    kind = target.kind
+    return f", the default for {kind}: {default_backend(kind).targets[kind].reason}"
 
 
 def check_weights(weights: str | None, target: Target, backend: Backend, dtype: str | None) -> None:
     """UnsupportedError for weights that a graph for the target, or activations of `dtype`, cannot
     have."""
-    known = ["fp32", *WEIGHT_BITS]
     if weights is None:
         return
-    if weights not in known:
-        raise UnsupportedError(f"weights: expected one of {known}, got {weights!r}")
+    if weights not in WEIGHTS:
+        raise UnsupportedError(f"weights: expected one of {list(WEIGHTS)}, got {weights!r}")
     if target.kind != "cpu":
         raise UnsupportedError(
             f"weights: expected none for target {target.kind}, whose weights have the activations' "

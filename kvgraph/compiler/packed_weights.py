@@ -1,7 +1,7 @@
 """Weights of linear layers -> the packed form that `kvgraph.linear` reads (ops/_linear.py).
 
 Decision: rounded to nearest, without calibration: a compile needs no data, and the loss is measured
-(compiler/quality.py). An int4 multiplier is the one of the least squared error.
+(kvgraph/quality). An int4 multiplier is the one of the least squared error.
 """
 
 from __future__ import annotations

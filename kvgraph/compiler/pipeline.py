@@ -1,4 +1,4 @@
-"""The stages of a compile: what was asked for, the model, its cache, and its lowering."""
+"""The stages of a compile behind its options: the model, its cache, and its lowering."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from kvgraph.compiler.cache import (
     of_one_shard,
     plan_cache,
     pool_types,
-    require_target,
 )
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
+from kvgraph.compiler.options import Request
 from kvgraph.compiler.targets import Lowered
-from kvgraph.contract.backends import Backend, default_backend, find_backend, imported
-from kvgraph.contract.devices import PORTABLE, Target, virtual_devices
-from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
-from kvgraph.contract.dtypes import ACTIVATIONS, POOLS
+from kvgraph.contract.backends import imported
+from kvgraph.contract.devices import Target, virtual_devices
+from kvgraph.contract.dtypes import ACTIVATIONS, WEIGHT_BITS
 from kvgraph.contract.params import (
     KVCacheParams,
     KVCacheStrategy,
 )
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
-from kvgraph.ops._linear import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,81 +35,7 @@ if TYPE_CHECKING:
     from kvgraph.compiler.model import Model
     from kvgraph.compiler.traced import Traced
 
-MAX_PAGE_SIZE = 1 << 16
-DEFAULT_PAGE_SIZE = 128
-DEFAULT_MAX_BATCH, DEFAULT_MAX_TOKENS = 256, 8192
-"""Of a step, for a backend whose graph bounds it."""
-
 Progress = Callable[[str], None]
-
-
-def resolve(
-    target: str, backend: str | None, cache: str, cache_dtype: str | None, page_size: int
-) -> tuple[Target, Backend]:
-    """The parsed target and the backend: the target's default, where none is asked for."""
-    parsed = Target.parse(target)
-    if parsed.kind == "cpu" and parsed.archs:
-        raise UnsupportedError(f"target: expected 'cpu' without an instruction set, got {target!r}")
-    kind = parsed.kind
-    chosen = default_backend(kind) if backend is None else find_backend(backend, kind)
-    if parsed.archs == (PORTABLE,) and not chosen.portable:
-        raise UnsupportedError(
-            f"target: expected architectures for backend {chosen.name}, got {target!r}"
-        )
-    if cache not in list(KVCacheStrategy):
-        kinds = [str(kind) for kind in KVCacheStrategy]
-        raise UnsupportedError(f"cache: expected one of {kinds}, got {cache!r}")
-    known = list(POOLS if cache == KVCacheStrategy.PAGED else ACTIVATIONS)
-    if cache_dtype is not None and cache_dtype not in known:
-        raise UnsupportedError(
-            f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
-        )
-    _require_page_size(page_size)
-    return parsed, chosen
-
-
-def require_params(params: KVCacheParams | MultiKVCacheParams, target: Target) -> None:
-    """UnsupportedError for params that no graph for `target` can be bound with."""
-    require_target(params, target)
-    _require_page_size(params.page_size)
-
-
-def _require_page_size(page_size: int) -> None:
-    if not 1 <= page_size <= MAX_PAGE_SIZE:
-        raise UnsupportedError(
-            f"page_size: expected 1 to {MAX_PAGE_SIZE} tokens from the cpu kernels, got {page_size}"
-        )
-
-
-def step_bounds(
-    backend: Backend, target: Target, max_batch: int | None, max_tokens: int | None
-) -> tuple[int, int]:
-    """Rows and new tokens of a step at most, the defaults filled in.
-
-    UnsupportedError for one that is out of range, or given to a backend that bounds no step.
-    """
-    for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens)):
-        if value is not None and "bounds" not in backend.targets[target.kind].options:
-            raise UnsupportedError(
-                f"{name}: expected none for backend {backend.name}, whose graph takes steps of any "
-                f"size, got {value}"
-            )
-    if max_batch is not None:
-        _require_range("max_batch", max_batch, 1, MAX_EXTENTS[BATCH_SIZE])
-    tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-    _require_range("max_tokens", tokens, max_batch or 1, MAX_EXTENTS[TOTAL_SEQ_LEN])
-    return min(DEFAULT_MAX_BATCH, tokens) if max_batch is None else max_batch, tokens
-
-
-def _require_range(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise UnsupportedError(f"{name}: expected {least} to {most}, got {value}")
-
-
-def reason(target: Target) -> str:
-    """Why the default backend of a target is its default: the end of a sentence."""
-    kind = target.kind
-    return f", the default for {kind}: {default_backend(kind).targets[kind].reason}"
 
 
 def load_model(
@@ -228,27 +151,21 @@ def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowe
         ) from error
 
 
-def lowering(
-    backend: Backend,
-    target: Target,
-    weights: str | None,
-    bounds: tuple[int, int],
-    progress: Progress,
-) -> Callable[..., Any]:
+def lowering(request: Request, weights: str | None, progress: Progress) -> Callable[..., Any]:
     """The backend's `lower` with the options that it takes."""
-    support = backend.targets[target.kind]
+    support = request.support
     known = {
-        "archs": target.archs,
-        "bounds": bounds,
+        "archs": request.target.archs,
+        "bounds": request.bounds,
         "progress": progress,
         "weight_bits": WEIGHT_BITS.get(weights or ""),
     }
     return partial(imported(support.lower), **{name: known[name] for name in support.options})
 
 
-def require_kernels(plan: CachePlan, target: Target, backend: Backend) -> None:
+def require_kernels(plan: CachePlan, request: Request) -> None:
     """UnsupportedError for a cache that the backend's kernels do not support."""
-    require = backend.targets[target.kind].require
+    require, target = request.support.require, request.target
     if not require:
         return
     if plan.strategy is not KVCacheStrategy.PAGED:

@@ -14,9 +14,9 @@ from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
 from kvgraph.compiler.options import check_weights, default_weights
 from kvgraph.contract.backends import default_backend
 from kvgraph.contract.devices import Target, virtual_devices
+from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError
 from kvgraph.kv.memory import plan_leaves
-from kvgraph.ops._linear import WEIGHT_BITS
 
 
 @dataclass(frozen=True)

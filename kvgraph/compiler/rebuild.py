@@ -45,7 +45,7 @@ def rebuild(
     appears whole or not at all. ArtifactError where `artifact` is damaged or not for TensorRT,
     MissingDependencyError where nothing here builds engines.
     """
-    from kvgraph.compiler.targets import trt_engine
+    from kvgraph.compiler.targets.tensorrt import engine as trt_engine
 
     folder, out = Path(artifact), Path(out)
     manifest = read_manifest(folder)
@@ -84,7 +84,7 @@ def rebuild(
 
 def _module() -> str:
     """What builds engines here: an enterprise TensorRT before TensorRT-RTX."""
-    from kvgraph.compiler.targets.trt_engine import ENTERPRISE, INSTALL, RTX
+    from kvgraph.compiler.targets.tensorrt.engine import ENTERPRISE, INSTALL, RTX
 
     for name in (ENTERPRISE, RTX):
         if importlib.util.find_spec(name) is not None:
@@ -97,9 +97,10 @@ def _module() -> str:
 
 def _archs(module: str, target: str | None, manifest: Manifest) -> tuple[str, ...]:
     """Architectures of the engine: what was asked for, this machine's, or the artifact's."""
-    from kvgraph.compiler.targets import tensorrt, trt_engine
+    from kvgraph.compiler.targets.tensorrt.engine import ENTERPRISE
+    from kvgraph.compiler.targets.tensorrt.lower import kernel_archs
 
-    if module == trt_engine.ENTERPRISE:
+    if module == ENTERPRISE:
         from kvgraph.ops.cuda_native import launcher
 
         mine = "sm_{}{}".format(*launcher().compute_capability())
@@ -112,12 +113,12 @@ def _archs(module: str, target: str | None, manifest: Manifest) -> tuple[str, ..
     parsed = Target.parse(target or manifest.target)
     if parsed.kind != "cuda":
         raise UnsupportedError(f"target: expected kind cuda for backend tensorrt, got {target!r}")
-    tensorrt.kernel_archs(parsed.archs, manifest.dtype)
+    kernel_archs(parsed.archs, manifest.dtype)
     return parsed.archs
 
 
 def _copy(folder: Path, made: Path, manifest: Manifest) -> None:
-    from kvgraph.compiler.targets.trt_engine import ENGINE_NAME
+    from kvgraph.compiler.targets.tensorrt.engine import ENGINE_NAME
 
     for name in manifest.files:
         if name not in (ENGINE_NAME, MANIFEST_NAME):
@@ -127,15 +128,15 @@ def _copy(folder: Path, made: Path, manifest: Manifest) -> None:
 
 def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: Progress) -> None:
     """Keep the artifact's kernels if they are for `archs`, else compile those, with Triton."""
-    from kvgraph.compiler.targets import tensorrt
-    from kvgraph.compiler.targets.trt_build import KERNELS_NAME
+    from kvgraph.compiler.targets.tensorrt import lower
+    from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME
 
     kernels = folder / "kernels"
-    wanted = tensorrt.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
+    wanted = lower.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
     try:
         present = {path.name for path in kernels.iterdir() if path.is_dir()}
         described = json.loads((kernels / KERNELS_NAME).read_text())
-        shapes = [tensorrt.shape_of(fields) for fields in described["shapes"]]
+        shapes = [lower.shape_of(fields) for fields in described["shapes"]]
         nodes = {name: shapes[index] for name, index in described["nodes"].items()}
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ArtifactError(
@@ -145,4 +146,4 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
     if set(wanted) <= present:
         return
     shutil.rmtree(kernels)
-    tensorrt.write_kernels(nodes, wanted, folder, progress)
+    lower.write_kernels(nodes, wanted, folder, progress)

@@ -154,17 +154,17 @@ OURS = (
         name="tensorrt",
         targets={
             "cuda": Support(
-                lower="kvgraph.compiler.targets.tensorrt:lower",
+                lower="kvgraph.compiler.targets.tensorrt.lower:lower",
                 options=("archs", "bounds", "progress"),
                 sessions=(
                     Runner(
                         name="tensorrt",
-                        entry="kvgraph.runtime.sessions.tensorrt:TensorRTSession",
+                        entry="kvgraph.runtime.sessions.tensorrt.session:TensorRTSession",
                     ),
                     REFERENCE,
                 ),
                 tools=(*ONNX_TOOLS, "triton", "tensorrt-rtx"),
-                require="kvgraph.compiler.targets.tensorrt:require_kernels",
+                require="kvgraph.compiler.targets.tensorrt.lower:require_kernels",
             ),
         },
         files=("model.engine", "model.onnx", "weights.safetensors"),

@@ -71,6 +71,11 @@ QUANTIZED = tuple(dtype.name for dtype in ALL if dtype.largest)
 ACTIVATIONS = tuple(d.name for d in ALL if d.kind == "float" and d.code and not d.largest)
 POOLS = (*ACTIVATIONS, *QUANTIZED)
 
+WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4}
+"""Bits of an element of packed weights, by their name in options and manifests."""
+WEIGHTS = ("fp32", *WEIGHT_BITS)
+"""What linear layers on a CPU may keep."""
+
 
 def itemsize(dtype: str) -> int:
     """Bytes of one element."""

@@ -1,6 +1,6 @@
 """linear: a linear layer over weights packed for the CPU, in bfloat16, int8 or int4.
 
-Decisions, by `tests/bench/linear.py`, which compares the kernels of ONNX Runtime and torch:
+Decisions, by `benchmarks/linear.py`, which compares the kernels of ONNX Runtime and torch:
 - One op of ours for all three, since none of theirs is near the limits at every height: ONNX
   Runtime has no bfloat16 product on CPUs and torch's reads under half of what memory gives at one
   row; ONNX Runtime's int4 is fast at one row and a third of the int8 rate at many; its int8 has
@@ -25,9 +25,6 @@ from kvgraph.ops import spec
 
 COLUMNS, DEPTH, GROUP = 16, 64, 32
 """Output columns of a panel; what K is padded to; inputs under one int4 multiplier."""
-
-WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4}
-"""--weights -> bits of a packed weight; fp32 is not packed."""
 
 LINE_BYTES = 64
 

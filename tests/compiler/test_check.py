@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import make_model
 from torch import nn
 
 import kvgraph
@@ -19,6 +18,7 @@ from kvgraph.compiler.check import compare, run
 from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.frontends import masks
 from kvgraph.contract.manifest import read_manifest
+from tests.support.models import make_model
 
 ModelFolder = Callable[[str], Path]
 WHOLE = "check: logits of two ragged rows in two chunks are the model's own, all layers"

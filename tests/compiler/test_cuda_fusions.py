@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import program_of, step
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -16,6 +15,7 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from kvgraph.compiler.passes.fuse_silu_mul import fuse_silu_mul
+from tests.support.programs import program_of, step
 
 RMS_NORM, SILU_MUL = "kvgraph.rms_norm.default", "kvgraph.silu_mul.default"
 LEFT_OVER = ("aten.rsqrt.default", "aten.silu.default", "aten._assert_tensor_metadata.default")

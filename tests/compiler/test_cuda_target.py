@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run
 
 import kvgraph
 from kvgraph import ArtifactError, UnsupportedError
 from kvgraph.kernels import launch
 from kvgraph.runtime.artifact import verify
+from tests.support.command_line import run
 
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 
@@ -120,10 +120,10 @@ def test_equal_models_give_equal_bytes(
 
 def test_a_compile_asks_for_no_cache_and_no_device_memory(tmp_path: Path) -> None:
     """The null manager is told of 60 GiB in a process that may take 16, reserved or written."""
-    script = Path(__file__).parents[1] / "bench" / "compile.py"
-    model = Path(__file__).parents[2] / "examples" / "tiny-llama"
-    command = [sys.executable, script, "--compile", model, tmp_path / "out", "cuda:sm_90"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    bench = [sys.executable, "-m", "benchmarks.compile", "--compile"]
+    given = [root / "examples" / "tiny-llama", tmp_path / "out", "cuda:sm_90"]
+    done = subprocess.run([*bench, *given], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["allocators"], found["driver"], found["device"]) == ([], False, False)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_model
-from programs import program_of, step
 from torch import nn
 from torch.export import Dim, export
 
 from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
+from tests.support.models import make_model
+from tests.support.programs import program_of, step
 
 aten = torch.ops.aten
 POSITIONS = 512

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import layers, make_model
-from programs import program_of, step
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -24,6 +22,8 @@ from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments, fus
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops import UPDATE_AND_ATTEND
 from kvgraph.ops._update_and_attend import rotate
+from tests.support.models import layers, make_model
+from tests.support.programs import program_of, step
 
 POSITIONS = 512
 STEPS: tuple[list[int], ...] = ([5, 1, 20], [1], [17, 3])

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import make_model
 from torch import nn
 
 import kvgraph
 from kvgraph import ops
 from kvgraph.contract.manifest import read_manifest
+from tests.support.models import make_model
 
 PARAMS = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1, page_size=4)
 VOCAB = 32
@@ -65,18 +65,16 @@ def test_modules_of_one_class_and_weights_share_no_page(tmp_path: Path) -> None:
 
 COMPILE = """
 import sys, torch
-sys.path.insert(0, sys.argv[1])
-from compiler.test_identity import compile_module, decoder
+from tests.compiler.test_identity import compile_module, decoder
 from pathlib import Path
-compile_module(decoder(torch.tanh), Path(sys.argv[2]))
+compile_module(decoder(torch.tanh), Path(sys.argv[1]))
 """
 
 
 def test_equal_in_every_process_and_for_every_pool(tmp_path: Path) -> None:
     here = compile_module(decoder(torch.tanh), tmp_path / "here")
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", COMPILE, tests, str(tmp_path / "there")]
-    subprocess.run(command, check=True, timeout=300)
+    command = [sys.executable, "-c", COMPILE, str(tmp_path / "there")]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
     assert read_manifest(here).model.identity == read_manifest(tmp_path / "there").model.identity
     engines = [kvgraph.Engine(here, num_pages=pages) for pages in (8, 64)]
     assert engines[0].kv.fingerprint == engines[1].kv.fingerprint

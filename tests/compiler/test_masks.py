@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import make_model
 from transformers import masking_utils
 
 import kvgraph
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.masks import AskedMask, asked_mask
+from tests.support.models import make_model
 
 WINDOW = 8
 

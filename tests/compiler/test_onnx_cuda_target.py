@@ -10,7 +10,6 @@ from typing import Any
 import onnx
 import onnx_ir
 import pytest
-from models import make_model
 from onnx.reference import ReferenceEvaluator
 
 import kvgraph
@@ -21,6 +20,7 @@ from kvgraph.contract.signature import output_name
 from kvgraph.ops.native import library_path
 from kvgraph.ops.onnx_ops import reference_ops, register_schemas
 from kvgraph.runtime.artifact import verify
+from tests.support.models import make_model
 
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 

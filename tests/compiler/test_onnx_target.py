@@ -7,12 +7,12 @@ from pathlib import Path
 
 import onnx
 import pytest
-from models import make_model
 from safetensors import safe_open
 
 import kvgraph
 from kvgraph.contract.signature import output_name
 from kvgraph.ops.onnx_ops import register_schemas
+from tests.support.models import make_model
 
 Compiled = Callable[..., Path]
 

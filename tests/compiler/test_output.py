@@ -271,7 +271,7 @@ def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from test_output import replace
+from tests.compiler.test_output import replace
 from kvgraph.compiler import output
 
 out, exchanges = Path(sys.argv[1]), sys.argv[2] == "True"
@@ -309,8 +309,8 @@ def test_killed_at_any_line_the_old_artifact_or_the_new_one_is_left(
     out: Path, exchanges: bool
 ) -> None:
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(out), str(exchanges)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     limit = int(done.stdout)
     assert limit > 100
     old, seen = snapshot(out), []

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from artifacts import TINY_LLAMA
 from torch import nn
 
 import kvgraph
 from kvgraph import ops
+from tests.support.artifacts import TINY_LLAMA
 
 PARAMS = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1, page_size=4)
 VOCAB = 32

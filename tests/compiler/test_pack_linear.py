@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import layers, make_model
-from programs import program_of, step
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -27,6 +25,8 @@ from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
 from kvgraph.compiler.passes.parameters import held
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ModelError, UnsupportedError
+from tests.support.models import layers, make_model
+from tests.support.programs import program_of, step
 
 LAYERS, POSITIONS = 4, 512
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"

@@ -12,7 +12,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import command_line
 import pytest
 from rich.console import Console
 
@@ -24,6 +23,7 @@ from kvgraph.contract.backends import OURS
 from kvgraph.contract.manifest import Manifest, read_manifest
 from kvgraph.errors import RequestError
 from kvgraph.show import show
+from tests.support import command_line
 
 ROOT = Path(__file__).parents[2]
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"

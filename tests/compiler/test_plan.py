@@ -14,7 +14,6 @@ from unittest import mock
 
 import onnx
 import pytest
-from models import OVERRIDES, make_model
 from safetensors import safe_open
 
 import kvgraph
@@ -25,6 +24,7 @@ from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.plan import Plan, plan_deployment
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.safetensors import read_layout
+from tests.support.models import OVERRIDES, make_model
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import command_line
 import pytest
-from fake_driver import build as build_driver
 
 from kvgraph.compiler.rebuild import rebuild
 from kvgraph.errors import (
@@ -28,11 +26,13 @@ from kvgraph.errors import (
 )
 from kvgraph.ops import cuda_native
 from kvgraph.runtime.artifact import verify
+from tests.support import command_line
+from tests.support.fake_driver import build as build_driver
 
 pytest.importorskip("tensorrt_rtx", reason="engines are built by TensorRT-RTX")
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 
-from kvgraph.compiler.targets import trt_engine
+from kvgraph.compiler.targets.tensorrt import engine as trt_engine
 
 Compiled = Callable[..., Path]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_model
 from torch import nn
 from torch.nn import functional
 
@@ -19,6 +18,7 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.require_tokens_apart import require_tokens_apart
 from kvgraph.contract.signature import GraphSignature
+from tests.support.models import make_model
 
 PARAMS = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1, page_size=4)
 SIGNATURE = GraphSignature.of(PARAMS.get_symbolic_inputs()[0], 32)

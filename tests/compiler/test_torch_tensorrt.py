@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="converters compile kernels")
 from kvgraph import ops
 from kvgraph.compiler.export import symbolic_batch
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
-from kvgraph.compiler.targets import torch_tensorrt as adapter
+from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
 from kvgraph.compiler.targets.trt_fields import image_digests
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import COMMON, OVERRIDES, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,6 +27,7 @@ from kvgraph.compiler.targets.weights import save_weights, stream_weights
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.kernels import aot
+from tests.support.models import COMMON, OVERRIDES, make_model
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
 UNCHECKED = "check: left out (--no-check)"

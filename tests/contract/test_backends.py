@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packages import install_backend
 
 from kvgraph.contract import backends
 from kvgraph.contract.backends import (
@@ -18,6 +17,7 @@ from kvgraph.contract.backends import (
     imported,
 )
 from kvgraph.errors import UnsupportedError
+from tests.support.packages import install_backend
 
 EMPTY = """
 from kvgraph.contract.backends import Backend

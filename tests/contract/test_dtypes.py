@@ -19,7 +19,6 @@ from kvgraph.contract.dtypes import ALL, DTYPES, DType
 PACKAGE = Path(__file__).parents[2] / "kvgraph"
 
 ELSEWHERE = {
-    "cli.py: Weights": "precisions of weights, without importing the ops",
     "compiler/check/compare.py: ROUNDED": "tolerances that the check measured",
     "bench/limits.py: _torch_gemms": "the products that are timed",
     "bench/peers/llama_cpp.py: PRECISIONS": "another engine's, and another interpreter's",

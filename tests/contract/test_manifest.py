@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run
 from rich.console import Console
 
 import kvgraph
@@ -23,6 +22,7 @@ from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.runtime.artifact import verify
 from kvgraph.show import show
+from tests.support.command_line import run
 
 Compiled = Callable[..., Path]
 Way = tuple[str | int, ...]

@@ -1,6 +1,6 @@
 """What each kernel variant takes: registers, shared memory, spills, instructions, compile time.
 
-PYTHONPATH=tests python tests/kernels/table.py [arch ...]
+python -m tests.kernels.table [arch ...]
 """
 
 from __future__ import annotations

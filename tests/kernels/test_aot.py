@@ -10,12 +10,11 @@ import pytest
 
 pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 
-from kernels.table import instructions, shape_of
-
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, launch
 from kvgraph.kernels.launch import Variant
 from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from tests.kernels.table import instructions, shape_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreting process compiles nothing"

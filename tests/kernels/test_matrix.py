@@ -13,19 +13,16 @@ import pytest
 triton = pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 torch = pytest.importorskip("torch", reason="holds the kernels' operands")
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def matrix(*arguments: str, interpret: bool) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = dict(os.environ)
     environment.pop("TRITON_INTERPRET", None)
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, str(TESTS / "kernels" / "matrix.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.support.matrix", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " cases passed" in done.stdout
 

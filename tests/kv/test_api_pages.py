@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv.builders import make_params
 
 import kvgraph
 from kvgraph import (
@@ -34,6 +33,7 @@ from kvgraph import (
 )
 from kvgraph.contract.devices import HOST
 from kvgraph.errors import BindingError, ParamsError, RequestError, UnsupportedError
+from tests.support.builders import make_params
 
 BASE = """
 __init__(params, max_batch_size, max_seq_len, num_layers, devices, session, is_ragged=False)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kv.builders import make_manager, make_params, snapshot, start
 
 from kvgraph.contract.inputs import BatchCharacteristics
 from kvgraph.errors import (
@@ -20,6 +19,7 @@ from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.support.builders import make_manager, make_params, snapshot, start
 
 
 def fails(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kv.builders import decode, make_manager, snapshot, start
-from kv.test_kv_prefix import serve
 
 from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.kv.test_kv_prefix import serve
+from tests.support.builders import decode, make_manager, snapshot, start
 
 SIZE = 16
 COMMON = [token for token in range(3) for _ in range(SIZE)]

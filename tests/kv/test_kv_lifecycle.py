@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kv.builders import decode, make_manager, make_params, snapshot, start
 
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, KVCacheInputs
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.support.builders import decode, make_manager, make_params, snapshot, start
 
 P = 10
 

@@ -24,13 +24,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kv.builders import make_params, snapshot
 
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import CapacityError, InsufficientPagesError, KVGraphError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.support.builders import make_params, snapshot
 
 EXAMPLES, STEPS = 300, 60
 ROWS = 5

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from kv.builders import make_params
 
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.errors import ParamsError, RequestError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.support.builders import make_params
 
 
 def make_null(**changes: object) -> NullKVCacheManager:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from kv.builders import make_manager, start
 
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pages import PagePool
+from tests.support.builders import make_manager, start
 
 
 def cached_pool(pages: int, cached: int) -> PagePool:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv.builders import decode, make_manager, make_params, start
 
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.prefix import chain, chain_root, deepest_window, longest_run
 from kvgraph.kv.requests import TextContext
+from tests.support.builders import decode, make_manager, make_params, start
 
 
 def make_cached(pages: int = 10, **changes: Any) -> PagedKVCacheManager:

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv.builders import make_manager, make_params, start
-from kv.stores import MemoryStore, opener
-from runtime.test_faults import Fault, lines_of, traced
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.trees import MultiKVCacheParams
@@ -19,6 +16,9 @@ from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.runtime.test_faults import Fault, lines_of, traced
+from tests.support.builders import make_manager, make_params, start
+from tests.support.stores import MemoryStore, opener
 
 CPU = (Device("cpu"),)
 TREE = {"full": make_params(), "window": make_params(window_size=6)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kv.builders import make_params
 
 from kvgraph.contract.inputs import KVCacheInputs, PaddedKVCacheInputs
 from kvgraph.contract.params import KVCacheQuantization
@@ -18,6 +17,7 @@ from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.support.builders import make_params
 
 
 def make_continuous(dp: int = 1, tp: int = 1) -> ContinuousBatchingKVCacheManager:

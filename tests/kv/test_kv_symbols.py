@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv.builders import make_manager, make_params, start
 
 from kvgraph.contract.devices import Device, virtual_devices
 from kvgraph.contract.inputs import Buffer, KVCacheInputs
@@ -17,6 +16,7 @@ from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
+from tests.support.builders import make_manager, make_params, start
 
 MATRIX = [(dtype, tp, dp) for dtype in ("float32", "bfloat16") for tp in (1, 2) for dp in (1, 2)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kv.builders import decode, make_params, start
 
 from kvgraph.contract.devices import Device, virtual_devices
 from kvgraph.contract.inputs import Buffer, KVCacheInputsSequence, MultiKVCacheInputs
@@ -14,6 +13,7 @@ from kvgraph.errors import BindingError, ParamsError
 from kvgraph.kv.memory import plan_memory
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
+from tests.support.builders import decode, make_params, start
 
 
 def make_tree(tp: int = 1, dp: int = 1, **changes: object) -> MultiKVCacheParams:

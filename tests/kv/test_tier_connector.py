@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv.builders import make_params
-from kv.stores import MemoryStore, opener
 
 from kvgraph.contract.devices import HOST
 from kvgraph.contract.inputs import Buffer
@@ -24,6 +22,8 @@ from kvgraph.kv.tiers.open import fingerprint_of
 from kvgraph.kv.tiers.place import Place
 from kvgraph.kv.tiers.store import page_key
 from kvgraph.kv.tiers.tiered import TieredConnector
+from tests.support.builders import make_params
+from tests.support.stores import MemoryStore, opener
 
 PAGES = 12
 

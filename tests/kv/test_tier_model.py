@@ -17,15 +17,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
-from kv.builders import snapshot
-from kv.stores import MemoryStore, opener
-from kv.test_kv_model import ROWS, STAMP, CacheMachine, Request, params_of
 
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers import asked, tiered
 from kvgraph.kv.tiers.store import page_key
+from tests.kv.test_kv_model import ROWS, STAMP, CacheMachine, Request, params_of
+from tests.support.builders import snapshot
+from tests.support.stores import MemoryStore, opener
 
 EXAMPLES, STEPS = 80, 40
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import redis
-from kv.redis_server import RedisServer
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers import remote
 from kvgraph.kv.tiers.remote import RemoteStore
+from tests.support.redis_server import RedisServer
 
 MODEL, OTHER = sha256(b"model").digest(), sha256(b"other").digest()
 SIZE = 20_000

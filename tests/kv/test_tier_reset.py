@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv.builders import make_params, start
-from kv.stores import MemoryStore, opener
-from kv.test_tier_model import Unthreaded
 
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.connector import Move
 from kvgraph.kv.tiers.host import HostStore
 from kvgraph.kv.tiers.tiered import TieredConnector
+from tests.kv.test_tier_model import Unthreaded
+from tests.support.builders import make_params, start
+from tests.support.stores import MemoryStore, opener
 
 PROMPT = range(13)
 """Three full pages and a token."""

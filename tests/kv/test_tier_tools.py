@@ -7,9 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from command_line import run
 
 from kvgraph.kv.tiers.disk import DiskStore
+from tests.support.command_line import run
 
 MODELS = [sha256(name).digest() for name in (b"model", b"other")]
 KEYS = [sha256(bytes([i])).digest() for i in range(20)]

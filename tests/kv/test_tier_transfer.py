@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv.builders import make_params, snapshot
 
 import kvgraph
 from kvgraph import Engine, SamplingParams
@@ -23,6 +22,7 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.nixl_pools import NixlPools
 from kvgraph.kv.tiers.transfer import PageTransfer, Way
+from tests.support.builders import make_params, snapshot
 
 TOKENS = list(range(30))
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from isa import forced_isa
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.packed_weights import Packed, pack
 from kvgraph.errors import KernelError
 from kvgraph.ops import LINEAR, native, torch_ops
 from kvgraph.ops._linear import linear, quantize_rows, unpack
+from tests.support.isa import forced_isa
 
 Array = npt.NDArray[Any]
 

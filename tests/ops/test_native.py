@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.test_faults import Fault, lines_of, traced
 
 from kvgraph.ops import STORE_KV, native
+from tests.runtime.test_faults import Fault, lines_of, traced
 
 
 def operands(tokens: int) -> list[Any]:

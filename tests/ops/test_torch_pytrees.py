@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kv.builders import make_params
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -16,6 +15,7 @@ from kvgraph.contract.inputs import Buffer, KVCacheInputs, KVCacheInputsSequence
 from kvgraph.contract.params import KVCacheQuantization, KVCacheStrategy
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.kv.null import NullKVCacheManager
+from tests.support.builders import make_params
 
 QUANTIZED = make_params(quantization=KVCacheQuantization("int8", granularity=4))
 TREE = MultiKVCacheParams.from_params(

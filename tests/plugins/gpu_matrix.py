@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import conformance
-from conformance import Case
-
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops.cuda_native import launcher
+from tests.support import conformance
+from tests.support.conformance import Case
 
 
 def main(run_case: Callable[[Case, str, str], None]) -> int:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import build as build_driver
 
 from kvgraph.ops.native import library_path
+from tests.support.fake_driver import build as build_driver
 
 HERE = Path(__file__).parent
-PLUGINS = HERE.parents[1] / "plugins"
+ROOT = HERE.parents[1]
+PLUGINS = ROOT / "plugins"
 
 Drive = Callable[..., Any]
 
@@ -42,11 +43,12 @@ class Host:
     ) -> str:
         """What Python prints for `arguments`; `driver`: where there is the fake one, of an `sm`."""
         given = {**os.environ, "HOST": str(self.library), "FAKE_SM": str(sm), **environment}
-        given["PYTHONPATH"] = str(HERE.parent)
         if driver:
             given["LD_LIBRARY_PATH"] = str(self.driver)
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=timeout
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -1,6 +1,6 @@
 """The conformance matrix through ONNX Runtime's CUDA ops on a GPU, by a host of our own.
 
-HOST=host.so PYTHONPATH=tests python tests/plugins/onnxruntime_gpu.py [--device cpu] [PART ...]
+HOST=host.so python -m tests.plugins.onnxruntime_gpu [--device cpu] [PART ...]
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import ctypes
 import sys
 from typing import Any
 
-import conformance
 import torch
-from conformance import Case
-from kernels.matrix import array, shape_of, tensor
-from plugins.gpu_matrix import main
-from plugins.onnxruntime_host import Kernel, dll, said
 
 from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
 from kvgraph.kernels import aot
+from tests.plugins.gpu_matrix import main
+from tests.plugins.onnxruntime_host import Kernel, dll, said
+from tests.support import conformance
+from tests.support.conformance import Case
+from tests.support.matrix import array, shape_of, tensor
 
 SCRATCH_BYTES = 64 << 20
 """More than any case splits its contexts into."""

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from plugins.tensorrt_fields import SHARED_BYTES, entry_of, fields_of, shape_of
 
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import SPECS
+from tests.plugins.tensorrt_fields import SHARED_BYTES, entry_of, fields_of, shape_of
 
 TYPES = {
     "float32": 1,

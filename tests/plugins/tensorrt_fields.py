@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from fake_driver import cubin
-
 from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
 from kvgraph.kernels import launch
 from kvgraph.kernels.aot import Compiled, Resources
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from tests.support.fake_driver import cubin
 
 SHARED_BYTES = 49664
 """Of every made-up kernel: above what needs no attribute."""

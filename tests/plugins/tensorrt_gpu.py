@@ -1,6 +1,6 @@
 """The conformance matrix through TensorRT's plugins on a GPU, by a host of our own.
 
-HOST=host.so PYTHONPATH=tests python tests/plugins/tensorrt_gpu.py [--device cpu] [PART ...]
+HOST=host.so python -m tests.plugins.tensorrt_gpu [--device cpu] [PART ...]
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import conformance
 import torch
-from conformance import Case
-from kernels.matrix import array, shape_of, tensor
-from plugins.gpu_matrix import main
-from plugins.tensorrt_host import Plugin, mask
 
 from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
 from kvgraph.kernels import aot
+from tests.plugins.gpu_matrix import main
+from tests.plugins.tensorrt_host import Plugin, mask
+from tests.support import conformance
+from tests.support.conformance import Case
+from tests.support.matrix import array, shape_of, tensor
 
 
 def plugin_of(case: Case, arch: str, given: list[str]) -> Plugin:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance import Case, build, check
 
 from kvgraph.errors import KernelError
 from kvgraph.ops import PAGED_ATTENTION, native
 from kvgraph.ops.header import ABI_VERSION, header
+from tests.support.conformance import Case, build, check
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 LONG = Case("update_and_attend", heads=8, rows=((3000, 1), (40, 5), (0, 200)), sinks=True)

@@ -18,11 +18,11 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import pytest
-from isa import isa_of, load, load_copy
-from ops.test_linear import SHAPES, call_of, outputs
 
 from kvgraph.ops import LINEAR, native
 from kvgraph.ops._linear import linear
+from tests.ops.test_linear import SHAPES, call_of, outputs
+from tests.support.isa import isa_of, load, load_copy
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 ROWS = [1, 15, 16, 17, 31, 32, 33, 48, 49, 64, 400]

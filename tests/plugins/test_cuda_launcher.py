@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import build, cubin
 
 from kvgraph.errors import DeviceError, KernelError
 from kvgraph.ops import cuda_native
 from kvgraph.ops.cuda_native import DEVICE, IMAGE, LAUNCH, Launcher, Module, launcher
 from kvgraph.ops.native import library_path
+from tests.support.fake_driver import build, cubin
 
 HEADER = (Path(__file__).parents[2] / "plugins/include/kvgraph/launch.h").read_text()
 

@@ -12,11 +12,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conformance import Case, build
-from isa import forced_isa, isa_of, load
 
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
+from tests.support.conformance import Case, build
+from tests.support.isa import forced_isa, isa_of, load
 
 X86 = ("amx", "avx512_bf16", "avx512", "avx2")
 FLAGS = {

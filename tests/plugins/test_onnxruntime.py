@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conformance import Case, build, check
+
+from tests.support.conformance import Case, build, check
 
 pytest.importorskip("onnx", reason="builds one-node models")
 pytest.importorskip("onnxruntime", reason="runs them")
 
-import onnx_node
+from tests.support import onnx_node
 
 CASE = Case("update_and_attend", rows=((5, 2), (0, 3)), sinks=True)
 

@@ -9,12 +9,13 @@ import re
 from functools import partial
 
 import pytest
-from plugins.hosts import Drive, build
-from plugins.tensorrt_fields import compiled, shape_of
+
+from tests.plugins.hosts import Drive, build
+from tests.plugins.tensorrt_fields import compiled, shape_of
 
 PRELUDE = """
 import json
-from plugins.onnxruntime_host import *
+from tests.plugins.onnxruntime_host import *
 from kvgraph.kernels.shapes import Rope
 
 def refused(op="update_and_attend", **changed):

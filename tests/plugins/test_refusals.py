@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conformance import Case, Operands, build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.errors import KernelError
 from kvgraph.ops import native, torch_ops
+from tests.support.conformance import Case, Operands, build
 
 Change = Callable[[Operands], None]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import conformance
-from kernels import matrix
-from kernels.bfloat16 import mend
+from tests.support import conformance
+from tests.support import matrix
+from tests.support.bfloat16 import mend
 from kvgraph.kernels import launch
 
 exact, looser = launch.Sizes, 0
@@ -46,7 +46,8 @@ def test_kernels_are_right_under_bounds_from_extents() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS)},
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )

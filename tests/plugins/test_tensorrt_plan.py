@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plugins.tensorrt_fields import shape_of, text_of
 
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.shapes import MULTIPROCESSORS, AttentionShape
 from kvgraph.ops.native import library_path
+from tests.plugins.tensorrt_fields import shape_of, text_of
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")
 VALUES = (

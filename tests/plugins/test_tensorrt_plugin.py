@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any
 
 import pytest
-from plugins.hosts import Drive, build
-from plugins.tensorrt_fields import SHARED_BYTES, compiled, entry_of, shape_of
 
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.shapes import Rope
+from tests.plugins.hosts import Drive, build
+from tests.plugins.tensorrt_fields import SHARED_BYTES, compiled, entry_of, shape_of
 
 PRELUDE = """
 import ctypes, json
-from plugins.tensorrt_fields import fields_of, shape_of
-from plugins.tensorrt_host import *
+from tests.plugins.tensorrt_fields import fields_of, shape_of
+from tests.plugins.tensorrt_host import *
 
 UPDATE = ["q", "kv_blocks", "input_row_offsets", "cache_lengths", "lookup_table", "max_lengths",
           "k", "v"]

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as real
-from runtime.fake_cuda import FakeDriver
+
+from tests.runtime.fake_cuda import FakeDriver
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 BYTES = {1: 4, 3: 1, 6: 4, 10: 2, 16: 2, 17: 1, np.float32: 4}

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
-from runtime.fake_cuda import POISON, FakeDriver
 
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops.onnx_ops import reference_ops
+from tests.runtime.fake_cuda import POISON, FakeDriver
 
 
 class DataType(enum.Enum):

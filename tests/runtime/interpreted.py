@@ -1,6 +1,6 @@
 """A CUDA artifact on Triton's interpreter: the session's own code, kernels on CPU tensors.
 
-TRITON_INTERPRET=1 PYTHONPATH=tests python tests/runtime/interpreted.py ARTIFACT REQUEST.json
+TRITON_INTERPRET=1 python -m tests.runtime.interpreted ARTIFACT REQUEST.json
 
 A process of its own: one process cannot both interpret kernels and compile them. REQUEST holds
 `prompts` (token ids), `new_tokens`, `engine` (arguments); prints JSON: tokens, replays, captures.
@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels.bfloat16 import mend
-from runtime.drive import inputs_of
 
 from kvgraph.contract.inputs import ModelInputs
 from kvgraph.kernels.launch import Plan, Variant
@@ -28,6 +26,8 @@ from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import SamplingParams
 from kvgraph.runtime.sessions.cuda import CudaSession
 from kvgraph.runtime.sessions.program import Operands
+from tests.runtime.drive import inputs_of
+from tests.support.bfloat16 import mend
 
 
 class InterpretedGpu:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.drive import inputs_of, prefill, run_step
 
 import kvgraph
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.artifact import Artifact
+from tests.runtime.drive import inputs_of, prefill, run_step
 
 Compiled = Callable[..., Path]
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
 """An artifact for GPUs on machines that are not what it was compiled for, and on one that is.
 
-The driver is a fake one (tests/fake_driver.c) in a process of its own: which cubins are asked for,
-with which arguments, and what is refused. That they compute is tests/kernels' matter.
+The driver is a fake one (tests/support/fake_driver.c) in a process of its own: which cubins are
+asked for, with which arguments, and what is refused. That they compute is tests/kernels' matter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import build
+
+from tests.support.fake_driver import build
 
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="runs the program")
 
 from kvgraph.runtime.sessions.cuda_pages import PageCopies  # noqa: E402
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 100, 23, 77, 31, 8], [1], list(range(3, 40))]
 ENGINE = {"num_pages": 32, "max_batch_size": 6, "max_batch_tokens": 24}
 
@@ -36,13 +36,11 @@ old_interpreter = pytest.mark.skipif(
 def interpreted(artifact: Path, tmp_path: Path, **request: Any) -> dict[str, Any]:
     path = tmp_path / "request.json"
     path.write_text(json.dumps({"engine": ENGINE, **request}))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-        "TRITON_INTERPRET": "1",
-    }
-    command = [sys.executable, str(TESTS / "runtime" / "interpreted.py"), str(artifact), str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "tests.runtime.interpreted", str(artifact), str(path)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # nothing of the libraries reaches the screen
     result: dict[str, Any] = json.loads(done.stdout)

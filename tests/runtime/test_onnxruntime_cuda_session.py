@@ -19,9 +19,6 @@ pytest.importorskip("onnxruntime", reason="runs the graphs")
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 
 import onnxruntime as real
-from runtime.drive import inputs_of, run_step
-from runtime.fake_cuda import FakeDriver, install
-from runtime.fake_onnxruntime import CPU, CUDA, FakeOnnxRuntime
 
 import kvgraph
 from kvgraph import PagedKVCacheManager, SamplingParams, TextContext
@@ -37,6 +34,9 @@ from kvgraph.errors import (
 from kvgraph.ops.cuda_native import launcher
 from kvgraph.runtime.sessions.device_arrays import Slot
 from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
+from tests.runtime.drive import inputs_of, run_step
+from tests.runtime.fake_cuda import FakeDriver, install
+from tests.runtime.fake_onnxruntime import CPU, CUDA, FakeOnnxRuntime
 
 PROMPTS = ["The import statement", "A list", "def f(x):", "In Python, a dictionary"]
 GREEDY = SamplingParams(max_new_tokens=12)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.drive import inputs_of, run_step
 
 import kvgraph
 from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
@@ -17,6 +16,7 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.ops import native
 from kvgraph.runtime.processors import default_threads, require_threads
+from tests.runtime.drive import inputs_of, run_step
 
 Compiled = Callable[..., Path]
 Step = tuple[ModelInputs, KVCacheInputs]

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.test_faults import Recalling, assert_whole
 
 import kvgraph
 from kvgraph import Engine, GenerationError, SamplingParams
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.outcome import NO_TOKEN
 from kvgraph.runtime.prefix import write_prefix
+from tests.runtime.test_faults import Recalling, assert_whole
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_new_tokens=6, ignore_eos=True),

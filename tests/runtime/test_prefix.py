@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import run
 
 import kvgraph
 from kvgraph import ArtifactError, Engine, RequestError, SamplingParams
 from kvgraph.runtime import prefix as prefixes
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.prefix import Prefix, read_prefix, write_prefix
+from tests.support.command_line import run
 
 Compiled = Callable[..., Path]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import PAGE, program_of, step
 
 from kvgraph import KernelError, KVCacheParams
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED
 from kvgraph.kernels.launch import Plan, Variant
 from kvgraph.runtime.sessions.program import Attention, Operands
+from tests.support.programs import PAGE, program_of, step
 
 POSITIONS = 40
 

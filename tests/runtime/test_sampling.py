@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from isa import forced_isa
 
 from kvgraph.errors import KernelError, RequestError
 from kvgraph.ops import native
 from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from tests.support.isa import forced_isa
 
 PROBABILITIES = (0.05, 0.4, 0.15, 0.25, 0.1, 0.05)
 ISAS = ["avx2", "avx512", "avx512_bf16"]

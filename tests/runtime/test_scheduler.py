@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv.builders import make_params
 
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import RequestError
@@ -18,6 +17,7 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Batch, Request, Scheduler
+from tests.support.builders import make_params
 
 PAGE = 4
 ALPHABET = 5

@@ -19,10 +19,6 @@ import pytest
 
 pytest.importorskip("onnx", reason="the fake runtime evaluates ONNX graphs")
 
-from runtime.drive import prefill, run_step
-from runtime.fake_cuda import CUresult, FakeDriver, install
-from runtime.fake_tensorrt import FakeContext, FakeEngine, FakeTensorRT
-
 import kvgraph
 from kvgraph import SamplingParams, TextContext
 from kvgraph.contract.manifest import (
@@ -42,9 +38,12 @@ from kvgraph.errors import (
     MissingDependencyError,
     UnsupportedError,
 )
-from kvgraph.runtime.sessions import tensorrt_engine
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.device_arrays import Slot
+from kvgraph.runtime.sessions.tensorrt import engine as tensorrt_engine
+from tests.runtime.drive import prefill, run_step
+from tests.runtime.fake_cuda import CUresult, FakeDriver, install
+from tests.runtime.fake_tensorrt import FakeContext, FakeEngine, FakeTensorRT
 
 PROMPTS = ["The import statement", "A list", "def f(x):", "In Python, a dictionary"]
 GREEDY = SamplingParams(max_new_tokens=12)
@@ -398,7 +397,7 @@ def test_a_machine_without_a_driver(gpu: Machine, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_device_that_is_not_there(gpu: Machine) -> None:
-    from kvgraph.runtime.sessions.tensorrt import TensorRTSession
+    from kvgraph.runtime.sessions.tensorrt.session import TensorRTSession
 
     with pytest.raises(DeviceError, match="cuda:3: expected one of 1 devices of this machine"):
         TensorRTSession(gpu.artifact(), device=3)

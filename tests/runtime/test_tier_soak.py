@@ -9,13 +9,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from kv.stores import MemoryStore, opener
-from runtime.test_tiers import assert_conserved
 
 import kvgraph
 from kvgraph import Engine, SamplingParams
 from kvgraph.kv.tiers.disk import DiskStore
 from kvgraph.runtime.engine import Token
+from tests.runtime.test_tiers import assert_conserved
+from tests.support.stores import MemoryStore, opener
 
 Compiled = Callable[..., Path]
 

@@ -16,10 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import COMMAND
-from kv.redis_server import RedisServer
-from kv.stores import MemoryStore, opener
-from runtime.drive import Logits, inputs_of
 
 import kvgraph
 from kvgraph import Engine, RequestError, SamplingParams
@@ -27,6 +23,10 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.prefix import PrefixStore, write_prefix
+from tests.runtime.drive import Logits, inputs_of
+from tests.support.command_line import COMMAND
+from tests.support.redis_server import RedisServer
+from tests.support.stores import MemoryStore, opener
 
 Compiled = Callable[..., Path]
 

@@ -125,7 +125,7 @@ def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
 def _decomposed(program: ExportedProgram) -> Iterator[None]:
     """The exporter takes the program as it is: its own decomposition traces all of it once more,
     which is a quarter of a compile."""
-    program.run_decompositions = lambda table: program  # type: ignore[method-assign]
+    program.run_decompositions = lambda table: program
     try:
         yield
     finally:

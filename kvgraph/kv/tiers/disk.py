@@ -9,7 +9,7 @@ leaves a claim, which the next process frees. A reader copies first and checks a
 that was reused meanwhile, cut short or flipped is a miss. An index that is damaged is abandoned
 with its generation. Nothing waits for the medium; what a power cut loses, a checksum misses.
 
-Why not one embedded store for bytes and index: `tests/bench/stores.py` on ext4 (two cores, busy
+Why not one embedded store for bytes and index: `benchmarks/stores.py` on ext4 (two cores, busy
 with other work at the time; MiB/s of pages of 64 KiB / 1 MiB / 16 MiB, medians of 5 rounds, all
 with the same checksum but the raw file, which is read and written page by page):
 

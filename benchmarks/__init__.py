@@ -1,0 +1,1 @@
+"""Measurements with a baseline and a reference check: `python -m benchmarks.NAME`."""

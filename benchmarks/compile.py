@@ -1,0 +1,161 @@
+"""What a compile for CUDA takes on a machine that has none: seconds, peak memory, allocations.
+
+    python -m benchmarks.compile [--shape llama-8b] [--targets sm_80,sm_90,sm_120] [--twice]
+
+Each compile is a process of its own, whose cache the null manager describes with a pool of 60 GiB.
+The checkpoint is a sparse file of zeros: as many bytes to read as real weights, and no disk. The
+baseline is the same bytes copied by `cp`; the goals are 5 minutes and 8 GiB; the
+reference check is the artifact's own hashes, and that no driver and no KV memory were asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import SHAPES
+
+LIMIT_SECONDS, LIMIT_BYTES = 300, 8 << 30
+POOL_BYTES, DATA_BYTES = 60 << 30, 16 << 30
+
+
+def make_checkpoint(shape: str, folder: Path) -> int:
+    """A bf16 checkpoint of zeros without a block on disk; returns its bytes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir()
+    config = AutoConfig.for_model(
+        "llama", **SHAPES[shape], bos_token_id=1, eos_token_id=2, dtype="bfloat16"
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    header, end = {}, 0
+    for name, parameter in parameters.items():
+        offsets = [end, end := end + parameter.numel() * 2]
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(parameter.shape),
+            "data_offsets": offsets,
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+    return end
+
+
+def compile_here(model: Path, out: Path, target: str) -> None:
+    """In this process, which may not have the pool's bytes: compile, and print what it took.
+
+    Memory that is only reserved counts against the limit as memory that is written does.
+    """
+    import torch
+
+    from kvgraph import build
+    from kvgraph.compiler import pipeline
+
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
+    made: list[Any] = []
+
+    class Described(pipeline.NullKVCacheManager):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named | {"available_cache_memory": POOL_BYTES})
+            made.append(self)
+
+    pipeline.NullKVCacheManager = Described  # type: ignore[misc]
+    start, stages = time.perf_counter(), []
+
+    def progress(stage: str) -> None:
+        stages.append((stage, time.perf_counter() - start))
+
+    build.compile(model, out, target=target, progress=progress, force=True)
+    seconds = time.perf_counter() - start
+    ends = [at for _, at in stages[1:]] + [seconds]
+    assert [manager.available_cache_memory for manager in made] == [POOL_BYTES]
+    found = {
+        "seconds": seconds,
+        "stages": {stage: end - at for (stage, at), end in zip(stages, ends, strict=True)},
+        "allocators": [name for name in sys.modules if name.startswith("kvgraph.runtime")],
+        "driver": "libcuda.so" in Path("/proc/self/maps").read_text(),
+        "device": torch.cuda.is_initialized(),
+    }
+    print(json.dumps(found))
+
+
+def measured(model: Path, out: Path, target: str) -> dict[str, Any]:
+    """A process that compiles: what it says, and its peak resident memory with its children's."""
+    bench = [sys.executable, "-m", "benchmarks.compile"]
+    command = [*bench, "--compile", str(model), str(out), target]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(command, stdout=said)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        if process.returncode:
+            raise SystemExit(f"compile for {target} ended with {process.returncode}")
+        found: dict[str, Any] = json.loads(said.read().splitlines()[-1])
+    return found | {"peak": usage.ru_maxrss * 1024, "processor": usage.ru_utime + usage.ru_stime}
+
+
+def report(what: str, taken: dict[str, Any], nbytes: int) -> None:
+    seconds, peak = taken["seconds"], taken["peak"]
+    print(
+        f"{what:24} {seconds:7.1f} s ({seconds / LIMIT_SECONDS:4.0%} of the limit)   "
+        f"peak {peak / 2**30:5.2f} GiB ({peak / LIMIT_BYTES:4.0%} of the limit, "
+        f"{peak / max(nbytes, 1):4.2f} of the weights)   "
+        f"processor {taken['processor']:6.1f} s"
+    )
+    asked = [name for name in ("allocators", "driver", "device") if taken[name]]
+    print(f"    KV bytes and device bytes asked for: {asked or 0}")
+    for stage, took in taken["stages"].items():
+        print(f"    {took:7.1f} s  {stage}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--targets", default="sm_80,sm_90,sm_120")
+    parser.add_argument("--twice", action="store_true", help="compile again, compare manifests")
+    parser.add_argument("--folder", type=Path, help="for checkpoint and artifact; emptied behind")
+    parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.compile:
+        model, out, target = given.compile
+        compile_here(Path(model), Path(out), target)
+        return
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        model, out = Path(folder) / "model", Path(folder) / "out"
+        nbytes = make_checkpoint(given.shape, model)
+        print(f"{given.shape}: {nbytes / 1e9:.1f} GB of weights, {os.cpu_count()} cores")
+        start = time.perf_counter()
+        subprocess.run(
+            ["cp", "--sparse=never", model / "model.safetensors", Path(folder) / "copy"], check=True
+        )
+        print(f"{'baseline: cp':24} {time.perf_counter() - start:7.1f} s")
+        (Path(folder) / "copy").unlink()
+        for arch in given.targets.split(","):
+            target = f"cuda:{arch}"
+            report(target, measured(model, out, target), nbytes)
+            if given.twice:
+                first = (out / "manifest.json").read_bytes()
+                shutil.rmtree(out)
+                measured(model, out, target)
+                same = first == (out / "manifest.json").read_bytes()
+                print(f"    compiled again: {'the same manifest' if same else 'ANOTHER manifest'}")
+            shutil.rmtree(out)
+
+
+if __name__ == "__main__":
+    main()

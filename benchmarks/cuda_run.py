@@ -1,0 +1,96 @@
+"""A run of the CUDA benchmark: the machine, what was found, times, and goals."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from kvgraph.kernels.launch import Plan
+
+WARM_UP = 0.2
+GOALS = {"decode": 0.85, "prefill": 0.8, "step": 0.8}
+console = Console(width=110)
+
+
+@dataclass
+class Run:
+    """The machine, what was asked for, and what was found."""
+
+    arch: str
+    smoke: bool
+    folder: Path
+    launch: Callable[[Plan, dict[str, torch.Tensor]], None]
+    found: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.smoke else "cuda"
+
+    def check(self, what: str, holds: bool, said: str = "") -> None:
+        console.print(f"{'ok    ' if holds else 'FAILED'} {what} {said}")
+        if not holds:
+            self.failures.append(what)
+
+
+def micros(run: Run, call: Callable[[], object], repeats: int = 20) -> float:
+    """Median microseconds of `call`: of 4 in a captured graph on a GPU, so launches are free."""
+    if run.smoke:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            call()
+    return median_us(graph.replay, repeats) / 4
+
+
+def median_us(replay: Callable[[], object], repeats: int) -> float:
+    """Median microseconds of `replay` on the GPU, warm."""
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)]
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP:  # clocks rise under load
+        replay()
+    torch.cuda.synchronize()
+    for before, after in pairs:
+        before.record()
+        replay()
+        after.record()
+    torch.cuda.synchronize()
+    times = [float(before.elapsed_time(after)) for before, after in pairs]
+    return statistics.median(times) * 1e3
+
+
+def copy_bandwidth(run: Run) -> float:
+    """Bytes per second read and written by torch's own copy of a buffer beyond any cache."""
+    size = (1 << 20) if run.smoke else (4 << 30)
+    source = torch.zeros(size, dtype=torch.uint8, device=run.device)
+    target = torch.empty_like(source)
+    return 2 * size / micros(run, lambda: target.copy_(source)) * 1e6
+
+
+def wall_ms(call: Callable[[], object], repeats: int = 20) -> float:
+    """Median milliseconds of `call` on the host."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def goal(run: Run, name: str, share: float | None, where: str) -> None:
+    """Print whether the share at `where` reaches the goal of the section `name`."""
+    if share is not None and not run.smoke:
+        reached = "reached" if share >= GOALS[name] else "NOT reached"
+        console.print(f"goal of {name}: {GOALS[name]:.0%} at {where}: {share:.0%}, {reached}")

@@ -1,0 +1,167 @@
+"""Linear layers over packed weights, alone, and the kernels of ONNX Runtime and torch.
+
+    python -m benchmarks.linear [THREADS]
+
+24 layers of 2816 x 1024, so that no cache holds the weights; 1, 8, 32 and 512 rows; one engine
+after the other, behind a pause, since threads of ONNX Runtime spin on for a while. Limits: those of
+`kvgraph bench`, the rate at which memory is read and the fastest library's for a square product.
+Reference check: the op's NumPy form. Medians of REPEATS passes over all layers.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from kvgraph.bench.limits import read_limits
+from kvgraph.compiler.packed_weights import pack
+from kvgraph.contract.dtypes import WEIGHT_BITS
+from kvgraph.ops import LINEAR, native
+
+LAYERS, N, K = 24, 2816, 1024
+REPEATS, PAUSE_SECONDS = 15, 0.3
+ROWS = (1, 8, 32, 512)
+Array = np.ndarray[Any, Any]
+Call = Callable[[], object]
+
+
+def ours(bits: int, x: Array) -> Call:
+    """A pass over the layers, after a check of one of them."""
+    random = np.random.default_rng(0)
+    first = pack([random.standard_normal((N, K), dtype=np.float32)], bits)
+    operands = [first.weight, first.scales, first.multipliers]
+    few = x[:4]
+    found = native.run(LINEAR, few, *operands, out_features=N, bits=bits)
+    expected = LINEAR.reference(few, *operands, out_features=N, bits=bits)
+    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    if not error < 1e-5:
+        raise SystemExit(f"{bits} bits: error {error:.2g}, tolerance 1e-5")
+    layers = [[None if a is None else a.copy() for a in operands] for _ in range(LAYERS)]
+    return lambda: [native.run(LINEAR, x, *w, out_features=N, bits=bits) for w in layers]
+
+
+def theirs(kind: str, x: Array, threads: int) -> Call:
+    """ONNX Runtime: float32 MatMul, MatMulNBits in blocks of 32, DynamicQuantizeMatMul."""
+    nodes, weights, outputs = [], [], []
+    random = np.random.default_rng(0)
+    for i in range(LAYERS):
+        y = f"y{i}"
+        if kind == "fp32":
+            weights.append(
+                numpy_helper.from_array(random.standard_normal((K, N), dtype=np.float32), f"w{i}")
+            )
+            nodes.append(helper.make_node("MatMul", ["x", f"w{i}"], [y]))
+        elif kind == "int4":
+            stored = random.integers(0, 256, (N, K // 32, 16)).astype(np.uint8)
+            scales = random.random((N, K // 32)).astype(np.float32)
+            weights += [
+                numpy_helper.from_array(stored, f"w{i}"),
+                numpy_helper.from_array(scales, f"s{i}"),
+            ]
+            attributes = {"K": K, "N": N, "bits": 4, "block_size": 32, "accuracy_level": 4}
+            inputs = ["x", f"w{i}", f"s{i}"]
+            node = helper.make_node("MatMulNBits", inputs, [y], domain="com.microsoft")
+            node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
+            nodes.append(node)
+        else:
+            stored = random.integers(-127, 128, (K, N)).astype(np.int8)
+            scales = random.random(N).astype(np.float32)
+            weights += [
+                numpy_helper.from_array(stored, f"w{i}"),
+                numpy_helper.from_array(scales, f"s{i}"),
+            ]
+            inputs = ["x", f"w{i}", f"s{i}"]
+            nodes.append(
+                helper.make_node("DynamicQuantizeMatMul", inputs, [y], domain="com.microsoft")
+            )
+        nodes.append(helper.make_node("ReduceMax", [y], [f"z{i}"], keepdims=0))
+        outputs.append(f"z{i}")
+    nodes.append(helper.make_node("Sum", outputs, ["out"]))
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "layers",
+        [value("x", TensorProto.FLOAT, ["rows", K])],
+        [value("out", TensorProto.FLOAT, [])],
+        weights,
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "layers.onnx")
+        onnx.save(model, path, save_as_external_data=True, location="layers.bin")
+        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda: session.run(None, {"x": x})
+
+
+def torchs(kind: str, x: Array) -> Call:
+    """torch: bfloat16 linear, and oneDNN's int8 product of rows that are quantised already."""
+    if kind == "bf16":
+        half = torch.from_numpy(x).to(torch.bfloat16)
+        weights = [torch.randn(N, K).to(torch.bfloat16) for _ in range(LAYERS)]
+        return lambda: [torch.nn.functional.linear(half, w) for w in weights]
+    op = torch.ops.onednn
+    stored = [
+        op.qlinear_prepack(torch.randint(-127, 128, (N, K), dtype=torch.int8), None)
+        for _ in range(LAYERS)
+    ]
+    rows = torch.randint(0, 255, x.shape, dtype=torch.uint8)
+    scales, zeros = torch.rand(N), torch.zeros(N, dtype=torch.int32)
+    rest = (scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+    return lambda: [op.qlinear_pointwise(rows, 0.1, 128, w, *rest) for w in stored]
+
+
+def timed(run: Call) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+BYTES = {"ours bf16": 2, "ours int8": 1, "ours int4": 33 / 64, "torch bf16": 2, "torch int8": 1}
+BYTES |= {"onnxruntime fp32": 4, "onnxruntime int8": 1, "onnxruntime int4": 0.625}
+
+
+def main(threads: int) -> None:
+    torch.set_num_threads(threads)
+    native.set_num_threads(threads)
+    before = read_limits(threads)
+    products = {"bf16": before.gflops("bfloat16"), "int8": before.gflops("int8")}
+    products |= {"int4": products["int8"], "fp32": before.gflops("float32")}
+    print(f"{threads} threads; memory is read at {before.read_gbs:.1f} GB/s; GFLOP/s: {products}")
+    print("rows  kernel             ms of a layer     GB/s  of reading   GFLOP/s  of product")
+    for rows in ROWS:
+        x = np.random.default_rng(1).standard_normal((rows, K), dtype=np.float32)
+        runs = {f"ours {name}": ours(bits, x) for name, bits in WEIGHT_BITS.items()}
+        runs |= {f"torch {kind}": torchs(kind, x) for kind in ("bf16", "int8")}
+        for kind in ("fp32", "int8", "int4"):
+            runs[f"onnxruntime {kind}"] = theirs(kind, x, threads)
+        for name, run in runs.items():
+            time.sleep(PAUSE_SECONDS)
+            run()
+            seconds = statistics.median(timed(run) for _ in range(REPEATS)) / LAYERS
+            moved = N * K * BYTES[name] / seconds / 1e9
+            flops = 2 * rows * N * K / seconds / 1e9
+            product = products[name.split()[1]] or float("nan")
+            print(
+                f"{rows:4}  {name:18} {seconds * 1e3:13.3f} {moved:8.1f} "
+                f"{moved / before.read_gbs:11.0%} {flops:9.0f} {flops / product:11.0%}"
+            )
+    print(f"after: memory is read at {read_limits(threads).read_gbs:.1f} GB/s")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else len(os.sched_getaffinity(0)))

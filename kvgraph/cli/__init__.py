@@ -1,0 +1,59 @@
+"""The command line: text and JSON on stdout, all else on stderr, exit code 2 on bad input."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from kvgraph.cli import bench, cache, compile, generate, inspect, plan, prefill, verify
+from kvgraph.cli.console import stderr, stdout
+from kvgraph.errors import KVGraphError
+
+app = typer.Typer(
+    help="Compile language models ahead of time around a paged KV cache, and run them.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (
+    compile.compile,
+    generate.generate,
+    prefill.prefill,
+    inspect.inspect,
+    plan.plan,
+    verify.verify,
+    bench.bench,
+):
+    app.command()(command)
+app.add_typer(cache.app, name="cache")
+
+
+def main() -> None:
+    """Entry point: one sentence and exit code 2 for what a user can mend."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _print_warning  # type: ignore[assignment]
+            app()
+    except (KVGraphError, OSError, MemoryError) as error:
+        stderr.print(f"kvgraph: {error}", soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    wanted: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if wanted:
+        from kvgraph import __version__
+
+        stdout.print(f"kvgraph {__version__}")
+        raise typer.Exit
+
+
+def _print_warning(message: Warning | str, *where: object) -> None:
+    stderr.print(f"warning: {message}", soft_wrap=True)

@@ -1,0 +1,171 @@
+"""The command `kvgraph compile`: a model folder, or an artifact's ONNX half, to an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvgraph.cli.console import Stages, print_json, size_text, stderr, summary
+from kvgraph.cli.options import (
+    CacheDtypeOption,
+    DtypeOption,
+    Json,
+    PageSize,
+    WeightsOption,
+)
+from kvgraph.contract.backends import OURS, default_backend
+from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.errors import KVGraphError, RequestError
+from kvgraph.show import quality_line
+
+if TYPE_CHECKING:
+    from kvgraph.contract.manifest import Manifest
+
+
+def compile(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Artifact folder to make.")],
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")
+    ] = None,
+    from_artifact: Annotated[
+        Path | None,
+        typer.Option(help="Build the engine of a tensorrt artifact again, with this TensorRT."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="What to compile for [default: cpu]: cuda:sm_80,sm_90 and the like."),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"<{'|'.join(each.name for each in OURS)}|...>",
+            help="What runs it, of kvgraph or an installed package [default: "
+            f"{default_backend('cpu').name} on cpu, {default_backend('cuda').name} on cuda].",
+        ),
+    ] = None,
+    dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    cache_dtype: CacheDtypeOption = None,
+    page_size: PageSize = 128,
+    cache: Annotated[
+        KVCacheStrategy, typer.Option(help="Kind of the cache.")
+    ] = KVCacheStrategy.PAGED,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Rows of a step, for tensorrt's profiles [default: 256].")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="New tokens of a step, for the same [default: 8192].")
+    ] = None,
+    quality: Annotated[
+        bool | None,
+        typer.Option(
+            help="Measure perplexity, and the checkpoint's in float32 [default: with --weights "
+            "bf16, int8 or int4]."
+        ),
+    ] = None,
+    quality_text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Compare two short rows with the model's own forward pass.")
+    ] = True,
+    dump_passes: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the graph after each pass to DIR, as text."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile a model folder into an artifact."""
+    if quality is None:
+        quality = quality_text is not None or weights not in (None, "fp32")
+    stages = Stages()
+    with stages.status:
+        if from_artifact is not None:
+            from kvgraph.compiler.rebuild import rebuild
+
+            _refuse_beside_artifact(
+                model=model,
+                backend=backend,
+                dtype=dtype,
+                weights=weights,
+                cache_dtype=cache_dtype,
+                page_size=None if page_size == 128 else page_size,
+                cache=None if cache is KVCacheStrategy.PAGED else cache,
+                max_batch=max_batch,
+                max_tokens=max_tokens,
+                dump_passes=dump_passes,
+            )
+            manifest = rebuild(
+                from_artifact, output, target=target, force=force, progress=stages.next
+            )
+        else:
+            from kvgraph.build import compile as compile_model
+
+            if model is None:
+                raise RequestError("compile: expected MODEL_DIR or --from-artifact, got neither")
+            manifest = compile_model(
+                model,
+                output,
+                target=target or "cpu",
+                backend=backend,
+                dtype=dtype.value if dtype else None,
+                weights=weights.value if weights else None,
+                cache_dtype=cache_dtype.value if cache_dtype else None,
+                page_size=page_size,
+                cache=cache.value,
+                max_batch=max_batch,
+                max_tokens=max_tokens,
+                check=check,
+                dump_passes=dump_passes,
+                force=force,
+                progress=stages.next,
+            )
+            if quality:
+                manifest = _measured(output, model, quality_text, manifest, stages.next)
+        stages.done()
+    if manifest.quality:
+        stderr.print(f"quality: {quality_line(manifest.quality)}", soft_wrap=True)
+    for note in manifest.notes:
+        stderr.print(f"note: {note}", soft_wrap=True)
+    _warn_unmatched(manifest)
+    size = sum(entry.size for entry in manifest.files.values())
+    stderr.print(
+        f"compiled {manifest.model.architecture} for {manifest.target} ({manifest.backend}): "
+        f"{output}, {size_text(size)}",
+        soft_wrap=True,
+    )
+    if json:
+        print_json(summary(output, manifest))
+
+
+def _refuse_beside_artifact(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise RequestError(f"{name}: expected none with --from-artifact, got {value}")
+
+
+def _measured(
+    output: Path,
+    model: Path,
+    text: Path | None,
+    manifest: Manifest,
+    progress: Callable[[str], None],
+) -> Manifest:
+    """The manifest with the artifact's quality, or as it is where that cannot be measured here."""
+    from kvgraph.quality import measure, record
+
+    try:
+        return record(output, measure(output, model, text, progress=progress))
+    except KVGraphError as why:
+        stderr.print(f"note: quality not measured: {why}", soft_wrap=True)
+        return manifest
+
+
+def _warn_unmatched(manifest: Manifest) -> None:
+    for entry in manifest.passes:
+        for sentence in entry.unmatched:
+            stderr.print(f"note: pass {entry.name}: {sentence}", soft_wrap=True)

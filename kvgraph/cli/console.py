@@ -1,0 +1,66 @@
+"""Where commands print, and how: text, JSON, sizes, the stages of a compile."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from kvgraph.contract.plain import to_json
+
+if TYPE_CHECKING:
+    from kvgraph.contract.manifest import Manifest
+
+# No markup, no emoji: a path is printed as it is, "[a]" and ":x:" included.
+stdout = Console(highlight=False, markup=False, emoji=False)
+stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+class Stages:
+    """The compile's stages on stderr: a spinner for the running one, seconds for each done."""
+
+    def __init__(self) -> None:
+        self.status = stderr.status("")
+        self._stage = ""
+        self._start = 0.0
+
+    def next(self, stage: str) -> None:
+        self.done()
+        self._stage, self._start = stage, time.perf_counter()
+        self.status.update(stage)
+
+    def done(self) -> None:
+        if self._stage:
+            stderr.print(
+                f"{time.perf_counter() - self._start:6.1f} s  {self._stage}", soft_wrap=True
+            )
+        self._stage = ""
+
+
+def print_json(value: object) -> None:
+    sys.stdout.write(to_json(value, indent=1).decode() + "\n")
+
+
+def summary(folder: Path, manifest: Manifest) -> dict[str, object]:
+    return {
+        "artifact": str(folder),
+        "architecture": manifest.model.architecture,
+        "backend": manifest.backend,
+        "target": manifest.target,
+        "weights": manifest.weights,
+        "identity": manifest.identity.hex(),
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "files": sorted(manifest.files),
+        "notes": manifest.notes,
+    }
+
+
+def size_text(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.1f} GiB"

@@ -1,0 +1,89 @@
+"""The command `kvgraph generate`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvgraph.cli.console import print_json, stderr
+from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads
+from kvgraph.contract.backends import SESSIONS
+from kvgraph.contract.plain import to_plain
+
+
+def generate(
+    artifact: ArtifactFolder,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
+    session: Annotated[
+        str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")
+    ] = None,
+    num_pages: NumPages = None,
+    prefix: Annotated[
+        Path | None, typer.Option(help="File of kvgraph prefill; PROMPT continues its text.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
+    ] = None,
+    disk_bytes: Annotated[str, typer.Option(help="Size limit of --disk.")] = "16GiB",
+    remote: Annotated[
+        str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
+    ] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Continue a prompt; the text streams to stdout."""
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.prefix import read_prefix
+    from kvgraph.runtime.sampling import SamplingParams
+
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    with stderr.status("loading the artifact"):
+        bound = read_prefix(prefix) if prefix else None
+        engine = Engine(
+            artifact,
+            session=session,
+            num_pages=num_pages,
+            max_batch_size=1,
+            num_threads=threads,
+            host_memory=host_memory or 0,
+            disk=disk,
+            disk_bytes=disk_bytes,
+            remote=remote,
+            prefixes=[bound] if bound else [],
+        )
+    asked: str | list[int] = prompt
+    if bound is not None:
+        asked = bound.tokens + engine.tokenize(prompt, special_tokens=False)
+    start = time.perf_counter()
+    if json:
+        print_json(to_plain(engine.generate([asked], sampling)[0]))
+    else:
+        for piece in engine.stream(asked, sampling):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        seconds = time.perf_counter() - start
+        count = engine.generated_tokens
+        stderr.print(f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s)")
+    with stderr.status("storing pages"):
+        engine.close()

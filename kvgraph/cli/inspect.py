@@ -1,0 +1,19 @@
+"""The command `kvgraph inspect`."""
+
+from __future__ import annotations
+
+from kvgraph.cli.console import print_json, stdout
+from kvgraph.cli.options import ArtifactFolder, Json
+from kvgraph.contract.plain import to_plain
+from kvgraph.show import show
+
+
+def inspect(artifact: ArtifactFolder, json: Json = False) -> None:
+    """Show what an artifact binds to, computes and contains (its files are not hashed)."""
+    from kvgraph.contract.manifest import read_manifest
+
+    manifest = read_manifest(artifact)
+    if json:
+        print_json(to_plain(manifest))
+        return
+    show(artifact, manifest, stdout)

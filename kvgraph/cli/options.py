@@ -1,0 +1,34 @@
+"""Arguments and options of more than one command; choices come from the contract's tables."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, WEIGHTS
+
+Dtype = StrEnum("Dtype", ACTIVATIONS)  # type: ignore[misc]  # the members are in the table
+Weights = StrEnum("Weights", WEIGHTS)  # type: ignore[misc]
+CacheDtype = StrEnum("CacheDtype", POOLS)  # type: ignore[misc]
+
+ArtifactFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
+]
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(help="Linear layers on cpu [default: bf16 if the checkpoint is, else fp32]."),
+]
+CacheDtypeOption = Annotated[
+    CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")
+]
+PageSize = Annotated[int, typer.Option(help="Tokens of a page.")]
+NumPages = Annotated[
+    int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")]

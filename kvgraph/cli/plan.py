@@ -1,0 +1,72 @@
+"""The command `kvgraph plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvgraph.cli.console import print_json, size_text, stderr, stdout
+from kvgraph.cli.options import CacheDtypeOption, DtypeOption, Json, PageSize, WeightsOption
+from kvgraph.contract.plain import to_plain
+from kvgraph.contract.sizes import parse_bytes
+
+
+def plan(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")],
+    memory: Annotated[str, typer.Option(help="Memory of the device, such as 80GiB.")],
+    target: Annotated[str, typer.Option(help="cpu, or cuda:sm_90 and the like.")] = "cpu",
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Longest request in tokens [default: the model's].")
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Most requests at once.")] = 256,
+    dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    cache_dtype: CacheDtypeOption = None,
+    page_size: PageSize = 128,
+    json: Json = False,
+) -> None:
+    """Show how a model and its cache fit into memory; reads no weight."""
+    from kvgraph.compiler.plan import plan_deployment
+
+    made = plan_deployment(
+        model,
+        target=target,
+        memory=parse_bytes("memory", memory),
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        dtype=dtype.value if dtype else None,
+        weights=weights.value if weights else None,
+        cache_dtype=cache_dtype.value if cache_dtype else None,
+        page_size=page_size,
+        progress=lambda stage: stderr.print(stage, soft_wrap=True),
+    )
+    if json:
+        print_json(to_plain(made))
+        return
+    table = Table(show_header=False, box=None, title_justify="left", title_style="bold")
+    table.title = f"{made.architecture} on {made.target} with {size_text(made.memory)}"
+    table.add_column()
+    table.add_column(justify="right")
+    rows = {
+        f"weights ({made.weights_dtype})": size_text(made.weights),
+        f"cache ({made.cache_dtype})": size_text(made.cache_memory),
+    }
+    for leaf, pages in made.pages.items():
+        name = f" ({leaf})" if leaf else ""
+        rows[f"bytes per page of {made.page_size} tokens{name}"] = f"{made.bytes_per_page[leaf]:,}"
+        rows[f"pages{name}"] = f"{pages:,}"
+    rows |= {
+        f"concurrent requests of {made.max_seq_len:,} tokens": f"{made.concurrent_requests:,}",
+        "longest context of one request": f"{made.longest_context:,}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    stdout.print(table)
+    if made.concurrent_requests == max_batch_size:
+        stdout.print(f"More would fit than --max-batch-size {max_batch_size} can use.")
+    stdout.print(
+        f"Activations ({made.dtype}) and the graph itself are not counted.", soft_wrap=True
+    )

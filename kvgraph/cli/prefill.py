@@ -1,0 +1,48 @@
+"""The command `kvgraph prefill`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvgraph.cli.console import print_json, size_text, stderr, stdout
+from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads
+from kvgraph.errors import RequestError
+
+
+def prefill(
+    artifact: ArtifactFolder,
+    prompt_file: Annotated[Path, typer.Option(help="Text file to compute ahead of time.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: NAME.kvp.")],
+    num_pages: NumPages = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Compute a fixed prefix, such as a system prompt, for `generate --prefix`."""
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.prefix import write_prefix
+
+    try:
+        text = prompt_file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{prompt_file}: expected text in UTF-8, got {error}") from error
+    with stderr.status("loading the artifact"):
+        engine = Engine(artifact, num_pages=num_pages, max_batch_size=1, num_threads=threads)
+    with stderr.status("computing the prefix"):
+        written = write_prefix(engine, text, output)
+    figures = {
+        "prefix": str(output),
+        "tokens": len(written.tokens),
+        "pages": len(written.pages),
+        "bytes": written.nbytes,
+    }
+    if json:
+        print_json(figures)
+        return
+    stdout.print(
+        f"{output}: {len(written.tokens)} tokens, {len(written.pages)} pages, "
+        f"{size_text(written.nbytes)}",
+        soft_wrap=True,
+    )

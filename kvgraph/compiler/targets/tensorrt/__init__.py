@@ -1,0 +1,1 @@
+"""TensorRT: the ONNX half of an artifact, and the engine that is built of it."""

@@ -1,0 +1,209 @@
+"""Builds an artifact's engine from its graph and kernels: profiles, a process, checks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from kvgraph.compiler.targets.onnx import MODEL_NAME
+from kvgraph.compiler.targets.tensorrt.build import Request, Result
+from kvgraph.contract.dims import (
+    BATCH_SIZE,
+    MAX_NUM_PAGES,
+    NUM_LOGITS,
+    NUM_PAGE_SLOTS,
+    NUM_STEPS,
+    TOTAL_SEQ_LEN,
+    ceildiv,
+)
+from kvgraph.contract.manifest import EngineInfo, ProfileInfo
+from kvgraph.contract.signature import GraphSignature, output_name
+from kvgraph.errors import MissingDependencyError, UnsupportedError
+
+ENGINE_NAME, LIBRARY_NAME = "model.engine", "libkvgraph_tensorrt.so"
+RTX, ENTERPRISE = "tensorrt_rtx", "tensorrt"
+OLDEST = {RTX: (1, 7, 1), ENTERPRISE: (10, 3, 0)}
+"""Before these: no engine without a GPU; no aliased plugin outputs."""
+
+DISTRIBUTIONS = {RTX: "tensorrt-rtx", ENTERPRISE: "tensorrt"}
+INSTALL = {RTX: "pip install 'kvgraph[tensorrt]'", ENTERPRISE: "pip install tensorrt"}
+
+MAX_STEPS = 64
+"""Rows of `max_lengths`."""
+
+MAX_PAGE_SLOTS = 1 << 20
+"""Of a pool."""
+
+
+def require_module(name: str) -> str:
+    """Its version. MissingDependencyError with the install line where it is absent or too old."""
+    wanted = ".".join(map(str, OLDEST[name]))
+    if importlib.util.find_spec(name) is None:
+        raise MissingDependencyError(
+            f"backend tensorrt: {name} {wanted} or newer is needed to build an engine, not "
+            f"installed; {INSTALL[name]}"
+        )
+    version = importlib.metadata.version(DISTRIBUTIONS[name])
+    found = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if found < OLDEST[name]:
+        raise MissingDependencyError(
+            f"backend tensorrt: expected {name} {wanted} or newer, found {version}; {INSTALL[name]}"
+        )
+    return version
+
+
+# ---- profiles -----------------------------------------------------------------------------------
+
+
+def profiles_of(
+    signature: GraphSignature, max_seq_len: int, max_batch: int, max_tokens: int
+) -> list[ProfileInfo]:
+    """One for decode steps (a token a row), one for anything: prefill, chunks, mixed rows.
+
+    `max_batch` rows of a step, and `max_tokens` new tokens of all of them, at most.
+    """
+    names = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
+    tokens = min(max_tokens, max_batch * max_seq_len)
+    width = ceildiv(max_seq_len, _page_size(signature))
+    ranges = {BATCH_SIZE: max_batch, NUM_LOGITS: max_batch, NUM_STEPS: MAX_STEPS}
+    ranges |= {n: MAX_PAGE_SLOTS for n in names if n.endswith(NUM_PAGE_SLOTS)}
+    ranges |= {n: width for n in names if n.endswith(MAX_NUM_PAGES)}
+    return [
+        _profile("decode", ranges | {TOTAL_SEQ_LEN: max_batch}),
+        _profile("prefill", ranges | {TOTAL_SEQ_LEN: tokens}),
+    ]
+
+
+def _page_size(signature: GraphSignature) -> int:
+    """Of every leaf: a tree's agree."""
+    extent = signature.buffers[0].shape[3]
+    assert isinstance(extent, int)
+    return extent
+
+
+def _profile(name: str, most: Mapping[str, int]) -> ProfileInfo:
+    best = {BATCH_SIZE: 8, NUM_LOGITS: 8, TOTAL_SEQ_LEN: 8 if name == "decode" else 512}
+    least = {dim: 2 if dim.endswith(NUM_PAGE_SLOTS) else 1 for dim in most}
+    usual = {dim: min(best.get(dim, least[dim]), extent) for dim, extent in most.items()}
+    usual |= {dim: max(extent // 4, 1) for dim, extent in most.items() if _of_pages(dim)}
+    ordered = sorted(most)
+    return ProfileInfo(
+        name,
+        {dim: least[dim] for dim in ordered},
+        {dim: usual[dim] for dim in ordered},
+        {dim: most[dim] for dim in ordered},
+    )
+
+
+def _of_pages(dim: str) -> bool:
+    return dim.endswith((NUM_PAGE_SLOTS, MAX_NUM_PAGES))
+
+
+# ---- the build ----------------------------------------------------------------------------------
+
+
+def build_engine(
+    folder: Path,
+    signature: GraphSignature,
+    profiles: Sequence[ProfileInfo],
+    archs: Sequence[str],
+    *,
+    module: str = RTX,
+    aliased: bool = True,
+    strip: bool = False,
+    log: Path | None = None,
+) -> EngineInfo:
+    """Write `model.engine` into an artifact's folder that has the graph, kernels and plugins.
+
+    `archs`: none is an engine without a fixed architecture. `aliased`: whether layers hand the pool
+    on as memory of their own, which TensorRT is told to be their input's, or all take the graph's.
+    `strip`: without weights. `log`: where all that TensorRT says goes. UnsupportedError with the
+    sentence of what refused; then there is no engine.
+    """
+    version = require_module(module)
+    chosen = list(archs) if module == RTX else []  # an enterprise TensorRT: its machine's
+    request = Request(
+        module=module,
+        model=str(folder / MODEL_NAME),
+        kernels=str(folder / "kernels"),
+        library=str(folder / LIBRARY_NAME),
+        engine=str(folder / ENGINE_NAME),
+        archs=chosen,
+        profiles=[
+            signature.to_tensorrt_profile(profile.min, profile.opt, profile.max)
+            for profile in profiles
+        ],
+        aliased=aliased,
+        strip=strip,
+        verbose=log is not None,
+    )
+    try:
+        result = run_builder(request, log)
+        _require_bindings(result, signature)
+    except BaseException:
+        Path(request.engine).unlink(missing_ok=True)
+        raise
+    return EngineInfo(module, version, list(archs), list(profiles), result.refit)
+
+
+def run_builder(request: Request, log: Path | None = None) -> Result:
+    """Build in a process of its own. UnsupportedError where it refuses, aborts or is killed."""
+    with tempfile.TemporaryDirectory(prefix="kvgraph-tensorrt.") as scratch:
+        path = Path(scratch, "build.json")
+        path.write_text(json.dumps(asdict(request)))
+        said = log or Path(scratch, "log")
+        with said.open("wb") as output:
+            done = subprocess.run(
+                [sys.executable, "-m", "kvgraph.compiler.targets.tensorrt.build", str(path)],
+                env=_environment(request.module, Path(scratch)),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        answer = path.with_suffix(".result")
+        if not answer.exists():
+            raise UnsupportedError(_ended(done.returncode, said))
+        found = json.loads(answer.read_text())
+    if "refused" in found:
+        raise UnsupportedError(found["refused"])
+    return Result(**found)
+
+
+def _environment(module: str, folder: Path) -> dict[str, str]:
+    """Where the parser finds the library under the plain name that it looks for: a wheel ships
+    libtensorrt_rtx.so.1 alone, and without the other the parser aborts on a plugin."""
+    spec = importlib.util.find_spec(f"{module}_libs")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for library in Path(place).glob("*.so.*"):
+            plain = folder / (library.name.partition(".so")[0] + ".so")
+            if not plain.exists():
+                plain.symlink_to(library)
+    inherited = dict(os.environ)
+    searched = [str(folder), *filter(None, [inherited.get("LD_LIBRARY_PATH")])]
+    return inherited | {"LD_LIBRARY_PATH": ":".join(searched)}
+
+
+def _ended(code: int, log: Path) -> str:
+    """Why there is no answer: the signal or exit code, and the last that was said."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    last = f", after {lines[-1].strip()[:200]!r}" if lines else ""
+    return f"backend tensorrt: expected an engine, but the process that builds it {how}{last}"
+
+
+def _require_bindings(result: Result, signature: GraphSignature) -> None:
+    """UnsupportedError unless the engine takes and gives what the signature says, in its order."""
+    outputs = [symbol.renamed(output_name(symbol)) for symbol in signature.outputs]
+    for symbols, found in ((signature.inputs, result.inputs), (outputs, result.outputs)):
+        expected = {s.name: [d if isinstance(d, int) else -1 for d in s.shape] for s in symbols}
+        if list(found.items()) != list(expected.items()):
+            raise UnsupportedError(f"engine: expected {expected} from the signature, got {found}")

@@ -1,0 +1,139 @@
+"""Backend `tensorrt`: an engine whose cache ops are kvgraph's plugins, built where no GPU is.
+
+Decisions: the artifact keeps the functional ONNX graph, the cubins and the engine, so another
+machine's TensorRT builds from the same files; the graph's nodes become plugin nodes on their way
+into the builder (build.py). One engine serves every architecture asked for. Two builds of an
+engine are not the same bytes; the manifest names it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvgraph.compiler.cache import CachePlan
+from kvgraph.compiler.passes.lists import PASSES
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, cuda, write_build_log
+from kvgraph.compiler.targets import onnx as onnx_target
+from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels, save_kernels
+from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME
+from kvgraph.compiler.targets.tensorrt.engine import (
+    ENGINE_NAME,
+    LIBRARY_NAME,
+    RTX,
+    build_engine,
+    profiles_of,
+    require_module,
+)
+from kvgraph.compiler.targets.trt_fields import kernels_text
+from kvgraph.compiler.traced import Traced
+from kvgraph.contract.devices import PORTABLE
+from kvgraph.errors import UnsupportedError
+from kvgraph.kernels import shapes
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.ops import OPSET_DOMAIN
+from kvgraph.ops.native import library_path
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
+"""That TensorRT-RTX builds for."""
+
+PORTABLE_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")
+"""Whose kernels an engine without a fixed architecture carries: between them they run on all."""
+
+NOTE = "engine: built and checked where no GPU is; no build of it has run on one"
+
+
+def kernel_archs(archs: Sequence[str], dtype: str) -> tuple[str, ...]:
+    """Architectures to compile kernels for. UnsupportedError names one that has no engine."""
+    if tuple(archs) == (PORTABLE,):
+        halves = dtype != "bfloat16"
+        return tuple(a for a in PORTABLE_ARCHS if halves or shapes.capability(a) >= 80)
+    for arch in archs:
+        if arch not in ARCHS:
+            raise UnsupportedError(
+                f"target: expected some of {list(ARCHS)} or {PORTABLE!r} for backend tensorrt "
+                f"(TensorRT-RTX builds for no other), got {arch!r}"
+            )
+    return tuple(archs)
+
+
+def lower(
+    traced: Traced,
+    folder: Path,
+    *,
+    archs: Sequence[str],
+    bounds: tuple[int, int],
+    progress: Callable[[str], None],
+) -> Lowered:
+    """Write `model.onnx`, `weights.safetensors`, `kernels/`, the plugins and `model.engine`.
+
+    `bounds`: rows and new tokens of a step at most.
+    """
+    require_module(RTX)
+    attention = attention_of_nodes(traced)
+    # TensorRT's parser checks the graph: it takes more than ONNX's checker, as TopK of bfloat16.
+    lowered, written = onnx_target.write(traced, folder, PASSES["cuda", "tensorrt"])
+    cache_ops = [node for node in written.graph if node.domain == OPSET_DOMAIN]
+    names = [str(node.outputs[0].name) for node in cache_ops]
+    nodes = dict(zip(names, attention, strict=True))
+    seconds = write_kernels(nodes, kernel_archs(archs, traced.model.dtype), folder, progress)
+    shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
+
+    progress("building the engine")
+    start = time.perf_counter()
+    lowered.engine = build_engine(
+        folder,
+        traced.signature,
+        profiles_of(traced.signature, traced.model.max_seq_len, *bounds),
+        [] if tuple(archs) == (PORTABLE,) else list(archs),
+    )
+    log = {"compile_seconds": seconds, "engine_seconds": round(time.perf_counter() - start, 3)}
+    write_build_log(folder, log)
+    lowered.nondeterministic_files += [BUILD_LOG_NAME, ENGINE_NAME]
+    lowered.notes.append(NOTE)
+    return lowered
+
+
+def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
+    """UnsupportedError for a cache that no kernel supports, before the model is traced."""
+    dtype = next(iter(plan.params.leaves.values())).dtype
+    cuda.require_kernels(plan, kernel_archs(archs, dtype))
+
+
+def write_kernels(
+    nodes: Mapping[str, AttentionShape],
+    archs: Sequence[str],
+    folder: Path,
+    progress: Callable[[str], None],
+) -> dict[str, float]:
+    """Cubins by architecture, and which node has which. Returns compile seconds.
+
+    `nodes`: the cache ops of `model.onnx` by their first outputs, in its order.
+    """
+    made = compile_kernels(list(nodes.values()), archs, progress)
+    distinct = list(made)
+    seconds: dict[str, float] = {}
+    images: dict[str, str] = {}
+    for arch in archs:
+        compiled = [kernel for kernels in made.values() for kernel in kernels[arch]]
+        images |= {k.metadata()["sha256"]: f"{arch}/{k.file_name}" for k in compiled}
+        seconds |= save_kernels(compiled, arch, folder)
+    described = {
+        "shapes": [asdict(shape) for shape in distinct],
+        "kernels": [kernels_text(shape, kernels) for shape, kernels in made.items()],
+        "nodes": {name: distinct.index(shape) for name, shape in nodes.items()},
+        "images": images,
+    }
+    (folder / "kernels" / KERNELS_NAME).write_text(json.dumps(described, indent=1) + "\n")
+    return seconds
+
+
+def shape_of(fields: Mapping[str, Any]) -> AttentionShape:
+    """One of `shapes` of tensorrt.json."""
+    rope = Rope(**fields["rope"]) if fields["rope"] else None
+    return AttentionShape(**{**fields, "cache": CacheShape(**fields["cache"]), "rope": rope})

@@ -1,0 +1,282 @@
+"""torch-tensorrt adapter: cache ops of an exported program become kvgraph's TensorRT plugins.
+
+    from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
+
+    adapter.register()
+    trt_module = torch_tensorrt.dynamo.compile(adapter.lower_caches(program), inputs)
+
+Decisions: torch-tensorrt gives outputs memory of its own and functionalises what mutates, so a pool
+that is an output would be copied. Here each layer's op is functional in name, its pool outputs have
+no use, and the plugin writes the graph's pool in place (`pool_out` 0). That keeps the layers in
+order, as each one's query depends on the layer before; so a program may use a cache only through
+store_kv and paged_attention pairs, which `lower_caches` checks.
+
+No machine at hand has torch-tensorrt, which needs a CUDA build of torch: converters are tested with
+a module that stands for it, plugins with TensorRT's own registry.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from kvgraph.compiler.passes.fuse_update_and_attend import (
+    FUSED,
+    STORE,
+    arguments,
+    fuse_update_and_attend,
+)
+from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
+from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
+from kvgraph.contract.dtypes import ALL, POOLS
+from kvgraph.errors import MissingDependencyError, UnsupportedError
+from kvgraph.kernels import aot
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
+from kvgraph.ops.native import library_path
+
+if TYPE_CHECKING:
+    from tensorrt import INetworkDefinition, IPluginCreator, IPluginV3, ITensor, PluginField
+
+    from kvgraph.contract.dims import Array
+
+INSTALL = "pip install torch-tensorrt (with the CUDA build of torch that it asks for)"
+
+DTYPES = {dtype.tensorrt: dtype.name for dtype in ALL if dtype.name in POOLS}
+"""Names of TensorRT's DataType -> ours."""
+
+
+def lower_caches(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite `program` in place into ops that `register`'s converter takes, and return it.
+
+    `program` comes from torch.export without decompositions. UnsupportedError: it has no cache
+    ops, or a store without its attention.
+    """
+    graph = program.graph
+    report = fuse_update_and_attend(graph)
+    if report.unmatched:
+        raise UnsupportedError(f"torch-tensorrt: {report.unmatched[0]}")
+    nodes = [node for node in graph.nodes if node.target is FUSED]
+    if not nodes or any(node.target is STORE for node in graph.nodes):
+        raise UnsupportedError(
+            "torch-tensorrt: expected pairs of kvgraph::store_kv and paged_attention in the "
+            f"program, got {len(nodes)}"
+        )
+    for node in nodes:
+        _make_functional(node)
+    graph.lint()
+    program.graph_module.recompile()
+    return program
+
+
+def _make_functional(node: Node) -> None:
+    given = arguments(UPDATE_AND_ATTEND, node)
+    inputs = tuple(given[operand.name] for operand in UPDATE_AND_ATTEND.inputs)
+    attributes = {a.name: given[a.name] for a in UPDATE_AND_ATTEND.attributes}
+    with node.graph.inserting_before(node):
+        whole = node.graph.call_function(FUNCTIONAL, inputs, attributes)
+        out = node.graph.call_function(operator.getitem, (whole, 0))
+    out.meta = dict(node.meta)
+    node.replace_all_uses_with(out)
+    node.graph.erase_node(node)
+
+
+def register(archs: Sequence[str] = ()) -> Converter:
+    """Teach torch-tensorrt the ops of `lower_caches`, with kernels for `archs` (default: this
+    machine's GPU). Registering again replaces nothing: the first converter is asked first.
+
+    MissingDependencyError without torch-tensorrt or TensorRT, UnsupportedError for an architecture
+    that has no kernels, KernelError without the plugins' library.
+    """
+    conversion = _import("torch_tensorrt.dynamo.conversion")
+    converter = Converter(
+        trt=_import("tensorrt"),
+        as_tensor=_import("torch_tensorrt.dynamo.conversion.converter_utils").get_trt_tensor,
+        archs=tuple(archs) or (_this_gpu(),),
+    )
+    converter.load_plugins()
+    decorate = conversion.dynamo_tensorrt_converter(FUNCTIONAL, supports_dynamic_shapes=True)
+    decorate(converter)
+    return converter
+
+
+def _import(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name.partition('.')[0]}: needed for the torch-tensorrt adapter, cannot be imported "
+            f"({error}); {INSTALL}"
+        ) from error
+
+
+def _this_gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "torch-tensorrt: archs: expected one or more (`archs=['sm_89']`) where this process "
+            "sees no GPU, got none"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+@dataclass
+class Converter:
+    """Adds the plugin of a node to a network. Kernels are compiled once for each distinct layer;
+    equal images travel once in each network, in its first node."""
+
+    trt: ModuleType
+    as_tensor: Callable[..., ITensor]
+    archs: tuple[str, ...]
+    _made: dict[AttentionShape, tuple[str, Mapping[str, bytes]]] = field(default_factory=dict)
+    _network: INetworkDefinition | None = None
+    _carried: set[str] = field(default_factory=set)
+
+    def __call__(
+        self, ctx: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+    ) -> tuple[ITensor | None, ...]:
+        """The converter that torch-tensorrt calls: the op's outputs, as tensors of the network."""
+        given = _bound(args, kwargs)
+        tensors = {
+            operand.name: self.as_tensor(ctx, given[operand.name], f"{name}_{operand.name}")
+            for operand in UPDATE_AND_ATTEND.inputs
+            if given.get(operand.name) is not None
+        }
+        plugin = self._create(name, self._fields(ctx.net, tensors, given))
+        layer = ctx.net.add_plugin_v3(list(tensors.values()), [], plugin)
+        layer.name = name
+        pools = [tensors.get(o.alias) for o in UPDATE_AND_ATTEND.outputs if o.alias]
+        return (layer.get_output(0), *pools)
+
+    def load_plugins(self) -> None:
+        """Once for a process: TensorRT refuses a library whose plugins it has."""
+        if self._creator() is None:
+            self.trt.get_plugin_registry().load_library(str(library_path("tensorrt")))
+        if self._creator() is None:
+            raise UnsupportedError(
+                f"{library_path('tensorrt')}: expected plugins that tensorrt "
+                f"{self.trt.__version__} takes, got none"
+            )
+
+    def _creator(self) -> IPluginCreator:
+        for creator in self.trt.get_plugin_registry().all_creators:
+            if (creator.plugin_namespace, creator.name) == (OPSET_DOMAIN, UPDATE_AND_ATTEND.name):
+                return creator
+        return None
+
+    def _create(self, name: str, fields: list[PluginField]) -> IPluginV3:
+        trt = self.trt
+        collection = trt.PluginFieldCollection(fields)
+        plugin = self._creator().create_plugin(name, collection, trt.TensorRTPhase.BUILD)
+        if plugin is None:
+            raise UnsupportedError(f"torch-tensorrt: {name}: TensorRT cannot make its plugin")
+        return plugin
+
+    def _fields(
+        self, network: INetworkDefinition, tensors: Mapping[str, ITensor], given: Mapping[str, Any]
+    ) -> list[PluginField]:
+        text, images = self._kernels(_shape(tensors, given))
+        if network is not self._network:
+            self._network, self._carried = network, set()
+        new = [digest for digest in image_digests(text) if digest not in self._carried]
+        self._carried.update(new)
+        operands = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
+        numbers = {a.name: _number(a.kind, given[a.name]) for a in UPDATE_AND_ATTEND.attributes}
+        numbers |= {
+            "inputs": _number("int", sum(1 << operands.index(name) for name in tensors)),
+            "aliased": _number("int", 0),
+            "pool_out": _number("int", 0),
+        }
+        types = self.trt.PluginFieldType
+        kinds = {np.dtype(np.int32): types.INT32, np.dtype(np.float32): types.FLOAT32}
+        return [
+            *(self.trt.PluginField(n, value, kinds[value.dtype]) for n, value in numbers.items()),
+            self._bytes("kernels", text.encode()),
+            self._bytes("images", pack_images(images[digest] for digest in new)),
+        ]
+
+    def _bytes(self, name: str, data: bytes) -> PluginField:
+        return self.trt.PluginField(
+            name, np.frombuffer(data, np.int8), self.trt.PluginFieldType.CHAR
+        )
+
+    def _kernels(self, shape: AttentionShape) -> tuple[str, Mapping[str, bytes]]:
+        """The field `kernels`, and its images by digest."""
+        if shape not in self._made:
+            compiled = {arch: aot.compile_attention(shape, arch) for arch in self.archs}
+            images = {
+                kernel.metadata()["sha256"]: kernel.cubin
+                for kernels in compiled.values()
+                for kernel in kernels
+            }
+            self._made[shape] = (kernels_text(shape, compiled), images)
+        return self._made[shape]
+
+
+def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
+    defaults = {a.name: a.default for a in UPDATE_AND_ATTEND.attributes}
+    return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _number(kind: str, value: float) -> Array:
+    return np.array([value], np.int32 if kind == "int" else np.float32)
+
+
+def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> AttentionShape:
+    """What the layer's kernels are compiled for, from the network's tensors."""
+    query, pool = tensors["q"], tensors["kv_blocks"]
+    _, _, layers, page_size, kv_heads, head_dim = pool.shape
+    scales, cos_sin = tensors.get("kv_scales"), tensors.get("cos_sin")
+    rope = Rope(cos_sin.shape[1], bool(given["rope_style"])) if cos_sin is not None else None
+    v_head_dim = given["v_head_dim"]
+    cache = CacheShape(
+        dtype=_dtype("q", query),
+        pool_dtype=_dtype("kv_blocks", pool),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        num_layers=layers,
+        v_head_dim=v_head_dim if v_head_dim != head_dim else 0,
+        granularity=_granularity(head_dim, scales) if scales is not None else 0,
+    )
+    return AttentionShape(
+        cache=cache,
+        heads=query.shape[1],
+        scale=given["scale"],
+        window=given["window"],
+        softcap=given["softcap"],
+        causal=bool(given["causal"]),
+        sinks="sinks" in tensors,
+        rope=rope,
+    )
+
+
+def _granularity(head_dim: int, scales: ITensor) -> int:
+    """Elements of one scale: kernels take those that divide a head, or all of it."""
+    each = scales.shape[-1]
+    if head_dim % each:
+        raise UnsupportedError(
+            f"torch-tensorrt: kv_scales: expected a number of scales that divides head_dim "
+            f"{head_dim}, got {each}"
+        )
+    return int(head_dim // each)
+
+
+def _dtype(name: str, tensor: ITensor) -> str:
+    found = str(getattr(tensor.dtype, "name", tensor.dtype))
+    if found not in DTYPES:
+        raise UnsupportedError(
+            f"torch-tensorrt: {name}: expected one of {list(DTYPES)}, got {found}"
+        )
+    return DTYPES[found]

@@ -1,0 +1,1 @@
+"""TensorRT: an engine that is deserialised here, and its step."""

@@ -1,0 +1,210 @@
+"""A TensorRT engine file: refused with a reason, or deserialised and checked against its manifest.
+
+Refusals come in the order in which they are cheapest to mend: the Python module, its version, the
+driver, the GPU's architecture, the engine's bytes, the plugins, its inputs and outputs. TensorRT
+itself says what it dislikes only to a logger, so its last words are part of ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dtypes import ALL
+from kvgraph.contract.manifest import EngineInfo
+from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.safetensors import TensorAt, read_layout
+from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, UnsupportedError
+from kvgraph.ops.native import library_path
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.cuda_driver import CudaDevice
+from kvgraph.runtime.sessions.tensorrt.bindings import require_bindings
+
+if TYPE_CHECKING:
+    from tensorrt_rtx import IExecutionContext, ILogger, Refitter
+
+    from kvgraph.contract.dims import Array
+
+ENGINE_NAME, WEIGHTS_NAME = "model.engine", "weights.safetensors"
+
+INSTALL = {
+    "tensorrt_rtx": "pip install 'kvgraph[tensorrt]'",
+    "tensorrt": "install NVIDIA TensorRT",
+}
+"""The modules that a manifest may name -> how a machine gets them."""
+
+TENSORRT = {dtype.safetensors: dtype.tensorrt for dtype in ALL if dtype.tensorrt}
+"""Names of dtypes in safetensors -> those of TensorRT's DataType."""
+
+
+class LoadedEngine:
+    """An engine of `artifact` on `device`, its bindings checked. `said()` is TensorRT's last word.
+
+    MissingDependencyError, ArtifactError (another version or architecture: both named; an engine
+    that TensorRT refuses; bindings that are not the manifest's), KernelError (plugins),
+    UnsupportedError (a padded cache: plain operators promise nothing about one address).
+    """
+
+    def __init__(self, artifact: Artifact, device: CudaDevice) -> None:
+        self.info = info = _engine_info(artifact)
+        self.path = path = artifact.folder / ENGINE_NAME
+        self.trt = trt = _import(path, info)
+        require_arch(path, info, device)
+        self._logger = _logger(trt)
+        # The runtime and its registry must outlive the engine.
+        self._runtime = runtime = trt.Runtime(self._logger)
+        if info.host_code:
+            runtime.engine_host_code_allowed = True
+        else:
+            self._load_plugins()
+        self.engine = runtime.deserialize_cuda_engine(_mapped(path))
+        if self.engine is None:
+            raise ArtifactError(
+                f"{path}: expected an engine that {info.module} {info.version} takes on "
+                f"{device.arch}, got one that it refuses: {self.said()}"
+            )
+        if info.refit:
+            self._refit(artifact.folder / WEIGHTS_NAME)
+        self.hosted = require_bindings(self.engine, trt, artifact, info, path)
+
+    def said(self) -> str:
+        """The last error that TensorRT logged, but for its own wrapper around errors of CUDA."""
+        errors = [error for error in self._logger.errors if "catchCudaError" not in error]
+        return errors[-1] if errors else "no reason was logged"
+
+    def context(self, profile: int, stream: int, *, captured: bool) -> IExecutionContext:
+        """An execution context without memory of its own, in an optimisation profile.
+
+        TensorRT-RTX finishes kernels for the shapes that it meets: in the background, while others
+        stand in, or at once. A graph keeps what it was `captured` with, so there at once.
+        """
+        trt, engine = self.trt, self.engine
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(
+            trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        )
+        if captured and hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
+            config.dynamic_shapes_kernel_specialization_strategy = (
+                trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            )
+        context = engine.create_execution_context(config)
+        if context is None or not context.set_optimization_profile_async(profile, stream):
+            raise KernelError(f"tensorrt: profile {profile}: {self.said()}")
+        return context
+
+    def scratch_bytes(self) -> int:
+        """Device memory that any context needs while it runs."""
+        profiles = range(len(self.info.profiles))
+        return max(int(self.engine.get_device_memory_size_for_profile_v2(i)) for i in profiles)
+
+    def _load_plugins(self) -> None:
+        library = library_path("tensorrt")
+        registry = self._runtime.get_plugin_registry()
+        if registry.load_library(str(library)) is None and not any(
+            creator.plugin_namespace == "kvgraph" for creator in registry.all_creators_recursive
+        ):
+            raise KernelError(
+                f"{library}: expected plugins that {self.info.module} {self.info.version} takes, "
+                f"got a refusal: {self.said()}"
+            )
+
+    def _refit(self, path: Path) -> None:
+        """Give the engine the weights that it was built without; they are read where they lie."""
+        refitter = self.trt.Refitter(self.engine, self._logger)
+        tensors, raw = read_layout(path), _mapped(path)
+        for name in self.info.refit:
+            self._refit_one(refitter, path, name, raw, tensors)
+        missing = list(refitter.get_missing_weights())
+        if missing or not refitter.refit_cuda_engine():
+            raise ArtifactError(
+                f"{self.path}: expected the weights of the manifest's refit to be all that it "
+                f"lacks, got {missing[:3] or self.said()}"
+            )
+
+    def _refit_one(
+        self, refitter: Refitter, path: Path, name: str, raw: Array, tensors: Mapping[str, TensorAt]
+    ) -> None:
+        at = tensors.get(name)
+        if at is None or at.dtype not in TENSORRT:
+            raise ArtifactError(f"{path}: {name}: expected a tensor from {ENGINE_NAME}, got {at}")
+        kind = getattr(self.trt.DataType, TENSORRT[at.dtype])
+        count = math.prod(at.shape)
+        weights = self.trt.Weights(kind, raw.ctypes.data + at.offset, count)
+        if not refitter.set_named_weights(name, weights):
+            raise ArtifactError(
+                f"{path}: {name}: expected the weights that {ENGINE_NAME} lacks, got "
+                f"{at.dtype} {list(at.shape)}: {self.said()}"
+            )
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    """A file's bytes, read as they are touched."""
+    try:
+        return np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:  # missing, or empty
+        raise ArtifactError(f"{path}: expected a file from the manifest, got {error}") from error
+
+
+def _engine_info(artifact: Artifact) -> EngineInfo:
+    info, where = artifact.manifest.engine, artifact.folder / "manifest.json"
+    if info is None or not info.profiles:
+        raise ArtifactError(
+            f"{where}: engine: expected what built {ENGINE_NAME} and its profiles, got "
+            f"{'none' if info is None else 'no profile'}"
+        )
+    if artifact.params().cache_strategy is KVCacheStrategy.PADDED:
+        raise UnsupportedError(
+            f"{where}: layout: expected a paged or continuous cache, whose plugins write in place, "
+            "for backend 'tensorrt', got a padded one"
+        )
+    if info.module not in INSTALL:
+        raise ArtifactError(
+            f"{where}: engine.module: expected one of {sorted(INSTALL)}, got {info.module!r}"
+        )
+    return info
+
+
+def _import(path: Path, info: EngineInfo) -> Any:
+    try:
+        trt = import_module(info.module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{info.module}: version {info.version} needed to run {path}, not installed; "
+            f"{INSTALL[info.module]}"
+        ) from error
+    if trt.__version__ != info.version:
+        raise ArtifactError(
+            f"{path}: expected an engine of {info.module} {trt.__version__} (installed here), "
+            f"got one of {info.version}; build it again: kvgraph compile --from-artifact"
+        )
+    return trt
+
+
+def require_arch(path: Path, info: EngineInfo, device: CudaDevice) -> None:
+    """ArtifactError unless the engine was built for the device's architecture, or for any."""
+    if info.archs and device.arch not in info.archs:
+        raise ArtifactError(
+            f"{path}: expected an engine for {device.arch} (cuda:{device.ordinal}, {device.name}), "
+            f"got one for {', '.join(info.archs)}"
+        )
+
+
+def _logger(trt: Any) -> ILogger:
+    class Errors(trt.ILogger):  # type: ignore[misc]  # the base is the module's own
+        """Keeps what TensorRT calls an error; the rest is not printed."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: ILogger.Severity, message: str) -> None:
+            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                self.errors.append(" ".join(message.split()))
+
+    return Errors()

@@ -1,0 +1,247 @@
+"""TensorRT session: an engine over fixed addresses, one CUDA graph for each size that comes again.
+
+    host, pinned ----copy----> index tensors --\
+                                                engine --> logits ----copy----> host, pinned
+    pool (one address: input and output) ------/
+
+Decisions: every index tensor has one address for the session's life, in pinned memory and on the
+device, so that a captured graph holds the copies too and a step is: fill, launch, copy the logits.
+A captured step has an execution context of its own, as TensorRT asks for; all contexts share one
+piece of scratch memory, as they run one after the other on one stream.
+
+No machine at hand had both a GPU and TensorRT: this file is tested against a fake runtime that
+runs the model at the very addresses that are bound here (tests/runtime/fake_tensorrt.py), and its
+names against those of the real modules. `pytest -m cuda` runs it for real.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import NUM_LOGITS, TensorType
+from kvgraph.contract.inputs import Buffer
+from kvgraph.contract.manifest import ProfileInfo
+from kvgraph.contract.signature import output_name
+from kvgraph.errors import BindingError, CapacityError, KernelError
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
+from kvgraph.runtime.sessions.device_arrays import Logits, Slot
+from kvgraph.runtime.sessions.tensorrt.engine import LoadedEngine
+
+if TYPE_CHECKING:
+    from tensorrt_rtx import IExecutionContext
+
+Sizes = dict[str, int]
+
+MAX_GRAPHS = 64
+"""Captured steps that are kept; the engine pads decode batches to far fewer."""
+
+
+class TensorRTSession(Session):
+    """Runs `model.engine` on one GPU. Pools are device memory; logits come back on the host.
+
+    Errors of the file and the machine: see `LoadedEngine` and `CudaDevice`. Steps beyond every
+    optimisation profile are BindingErrors that name the dim and the profiles' largest extent.
+    """
+
+    captures = True
+
+    def __init__(self, artifact: Artifact, device: int = 0) -> None:
+        super().__init__(artifact)
+        self._device = CudaDevice(device)
+        self._loaded = LoadedEngine(artifact, self._device)
+        self._profiles = self._loaded.info.profiles
+        self._inputs = self.signature.inputs
+        self._slots = {
+            symbol.name: Slot(self._device, symbol.dtype, self._largest(symbol))
+            for symbol in self._inputs
+            if symbol.kind == "tensor"
+        }
+        self._logits = Logits(self._device, self._vocab)
+        self._scratch = self._device.zeros("int8", (self._loaded.scratch_bytes(),))
+        self._contexts: dict[int, IExecutionContext] = {}
+        self._captured: dict[tuple[object, ...], _Captured] = {}
+        self._capturable = True
+
+    @property
+    def limits(self) -> Mapping[str, int]:  # type: ignore[override]
+        dims = self._profiles[0].max
+        return {dim: max(profile.max[dim] for profile in self._profiles) for dim in dims}
+
+    def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
+        """Zeroed device memory. CapacityError where the device has too little, BindingError where
+        the engine takes fewer pages."""
+        self._require_known(symbol)
+        self._choose({dim: sizes[dim] for dim in symbol.symbolic_dims})
+        shape = symbol.extents(sizes)
+        self._device.activate()
+        try:
+            pool = self._device.zeros(symbol.dtype, shape)
+        except CapacityError as error:
+            raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
+        return Buffer(symbol.dtype, shape, symbol.device, pool)
+
+    def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
+        step = self._plan(arrays)
+        context = self._contexts.get(step.profile)
+        if context is None:
+            context = self._contexts[step.profile] = self._context(step.profile, captured=False)
+        self._bind(context, step)
+        self._enqueue(context, step)
+        return self._take_logits(step)
+
+    def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
+        if not self._capturable:
+            return self._run(arrays)
+        step = self._plan(arrays)
+        captured = self._captured.get(step.key)
+        if captured is None:
+            return self._capture(step)
+        captured.graph.launch()
+        return self._take_logits(step)
+
+    def _synchronize(self) -> None:
+        self._device.activate()
+        self._device.synchronize()
+
+    # -- planning: what may fail comes first, then the index tensors are filled
+
+    def _plan(self, arrays: Sequence[Any]) -> _Step:
+        """Check the step against the profiles, and write its index tensors into pinned memory."""
+        self._device.activate()
+        sizes = self.signature.bind(arrays)
+        wanted = sizes[NUM_LOGITS]
+        profile = self._choose(sizes)
+        sizes[NUM_LOGITS] = max(wanted, self._profiles[profile].min[NUM_LOGITS])
+        addresses: dict[str, int] = {}
+        baked: list[bytes] = []
+        for symbol, array in zip(self._inputs, arrays, strict=True):
+            if symbol.kind == "buffer":
+                addresses[symbol.name] = self._pool_address(symbol, array)
+        for symbol, array in zip(self._inputs, arrays, strict=True):
+            if symbol.kind == "tensor":
+                slot = self._slots[symbol.name]
+                slot.fill(array, symbol.extents(sizes))
+                hosted = symbol.name in self._loaded.hosted
+                addresses[symbol.name] = slot.host.address if hosted else slot.device.address
+                if hosted:
+                    baked.append(array.tobytes())  # read when enqueued: part of what is captured
+        logits = self._logits.at_least(sizes[NUM_LOGITS])
+        key = (*sizes.values(), *addresses.values(), *baked)
+        return _Step(profile, sizes, addresses, logits, wanted, key)
+
+    def _choose(self, sizes: Sizes) -> int:
+        """The first profile that holds every extent. Logits that no row asked for are computed."""
+        for index, profile in enumerate(self._profiles):
+            least = profile.min | {NUM_LOGITS: 0}
+            if all(least[dim] <= n <= profile.max[dim] for dim, n in sizes.items()):
+                return index
+        raise BindingError(_beyond(self._profiles, sizes))
+
+    def _pool_address(self, symbol: TensorType, array: Any) -> int:
+        if isinstance(array, DeviceArray) and array.device is self._device:
+            return array.address
+        raise BindingError(
+            f"{symbol.name}: expected memory that this session allocated, "
+            f"got {type(array).__name__}"
+        )
+
+    def _largest(self, symbol: TensorType) -> tuple[int, ...]:
+        shapes = [symbol.extents(profile.max) for profile in self._profiles]
+        return tuple(max(extents) for extents in zip(*shapes, strict=True))
+
+    # -- running: on the one stream, in order
+
+    def _context(self, profile: int, *, captured: bool) -> IExecutionContext:
+        context = self._loaded.context(profile, int(self._device.stream), captured=captured)
+        context.set_device_memory(self._scratch.address, self._scratch.nbytes)
+        self._device.synchronize()  # a change of profile may copy
+        return context
+
+    def _bind(self, context: IExecutionContext, step: _Step) -> None:
+        """Shapes and addresses of every input and output; a pool's two have one address."""
+        for symbol in self._inputs:
+            shape = symbol.extents(step.sizes)
+            self._require(context.set_input_shape(symbol.name, shape), f"{symbol.name} {shape}")
+            self._set_address(context, symbol.name, step.addresses[symbol.name])
+        for symbol in self.signature.buffers:
+            self._set_address(context, output_name(symbol), step.addresses[symbol.name])
+        self._set_address(context, "logits", step.logits.address)
+        unknown = context.infer_shapes()
+        self._require(not unknown, f"shapes of {unknown}")
+
+    def _set_address(self, context: IExecutionContext, name: str, address: int) -> None:
+        self._require(context.set_tensor_address(name, address), f"address of {name}")
+
+    def _enqueue(self, context: IExecutionContext, step: _Step) -> None:
+        """Copies in, then the engine."""
+        for symbol in self._inputs:
+            if symbol.kind == "tensor" and symbol.name not in self._loaded.hosted:
+                self._slots[symbol.name].upload(symbol.extents(step.sizes))
+        done = context.execute_async_v3(int(self._device.stream))
+        self._require(done, "execution")
+
+    def _take_logits(self, step: _Step) -> npt.NDArray[np.float32]:
+        """Copied to the host: the one point of a step that waits."""
+        return self._logits.download(step.logits, step.wanted)
+
+    def _capture(self, step: _Step) -> npt.NDArray[np.float32]:
+        """Run the step once, as TensorRT asks before a capture, and record it for the next time."""
+        context = self._context(step.profile, captured=True)
+        self._bind(context, step)
+        self._enqueue(context, step)
+        logits = self._take_logits(step)
+        if not context.is_stream_capturable(int(self._device.stream)):
+            self._capturable = False
+            warnings.warn(
+                f"{self._loaded.path}: expected an engine that can be captured in a CUDA graph, "
+                "got one that cannot: every step is enqueued again",
+                stacklevel=2,
+            )
+            return logits
+        graph = self._device.capture(lambda: self._enqueue(context, step))
+        if len(self._captured) >= MAX_GRAPHS:
+            del self._captured[next(iter(self._captured))]
+        self._captured[step.key] = _Captured(graph, context)
+        return logits
+
+    def _require(self, done: bool, what: str) -> None:
+        if not done:
+            raise KernelError(f"tensorrt: {what}: {self._loaded.said()}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step: profile, extent of every dim, address of every input, where its logits go."""
+
+    profile: int
+    sizes: Sizes
+    addresses: dict[str, int]
+    logits: DeviceArray
+    wanted: int
+    key: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph, and the context that it was captured from, which must live and not change."""
+
+    graph: Graph
+    context: IExecutionContext
+
+
+def _beyond(profiles: list[ProfileInfo], sizes: Sizes) -> str:
+    """The first dim that no profile holds, or that they hold only apart from another."""
+    for dim, extent in sizes.items():
+        if not any(each.min[dim] <= extent <= each.max[dim] for each in profiles):
+            low, high = min(p.min[dim] for p in profiles), max(p.max[dim] for p in profiles)
+            return f"{dim}: expected {low} to {high} from the engine's profiles, got {extent}"
+    ranges = {p.name: {d: [p.min[d], p.max[d]] for d in sizes} for p in profiles}
+    return f"sizes: expected those of one of the engine's profiles {ranges}, got {sizes}"

@@ -1,0 +1,1 @@
+"""The tests; `tests/support/` has what several folders of them share."""

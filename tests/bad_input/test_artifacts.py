@@ -1,0 +1,226 @@
+"""Artifacts whose files or manifest were changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvgraph
+from kvgraph.contract.manifest import read_manifest
+from kvgraph.errors import ArtifactError
+from tests.bad_input.damage import edit_manifest, sentence
+from tests.support.command_line import run
+
+# -- artifacts: their files
+
+
+FILES = (
+    "generation_config.json",
+    "model.onnx",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "weights.safetensors",
+)
+
+
+def test_these_are_all_files(artifact: Path) -> None:
+    manifest = kvgraph.load(artifact).manifest
+    assert tuple(manifest.files) == FILES
+    assert sorted(os.listdir(artifact)) == sorted([*FILES, "manifest.json"])
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_a_changed_byte(artifact: Path, name: str, place: float) -> None:
+    path = artifact / name
+    content = bytearray(path.read_bytes())
+    before = hashlib.sha256(content).hexdigest()
+    content[int(place * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+    after = hashlib.sha256(content).hexdigest()
+    assert sentence(run("verify", artifact)) == (
+        f"{path}: chunk 0: expected SHA-256 {before[:16]} from the manifest, got {after[:16]}: "
+        "the file was changed"
+    )
+    with pytest.raises(ArtifactError, match="the file was changed"):
+        kvgraph.Engine(artifact)
+    assert kvgraph.load(artifact, verify=False).folder == artifact
+
+
+@pytest.mark.parametrize("bit", [0x01, 0x20, 0x80])
+def test_a_changed_byte_of_the_manifest(artifact: Path, bit: int) -> None:
+    """Wherever it is, unless it is white space between fields and stays that."""
+    path = artifact / "manifest.json"
+    content = path.read_bytes()
+    intact = read_manifest(artifact)
+    unnoticed = 0
+    for at, byte in enumerate(content):
+        path.write_bytes(content[:at] + bytes([byte ^ bit]) + content[at + 1 :])
+        try:
+            assert read_manifest(artifact) == intact
+            unnoticed += 1
+            assert chr(byte).isspace()
+        except ArtifactError as error:
+            assert str(error).startswith(f"{path}: ")
+    assert unnoticed < 0.02 * len(content)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(artifact: Path, name: str) -> None:
+    size = (artifact / name).stat().st_size
+    (artifact / name).unlink()
+    expected = f"{artifact / name}: expected {size} bytes from the manifest, got none"
+    assert sentence(run("verify", artifact)) == expected
+
+
+@pytest.mark.parametrize("change", [-1, 1, 1000])
+def test_a_file_of_another_size(artifact: Path, change: int) -> None:
+    path = artifact / "weights.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size + change)
+    expected = f"{path}: expected {size} bytes from the manifest, got {size + change}"
+    assert sentence(run("verify", artifact)) == expected
+
+
+@pytest.mark.parametrize("name", ["../outside", "{tmp_path}/outside", "link", "folder/outside"])
+def test_a_path_that_leaves_the_folder(artifact: Path, tmp_path: Path, name: str) -> None:
+    """By its name, or by a link; although the file is there and its hash is right."""
+    name = name.format(tmp_path=tmp_path)
+    (tmp_path / "outside").write_text("secret")
+    (artifact / "link").symlink_to(tmp_path / "outside")
+    (artifact / "folder").symlink_to(tmp_path)
+    entry = {"size": 6, "chunks": [hashlib.sha256(b"secret").hexdigest()]}
+    edit_manifest(artifact, lambda fields: fields["files"].update({name: entry}))
+    expected = f"{artifact}: expected files inside the folder, got {name!r}"
+    assert sentence(run("verify", artifact)) == expected
+
+
+def test_a_file_replaced_by_a_link_to_the_outside(artifact: Path, tmp_path: Path) -> None:
+    path = artifact / "weights.safetensors"
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    expected = f"{artifact}: expected files inside the folder, got 'weights.safetensors'"
+    assert sentence(run("verify", artifact)) == expected
+
+
+# -- artifacts: the manifest
+
+
+@pytest.mark.parametrize("command", [("verify",), ("inspect",), ("generate",)])
+def test_no_artifact(tmp_path: Path, command: tuple[str]) -> None:
+    rest = ("text",) if command == ("generate",) else ()
+    nowhere = tmp_path / "nowhere"
+    expected = f"{nowhere}: expected an artifact folder, got nothing there"
+    assert sentence(run(*command, nowhere, *rest)) == expected
+    expected = f"{tmp_path}: expected manifest.json in an artifact, got none"
+    assert sentence(run(*command, tmp_path, *rest)).startswith(expected)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("version", [0, 1, 99])
+def test_another_schema(artifact: Path, version: int) -> None:
+    """Said first, whatever else another schema has."""
+
+    def edit(fields: dict[str, Any]) -> None:
+        fields.clear()
+        fields.update(schema_version=version, novelty=[1])
+
+    edit_manifest(artifact, edit)
+    for command in ("verify", "inspect"):
+        expected = f"schema_version: expected 2 from this kvgraph, got {version}"
+        assert sentence(run(command, artifact)) == f"{artifact}/manifest.json: {expected}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b"{}", b'{"schema_version": "one"}', b"\xff\xfe", b'{"a": "\xff"}'],
+)
+def test_a_damaged_manifest(artifact: Path, content: bytes) -> None:
+    (artifact / "manifest.json").write_bytes(content)
+    text = sentence(run("verify", artifact))
+    assert text.startswith(f"{artifact}/manifest.json: expected a manifest, got a damaged one (")
+
+
+def test_a_truncated_manifest(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "got a damaged one" in sentence(run("verify", artifact))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda fields: fields.pop("model"), r"model: expected ModelInfo, got none"),
+        (
+            lambda fields: fields["model"].update(vocab_size="many"),
+            r"model\.vocab_size: expected int, got 'many'",
+        ),
+        (lambda fields: fields.update(files=[]), r"files: expected dict, got \[\]"),
+    ],
+)
+def test_a_manifest_of_other_fields(
+    artifact: Path, edit: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    edit_manifest(artifact, edit)
+    text = sentence(run("verify", artifact))
+    assert re.search(f"expected a manifest, got a damaged one .*{message}", text), text
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("target", "cpu:avx2", "target: expected 'cpu' from this machine's .*'cpu:avx2'"),
+        ("op_abi_version", 77, r"op_abi_version: expected \d+ from this kvgraph, got 77"),
+    ],
+)
+def test_an_artifact_for_another_machine(
+    artifact: Path, field: str, value: Any, message: str
+) -> None:
+    edit_manifest(artifact, lambda fields: fields.update({field: value}))
+    text = sentence(run("generate", artifact, "The"))
+    assert re.fullmatch(f"{artifact}/manifest.json: {message}", text)
+    with pytest.raises(ArtifactError, match=message):
+        kvgraph.load(artifact, verify=False)
+    assert run("inspect", artifact).code == 0
+
+
+def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
+    edit_manifest(artifact, lambda fields: fields.update(backend="neuron"))
+    text = sentence(run("generate", artifact, "The"))
+    assert text == (
+        f"{artifact}/manifest.json: backend: expected one of ['onnx', 'torch', 'tensorrt'], got "
+        "'neuron'; the package that adds it must be installed here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: m["files"].pop("model.onnx"), "files: expected model.onnx for backend 'onnx'"),
+        (
+            lambda m: m["model"].update(vocab_size=7),
+            r"bindings: expected logits float32 \['num_logits', 7\]",
+        ),
+        (lambda m: m["layout"].update(page_size="16"), "layout.page_size: expected int, got '16'"),
+        (lambda m: m["layout"].update(flavour=1), "layout: expected fields of a cache.*flavour"),
+        (lambda m: m["inputs"][3].update(device="cpu:x"), "layout and bindings: .*cpu.*|.*'x'"),
+        (
+            lambda m: m["inputs"].pop(),
+            "bindings: expected max_lengths int32 .*, got logits float32",
+        ),
+        (lambda m: m["inputs"][3].update(dims=[1]), "bindings: expected .*kv_blocks"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself(
+    artifact: Path, edit: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    edit_manifest(artifact, edit)
+    text = sentence(run("verify", artifact))
+    assert re.search(message, text), text

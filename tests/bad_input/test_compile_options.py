@@ -1,0 +1,168 @@
+"""Options that compile refuses, and output folders that it leaves as they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import kvgraph
+from kvgraph.compiler import pipeline
+from kvgraph.compiler.output import PREFIX, staging
+from kvgraph.errors import ArtifactError, UnsupportedError
+from tests.bad_input.damage import refused, sentence, snapshot
+from tests.support.command_line import COMMAND, run
+
+ModelFolder = Callable[[str], Path]
+
+
+# -- compile: options
+
+
+@pytest.mark.parametrize("page_size", [0, -16, 65537])
+def test_page_size_that_the_kernels_lack(
+    model_folder: ModelFolder, tmp_path: Path, page_size: int
+) -> None:
+    text = refused(model_folder("tiny-llama"), tmp_path, "--page-size", page_size)
+    assert text == f"page_size: expected 1 to 65536 tokens from the cpu kernels, got {page_size}"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("cpu:avx512", "target: expected 'cpu' without an instruction set, got 'cpu:avx512'"),
+        ("cuda", "target 'cuda': expected one of ['sm_75', "),
+        ("cuda:sm_1", "target 'cuda:sm_1': expected one of ['sm_75', "),
+        ("tpu", "target: expected kind cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_target(model_folder: ModelFolder, tmp_path: Path, target: str, message: str) -> None:
+    text = refused(model_folder("tiny-llama"), tmp_path, "--target", target)
+    assert text.startswith(message)
+
+
+@pytest.mark.parametrize("option", ["--dtype", "--cache-dtype"])
+def test_a_choice_that_is_not_one(tmp_path: Path, option: str) -> None:
+    """The option parser's own message: what it expected, and what it got."""
+    outcome = run("compile", tmp_path, "-o", tmp_path / "x", option, "int4")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert option in outcome.err
+    assert "int4" in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+TENSORRT = {"backend": "tensorrt", "target": "cuda:sm_86"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"backend": "tensorrt"},
+            r"backend: .* \['onnx', 'torch'\] for target cpu, got 'tensorrt'",
+        ),
+        ({"dtype": "int4"}, r"dtype: expected one of \['float32', .*\], got 'int4'"),
+        (
+            {"cache_dtype": "int4"},
+            r"cache_dtype: expected one of \['float32', .*\] for a paged cache, got 'int4'",
+        ),
+        (
+            {"max_batch": 8},
+            "max_batch: expected none for backend onnx, whose graph takes .*, got 8",
+        ),
+        (
+            {"max_tokens": 8, "backend": "torch"},
+            "max_tokens: expected none for backend torch, .* 8",
+        ),
+        (TENSORRT | {"max_batch": 0}, "max_batch: expected 1 to 4096, got 0"),
+        (TENSORRT | {"max_batch": 4097}, "max_batch: expected 1 to 4096, got 4097"),
+        (TENSORRT | {"max_tokens": 0}, "max_tokens: expected 1 to 1048576, got 0"),
+        (TENSORRT | {"max_batch": 8, "max_tokens": 7}, "max_tokens: expected 8 to 1048576, got 7"),
+    ],
+)
+def test_compile_function(
+    model_folder: ModelFolder, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+# -- compile: the output folder
+
+
+def test_output_that_exists_is_kept(tmp_path: Path, model_folder: ModelFolder) -> None:
+    out = tmp_path / "precious"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    before = snapshot(tmp_path)
+    command = ("compile", model_folder("tiny-llama"), "-o", out)
+    expected = f"{out}: expected no such folder yet, got one (kept); use --force"
+    assert sentence(run(*command)) == expected
+    expected = f"{out}: expected an artifact or an empty folder to replace, got something else"
+    assert sentence(run(*command, "--force")) == f"{expected} (kept)"
+    assert snapshot(tmp_path) == before
+
+
+def test_output_that_is_a_file_is_kept(tmp_path: Path, model_folder: ModelFolder) -> None:
+    out = tmp_path / "precious"
+    out.write_text("mine")
+    for options in ([], ["--force"]):
+        text = sentence(run("compile", model_folder("tiny-llama"), "-o", out, *options))
+        assert text.startswith(f"{out}: expected ")
+    assert out.read_text() == "mine"
+
+
+def test_output_that_appears_during_the_compile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "late"
+    made = staging(out, force=False)
+    (made.__enter__() / "new").write_text("new")
+    out.mkdir()
+    (out / "precious").write_text("mine")
+    with pytest.raises(ArtifactError, match="expected no such folder yet, got one"):
+        made.__exit__(None, None, None)
+    assert snapshot(tmp_path) == {"late": None, "late/precious": b"mine"}
+
+
+@pytest.mark.parametrize("error", [UnsupportedError("no"), KeyboardInterrupt(), OSError("full")])
+def test_a_compile_that_fails_in_the_middle_leaves_nothing(
+    tmp_path: Path, model_folder: ModelFolder, error: BaseException
+) -> None:
+    def lower(traced: Any, folder: Path) -> None:
+        (folder / "weights.safetensors").write_text("half")
+        raise error
+
+    with (
+        mock.patch.object(pipeline, "lowering", return_value=lower),
+        pytest.raises(type(error)),
+    ):
+        kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None:
+    """Nothing that reads as an artifact is left; the next compile works and removes the rest."""
+    out = tmp_path / "model.kvg"
+    command = [*COMMAND, "compile", str(model_folder("llama")), "-o", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (left := sorted(tmp_path.glob(f"{PREFIX}*/made"))):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert [path.is_dir() for path in left] == [True]
+    assert not out.exists()
+    assert sentence(run("verify", out)) == f"{out}: expected an artifact folder, got nothing there"
+    text = sentence(run("verify", left[0]))
+    assert text.startswith(f"{left[0]}: expected manifest.json in an artifact, got none (not an ")
+    assert "did not finish" in text
+
+    assert run("compile", model_folder("llama"), "-o", out, "--page-size", 16).code == 0
+    assert os.listdir(tmp_path) == ["model.kvg"]
+    assert run("verify", out).code == 0

@@ -1,0 +1,289 @@
+"""Model folders that compile refuses: their weights, files and architectures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvgraph.compiler import pipeline
+from kvgraph.compiler.shards import stored_tensors
+from kvgraph.errors import ModelError
+from tests.bad_input.damage import NORM, PRECOMPILED, configure, refused, retokenize, sentence
+from tests.support.command_line import run
+from tests.support.models import COMMON
+
+ModelFolder = Callable[[str], Path]
+
+
+def test_missing_model_folder(tmp_path: Path) -> None:
+    model = tmp_path / "nowhere"
+    expected = f"{model}: expected a model folder, got nothing there"
+    assert refused(model, tmp_path) == expected
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    model = tmp_path / "empty"
+    model.mkdir()
+    expected = f"{model}: expected config.json in a model folder, got none"
+    assert refused(model, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "expected JSON, got a damaged file"),
+        (b'{"model_type": "llama", "hidden', "expected JSON, got a damaged file"),
+        (b'{"model_type": "ll\xff\xfema"}', "expected JSON, got a damaged file"),
+        (b"[1, 2]", "expected a model_type, got none"),
+        (b"{}", "expected a model_type, got none"),
+        (b'{"model_type": ["llama"]}', "expected a model_type, got none"),
+    ],
+)
+def test_damaged_config(model: Path, tmp_path: Path, content: bytes, message: str) -> None:
+    (model / "config.json").write_bytes(content)
+    assert refused(model, tmp_path).startswith(f"{model}/config.json: {message}")
+
+
+def test_config_that_transformers_refuses(model: Path, tmp_path: Path) -> None:
+    configure(model, hidden_size="wide")
+    assert refused(model, tmp_path).startswith(f"{model}/config.json: ")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, 4_000_000])
+def test_truncated_weights(model: Path, tmp_path: Path, keep: int) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    assert refused(model, tmp_path).startswith(f"{model}: cannot read the weights: ")
+
+
+def test_missing_weights(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").unlink()
+    text = refused(model, tmp_path)
+    assert text.startswith(f"{model}: cannot read the weights: ")
+    assert "model.safetensors" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(NORM), f"got missing_keys such as {NORM}"),
+        (
+            lambda tensors: tensors.update({NORM: tensors[NORM][:3].copy()}),
+            rf"got mismatched_keys such as .*{NORM}.*\[3\].*\[128\]",
+        ),
+    ],
+    ids=["missing", "mismatched"],
+)
+def test_incomplete_weights(
+    model: Path, tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    text = refused(model, tmp_path)
+    assert re.fullmatch(rf"{model}: expected weights for every parameter, {message}.*", text)
+
+
+# -- compile: what is no checkpoint
+
+
+GGUF = "compile the checkpoint that it was made from, with --weights int4 or int8"
+
+
+def either(tmp_path: Path, model: Path | str) -> str:
+    """The sentence in which both compile and plan refuse a model."""
+    text = refused(Path(model), tmp_path)
+    assert sentence(run("plan", model, "--memory", "1GiB")) == text
+    return text
+
+
+def test_a_name_on_the_hub(tmp_path: Path) -> None:
+    assert either(tmp_path, "meta-llama/Llama-3-8B") == (
+        "meta-llama/Llama-3-8B: expected a model folder, got nothing there; if it is a name on the "
+        "Hugging Face hub, download it first: hf download meta-llama/Llama-3-8B --local-dir DIR"
+    )
+
+
+@pytest.mark.parametrize("beside", ["adapter_config.json", "config.json"])
+def test_a_lora_adapter(model: Path, tmp_path: Path, beside: str) -> None:
+    """Also where its base's configuration lies next to it: transformers would look for the base."""
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    if beside == "adapter_config.json":
+        (model / "config.json").unlink()
+    assert either(tmp_path, model) == (
+        f"{model}: expected config.json in a model folder, got a LoRA adapter; merge it into its "
+        "base model (peft: merge_and_unload, then save_pretrained) and compile that folder"
+    )
+
+
+def test_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    for name in ("gguf/b.gguf", "gguf/a.gguf", "unnamed"):
+        (tmp_path / name).write_bytes(b"GGUF\x03\0\0\0")
+    expected = f"{tmp_path}/gguf: expected config.json in a model folder, got the GGUF file a.gguf"
+    assert either(tmp_path, tmp_path / "gguf") == f"{expected}; {GGUF}"
+    for name in ("gguf/a.gguf", "unnamed"):
+        expected = (
+            f"{tmp_path}/{name}: expected a model folder, got the GGUF file {Path(name).name}"
+        )
+        assert either(tmp_path, tmp_path / name) == f"{expected}; {GGUF}"
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    assert either(tmp_path, tmp_path / "weights.safetensors").endswith(
+        "expected a model folder, got a file; give the folder that holds config.json"
+    )
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", None])
+@pytest.mark.parametrize("where", ["quantization_config", "text_config"])
+def test_quantised_checkpoints(model: Path, tmp_path: Path, method: str | None, where: str) -> None:
+    quantised: dict[str, Any] = {"quantization_config": {"quant_method": method, "bits": 4}}
+    configure(model, **(quantised if where == "quantization_config" else {where: quantised}))
+    assert either(tmp_path, model) == (
+        f"{model}/config.json: quantization_config: expected plain weights, got a checkpoint "
+        f"quantised by {method!r}; compile the one that it was made from, with --weights int4 or "
+        "int8"
+    )
+
+
+def test_a_pipe_in_place_of_the_configuration(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    assert either(tmp_path, model) == f"{model}: expected config.json in a model folder, got none"
+
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def write_index(model: Path, index: str, shard: str) -> None:
+    tensors = ["model.embed_tokens.weight", "model.norm.weight"]
+    (model / index).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
+
+
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("shard", ["../secret", "{tmp_path}/secret", "link", "folder/secret", ".."])
+def test_an_index_that_leads_out_of_the_folder(
+    model: Path, tmp_path: Path, index: str, shard: str
+) -> None:
+    shard = shard.format(tmp_path=tmp_path)
+    (model / "model.safetensors").rename(tmp_path / "secret")
+    (model / "link").symlink_to("../secret")
+    (model / "folder").symlink_to(tmp_path)
+    write_index(model, index, shard)
+    assert refused(model, tmp_path) == (
+        f"{model}/{index}: expected shards inside the folder, got {shard!r}, which leads out of it"
+    )
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_no_way_out(model: Path, tmp_path: Path) -> None:
+    """There every file is a link into the folder of blobs next to it."""
+    hub = tmp_path / "models--a--b"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots").mkdir()
+    snapshot_folder = hub / "snapshots" / "0123"
+    shutil.copytree(model, snapshot_folder)
+    (snapshot_folder / "model.safetensors").rename(hub / "blobs" / "cafe")
+    (snapshot_folder / "shard.safetensors").symlink_to("../../blobs/cafe")
+    write_index(snapshot_folder, INDEXES[0], "shard.safetensors")
+    assert stored_tensors(snapshot_folder).keys() == stored_tensors(model).keys()
+    (snapshot_folder / "shard.safetensors").unlink()
+    (snapshot_folder / "shard.safetensors").symlink_to("../../../secret")
+    with pytest.raises(ModelError, match="leads out of it"):
+        stored_tensors(snapshot_folder)
+
+
+# -- compile: the model's other files
+
+
+def test_damaged_tokenizer(model: Path, tmp_path: Path) -> None:
+    path = model / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:3000])
+    text = refused(model, tmp_path)
+    assert text.startswith(f"{path}: expected a tokenizer, got a damaged one (")
+
+
+def test_a_tokenizer_that_panics(model: Path, tmp_path: Path) -> None:
+    retokenize(model / "tokenizer.json", normalizer=PRECOMPILED)
+    text = refused(model, tmp_path)
+    assert text.startswith(f"{model}/tokenizer.json: expected a tokenizer, got a damaged one (Prec")
+
+
+# -- compile: the architecture
+
+
+def assert_unsupported(text: str, architecture: str, why: str) -> None:
+    """Named, with what is supported, and why it is not."""
+    assert text.startswith(f"architecture {architecture!r}: expected ")
+    assert "llama, qwen2, qwen3, mistral, gemma2" in text
+    assert re.search(f"{why}$", text), text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("t5", "it is not a causal decoder"),
+        ("whisper", "it is not a causal decoder"),
+        ("mamba", "its attention has no interface"),
+        ("bloom", "its attention has no interface"),
+        ("deepseek_v2", r"its latent attention \(MLA\) has no kernel yet"),
+        ("musicgen", "Multiple valid text configs were found.*"),
+        ("perceptron", "transformers does not know it"),
+    ],
+)
+def test_unsupported_architecture(tmp_path: Path, architecture: str, why: str) -> None:
+    """The configuration is enough to know: no weights are read."""
+    configure(tmp_path / "model", model_type=architecture)
+    assert_unsupported(refused(tmp_path / "model", tmp_path), architecture, why)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer_types", "why"),
+    [
+        ("bert", None, "its attention is not causal"),
+        ("lfm2", ["conv", "full_attention"], "attention of 1 of 2 layers reaches the interface"),
+        (
+            "llama",
+            ["full_attention", "sliding_attention"],
+            "layer 1 is sliding_attention, which its attention does not say",
+        ),
+    ],
+)
+def test_attention_that_has_no_kernel(
+    tmp_path: Path, architecture: str, layer_types: list[str] | None, why: str
+) -> None:
+    """Only the model's own code shows it, run on fake tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(architecture, **(COMMON | {"num_hidden_layers": 2}))
+    if layer_types:
+        config.layer_types = layer_types
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    assert_unsupported(refused(tmp_path / "model", tmp_path), architecture, why)
+
+
+def test_operator_that_the_exporter_lacks(tmp_path: Path, model_folder: ModelFolder) -> None:
+    """The cause of its error, not its page of advice."""
+    import torch.onnx
+
+    def lower(*_: Any) -> None:
+        try:
+            raise torch.onnx.OnnxExporterError("No ONNX function found for aten.x")
+        except torch.onnx.OnnxExporterError as error:
+            raise torch.onnx.OnnxExporterError("Failed.\nNext steps:\n- debug it") from error
+
+    with mock.patch.object(pipeline, "lowering", return_value=lower):
+        outcome = run("compile", model_folder("llama"), "-o", tmp_path / "out")
+    assert outcome.code == 2
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("kvgraph: architecture 'llama': expected operators that the onnx ")
+    assert last.endswith("No ONNX function found for aten.x")
+    assert not list(tmp_path.iterdir())

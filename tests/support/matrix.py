@@ -1,0 +1,253 @@
+"""The conformance matrix on the Triton kernels: interpreted on a CPU, compiled on a GPU.
+
+TRITON_INTERPRET=1 python -m tests.support.matrix [--slim] [PART_OF_A_CASE_ID ...]
+python -m tests.support.matrix --device cuda --arch sm_90
+
+A process of its own: one process cannot both interpret kernels and compile them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvgraph.contract.dtypes import DTYPES
+from kvgraph.kernels import launch
+from kvgraph.kernels.run import run
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from tests.support import conformance
+from tests.support.conformance import Case, Operands
+
+Array = np.ndarray[Any, Any]
+
+
+def shape_of(case: Case) -> AttentionShape:
+    cache = CacheShape(
+        case.dtype,
+        case.pool_dtype,
+        case.kv_heads,
+        case.head_dim,
+        case.page_size,
+        conformance.LAYERS,
+        case.v_head_dim,
+        case.granularity,
+    )
+    cache.check_granularity()
+    rope = None if case.rope_style is None else Rope(case.rotary_dim, case.rope_style == 1)
+    return AttentionShape(
+        cache,
+        case.heads,
+        case.head_dim**-0.5,
+        case.window,
+        case.softcap,
+        bool(case.causal),
+        case.sinks,
+        rope,
+    )
+
+
+def plan_of(case: Case, operands: Operands, arch: str) -> launch.Plan:
+    shape = shape_of(case)
+    table, bounds = operands.inputs["lookup_table"], operands.inputs.get("max_lengths")
+    assert table is not None
+    new = [row[1] for row in case.rows]
+    longest = max(new, default=0), max((a + b for a, b in case.rows), default=0)
+    assert bounds is None or tuple(bounds[0]) == longest
+    sizes = launch.Sizes(len(case.rows), sum(new), *longest, table.shape[1])
+    if case.op == "store_kv":
+        return launch.plan_store(shape.cache, sizes, case.layer)
+    if case.op == "paged_attention":
+        return launch.plan_attention(shape, arch, sizes, case.layer)
+    return launch.plan_update_and_attend(shape, arch, sizes, case.layer, stores=case.stores)
+
+
+def tensor(array: Array, device: str) -> torch.Tensor:
+    """Through integers, as torch takes no ml_dtypes. On the CPU it shares memory."""
+    name = str(array.dtype)
+    if name not in {"bfloat16", "float8_e4m3fn"}:
+        return torch.from_numpy(array).to(device)
+    raw = array.view({1: np.uint8, 2: np.int16}[array.itemsize])
+    return torch.from_numpy(raw).view(getattr(torch, name)).to(device)
+
+
+def array(t: torch.Tensor, dtype: str) -> Array:
+    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()]
+    return t.cpu().view(raw).numpy().view(DTYPES[dtype].numpy)
+
+
+def run_case(case: Case, arch: str, device: str) -> None:
+    operands = conformance.build(case)
+    given = {n: tensor(a, device) for n, a in operands.inputs.items() if a is not None}
+    out = None
+    if case.op != "store_kv":
+        total, v_dim = sum(row[1] for row in case.rows), case.v_head_dim or case.head_dim
+        out = torch.full((total, case.heads, v_dim), torch.nan, dtype=getattr(torch, case.dtype))
+        given["out"] = out = out.to(device)
+    run(plan_of(case, operands, arch), given)
+    for name in operands.spec.mutated & given.keys():
+        before = operands.inputs[name]
+        assert before is not None
+        operands.inputs[name] = array(given[name], str(before.dtype))
+    conformance.check(case, None if out is None else array(out, case.dtype), operands)
+
+
+def slim() -> list[Case]:
+    """Every fourth of the paired cases, and the single ones but for the largest."""
+    paired = [c for c in conformance.cases() if c.label in conformance.LENGTHS]
+    single = [c for c in conformance.cases() if c.label not in conformance.LENGTHS]
+    large = ("many", "llama-8b")
+    return paired[::4] + [c for c in single if c.label not in large and c.page_size != 3]
+
+
+def check_rows(device: str) -> None:
+    """rms_norm, silu_mul and increment_cache_lengths against NumPy."""
+    rng = np.random.default_rng(0)
+    for dtype, width, residual, offset, round_first in (
+        ("float32", 352, False, 0.0, True),
+        ("bfloat16", 4096, True, 0.0, False),
+        ("bfloat16", 4096, True, 0.0, True),
+        ("float16", 80, True, 1.0, False),
+        ("float16", 80, False, 0.0, True),
+        ("bfloat16", 128, False, 1.0, False),
+    ):
+        rows, kind = 37, DTYPES[dtype].numpy
+        x, r, up = (rng.standard_normal((rows, width)).astype(kind) for _ in range(3))
+        weight = rng.standard_normal(width).astype(kind)
+        tolerance = conformance.TOLERANCE[dtype]
+
+        y = (x.astype("f4") + r.astype("f4")).astype(kind) if residual else x
+        rate = 1 / np.sqrt(np.mean(y.astype("f4") ** 2, -1, keepdims=True) + 1e-5)
+        normal = y.astype("f4") * rate
+        normal = normal.astype(kind).astype("f4") if round_first else normal
+        want = normal * (offset + weight.astype("f4"))
+        given = {n: tensor(a.copy(), device) for n, a in (("x", x), ("residual", r))}
+        given |= {"weight": tensor(weight, device), "out": torch.empty_like(given["x"])}
+        variant = launch.rms_norm_variant(
+            dtype,
+            width,
+            1e-5,
+            residual=residual,
+            weight_offset=offset,
+            round_first=round_first,
+        )
+        run(launch.plan_rms_norm(variant, rows), given)
+        _close(array(given["out"], dtype), want, tolerance)
+        _rounded_alike(array(given["out"], dtype), want)
+        assert array(given["residual"], dtype).tobytes() == (y if residual else r).tobytes()
+
+        pair = np.concatenate([x, up], -1)  # gate and up as halves of one tensor
+        given = {"gate": tensor(pair, device), "out": torch.empty_like(given["out"])}
+        given["up"] = given["gate"][:, width:]
+        variant = launch.silu_mul_variant(dtype, width, gate_stride=2 * width, up_stride=2 * width)
+        run(launch.plan_silu_mul(variant, rows), given)
+        wide = x.astype("f4")
+        want = (wide / (1 + np.exp(-wide))).astype(kind).astype("f4") * up.astype("f4")
+        _close(array(given["out"], dtype), want, tolerance)
+        _rounded_alike(array(given["out"], dtype), want)
+
+    lengths, new = (rng.integers(0, 90, 700).astype(np.int32) for _ in range(2))
+    offsets = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    given = {
+        "cache_lengths": tensor(lengths.copy(), device),
+        "input_row_offsets": tensor(offsets, device),
+    }
+    run(launch.plan_increment(700), given)
+    assert (given["cache_lengths"].cpu().numpy() == lengths + new).all()
+
+
+def _close(got: Array, want: Array, tolerance: float) -> None:
+    error = np.abs(got.astype("f4") - want).max()
+    assert error <= tolerance * (1 + np.abs(want).max()), f"largest error {error:.3g}"
+
+
+def _rounded_alike(got: Array, want: Array) -> None:
+    """Halves are rounded where the reference rounds: a rare tie may fall the other way, no more.
+
+    One rounding more or less changes a quarter of the elements.
+    """
+    if got.dtype != np.float32:
+        same = float((got == want.astype(got.dtype)).mean())
+        assert same >= 0.98, f"{same:.1%} of the elements are rounded as the reference is"
+
+
+def check_far_pages(arch: str, device: str) -> None:
+    """Page ids past 2^31 elements; on a CPU the pool is sparse, so untouched pages cost nothing."""
+    S, K, D = 128, 8, 128
+    slots = 2**31 // (2 * S * K * D) + 40
+    pool = tensor(np.zeros((slots, 2, 1, S, K, D), DTYPES["bfloat16"].numpy), device)
+    table = np.array([[slots - 2, 3], [slots - 7, slots - 3]], np.int32)
+    rng = np.random.default_rng(0)
+    kind = DTYPES["bfloat16"].numpy
+    q, k, v = (rng.standard_normal((20, K, D)).astype(kind) for _ in range(3))
+    cached, offsets = np.array([115, 0], np.int32), np.array([0, 14, 20], np.int32)
+    small = np.zeros((4, 2, 1, S, K, D), kind)
+    near = np.array([[2, 3], [0, 1]], np.int32)
+    bounds = np.array([[14, 129]], np.int32)
+    reference = conformance.UPDATE_AND_ATTEND.reference
+    want = reference(q, small, offsets, cached, near, bounds, k, v, layer=0, scale=0.1)
+    shape = AttentionShape(CacheShape("bfloat16", "bfloat16", K, D, S, 1), K, 0.1)
+    values = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "input_row_offsets": offsets,
+        "cache_lengths": cached,
+        "lookup_table": table,
+    }
+    given = {name: tensor(a, device) for name, a in values.items()} | {"kv_blocks": pool}
+    given["out"] = torch.empty_like(given["q"])
+    sizes = launch.Sizes(2, 20, 14, 129, 2)
+    run(launch.plan_update_and_attend(shape, arch, sizes, 0), given)
+    _close(array(given["out"], "bfloat16"), want.astype("f4"), conformance.TOLERANCE["bfloat16"])
+    for far, close in zip(table.flat, (2, 3, 0, 1), strict=True):
+        assert array(pool[int(far)], "bfloat16").tobytes() == small[close].tobytes()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--slim", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("cases", nargs="*")
+    given = parser.parse_args()
+    assert given.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+    if given.device == "cpu":
+        from tests.support.bfloat16 import mend
+
+        mend()
+        np.seterr(over="ignore")  # exp2 of a large capped score is infinite on purpose
+    cases = slim() if given.slim else list(conformance.cases())
+    cases = [c for c in cases if not given.cases or any(text in c.id for text in given.cases)]
+    failed, start = 0, time.perf_counter()
+    for case in cases:
+        began = time.perf_counter()
+        try:
+            run_case(case, given.arch, given.device)
+        except Exception as error:
+            failed += 1
+            print(f"FAILED {case.id}: {type(error).__name__}: {error}"[:400], flush=True)
+            if given.verbose:
+                traceback.print_exc()
+        else:
+            if given.verbose:
+                print(f"ok     {case.id} {time.perf_counter() - began:.2f} s", flush=True)
+    if not given.cases:
+        check_rows(given.device)
+        check_far_pages(given.arch, given.device)
+    print(
+        f"{len(cases) - failed} of {len(cases)} cases passed, {given.arch} tiles, "
+        f"{time.perf_counter() - start:.1f} s"
+    )
+    return 1 if failed or not cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

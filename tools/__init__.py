@@ -1,0 +1,1 @@
+"""What `make` runs on the sources: `python -m tools.NAME`."""
