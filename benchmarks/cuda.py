@@ -32,8 +32,8 @@ from rich.table import Table
 
 from benchmarks.cuda_run import Run, console, copy_bandwidth, goal, median_us, micros, wall_ms
 from kvgraph.contract.inputs import ModelInputs
-from kvgraph.kernels import aot, launch
-from kvgraph.kernels.launch import Plan, Sizes
+from kvgraph.kernels import aot, launch, variants
+from kvgraph.kernels.launch import LaunchPlan, Sizes
 from kvgraph.kernels.shapes import AttentionShape, CacheShape
 
 ROOT = Path(__file__).parents[1]
@@ -285,7 +285,7 @@ def _decode_inputs(kv: Any, batch: int, context: int) -> tuple[ModelInputs, Any]
 # ---- the machine ------------------------------------------------------------------------------
 
 
-def launcher(arch: str, smoke: bool, folder: Path) -> Callable[[Plan, dict[str, Any]], None]:
+def launcher(arch: str, smoke: bool, folder: Path) -> Callable[[LaunchPlan, dict[str, Any]], None]:
     """What runs plans of `LLAMA_8B`: cubins compiled here and now, or the interpreter."""
     if smoke:
         from kvgraph.kernels.run import run
@@ -300,9 +300,9 @@ def launcher(arch: str, smoke: bool, folder: Path) -> Callable[[Plan, dict[str, 
     return CudaGpu(folder).launch
 
 
-def _variants(arch: str) -> Iterator[launch.Variant]:
-    yield launch.store_variant(LLAMA_8B.cache, None)
-    yield from launch.attention_variants(LLAMA_8B, arch)
+def _variants(arch: str) -> Iterator[variants.Variant]:
+    yield variants.store_variant(LLAMA_8B.cache, None)
+    yield from variants.attention_variants(LLAMA_8B, arch)
 
 
 SECTIONS = {"matrix": matrix, "tokens": tokens, "decode": decode, "prefill": prefill, "step": step}

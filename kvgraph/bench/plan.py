@@ -41,7 +41,7 @@ print(json.dumps([name for name in sys.argv[1:] if not found(name)]))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """Engines in the order in which they run; `counts` of those that are ours, by name."""
 
     settings: Settings
@@ -58,7 +58,7 @@ def make_plan(
     peers: Sequence[str] = (),
     model: Path | None = None,
     work: Path,
-) -> Plan:
+) -> BenchPlan:
     """Engines and cases of a run; reads manifests, asks the peers' interpreters, measures nothing.
 
     `peers` are texts NAME[:CLASS[+CLASS]]=PYTHON, `model` is their Hugging Face folder, `work`
@@ -88,7 +88,7 @@ def make_plan(
         checkpoint = _checkpoint(model, manifest)
         for text in peers:
             engines += _peer_engines(text, classes, checkpoint, job)
-    return Plan(settings, cases, engines, counts, job)
+    return BenchPlan(settings, cases, engines, counts, job)
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:
@@ -257,6 +257,6 @@ def cache_bytes(job: dict[str, Any], precision: str) -> int:
     return int(job["cache_elements"]) * (4 if precision == "fp32" else 2)
 
 
-def engine_job(plan: Plan, spec: EngineSpec) -> dict[str, Any]:
+def engine_job(plan: BenchPlan, spec: EngineSpec) -> dict[str, Any]:
     """The job of one engine."""
     return plan.job | {"cache_bytes": cache_bytes(plan.job, spec.precision)}

@@ -14,7 +14,7 @@ from kvgraph.bench import machine
 from kvgraph.bench.engines import EngineResult, run_engine
 from kvgraph.bench.figures import Figure, make_figures
 from kvgraph.bench.limits import Limits, read_limits
-from kvgraph.bench.plan import Plan, engine_job
+from kvgraph.bench.plan import BenchPlan, engine_job
 from kvgraph.contract.plain import to_plain
 
 SCHEMA_VERSION = 1
@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 class Report:
     """What was measured. `loads`: the machine's load before the run and after it."""
 
-    plan: Plan
+    plan: BenchPlan
     machine: dict[str, Any]
     loads: tuple[float, float]
     readings: list[Limits]
@@ -40,7 +40,7 @@ class Report:
 
 
 def run(
-    plan: Plan,
+    plan: BenchPlan,
     *,
     timeout: float,
     read_bytes: int | None = None,

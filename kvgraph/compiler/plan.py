@@ -20,7 +20,7 @@ from kvgraph.kv.memory import plan_leaves
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """All sizes in bytes, of one device; activations and the graph itself are not counted."""
 
     architecture: str
@@ -58,7 +58,7 @@ def plan_deployment(
     cache_dtype: str | None,
     page_size: int,
     progress: Callable[[str], None] = lambda stage: None,
-) -> Plan:
+) -> DeploymentPlan:
     """Plan one device of `memory` bytes for the checkpoint in `folder`.
 
     `dtype` and `weights` mean what they mean to `compile` with the target's default backend. The
@@ -103,7 +103,7 @@ def plan_deployment(
     planned = plan_leaves(cache.params, available, max_batch_size, length, max_batch_tokens)
     unbounded = [p for p, leaf in leaves.items() if leaf.window_size is None]
     tokens = min((planned.pages[p] * page_size for p in unbounded), default=model.max_seq_len)
-    return Plan(
+    return DeploymentPlan(
         architecture=model.architecture,
         target=target,
         dtype=dtype,

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import KernelError, MissingDependencyError
-from kvgraph.kernels import launch, shapes
-from kvgraph.kernels.launch import Constant, Parameter, Variant
+from kvgraph.kernels import shapes, variants
 from kvgraph.kernels.shapes import AttentionShape
+from kvgraph.kernels.variants import Constant, Parameter, Variant
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -75,7 +75,7 @@ class Compiled:
             "shared": used.shared,
             "parameters": [[p.name, p.type] for p in variant.parameters],
             "hidden_pointers": list(HIDDEN_POINTERS),
-            "alignment": launch.ALIGNMENT,
+            "alignment": variants.ALIGNMENT,
             "constants": dict(sorted(variant.constants.items())),
             "registers": used.registers,
             "spill_stores": used.spill_stores,
@@ -92,8 +92,8 @@ def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
     """
     shape.check()
     shapes.check_dtypes(shape.cache, arch)
-    store = launch.store_variant(shape.cache, shape.rope)
-    return [store, *launch.attention_variants(shape, arch)]
+    store = variants.store_variant(shape.cache, shape.rope)
+    return [store, *variants.attention_variants(shape, arch)]
 
 
 def compile_attention(shape: AttentionShape, arch: str) -> list[Compiled]:
@@ -195,7 +195,7 @@ def _source(variant: Variant) -> ASTSource:
 
 
 def _aligned(parameter: Parameter) -> list[list[object]]:
-    return [["tt.divisibility", launch.ALIGNMENT]]
+    return [["tt.divisibility", variants.ALIGNMENT]]
 
 
 @contextlib.contextmanager

@@ -1,157 +1,32 @@
-"""Which kernels there are, their variants for a shape, and the launches of an op.
+"""The launches of an op: for the interpreter, for torch tensors and for the native launcher.
 
-One declaration for the interpreter, for torch tensors and for the native launcher: a Variant says
-what is compiled, a Launch which grid and arguments it gets. Grids follow from sizes that the host
-knows (upper bounds, never the values on the device), so nothing waits for the device.
+Grids follow from sizes that the host knows (upper bounds, never the values on the device), so
+nothing waits for the device. The rules of attention are the native library's
+(`plugins/launch/plan.cpp`), the same in every host.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
-from kvgraph import ops
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import shapes
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope, Tiles, power_of_two
-from kvgraph.ops.spec import Operand, OpSpec
-
-ALIGNMENT = 16
-"""Bytes that the address of every T, P and float32 operand is a multiple of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A run-time argument of a kernel, in ABI order. `type`: "*T" or "*P" (pointer to the
-    activations' or the pool's dtype), "*fp32", "*i32" (pointers), "i32" (a value)."""
-
-    name: str
-    type: str
-
-    @property
-    def aligned(self) -> bool:
-        return self.type.startswith("*") and self.type != "*i32"
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A function `name` of module `kvgraph.kernels.{module}`; constants follow the parameters."""
-
-    name: str
-    module: str
-    parameters: tuple[Parameter, ...]
-
-    def function(self) -> Any:
-        """The Triton function. Imports Triton."""
-        return getattr(import_module(f"kvgraph.kernels.{self.module}"), self.name)
-
-
-def _kernel(name: str, module: str, spec: OpSpec, parameters: str) -> Kernel:
-    """`parameters`: names of the spec's operands, whose types these have, or "name:type"."""
-    types = {operand.name: _pointer(operand) for operand in spec.inputs + spec.outputs}
-    pairs = (parameter.partition(":") for parameter in parameters.split())
-    return Kernel(name, module, tuple(Parameter(n, t or types[n]) for n, _, t in pairs))
-
-
-def _pointer(operand: Operand) -> str:
-    return f"*{operand.type_variable or DTYPES[operand.dtypes[0]].triton}"
-
-
-INDEX = "input_row_offsets cache_lengths lookup_table"
-ROWS = "batch_size:i32 layer:i32 table_width:i32 tiles_per_row:i32 rows_below:i32"
-
-STORE_KV = _kernel(
-    "store_kv",
-    "store_kv",
-    ops.UPDATE_AND_ATTEND,
-    f"kv_blocks k v {INDEX} cos_sin kv_scales {ROWS}",
+from kvgraph.kernels.shapes import AttentionShape
+from kvgraph.kernels.variants import (
+    Variant,
+    decode_variant,
+    increment_variant,
+    merge_variant,
+    prefill_variant,
+    store_variant,
 )
-PAGED_ATTENTION = _kernel(
-    "paged_attention",
-    "paged_attention",
-    ops.UPDATE_AND_ATTEND,
-    f"q kv_blocks {INDEX} cos_sin kv_scales sinks out partial_out:*fp32 partial_state:*fp32 "
-    f"{ROWS} new_above:i32 new_upto:i32 num_parts:i32",
-)
-MERGE_PARTS = _kernel(
-    "merge_parts",
-    "paged_attention",
-    ops.UPDATE_AND_ATTEND,
-    "input_row_offsets cache_lengths sinks out partial_out:*fp32 partial_state:*fp32 "
-    "tokens_per_row:i32 num_parts:i32",
-)
-RMS_NORM = _kernel("rms_norm", "rms_norm", ops.RMS_NORM, "x weight residual out num_rows:i32")
-SILU_MUL = _kernel("silu_mul", "silu_mul", ops.SILU_MUL, "gate up out")
-INCREMENT_CACHE_LENGTHS = _kernel(
-    "increment_cache_lengths",
-    "increment_cache_lengths",
-    ops.UPDATE_AND_ATTEND,
-    "cache_lengths input_row_offsets batch_size:i32",
-)
-KERNELS = (
-    STORE_KV,
-    PAGED_ATTENTION,
-    MERGE_PARTS,
-    RMS_NORM,
-    SILU_MUL,
-    INCREMENT_CACHE_LENGTHS,
-)
-
-Constant = int | float | bool | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A kernel with its constants: what is compiled, once per architecture.
-
-    `absent` parameters are compiled away: they are no part of the launch ABI.
-    """
-
-    kernel: Kernel
-    role: str
-    dtype: str
-    pool_dtype: str
-    constants: Mapping[str, Constant] = field(hash=False)
-    num_warps: int
-    num_stages: int
-    absent: frozenset[str] = frozenset()
-    parameters: tuple[Parameter, ...] = field(init=False, compare=False)
-    """The launch ABI, types resolved; two pointers to scratch memory (null) follow it."""
-    name: str = field(init=False, compare=False)
-    """Unique for what is compiled, the same in every process."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", self._parameters())
-        object.__setattr__(self, "name", self._name())
-
-    def _parameters(self) -> tuple[Parameter, ...]:
-        types = {
-            "*T": f"*{DTYPES[self.dtype].triton}",
-            "*P": f"*{DTYPES[self.pool_dtype].triton}",
-        }
-        return tuple(
-            Parameter(p.name, types.get(p.type, p.type))
-            for p in self.kernel.parameters
-            if p.name not in self.absent
-        )
-
-    def _name(self) -> str:
-        said = [
-            self.kernel.name,
-            self.num_warps,
-            self.num_stages,
-            [[p.name, p.type] for p in self.parameters],
-            sorted(self.constants.items()),
-        ]
-        digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
-        role = f"-{self.role}" if self.role else ""
-        return f"{self.kernel.name}{role}-{digest}"
+from kvgraph.ops import launch_native
+from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
+from kvgraph.ops.launch_native import Constants, Planned, StepSizes, Tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,203 +40,29 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """Launches in stream order, and the float32 scratch memory (name -> elements) they share."""
 
     launches: tuple[Launch, ...] = ()
     scratch: Mapping[str, int] = field(default_factory=dict)
 
-    def then(self, other: Plan) -> Plan:
-        return Plan(self.launches + other.launches, {**self.scratch, **other.scratch})
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the host knows of a step. `max_new` and `max_context` are bounds (`max_lengths[0]`)."""
+    """What the host knows of a step. `max_new` and `max_context` are bounds (`max_lengths[0]`);
+    `max_positions`, of the rotary table, bounds the context where it is not 0."""
 
     batch_size: int
     total_seq_len: int
     max_new: int
     max_context: int
     table_width: int
+    max_positions: int = 0
 
 
-# ---- variants ---------------------------------------------------------------------------------
-
-
-@lru_cache
-def store_variant(cache: CacheShape, rope: Rope | None) -> Variant:
-    constants: dict[str, Constant] = {
-        **_pool_constants(cache),
-        "LARGEST": DTYPES[cache.pool_dtype].largest,
-        "GRANULARITY": cache.granularity,
-        **_rope_constants(rope),
-        "BLOCK_R": 16,
-        "BLOCK_D": power_of_two(cache.head_dim, 16),
-        "BLOCK_E": power_of_two(cache.v_width, 16),
-    }
-    absent = _absent(cos_sin=rope is None, kv_scales=cache.quantized is None)
-    return Variant(STORE_KV, "", cache.dtype, cache.pool_dtype, constants, 4, 2, absent)
-
-
-def prefill_variant(shape: AttentionShape, arch: str) -> Variant:
-    """For rows of more new tokens than a decode tile takes."""
-    return _attention_variant(shape, arch, "prefill", shapes.prefill_tiles(shape, arch))
-
-
-def decode_variant(shape: AttentionShape, arch: str, *, split: bool) -> Variant:
-    """For rows whose new tokens fit one tile of few query rows."""
-    role = "decode_split" if split else "decode"
-    return _attention_variant(shape, arch, role, shapes.decode_tiles(shape, arch))
-
-
-@lru_cache
-def merge_variant(shape: AttentionShape, arch: str) -> Variant:
-    tiles = shapes.decode_tiles(shape, arch)
-    constants: dict[str, Constant] = {
-        "HEADS": shape.heads,
-        "V_HEAD_DIM": shape.cache.v_width,
-        "WINDOW": shape.window,
-        "CAUSAL": shape.causal,
-        "SINKS": shape.sinks,
-        "MIN_PART": shapes.MIN_PART,
-        "BLOCK_T": tiles.block_m // shape.group,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_P": shapes.MAX_PARTS,
-        "BLOCK_E": power_of_two(shape.cache.v_width, 16),
-    }
-    cache, absent = shape.cache, _absent(sinks=not shape.sinks)
-    return Variant(MERGE_PARTS, "", cache.dtype, cache.pool_dtype, constants, 4, 1, absent)
-
-
-def attention_variants(shape: AttentionShape, arch: str) -> tuple[Variant, ...]:
-    """Every kernel that `plan_attention` may launch for `shape`."""
-    return (
-        prefill_variant(shape, arch),
-        decode_variant(shape, arch, split=False),
-        decode_variant(shape, arch, split=True),
-        merge_variant(shape, arch),
-    )
-
-
-@lru_cache
-def _attention_variant(shape: AttentionShape, arch: str, role: str, tiles: Tiles) -> Variant:
-    cache, split = shape.cache, role == "decode_split"
-    constants: dict[str, Constant] = {
-        "HEADS": shape.heads,
-        **_pool_constants(cache),
-        "SCALE": shape.scale,
-        "WINDOW": shape.window,
-        "SOFTCAP": shape.softcap,
-        "CAUSAL": shape.causal,
-        "SINKS": shape.sinks,
-        "FP8_NATIVE": shapes.capability(arch) >= 89,
-        "GRANULARITY": cache.granularity,
-        # A weight times a small scale would leave the range of a half; else it is cheaper.
-        "SCALE_V_TILE": cache.dtype == "float16",
-        **_rope_constants(shape.rope),
-        "PRECISION": "ieee" if cache.dtype == "float32" else "tf32",
-        "SPLIT": split,
-        "MIN_PART": shapes.MIN_PART,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_D": power_of_two(cache.head_dim, 16),
-        "BLOCK_E": power_of_two(cache.v_width, 16),
-    }
-    absent = _absent(
-        cos_sin=shape.rope is None,
-        kv_scales=cache.quantized is None,
-        sinks=not shape.sinks or split,
-        out=split,
-        partial_out=not split,
-        partial_state=not split,
-    )
-    return Variant(
-        PAGED_ATTENTION,
-        role,
-        cache.dtype,
-        cache.pool_dtype,
-        constants,
-        tiles.num_warps,
-        tiles.num_stages,
-        absent,
-    )
-
-
-def _pool_constants(cache: CacheShape) -> dict[str, Constant]:
-    return {
-        "KV_HEADS": cache.kv_heads,
-        "HEAD_DIM": cache.head_dim,
-        "V_HEAD_DIM": cache.v_width,
-        "PAGE_SIZE": cache.page_size,
-        "LAYERS": cache.num_layers,
-        "QUANTIZED": cache.quantized,
-    }
-
-
-def _rope_constants(rope: Rope | None) -> dict[str, Constant]:
-    return {
-        "ROTARY": rope.rotary_dim if rope else 0,
-        "INTERLEAVED": bool(rope and rope.interleaved),
-    }
-
-
-def _absent(**names: bool) -> frozenset[str]:
-    return frozenset(name for name, gone in names.items() if gone)
-
-
-def rms_norm_variant(
-    dtype: str,
-    width: int,
-    epsilon: float,
-    *,
-    residual: bool = False,
-    weight_offset: float = 0.0,
-    round_first: bool = False,
-) -> Variant:
-    """`weight_offset` 1 is Gemma's; `round_first`, to dtype before the weight, is Llama's."""
-    block = power_of_two(width, 16)
-    rows = max(1, 2048 // block)
-    constants: dict[str, Constant] = {
-        "WIDTH": width,
-        "EPSILON": epsilon,
-        "WEIGHT_OFFSET": weight_offset,
-        "ROUND_FIRST": round_first and dtype != "float32",
-        "RESIDUAL": residual,
-        "BLOCK_R": rows,
-        "BLOCK_D": block,
-    }
-    warps = min(max(block * rows // 512, 1), 16)
-    return Variant(RMS_NORM, "", dtype, dtype, constants, warps, 1, _absent(residual=not residual))
-
-
-def silu_mul_variant(
-    dtype: str, width: int, *, gate_stride: int = 0, up_stride: int = 0
-) -> Variant:
-    """Strides 0: gate and up are tensors of their own."""
-    constants: dict[str, Constant] = {
-        "WIDTH": width,
-        "GATE_STRIDE": gate_stride or width,
-        "UP_STRIDE": up_stride or width,
-        "BLOCK_D": min(power_of_two(width, 16), 1024),
-    }
-    return Variant(SILU_MUL, "", dtype, dtype, constants, 4, 1)
-
-
-def increment_variant() -> Variant:
-    return Variant(INCREMENT_CACHE_LENGTHS, "", "int32", "int32", {"BLOCK_B": 256}, 4, 1)
-
-
-# ---- plans ------------------------------------------------------------------------------------
-
-
-def plan_store(cache: CacheShape, sizes: Sizes, layer: int, rope: Rope | None = None) -> Plan:
+def plan_store(shape: AttentionShape, arch: str, sizes: Sizes, layer: int) -> LaunchPlan:
     """store_kv of one layer. Operands: those of the op, and cos_sin with rope."""
-    if not sizes.total_seq_len:
-        return Plan()
-    variant = store_variant(cache, rope)
-    tiles, rows = _tiles(sizes, layer, _int(variant, "BLOCK_R"))
-    return Plan((_launch(variant, (tiles * cache.kv_heads, 1), rows),))
+    return _known(b"store_kv", shape, arch, True, False, 0).plan(sizes, layer)
 
 
 def plan_attention(
@@ -371,26 +72,14 @@ def plan_attention(
     layer: int,
     *,
     multiprocessors: int = 0,
-) -> Plan:
+) -> LaunchPlan:
     """paged_attention of one layer: one launch for the rows that a decode tile takes, one for the
     longer ones, each only where such rows may exist; and a merge where the context is split.
 
     `multiprocessors` 0: those of a typical device of `arch`.
     """
-    if not sizes.total_seq_len:
-        return Plan()
-    upto = _decode_tokens(shape, arch)
-    longest = min(sizes.max_new, sizes.total_seq_len)
-    plan = Plan()
-    if longest > upto:
-        plan = plan.then(_plan_prefill(shape, arch, sizes, layer, upto))
-    all_long = longest > upto and sizes.total_seq_len == sizes.batch_size * longest
-    if not all_long:
-        parts = _parts(
-            shape, arch, sizes, multiprocessors or shapes.MULTIPROCESSORS[arch], longest > upto
-        )
-        plan = plan.then(_plan_decode(shape, arch, sizes, layer, upto, parts))
-    return plan
+    known = _known(b"paged_attention", shape, arch, False, True, multiprocessors)
+    return known.plan(sizes, layer)
 
 
 def plan_update_and_attend(
@@ -401,92 +90,118 @@ def plan_update_and_attend(
     *,
     stores: bool = True,
     multiprocessors: int = 0,
-) -> Plan:
-    """update_and_attend of one layer: k is rotated as it is stored, q as attention loads it."""
-    store = plan_store(shape.cache, sizes, layer, shape.rope) if stores else Plan()
-    return store.then(plan_attention(shape, arch, sizes, layer, multiprocessors=multiprocessors))
+) -> LaunchPlan:
+    """update_and_attend of one layer: k is rotated as it is stored, q as attention loads it.
+
+    KernelError for sizes that no step has.
+    """
+    known = _known(b"update_and_attend", shape, arch, stores, True, multiprocessors)
+    return known.plan(sizes, layer)
 
 
-def _plan_prefill(shape: AttentionShape, arch: str, sizes: Sizes, layer: int, above: int) -> Plan:
-    variant = prefill_variant(shape, arch)
-    tiles, rows = _tiles(sizes, layer, _int(variant, "BLOCK_M") // shape.group)
-    rows |= {"new_above": above, "new_upto": 2**31 - 1, "num_parts": 1}
-    return Plan((_launch(variant, (tiles * shape.cache.kv_heads, 1), rows),))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What the plans of an op share: the question, and variants by role."""
 
+    question: launch_native.StepPlan
+    variants: tuple[Variant, ...]
 
-def _plan_decode(
-    shape: AttentionShape, arch: str, sizes: Sizes, layer: int, upto: int, parts: int
-) -> Plan:
-    variant = decode_variant(shape, arch, split=parts > 1)
-    rows = _row_values(sizes, layer, tiles_per_row=1)
-    rows |= {"new_above": 0, "new_upto": upto, "num_parts": parts}
-    attend = _launch(variant, (sizes.batch_size * shape.cache.kv_heads, parts), rows)
-    if parts == 1:
-        return Plan((attend,))
-    tokens = min(sizes.max_new, upto)
-    values = {"tokens_per_row": tokens, "num_parts": parts}
-    grid = (sizes.batch_size * tokens * shape.heads, 1)
-    merge = _launch(merge_variant(shape, arch), grid, values)
-    slots = sizes.batch_size * upto * shape.heads * parts
-    scratch = {"partial_out": slots * shape.cache.v_width, "partial_state": slots * 2}
-    return Plan((attend, merge), scratch)
+    def plan(self, sizes: Sizes, layer: int) -> LaunchPlan:
+        asked = launch_native.StepPlan.from_buffer_copy(self.question)
+        asked.layer = layer
+        asked.sizes = StepSizes(
+            sizes.batch_size,
+            sizes.total_seq_len,
+            sizes.max_new,
+            sizes.max_context,
+            sizes.table_width,
+            sizes.max_positions,
+        )
+        launch_native.plan_step(asked)
+        launches = [self._launch(planned) for planned in asked.launches[: asked.num_launches]]
+        scratch = {name: n for name, n in zip(SCRATCH, asked.scratch, strict=True) if n}
+        return LaunchPlan(tuple(launches), scratch)
+
+    def _launch(self, planned: Planned) -> Launch:
+        values = dict(zip(VALUES, planned.values, strict=True))
+        columns, lines = planned.grid
+        return _launch(self.variants[planned.role], (columns, lines), values)
 
 
 @lru_cache
-def _decode_tokens(shape: AttentionShape, arch: str) -> int:
-    """New tokens that a decode tile takes."""
-    return shapes.decode_tiles(shape, arch).block_m // shape.group
-
-
-def _parts(
-    shape: AttentionShape, arch: str, sizes: Sizes, multiprocessors: int, mixed: bool
-) -> int:
-    """Parts of every row's context: enough programs for the device, of at least MIN_PART keys.
-
-    With prefill rows (`mixed`) the device is busy, but a long decode row must not come last.
-    """
-    keys = min(sizes.max_context, shape.window + shapes.MIN_PART) if shape.window else 0
-    most = ceildiv(keys or sizes.max_context, shapes.MIN_PART)
-    programs = sizes.batch_size * shape.cache.kv_heads
-    wanted = ceildiv(4 * multiprocessors, programs) if not mixed else ceildiv(most, 16)
-    return max(1, min(most, wanted, shapes.MAX_PARTS))
-
-
-def _tiles(sizes: Sizes, layer: int, block: int) -> tuple[int, dict[str, int]]:
-    """Tiles of `block` new tokens: as many for every row, or found by search if those are fewer."""
-    per_row = ceildiv(min(sizes.max_new, sizes.total_seq_len), block)
-    every, searched = sizes.batch_size * per_row, sizes.total_seq_len // block + sizes.batch_size
-    if every <= searched:
-        return every, _row_values(sizes, layer, per_row)
-    return searched, _row_values(sizes, layer, 0)
-
-
-def _row_values(sizes: Sizes, layer: int, tiles_per_row: int) -> dict[str, int]:
-    return {
-        "batch_size": sizes.batch_size,
-        "layer": layer,
-        "table_width": sizes.table_width,
-        "tiles_per_row": tiles_per_row,
-        "rows_below": power_of_two(sizes.batch_size),
+def _known(
+    op: bytes, shape: AttentionShape, arch: str, stores: bool, attends: bool, multiprocessors: int
+) -> _Known:
+    question = launch_native.StepPlan(
+        op=op,
+        constants=constants(shape),
+        tiling=tiling(shape, arch, multiprocessors),
+        stores=stores,
+        attends=attends,
+    )
+    by_role = {
+        "store": store_variant(shape.cache, shape.rope),
+        "prefill": prefill_variant(shape, arch),
+        "decode": decode_variant(shape, arch, split=False),
+        "decode_split": decode_variant(shape, arch, split=True),
+        "merge": merge_variant(shape, arch),
     }
+    return _Known(question, tuple(by_role[role] for role in ROLES))
 
 
-def plan_rms_norm(variant: Variant, num_rows: int) -> Plan:
+def constants(shape: AttentionShape) -> Constants:
+    """What the kernels of `shape` are compiled for."""
+    cache, rope = shape.cache, shape.rope
+    return Constants(
+        scale=shape.scale,
+        softcap=shape.softcap,
+        window=shape.window,
+        causal=shape.causal,
+        rope_style=bool(rope and rope.interleaved),
+        num_layers=cache.num_layers,
+        page_size=cache.page_size,
+        num_kv_heads=cache.kv_heads,
+        head_dim=cache.head_dim,
+        v_head_dim=cache.v_width,
+        num_heads=shape.heads,
+        scales_per_head=ceildiv(cache.head_dim, cache.granularity) if cache.granularity else 0,
+        rotary_dim=rope.rotary_dim if rope else 0,
+        dtype=DTYPES[cache.dtype].code,
+        pool_dtype=DTYPES[cache.pool_dtype].code,
+    )
+
+
+def tiling(shape: AttentionShape, arch: str, multiprocessors: int = 0) -> Tiling:
+    """How kernels of `arch` split a step. `multiprocessors` 0: those of a typical device."""
+    return Tiling(
+        store_tokens=_int(store_variant(shape.cache, shape.rope), "BLOCK_R"),
+        prefill_tokens=shapes.prefill_tiles(shape, arch).block_m // shape.group,
+        decode_tokens=shapes.decode_tiles(shape, arch).block_m // shape.group,
+        multiprocessors=multiprocessors or shapes.MULTIPROCESSORS[arch],
+        min_part=shapes.MIN_PART,
+        max_parts=shapes.MAX_PARTS,
+    )
+
+
+# ---- element-wise kernels, which Python alone plans ---------------------------------------------
+
+
+def plan_rms_norm(variant: Variant, num_rows: int) -> LaunchPlan:
     return _plan_rows(variant, ceildiv(num_rows, _int(variant, "BLOCK_R")), num_rows=num_rows)
 
 
-def plan_silu_mul(variant: Variant, num_rows: int) -> Plan:
+def plan_silu_mul(variant: Variant, num_rows: int) -> LaunchPlan:
     blocks = ceildiv(_int(variant, "WIDTH"), _int(variant, "BLOCK_D"))
     return _plan_rows(variant, num_rows * blocks)
 
 
-def plan_increment(batch_size: int) -> Plan:
+def plan_increment(batch_size: int) -> LaunchPlan:
     variant = increment_variant()
     return _plan_rows(variant, ceildiv(batch_size, _int(variant, "BLOCK_B")), batch_size=batch_size)
 
 
-def _plan_rows(variant: Variant, programs: int, **values: int) -> Plan:
-    return Plan((_launch(variant, (programs, 1), values),)) if programs else Plan()
+def _plan_rows(variant: Variant, programs: int, **values: int) -> LaunchPlan:
+    return LaunchPlan((_launch(variant, (programs, 1), values),)) if programs else LaunchPlan()
 
 
 def _launch(variant: Variant, grid: tuple[int, int], values: Mapping[str, int]) -> Launch:

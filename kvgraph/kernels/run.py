@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kvgraph.kernels.launch import Launch, Plan
+from kvgraph.kernels.launch import Launch, LaunchPlan
 
 
-def run(plan: Plan, operands: Mapping[str, torch.Tensor]) -> None:
+def run(plan: LaunchPlan, operands: Mapping[str, torch.Tensor]) -> None:
     """Launch in order. `operands` by parameter name; outputs and mutated operands are written.
 
     float8_e4m3fn operands are passed as their bytes. Scratch memory is allocated here.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvgraph.errors import DeviceError, KernelError
 from kvgraph.ops.native import INSTALL, MESSAGE_BYTES, library_path
 
-LAUNCH_ABI_VERSION = 1
+LAUNCH_ABI_VERSION = 2
 """Of launch.h."""
 
 # Structs of launch.h. An argument is a kind, the alignment of a pointer, and 8 bytes of value.

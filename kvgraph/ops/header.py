@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvgraph.contract.dtypes import ALL
+from kvgraph.contract.dtypes import ALL, DTYPES
 from kvgraph.ops import ALL_SPECS, OPSET_DOMAIN, OPSET_VERSION, SPECS
+from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.spec import Operand, OpSpec
 
 ABI_VERSION = 1
@@ -61,7 +62,7 @@ def header() -> str:
         dict.fromkeys(_symbol(d) for op in ALL_SPECS for o in _operands(op) for d in o.dims)
     )
     symbols = [d for d in dims if d]
-    lines = [PREAMBLE, *_constants(symbols), STRUCTS]
+    lines = [PREAMBLE, *_constants(symbols), *_launches(), STRUCTS]
     for op in ALL_SPECS:
         lines += _op_tables(op, symbols)
     names = [f"&KVG_OP_{op.name.upper()}" for op in ALL_SPECS]
@@ -85,6 +86,7 @@ def _constants(symbols: list[str]) -> Iterator[str]:
     yield f"typedef enum kvg_dtype {{ {codes} }} kvg_dtype;\n\n"
     yield "static const char* const KVG_DTYPE_NAMES[] = {"
     yield ", ".join(f'"{name}"' for name in ["none", *DTYPE_CODES]) + "};\n"
+    yield from _dtype_tables()
     yield f"#define KVG_NUM_DIM_SYMBOLS {len(symbols)}\n"
     yield "static const char* const KVG_DIM_NAMES[] = {"
     yield ", ".join(f'"{name}"' for name in symbols) + "};\n\n"
@@ -92,6 +94,29 @@ def _constants(symbols: list[str]) -> Iterator[str]:
     for i, name in enumerate(symbols):
         yield f"  KVG_DIM_{name.upper()} = {i},\n"
     yield "};\n\n"
+
+
+def _dtype_tables() -> Iterator[str]:
+    dtypes = [DTYPES[name] for name in DTYPE_CODES]
+    onnx = ", ".join(str(dtype.onnx) for dtype in dtypes)
+    largest = ", ".join(f"{dtype.largest:g}" for dtype in dtypes)
+    yield "// By kvg_dtype: onnx.TensorProto.DataType; the largest magnitude of a quantised pool.\n"
+    yield f"static const int32_t KVG_DTYPE_ONNX[] = {{0, {onnx}}};\n"
+    yield f"static const float KVG_DTYPE_LARGEST[] = {{0, {largest}}};\n"
+    tensorrt = ", ".join(f"scope k{dtype.tensorrt}" for dtype in dtypes)
+    yield "// TensorRT's DataType of each from kvg_dtype 1 on.\n"
+    yield f"#define KVG_DTYPE_TENSORRT(scope) {tensorrt}\n"
+
+
+def _launches() -> Iterator[str]:
+    yield "// Launches of a step: kernels by role, integers by value, shared float32 memory.\n"
+    for kind, names in (("role", ROLES), ("value", VALUES), ("scratch", SCRATCH)):
+        tag = f"KVG_{kind.upper()}"
+        codes = ", ".join(f"{tag}_{name.upper()}" for name in names)
+        yield f"enum {{ {codes}, {tag}_COUNT }};\n"
+        quoted = ", ".join(f'"{name}"' for name in names)
+        yield f"static const char* const {tag}_NAMES[] = {{{quoted}}};\n"
+    yield "\n"
 
 
 def _op_tables(op: OpSpec, symbols: list[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from kvgraph.ops.spec import Operand
 if TYPE_CHECKING:
     from kvgraph.contract.dims import Array
 
-KERNEL_ATTRIBUTES = {"kernels": OpSchema.AttrType.STRING, "images": OpSchema.AttrType.TENSOR}
+KERNEL_ATTRIBUTES = dict.fromkeys(("kernels", "images"), OpSchema.AttrType.TENSOR)
 """Of nodes for a GPU: what their kernels were compiled for, and their cubins. Optional."""
 
 

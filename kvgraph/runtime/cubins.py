@@ -9,7 +9,8 @@ from typing import Any
 
 from kvgraph.contract.files import inside
 from kvgraph.errors import ArtifactError, KVGraphError
-from kvgraph.kernels.launch import Plan, Variant
+from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.variants import Parameter, Variant
 from kvgraph.ops.cuda_native import Kernel, launcher
 from kvgraph.runtime.machine import runnable
 from kvgraph.runtime.sessions.opening import opening
@@ -40,7 +41,7 @@ class Cubins:
                     "got none; compile the model again"
                 )
 
-    def launch(self, plan: Plan, addresses: Mapping[str, int], stream: int) -> None:
+    def launch(self, plan: LaunchPlan, addresses: Mapping[str, int], stream: int) -> None:
         """Enqueue `plan`. `addresses` of its operands and of its scratch memory, by name."""
         for one in plan.launches:
             given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
@@ -75,7 +76,7 @@ class Cubins:
         module = self._launcher.load(
             image, entry["arch"], device=ordinal, sha256=entry["sha256"], min_driver=MIN_DRIVER
         )
-        types = [_aligned(type_, entry["alignment"]) for _, type_ in entry["parameters"]]
+        types = [_aligned(Parameter(*p), entry["alignment"]) for p in entry["parameters"]]
         return self._launcher.kernel(
             module,
             entry["entry"],
@@ -85,6 +86,5 @@ class Cubins:
         )
 
 
-def _aligned(type_: str, alignment: int) -> str:
-    """Index tensors alone may start anywhere: they may be views."""
-    return f"{type_}:{alignment}" if type_.startswith("*") and type_ != "*i32" else type_
+def _aligned(parameter: Parameter, alignment: int) -> str:
+    return f"{parameter.type}:{alignment}" if parameter.aligned else parameter.type

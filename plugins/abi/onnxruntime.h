@@ -80,8 +80,6 @@ using TensorTypeAndShape = Function<65, Status*(const Value*, TensorInfo**)>;
 using DefaultAllocator = Function<78, Status*(Allocator**)>;  // of host memory, never released
 using AttributeFloat = Function<85, Status*(const KernelInfo*, const char*, float*)>;
 using AttributeInt = Function<86, Status*(const KernelInfo*, const char*, int64_t*)>;
-// Into `out` with a final NUL, or its size where `out` is null.
-using AttributeString = Function<87, Status*(const KernelInfo*, const char*, char* out, size_t*)>;
 using InputCount = Function<88, Status*(const KernelContext*, size_t*)>;
 using OutputCount = Function<89, Status*(const KernelContext*, size_t*)>;
 using Input = Function<90, Status*(const KernelContext*, size_t, const Value**)>;

@@ -14,13 +14,13 @@ namespace trt {
 struct Stream;  // CUstream_st
 
 enum class DataType : int32_t {
-  kFloat = 0,
-  kHalf = 1,
-  kInt8 = 2,
-  kInt32 = 3,
-  kFp8 = 6,
-  kBf16 = 7,
-  kInt64 = 8,
+  kFLOAT = 0,
+  kHALF = 1,
+  kINT8 = 2,
+  kINT32 = 3,
+  kFP8 = 6,
+  kBF16 = 7,
+  kINT64 = 8,
 };
 
 enum class Format : int32_t { kLinear = 0 };

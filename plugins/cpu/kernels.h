@@ -138,8 +138,6 @@ inline bool reads_as_stored(int32_t code) {
 }
 
 // Largest magnitude that a quantised element stores; 0 for dtypes that are stored as they are.
-inline float quantized_max(int32_t code) {
-  return code == KVG_INT8 ? 127.0f : code == KVG_FLOAT8_E4M3FN ? 448.0f : 0.0f;
-}
+inline float quantized_max(int32_t code) { return KVG_DTYPE_LARGEST[code]; }
 
 }  // namespace kvg

@@ -1,8 +1,7 @@
 #include "launch/kernels.h"
 
+#include <algorithm>
 #include <cstring>
-#include <locale>
-#include <sstream>
 
 #include "cuda/refuse.h"
 
@@ -11,158 +10,157 @@ namespace {
 
 using cuda::refuse;
 
-[[noreturn]] void refuse_line(const std::string& line, const char* expected) {
-  refuse(KVG_REFUSED, "field kernels: expected %s, got \"%.100s\"", expected, line.c_str());
-}
+constexpr char kText[] = "kvgraph-kernels 1";  // how version 1 began
 
 template <size_t N>
-int position(const char* const (&names)[N], const std::string& name) {
-  for (size_t i = 0; i < N; ++i)
-    if (name == names[i]) return static_cast<int>(i);
-  return -1;
+bool ends(const char (&text)[N]) {
+  return std::memchr(text, 0, N);
 }
 
-int operand_index(const kvg_op& op, const std::string& name) {
-  for (int i = 0; i < op.num_inputs + op.num_outputs; ++i)
-    if (name == op.operands[i].name) return i;
-  return -1;
+[[noreturn]] void refuse_version(const char* what, uint32_t expected, uint32_t found) {
+  refuse(KVG_REFUSED, "field kernels: expected %s %u of this kvgraph, got %u: compile the model again",
+         what, expected, found);
 }
 
-int hex_digit(char c) {
-  if (c >= '0' && c <= '9') return c - '0';
-  return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+kvg_kernels read_header(const std::string& record) {
+  if (!record.compare(0, sizeof kText - 1, kText)) refuse_version("version", KVG_KERNELS_VERSION, 1);
+  kvg_kernels header;
+  if (record.size() < sizeof header)
+    refuse(KVG_REFUSED, "field kernels: expected a record of at least %zu bytes, got %zu",
+           sizeof header, record.size());
+  std::memcpy(&header, record.data(), sizeof header);
+  if (header.version != KVG_KERNELS_VERSION)
+    refuse_version("version", KVG_KERNELS_VERSION, header.version);
+  if (header.contract_version != KVG_ABI_VERSION)
+    refuse_version("operands of ABI version", KVG_ABI_VERSION, header.contract_version);
+  return header;
 }
 
-bool parse_digest(const std::string& text, cuda::Digest& digest) {
-  if (text.size() != 2 * digest.size()) return false;
-  for (size_t i = 0; i < digest.size(); ++i) {
-    const int high = hex_digit(text[2 * i]), low = hex_digit(text[2 * i + 1]);
-    if (high < 0 || low < 0) return false;
-    digest[i] = static_cast<uint8_t>(16 * high + low);
-  }
-  return true;
-}
-
-class Reader {
- public:
-  explicit Reader(const kvg_op& op) : op_(op) {}
-
-  void entry(const std::string& line) {
-    std::istringstream words(line);
-    words.imbue(std::locale::classic());  // whatever the process's is
-    std::string kind;
-    words >> kind;
-    if (kind == "type") return type(line, words);
-    if (kind == "dim") return named(line, words, made.dims);
-    if (kind == "attribute") return named(line, words, made.attributes);
-    if (kind == "arch") return arch(line, words);
-    if (kind == "kernel") return kernel(line, words);
-    refuse_line(line, "type, dim, attribute, arch or kernel");
-  }
-
-  Kernels made;
-
- private:
-  void type(const std::string& line, std::istringstream& words) {
-    std::string variable, dtype;
-    words >> variable >> dtype;
-    const int code = position(KVG_DTYPE_NAMES, dtype);
-    if ((variable != "T" && variable != "P") || code < 1) refuse_line(line, "type T or P and a dtype");
-    made.dtypes[variable == "T" ? 1 : 2] = code;
-  }
-
-  template <class Number>
-  void named(const std::string& line, std::istringstream& words,
-             std::map<std::string, Number, std::less<>>& to) {
-    std::string name;
-    Number value{};
-    if (!(words >> name >> value)) refuse_line(line, "a name and a number");
-    to[name] = value;
-  }
-
-  void arch(const std::string& line, std::istringstream& words) {
-    ArchKernels found;
-    std::string name;
-    Tiling& t = found.tiling;
-    if (!(words >> name >> t.multiprocessors >> t.store_tokens >> t.prefill_tokens >>
-          t.decode_tokens >> t.min_part >> t.max_parts) ||
-        t.multiprocessors < 1 || t.store_tokens < 1 || t.prefill_tokens < 1 ||
-        t.decode_tokens < 1 || t.min_part < 1 || t.max_parts < 1)
-      refuse_line(line, "an arch with 6 numbers of at least 1");
-    found.arch = cuda::parse_arch(name.c_str());
-    made.archs.push_back(found);
-  }
-
-  void kernel(const std::string& line, std::istringstream& words) {
-    std::string role_name, digest, word;
-    Kernel found;
-    words >> role_name >> found.function >> found.num_warps >> found.shared_bytes >> digest;
-    const int role = position(kRoleNames, role_name);
-    if (!words || role < 0 || made.archs.empty() || !parse_digest(digest, found.digest))
-      refuse_line(line, "a kernel of an arch: role, function, warps, shared bytes, SHA-256");
-    bool foreign = false;
-    while (words >> word) foreign |= !parameter(line, word, found);
-    if (!foreign) made.archs.back().kernels[role] = found;
-  }
-
-  // False for a pointer to what this op has no operand for.
-  bool parameter(const std::string& line, const std::string& word, Kernel& kernel) {
-    const size_t star = word.find('*');
-    const std::string name = word.substr(0, star);
-    if (star == std::string::npos) {
-      const int value = position(kValueNames, name);
-      if (value < 0) refuse_line(line, "values that a plan has");
-      kernel.parameters.push_back({Parameter::kValue, value, 0});
-      return true;
-    }
-    const auto alignment = static_cast<uint32_t>(std::strtoul(word.c_str() + star + 1, nullptr, 10));
-    if (alignment < 1) refuse_line(line, "an alignment of at least 1 of every pointer");
-    const int scratch = position(kScratchNames, name);
-    const int operand = operand_index(op_, name);
-    if (scratch >= 0)
-      kernel.parameters.push_back({Parameter::kScratch, scratch, alignment});
-    else if (operand >= 0)
-      kernel.parameters.push_back({Parameter::kOperand, operand, alignment});
-    return scratch >= 0 || operand >= 0;
-  }
-
-  const kvg_op& op_;
-};
-
-int64_t dim_of(const Kernels& kernels, const char* name) {
-  const auto found = kernels.dims.find(name);
-  if (found == kernels.dims.end() || found->second < 1)
-    refuse(KVG_REFUSED, "field kernels: expected dim %s, got none", name);
-  return found->second;
-}
-
-void complete(const kvg_op& op, Kernels& kernels, bool stores) {
-  const bool attends = operand_index(op, "out") >= 0;
-  if (!kernels.dtypes[1] || !kernels.dtypes[2])
-    refuse(KVG_REFUSED, "field kernels: expected types T and P, got %s",
-           kernels.dtypes[1] || kernels.dtypes[2] ? "one of them" : "neither");
-  if (kernels.archs.empty())
+void check_size(const kvg_kernels& header, const std::string& record) {
+  if (!header.num_archs)
     refuse(KVG_REFUSED, "field kernels: expected kernels of at least one arch, got none");
-  for (ArchKernels& arch : kernels.archs) {
-    arch.tiling.kv_heads = dim_of(kernels, "num_kv_heads");
-    arch.tiling.v_width = dim_of(kernels, "v_head_dim");
-    arch.tiling.heads = attends ? dim_of(kernels, "num_heads") : 0;
-    const auto window = kernels.attributes.find("window");
-    arch.tiling.window = window == kernels.attributes.end() ? 0 : static_cast<int64_t>(window->second);
-    for (int role = 0; role < kNumRoles; ++role)
-      if ((role == kStore ? stores : attends) && !arch.kernels[role].given())
-        refuse(KVG_REFUSED, "field kernels: %s: expected a %s kernel for %s, got none",
-               arch.arch.name.c_str(), kRoleNames[role], op.name);
+  if (header.arch_size != sizeof(kvg_arch_kernels))
+    refuse(KVG_REFUSED, "field kernels: expected %zu bytes for an arch, got %u",
+           sizeof(kvg_arch_kernels), header.arch_size);
+  const size_t size = sizeof header + size_t{header.num_archs} * header.arch_size;
+  const bool ended = record.size() == size + 1 && !record[size];  // a string's end, from a parser
+  if (record.size() != size && !ended)
+    refuse(KVG_REFUSED, "field kernels: expected a record of %zu bytes, got %zu", size, record.size());
+}
+
+void check_dtype(const char* variable, int32_t code) {
+  constexpr int32_t count = sizeof KVG_DTYPE_NAMES / sizeof *KVG_DTYPE_NAMES;
+  if (code < 1 || code >= count)
+    refuse(KVG_REFUSED, "field kernels: %s: expected a dtype of 1 to %d, got %d", variable, count - 1,
+           code);
+}
+
+void set_dims(const kvg_op& op, bool attends, Kernels& kernels) {
+  const kvg_constants& c = kernels.constants;
+  const struct {
+    int symbol;
+    int32_t extent;
+    bool required;
+  } known[] = {{KVG_DIM_NUM_LAYERS, c.num_layers, true},
+               {KVG_DIM_PAGE_SIZE, c.page_size, true},
+               {KVG_DIM_NUM_KV_HEADS, c.num_kv_heads, true},
+               {KVG_DIM_HEAD_DIM, c.head_dim, true},
+               {KVG_DIM_V_HEAD_DIM, c.v_head_dim, true},
+               {KVG_DIM_NUM_HEADS, c.num_heads, attends},
+               {KVG_DIM_SCALES_PER_HEAD, c.scales_per_head, false},
+               {KVG_DIM_ROTARY_DIM, c.rotary_dim, false}};
+  for (const auto& dim : known) {
+    if (dim.extent < 0 || (dim.required && !dim.extent))
+      refuse(KVG_REFUSED, "field kernels: %s: expected dim %s of at least 1, got %d", op.name,
+             KVG_DIM_NAMES[dim.symbol], dim.extent);
+    kernels.dims[dim.symbol] = dim.extent;
   }
+}
+
+void set_attributes(Kernels& kernels) {
+  const kvg_constants& c = kernels.constants;
+  kernels.attributes = {{"scale", c.scale},
+                        {"window", c.window},
+                        {"softcap", c.softcap},
+                        {"causal", c.causal}};
+  if (c.rotary_dim) kernels.attributes["rope_style"] = c.rope_style;
+}
+
+void check_tiling(const cuda::Arch& arch, const kvg_tiling& t) {
+  if (std::min({t.store_tokens, t.prefill_tokens, t.decode_tokens, t.multiprocessors, t.min_part,
+                t.max_parts}) < 1)
+    refuse(KVG_REFUSED, "field kernels: %s: expected a tiling of numbers of at least 1, got %d %d %d "
+           "%d %d %d", arch.name.c_str(), t.store_tokens, t.prefill_tokens, t.decode_tokens,
+           t.multiprocessors, t.min_part, t.max_parts);
+}
+
+int operand_index(const kvg_op& op, const char* name) {
+  for (int i = 0; i < op.num_inputs + op.num_outputs; ++i)
+    if (!std::strcmp(name, op.operands[i].name)) return i;
+  return -1;
+}
+
+int count_of(uint8_t kind) {
+  const kvg_op& all = KVG_OP_UPDATE_AND_ATTEND;
+  switch (kind) {
+    case KVG_PARAMETER_OPERAND: return all.num_inputs + all.num_outputs;
+    case KVG_PARAMETER_SCRATCH: return KVG_SCRATCH_COUNT;
+    case KVG_PARAMETER_VALUE: return KVG_VALUE_COUNT;
+  }
+  return 0;
+}
+
+// Renumbers its operand for `op`; false where `op` has none of that name.
+bool read_parameter(const kvg_op& op, const kvg_kernel& kernel, kvg_parameter& parameter) {
+  if (parameter.index >= count_of(parameter.kind))
+    refuse(KVG_REFUSED, "field kernels: %s: expected parameters of kind 1 to 3 that a plan has, got "
+           "kind %d, index %d", kernel.function, parameter.kind, parameter.index);
+  if (parameter.kind != KVG_PARAMETER_VALUE && !parameter.alignment)
+    refuse(KVG_REFUSED, "field kernels: %s: expected an alignment of at least 1 of every pointer, "
+           "got 0", kernel.function);
+  if (parameter.kind != KVG_PARAMETER_OPERAND) return true;
+  const int operand = operand_index(op, KVG_UPDATE_AND_ATTEND_OPERANDS[parameter.index].name);
+  parameter.index = static_cast<uint8_t>(operand);
+  return operand >= 0;
+}
+
+void read_kernel(const kvg_op& op, kvg_kernel& kernel) {
+  if (!ends(kernel.function) || kernel.num_parameters > KVG_MAX_PARAMETERS)
+    refuse(KVG_REFUSED, "field kernels: %.64s: expected a name that ends and at most %d parameters, "
+           "got %u", kernel.function, KVG_MAX_PARAMETERS, kernel.num_parameters);
+  bool foreign = false;
+  for (uint32_t i = 0; i < kernel.num_parameters; ++i)
+    foreign |= !read_parameter(op, kernel, kernel.parameters[i]);
+  if (foreign) kernel = {};
+}
+
+ArchKernels read_arch(const kvg_op& op, const char* at, bool stores, bool attends) {
+  kvg_arch_kernels record;
+  std::memcpy(&record, at, sizeof record);
+  ArchKernels made{cuda::parse_arch(ends(record.arch) ? record.arch : ""), record.tiling, {}};
+  check_tiling(made.arch, made.tiling);
+  for (int role = 0; role < KVG_ROLE_COUNT; ++role) {
+    read_kernel(op, record.kernels[role]);
+    if ((role == KVG_ROLE_STORE ? stores : attends) && !given(record.kernels[role]))
+      refuse(KVG_REFUSED, "field kernels: %s: expected a %s kernel for %s, got none", record.arch,
+             KVG_ROLE_NAMES[role], op.name);
+    made.kernels[role] = record.kernels[role];
+  }
+  return made;
 }
 
 }  // namespace
 
 int32_t Kernels::dtype_of(const kvg_operand& operand) const {
-  if (operand.type_variable) return dtypes[operand.type_variable];
+  if (operand.type_variable) return operand.type_variable == 1 ? constants.dtype : constants.pool_dtype;
   int32_t code = 1;
   while (!(operand.dtypes >> code & 1u)) ++code;
   return code;
+}
+
+int64_t Kernels::extent_of(const kvg_dim& dim) const {
+  if (dim.symbol < 0) return dim.value;
+  return dims[dim.symbol] ? dims[dim.symbol] + dim.value : 0;
 }
 
 const ArchKernels& Kernels::on(int major, int minor) const {
@@ -180,16 +178,20 @@ const ArchKernels& Kernels::on(int major, int minor) const {
   return *best;
 }
 
-Kernels parse_kernels(const kvg_op& op, const std::string& text, bool stores) {
-  std::istringstream lines(text);
-  std::string line;
-  std::getline(lines, line);
-  if (line != "kvgraph-kernels 1") refuse_line(line, "\"kvgraph-kernels 1\" from this kvgraph");
-  Reader reader(op);
-  while (std::getline(lines, line))
-    if (!line.empty()) reader.entry(line);
-  complete(op, reader.made, stores);
-  return reader.made;
+Kernels read_kernels(const kvg_op& op, const std::string& record, bool stores) {
+  const kvg_kernels header = read_header(record);
+  check_size(header, record);
+  const bool attends = operand_index(op, "out") >= 0;
+  Kernels made;
+  made.constants = header.constants;
+  check_dtype("dtype", header.constants.dtype);
+  check_dtype("pool_dtype", header.constants.pool_dtype);
+  set_dims(op, attends, made);
+  set_attributes(made);
+  for (uint32_t i = 0; i < header.num_archs; ++i)
+    made.archs.push_back(
+        read_arch(op, record.data() + sizeof header + i * sizeof(kvg_arch_kernels), stores, attends));
+  return made;
 }
 
 }  // namespace kvg::launch

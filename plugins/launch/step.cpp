@@ -37,19 +37,21 @@ int current_device() {
   return device;
 }
 
-uint64_t load_image(const Kernel& kernel, const cuda::Arch& arch, int ordinal) {
-  const Image found = find_image(kernel.digest, kernel.function.c_str());
+uint64_t load_image(const kvg_kernel& kernel, const cuda::Arch& arch, int ordinal) {
+  Digest digest;
+  std::copy_n(kernel.sha256, digest.size(), digest.begin());
+  const Image found = find_image(digest, kernel.function);
   kvg_cuda_image image = {};
   image.abi_version = KVG_LAUNCH_ABI_VERSION;
   image.struct_size = sizeof image;
   image.data = found.data;
   image.size = found.size;
   image.arch = arch.name.c_str();
-  image.sha256 = kernel.digest.data();
+  image.sha256 = kernel.sha256;
   image.device = ordinal;
   uint64_t module = 0;
   call(kvg_cuda_load, &image, &module);
-  call(kvg_cuda_prepare, module, kernel.function.c_str(), kernel.shared_bytes);
+  call(kvg_cuda_prepare, module, kernel.function, kernel.shared_bytes);
   return module;
 }
 
@@ -94,45 +96,27 @@ int64_t extent_of(const Node& node, const kvg_tensor* operands, int32_t symbol) 
 }
 
 void check_dim(const Node& node, const kvg_operand& operand, const kvg_dim& dim, int64_t given) {
-  const auto& known = node.kernels.dims;
-  const auto found = dim.symbol < 0 ? known.end() : known.find(std::string(KVG_DIM_NAMES[dim.symbol]));
-  if (dim.symbol >= 0 && found == known.end()) return;
-  const int64_t expected = dim.symbol < 0 ? dim.value : found->second + dim.value;
-  if (given != expected)
+  const int64_t expected = node.kernels.extent_of(dim);
+  if (expected && given != expected)
     refuse(KVG_REFUSED, "%s: %s: %s: expected %lld from the node's kernels, got %lld", node.op->name,
            operand.name, dim.symbol < 0 ? "dim" : KVG_DIM_NAMES[dim.symbol],
            static_cast<long long>(expected), static_cast<long long>(given));
 }
 
-// The longest new run and context that the host read, instead of their bounds.
-void take_lengths(const Node& node, const kvg_tensor* operands, const int32_t* given, Sizes& sizes) {
-  if (given[0] < 1 || given[1] < 1)
-    refuse(KVG_REFUSED, "%s: max_lengths: expected at least 1 new token and a context of 1, got %d "
-           "and %d", node.op->name, given[0], given[1]);
-  sizes.max_new = given[0];
-  sizes.max_context = given[1];
-  const int64_t positions = extent_of(node, operands, KVG_DIM_MAX_POSITIONS);
-  if (positions >= 0 && sizes.max_context > positions)
-    refuse(KVG_REFUSED, "%s: max_lengths: expected contexts of at most the %lld positions of cos_sin, "
-           "got %d", node.op->name, static_cast<long long>(positions), given[1]);
-}
-
 struct Arguments {
-  kvg_argument list[KVG_MAX_LAUNCH_ARGUMENTS];
+  kvg_argument list[KVG_MAX_PARAMETERS];
 
-  Arguments(const Node& node, const kvg_tensor* operands, const Kernel& kernel,
-            const Launch& launch, void* const* scratch) {
-    if (kernel.parameters.size() > KVG_MAX_LAUNCH_ARGUMENTS)
-      refuse(KVG_REFUSED, "%s: expected at most %d parameters, got %zu", kernel.function.c_str(),
-             KVG_MAX_LAUNCH_ARGUMENTS, kernel.parameters.size());
-    for (size_t i = 0; i < kernel.parameters.size(); ++i) {
-      const Parameter& parameter = kernel.parameters[i];
+  Arguments(const Node& node, const kvg_tensor* operands, const kvg_kernel& kernel,
+            const kvg_planned& launch, void* const* scratch) {
+    for (uint32_t i = 0; i < kernel.num_parameters; ++i) {
+      const kvg_parameter& parameter = kernel.parameters[i];
+      const bool value = parameter.kind == KVG_PARAMETER_VALUE;
       kvg_argument& to = list[i];
-      to.kind = parameter.kind == Parameter::kValue ? KVG_ARGUMENT_INT32 : KVG_ARGUMENT_POINTER;
-      to.alignment = parameter.alignment;
-      if (parameter.kind == Parameter::kValue)
+      to.kind = value ? KVG_ARGUMENT_INT32 : KVG_ARGUMENT_POINTER;
+      to.alignment = value ? 0 : parameter.alignment;
+      if (value)
         to.value.i32 = static_cast<int32_t>(launch.values[parameter.index]);
-      else if (parameter.kind == Parameter::kScratch)
+      else if (parameter.kind == KVG_PARAMETER_SCRATCH)
         to.value.pointer = reinterpret_cast<uint64_t>(scratch[parameter.index]);
       else
         to.value.pointer = address(node, operands, kernel, parameter.index);
@@ -140,24 +124,24 @@ struct Arguments {
   }
 
  private:
-  static uint64_t address(const Node& node, const kvg_tensor* operands, const Kernel& kernel,
+  static uint64_t address(const Node& node, const kvg_tensor* operands, const kvg_kernel& kernel,
                           int operand) {
     if (!operands[operand].dtype)
       refuse(KVG_REFUSED, "%s: %s: expected an operand for kernel %s, got none", node.op->name,
-             node.op->operands[operand].name, kernel.function.c_str());
+             node.op->operands[operand].name, kernel.function);
     return reinterpret_cast<uint64_t>(operands[operand].data);
   }
 };
 
-void start(const Kernel& kernel, uint64_t module, const Launch& launch, const Arguments& arguments,
-           void* stream) {
+void start(const kvg_kernel& kernel, uint64_t module, const kvg_planned& launch,
+           const Arguments& arguments, void* stream) {
   kvg_launch call_ = {};
   call_.abi_version = KVG_LAUNCH_ABI_VERSION;
   call_.struct_size = sizeof call_;
   call_.module = module;
-  call_.function = kernel.function.c_str();
+  call_.function = kernel.function;
   call_.arguments = arguments.list;
-  call_.num_arguments = static_cast<uint32_t>(kernel.parameters.size());
+  call_.num_arguments = kernel.num_parameters;
   for (int axis = 0; axis < 2; ++axis)
     call_.grid[axis] = static_cast<uint32_t>(std::min<int64_t>(launch.grid[axis], UINT32_MAX));
   call_.grid[2] = 1;
@@ -165,6 +149,16 @@ void start(const Kernel& kernel, uint64_t module, const Launch& launch, const Ar
   call_.shared_bytes = kernel.shared_bytes;
   call_.stream = stream;
   call(kvg_cuda_launch, &call_);
+}
+
+kvg_plan plan_of(const Node& node, const ArchKernels& arch, const kvg_sizes& sizes) {
+  kvg_plan plan = {};
+  plan.op = node.op->name;
+  plan.constants = node.kernels.constants;
+  plan.tiling = arch.tiling;
+  plan.sizes = sizes;
+  plan.layer = static_cast<int32_t>(node.attribute("layer", 0));
+  return plan;
 }
 
 }  // namespace
@@ -205,34 +199,36 @@ void check_operands(const Node& node, const kvg_tensor* operands) {
   }
 }
 
-Sizes sizes_of(const Node& node, const kvg_tensor* operands, const int32_t* max_lengths) {
+kvg_sizes sizes_of(const Node& node, const kvg_tensor* operands, const int32_t* max_lengths) {
   const auto extent = [&](int32_t symbol) { return extent_of(node, operands, symbol); };
-  Sizes sizes{};
+  kvg_sizes sizes = {};
   sizes.batch_size = extent(KVG_DIM_BATCH_SIZE);
   sizes.total_seq_len = extent(KVG_DIM_TOTAL_SEQ_LEN);
   sizes.table_width = extent(KVG_DIM_MAX_NUM_PAGES);
   // A row has at most all new tokens, and what its pages hold.
   sizes.max_new = sizes.total_seq_len;
-  sizes.max_context = sizes.table_width * node.kernels.dims.find("page_size")->second;
-  if (max_lengths && sizes.total_seq_len) take_lengths(node, operands, max_lengths, sizes);
+  sizes.max_context = sizes.table_width * node.kernels.constants.page_size;
+  if (!max_lengths) return sizes;
+  sizes.max_new = max_lengths[0];
+  sizes.max_context = max_lengths[1];
+  sizes.max_positions = std::max<int64_t>(extent(KVG_DIM_MAX_POSITIONS), 0);
   return sizes;
 }
 
-size_t scratch_bytes(const Plan& plan) {
+size_t scratch_bytes(const kvg_plan& plan) {
   size_t bytes = 0;
   for (int64_t elements : plan.scratch) bytes += aligned(static_cast<size_t>(elements) * sizeof(float));
   return bytes;
 }
 
 size_t scratch_bound(const Node& node, const kvg_tensor* most) {
-  const Sizes sizes = sizes_of(node, most, nullptr);
+  const kvg_sizes sizes = sizes_of(node, most, nullptr);
   if (!is_given(node, most, "q")) return 0;
   size_t bytes = 0;
   for (const ArchKernels& arch : node.kernels.archs) {
-    size_t needed = 0;
-    for (int64_t elements : bound_scratch(arch.tiling, sizes).elements)
-      needed += aligned(static_cast<size_t>(elements) * sizeof(float));
-    bytes = std::max(bytes, needed);
+    kvg_plan plan = plan_of(node, arch, sizes);
+    bound_scratch(plan);
+    bytes = std::max(bytes, scratch_bytes(plan));
   }
   return bytes;
 }
@@ -246,33 +242,36 @@ void Device::load(const Kernels& kernels) {
   device.ordinal = ordinal;
   call(kvg_cuda_describe, &device);
   const ArchKernels& arch = kernels.on(device.major, device.minor);
-  for (int role = 0; role < kNumRoles; ++role)
-    if (arch.kernels[role].given()) modules_[role] = load_image(arch.kernels[role], arch.arch, ordinal);
+  for (int role = 0; role < KVG_ROLE_COUNT; ++role)
+    if (given(arch.kernels[role])) modules_[role] = load_image(arch.kernels[role], arch.arch, ordinal);
   arch_ = &arch;
   ordinal_ = ordinal;
   multiprocessors_ = device.multiprocessors;
 }
 
-Plan Device::plan(const Node& node, const kvg_tensor* operands, const Sizes& sizes,
-                  Multiprocessors count) {
+kvg_plan Device::plan(const Node& node, const kvg_tensor* operands, const kvg_sizes& sizes,
+                      Multiprocessors count) {
   check_aliases(node, operands);
   load(node.kernels);
-  Tiling tiling = arch_->tiling;
-  if (count == Multiprocessors::kOwn) tiling.multiprocessors = multiprocessors_;
-  return plan_step(tiling, sizes, node.attribute("layer", 0), is_given(node, operands, "k"),
-                   is_given(node, operands, "q"));
+  kvg_plan plan = plan_of(node, *arch_, sizes);
+  if (count == Multiprocessors::kOwn) plan.tiling.multiprocessors = multiprocessors_;
+  plan.stores = is_given(node, operands, "k");
+  plan.attends = is_given(node, operands, "q");
+  plan_step(plan);
+  return plan;
 }
 
-void Device::run(const Node& node, const kvg_tensor* operands, const Plan& plan, void* scratch,
+void Device::run(const Node& node, const kvg_tensor* operands, const kvg_plan& plan, void* scratch,
                  void* stream) const {
-  void* parts[kNumScratch];
+  void* parts[KVG_SCRATCH_COUNT];
   auto* at = static_cast<char*>(scratch);
-  for (int i = 0; i < kNumScratch; ++i) {
+  for (int i = 0; i < KVG_SCRATCH_COUNT; ++i) {
     parts[i] = at;
     at += aligned(static_cast<size_t>(plan.scratch[i]) * sizeof(float));
   }
-  for (const Launch& launch : plan.launches) {
-    const Kernel& kernel = arch_->kernels[launch.role];
+  for (int i = 0; i < plan.num_launches; ++i) {
+    const kvg_planned& launch = plan.launches[i];
+    const kvg_kernel& kernel = arch_->kernels[launch.role];
     start(kernel, modules_[launch.role], launch, {node, operands, kernel, launch, parts}, stream);
   }
 }

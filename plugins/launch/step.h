@@ -8,6 +8,7 @@
 
 #include "kvgraph/abi.h"
 #include "launch/kernels.h"
+#include "launch/plan.h"
 
 namespace kvg::launch {
 
@@ -30,10 +31,10 @@ void check_operands(const Node& node, const kvg_tensor* operands);
 
 // The sizes of a step; refuses where two inputs disagree. `max_lengths` is the first row of that
 // input where the host can read it; null: the bounds that the other extents give.
-Sizes sizes_of(const Node& node, const kvg_tensor* operands, const int32_t* max_lengths);
+kvg_sizes sizes_of(const Node& node, const kvg_tensor* operands, const int32_t* max_lengths);
 
 // Bytes of scratch memory that a step uses.
-size_t scratch_bytes(const Plan& plan);
+size_t scratch_bytes(const kvg_plan& plan);
 
 // The same of any step up to these extents, on any of the archs.
 size_t scratch_bound(const Node& node, const kvg_tensor* most);
@@ -45,9 +46,10 @@ enum class Multiprocessors { kTypical, kOwn };
 class Device {
  public:
   // What a step launches on the thread's device. kTypical: as `scratch_bound` reckons with.
-  Plan plan(const Node& node, const kvg_tensor* operands, const Sizes& sizes, Multiprocessors count);
+  kvg_plan plan(const Node& node, const kvg_tensor* operands, const kvg_sizes& sizes,
+                Multiprocessors count);
   // `scratch`: device memory of `scratch_bytes`. Enqueues on `stream`, a CUstream.
-  void run(const Node& node, const kvg_tensor* operands, const Plan& plan, void* scratch,
+  void run(const Node& node, const kvg_tensor* operands, const kvg_plan& plan, void* scratch,
            void* stream) const;
 
  private:
@@ -55,8 +57,8 @@ class Device {
 
   const ArchKernels* arch_ = nullptr;
   int ordinal_ = -1;
-  int64_t multiprocessors_ = 0;
-  uint64_t modules_[kNumRoles] = {};
+  int32_t multiprocessors_ = 0;
+  uint64_t modules_[KVG_ROLE_COUNT] = {};
 };
 
 }  // namespace kvg::launch

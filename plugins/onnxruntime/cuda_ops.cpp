@@ -1,10 +1,11 @@
 // Kernels of the CUDA provider: the cubins that kvgraph compiled, planned and launched as TensorRT's
 // plugins do (plugins/launch), on the provider's stream.
 //
-// Where the cubins come from: attributes of the node, `kernels` (what was compiled, text) and `images`
-// (a tensor of bytes), what TensorRT's plugins have as fields. A folder named in the session's configuration would be
-// smaller, but a model is then no longer what its bytes say: any host that has model.onnx and this
-// library runs it, the manifest's hash of the one file covers them, and nothing can be paired wrongly.
+// Where the cubins come from: attributes of the node, `kernels` (what was compiled) and `images`, both
+// tensors of bytes, what TensorRT's plugins have as fields. A folder named in the session's
+// configuration would be smaller, but a model is then no longer what its bytes say: any host that has
+// model.onnx and this library runs it, the manifest's hash of the one file covers them, and nothing
+// can be paired wrongly.
 // Equal images travel once, in the first node; the others find them in the process by their SHA-256.
 //
 // Written from the runtime's public headers and run against a host of our own
@@ -79,37 +80,24 @@ struct CudaKernel : Kernel {
   ort::Status* compute(ort::KernelContext* context);
 
  private:
-  ort::Status* read_kernels(const ort::KernelInfo* info, std::string& text) const;
-  ort::Status* read_images(const ort::KernelInfo* info, std::string& bytes) const;
+  ort::Status* read_bytes(const ort::KernelInfo* info, const char* name, std::string& bytes) const;
   const int32_t* max_lengths(const kvg_tensor* operands) const;
 };
 
-// Left as it is where the node has no such attribute.
-ort::Status* CudaKernel::read_kernels(const ort::KernelInfo* info, std::string& text) const {
-  size_t size = 0;
-  if (ort::Status* absent = ort::AttributeString::call(api, info, "kernels", nullptr, &size)) {
-    ort::ReleaseStatus::call(api, absent);
-    return nullptr;
-  }
-  text.resize(size);
-  KVG_TRY(ort::AttributeString::call(api, info, "kernels", &text[0], &size));
-  text.resize(size - 1);  // the final NUL
-  return nullptr;
-}
-
-// The same.
-ort::Status* CudaKernel::read_images(const ort::KernelInfo* info, std::string& bytes) const {
+// Left as they are where the node has no such attribute.
+ort::Status* CudaKernel::read_bytes(const ort::KernelInfo* info, const char* name,
+                                    std::string& bytes) const {
   ort::Allocator* host = nullptr;
   ort::Value* value = nullptr;
   KVG_TRY(ort::DefaultAllocator::call(api, &host));
-  if (ort::Status* absent = ort::AttributeTensor::call(api, info, "images", host, &value)) {
+  if (ort::Status* absent = ort::AttributeTensor::call(api, info, name, host, &value)) {
     ort::ReleaseStatus::call(api, absent);
     return nullptr;
   }
   kvg_tensor tensor = {};
   ort::Status* status = read(value, tensor);
   if (!status && tensor.rank != 1)
-    status = refuse(std::string(op->name) + ": images: expected a row of bytes, got rank " +
+    status = refuse(std::string(op->name) + ": " + name + ": expected a row of bytes, got rank " +
                     std::to_string(tensor.rank));
   if (!status)
     bytes.assign(static_cast<const char*>(tensor.data), static_cast<size_t>(tensor.shape[0]));
@@ -118,22 +106,22 @@ ort::Status* CudaKernel::read_images(const ort::KernelInfo* info, std::string& b
 }
 
 ort::Status* CudaKernel::read_node(const ort::KernelInfo* info) {
-  std::string kernels, bytes;
+  std::string kernels, cubins;
   KVG_TRY(read_attributes(info));
-  KVG_TRY(read_kernels(info, kernels));
-  KVG_TRY(read_images(info, bytes));
+  KVG_TRY(read_bytes(info, "kernels", kernels));
+  KVG_TRY(read_bytes(info, "images", cubins));
   if (kernels.empty())
-    return refuse(std::string(op->name) + ": expected attribute kernels for the CUDA provider, got "
-                  "none: compile the model for a cuda target");
+    return refuse(std::string(op->name) + ": expected attribute kernels, a tensor of bytes, for the "
+                  "CUDA provider, got none: compile the model for a cuda target");
   KVG_TRY(ort::KernelAllocator::call(api, info, ort::kDefaultMemory, &allocator));
   return guarded(api, [&]() -> ort::Status* {
     bool stores = false;
     for (int i = 0; i < op->num_inputs; ++i) stores |= !std::strcmp(op->operands[i].name, "k");
     node.op = op;
     std::copy_n(attributes, kMaxAttributes, node.attributes);
-    node.kernels = launch::parse_kernels(*op, kernels, stores);
+    node.kernels = launch::read_kernels(*op, kernels, stores);
     launch::check_attributes(node);
-    images = std::make_shared<const std::string>(std::move(bytes));
+    images = std::make_shared<const std::string>(std::move(cubins));
     launch::publish(images);
     return nullptr;
   });
@@ -157,9 +145,9 @@ ort::Status* CudaKernel::compute(ort::KernelContext* context) {
   KVG_TRY(ort::ComputeStream::call(api, context, &stream));
   return guarded(api, [&]() -> ort::Status* {
     launch::check_operands(node, operands);
-    const launch::Sizes sizes = launch::sizes_of(node, operands, max_lengths(operands));
+    const kvg_sizes sizes = launch::sizes_of(node, operands, max_lengths(operands));
     std::lock_guard<std::mutex> lock(mutex);
-    const launch::Plan plan = device.plan(node, operands, sizes, launch::Multiprocessors::kOwn);
+    const kvg_plan plan = device.plan(node, operands, sizes, launch::Multiprocessors::kOwn);
     Scratch scratch(api, allocator);
     KVG_TRY(scratch.take(context, launch::scratch_bytes(plan)));
     device.run(node, operands, plan, scratch.data(), stream);

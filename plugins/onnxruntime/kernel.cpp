@@ -7,7 +7,7 @@ namespace {
 
 int32_t dtype_of(ort::ElementType type) {
   for (int code = 1; code < kNumDtypes; ++code)
-    if (kElementTypes[code] == type) return code;
+    if (element_type_of(code) == type) return code;
   return kNumDtypes;  // no kernel knows it
 }
 

@@ -12,10 +12,12 @@ namespace kvg::onnxruntime {
 constexpr int kMaxOperands = 16, kMaxAttributes = 8;
 using Entry = int32_t (*)(const kvg_call*, char*, size_t);
 
-constexpr ort::ElementType kElementTypes[] = {
-    ort::kUndefined, ort::kFloat,        ort::kFloat16, ort::kBFloat16,
-    ort::kInt8,      ort::kFloat8E4M3FN, ort::kInt32};
-constexpr int kNumDtypes = sizeof kElementTypes / sizeof *kElementTypes;
+constexpr int kNumDtypes = sizeof KVG_DTYPE_ONNX / sizeof *KVG_DTYPE_ONNX;
+
+// ONNX Runtime numbers them as ONNX does.
+inline ort::ElementType element_type_of(int32_t dtype) {
+  return static_cast<ort::ElementType>(KVG_DTYPE_ONNX[dtype]);
+}
 
 // One registration: an op for one dtype of each type variable. The callbacks come first, so that
 // the pointer that ONNX Runtime hands back is a Variant's.
@@ -26,10 +28,10 @@ struct Variant : ort::CustomOp {
 
   ort::ElementType element_type(size_t operand) const {
     const kvg_operand& spec = op->operands[operand];
-    if (spec.type_variable) return kElementTypes[dtypes[spec.type_variable]];
+    if (spec.type_variable) return element_type_of(dtypes[spec.type_variable]);
     int code = 1;
     while (!(spec.dtypes >> code & 1u)) ++code;
-    return kElementTypes[code];
+    return element_type_of(code);
   }
 };
 

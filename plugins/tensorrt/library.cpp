@@ -1,6 +1,4 @@
 // What TensorRT finds in this library by name, and what kvgraph's own tools and tests call.
-#include <cstdio>
-#include <cstring>
 #include <new>
 
 #include "kvgraph/launch.h"
@@ -9,8 +7,6 @@
 
 namespace kvg::tensorrt {
 namespace {
-
-using namespace launch;
 
 class Creator final : public trt::Creator {
  public:
@@ -29,36 +25,6 @@ class Creator final : public trt::Creator {
  private:
   const int index_;
 };
-
-const kvg_op& op_of(const char* name) {
-  for (const kvg_op* op : KVG_OPS)
-    if (name && !std::strcmp(op->name, name)) return *op;
-  refuse(KVG_REFUSED, "op: expected one of domain %s, got \"%.100s\"", KVG_DOMAIN, name ? name : "");
-}
-
-std::string describe(const Plan& plan) {
-  std::string text;
-  for (const Launch& launch : plan.launches) {
-    text += kRoleNames[launch.role];
-    for (int64_t number : launch.grid) text += " " + std::to_string(number);
-    for (int64_t number : launch.values) text += " " + std::to_string(number);
-    text += "\n";
-  }
-  return text + "scratch " + std::to_string(plan.scratch[kPartialOut]) + " " +
-         std::to_string(plan.scratch[kPartialState]) + "\n";
-}
-
-std::string plan_text(const char* name, const char* text, const char* arch, const int64_t* given) {
-  const kvg_op& op = op_of(name);
-  const Kernels kernels = parse_kernels(op, text, true);
-  const cuda::Arch wanted = cuda::parse_arch(arch);
-  const ArchKernels& found = kernels.on(wanted.major, wanted.minor);
-  const Sizes sizes{given[0], given[1], given[2], given[3], given[4]};
-  const ScratchBound bound = bound_scratch(found.tiling, sizes);
-  return describe(plan_step(found.tiling, sizes, given[5], given[6], given[7])) + "bound " +
-         std::to_string(bound.elements[kPartialOut]) + " " +
-         std::to_string(bound.elements[kPartialState]) + "\n";
-}
 
 }  // namespace
 }  // namespace kvg::tensorrt
@@ -79,17 +45,6 @@ KVG_LAUNCH_EXPORT void setLoggerFinder(trt::LoggerFinder* finder) { use_logger_f
 // The sentence with which a plugin of this process refused last; empty if none did.
 KVG_LAUNCH_EXPORT void kvg_tensorrt_message(char* message, size_t message_size) {
   kvg::cuda::say(last_sentence().c_str(), message, message_size);
-}
-
-// The launches of a step as text, one a line: role, grid, values in the order of plan.h; then the
-// scratch elements that it uses, and those that any step up to these sizes may use.
-// `sizes`: batch_size, total_seq_len, max_new, max_context, table_width, layer, stores, attends.
-KVG_LAUNCH_EXPORT int32_t kvg_tensorrt_plan(const char* op, const char* kernels, const char* arch,
-                                            const int64_t* sizes, char* text, size_t text_size,
-                                            char* message, size_t message_size) {
-  return kvg::cuda::entry(message, message_size, [&] {
-    kvg::cuda::say(plan_text(op, kernels, arch, sizes).c_str(), text, text_size);
-  });
 }
 
 }  // extern "C"

@@ -9,11 +9,9 @@
 namespace kvg::tensorrt {
 namespace {
 
-constexpr int kNumDtypes = sizeof KVG_DTYPE_NAMES / sizeof *KVG_DTYPE_NAMES;
-// By kvg_dtype.
-constexpr trt::DataType kTypes[kNumDtypes] = {
-    trt::DataType::kFloat, trt::DataType::kFloat, trt::DataType::kHalf, trt::DataType::kBf16,
-    trt::DataType::kInt8,  trt::DataType::kFp8,   trt::DataType::kInt32};
+// By kvg_dtype; no operand has code 0.
+constexpr trt::DataType kTypes[] = {trt::DataType::kFLOAT, KVG_DTYPE_TENSORRT(trt::DataType::)};
+constexpr int kNumDtypes = sizeof kTypes / sizeof *kTypes;
 
 const char* name_of(trt::DataType type) {
   for (int code = 1; code < kNumDtypes; ++code)
@@ -38,10 +36,8 @@ void check_type(const Settings& settings, int position, trt::DataType given) {
 // A dim that kernels were compiled for is that constant of the graph.
 void check_dim(const Settings& settings, const kvg_operand& operand, const kvg_dim& dim,
                const trt::Dimension& given) {
-  const auto& known = settings.kernels.dims;
-  const auto found = dim.symbol < 0 ? known.end() : known.find(std::string(KVG_DIM_NAMES[dim.symbol]));
-  if (dim.symbol >= 0 && found == known.end()) return;
-  const int64_t expected = dim.symbol < 0 ? dim.value : found->second + dim.value;
+  const int64_t expected = settings.kernels.extent_of(dim);
+  if (!expected) return;
   const char* name = dim.symbol < 0 ? "dim" : KVG_DIM_NAMES[dim.symbol];
   if (!given.is_constant())
     refuse(KVG_REFUSED, "%s: %s: %s: expected %lld from the node's kernels, got a dim that is known "
@@ -71,11 +67,11 @@ const trt::Dimension* dim_of(const Settings& settings, const trt::DimsExprs* in,
       const kvg_dim& found = settings.operand(i).dims[axis];
       if (found.symbol == dim.symbol && found.value == dim.value) return in[i].extent[axis];
     }
-  const auto known = settings.kernels.dims.find(std::string(KVG_DIM_NAMES[dim.symbol]));
-  if (known == settings.kernels.dims.end())
+  const int64_t known = settings.kernels.extent_of(dim);
+  if (!known)
     refuse(KVG_REFUSED, "%s: %s: expected an input that has it, got none", settings.op->name,
            KVG_DIM_NAMES[dim.symbol]);
-  return builder.constant(known->second + dim.value);
+  return builder.constant(known);
 }
 
 // An operand of the op's table, as launches take it.
@@ -188,8 +184,8 @@ int32_t Plugin::enqueue(const trt::TensorDesc* in_desc, const trt::TensorDesc* o
                      : tensor_of(settings, i, out_desc[output].dims, out[output]);
     }
     // max_lengths is the device's; the workspace was sized before a device was known.
-    const launch::Sizes sizes = launch::sizes_of(settings, operands, nullptr);
-    const launch::Plan plan =
+    const kvg_sizes sizes = launch::sizes_of(settings, operands, nullptr);
+    const kvg_plan plan =
         device_.plan(settings, operands, sizes, launch::Multiprocessors::kTypical);
     device_.run(settings, operands, plan, workspace, stream);
   });

@@ -139,9 +139,8 @@ std::shared_ptr<const Settings> read_settings(const kvg_op& op, const trt::Field
   std::string kernels, images;
   if (!reader.bytes(kOwnFields[kKernelsField], kernels)) reader.refuse_missing("kernels");
   reader.bytes(kOwnFields[kImagesField], images);
-  while (!kernels.empty() && !kernels.back()) kernels.pop_back();  // a string's end, from the parser
-  settings->kernels = launch::parse_kernels(op, kernels, settings->has("k"));
-  settings->kernels_text = std::make_shared<const std::string>(std::move(kernels));
+  settings->kernels = launch::read_kernels(op, kernels, settings->has("k"));
+  settings->kernels_record = std::make_shared<const std::string>(std::move(kernels));
   settings->images = std::make_shared<const std::string>(std::move(images));
   launch::check_attributes(*settings);
   launch::publish(settings->images);
@@ -181,7 +180,7 @@ Serialized::Serialized(const Settings& settings) {
   list_.push_back({kOwnFields[kAliased], &settings.aliased, trt::FieldType::kInt32, 1});
   list_.push_back({kOwnFields[kPoolOut], &settings.pool_out, trt::FieldType::kInt32, 1});
   const std::pair<OwnField, const std::string*> blobs[] = {
-      {kKernelsField, settings.kernels_text.get()}, {kImagesField, settings.images.get()}};
+      {kKernelsField, settings.kernels_record.get()}, {kImagesField, settings.images.get()}};
   for (const auto& [which, bytes] : blobs)
     list_.push_back({kOwnFields[which], bytes->data(), trt::FieldType::kUnknown,
                      static_cast<int32_t>(bytes->size())});

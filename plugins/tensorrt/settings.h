@@ -21,7 +21,7 @@ constexpr const char* kOwnFields[kNumOwnFields] = {"inputs", "aliased", "pool_ou
 // Shared by a plugin and its clones; never changed.
 struct Settings : launch::Node {
   int32_t inputs = 0, aliased = 1, pool_out = 1;
-  std::shared_ptr<const std::string> kernels_text, images;
+  std::shared_ptr<const std::string> kernels_record, images;
   std::vector<int> operands;  // of the op's table: the given inputs, then the outputs
   int num_inputs = 0;         // of `operands`
 

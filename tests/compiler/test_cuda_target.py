@@ -16,7 +16,7 @@ import torch
 
 import kvgraph
 from kvgraph import ArtifactError, UnsupportedError
-from kvgraph.kernels import launch
+from kvgraph.kernels import variants
 from kvgraph.runtime.artifact import verify
 from tests.support.command_line import run
 
@@ -69,14 +69,14 @@ def test_the_program_has_names_and_no_weights(artifact: Path) -> None:
 def test_a_runtime_finds_the_kernel_of_a_call(artifact: Path) -> None:
     """By what the call itself says, without Triton: the name of a variant says what is compiled."""
     files = {p.name for p in (artifact / "kernels" / "sm_90").glob("*.cubin")}
-    wanted = [launch.increment_variant()]
+    wanted = [variants.increment_variant()]
     for node in torch.export.load(artifact / "model.pt2").graph.nodes:
         given = dict(node.kwargs)
         if node.target is torch.ops.kvgraph.rms_norm.default:
             residual = len(node.args) > 2
-            wanted.append(launch.rms_norm_variant("bfloat16", 128, residual=residual, **given))
+            wanted.append(variants.rms_norm_variant("bfloat16", 128, residual=residual, **given))
         elif node.target is torch.ops.kvgraph.silu_mul.default:
-            wanted.append(launch.silu_mul_variant("bfloat16", node.meta["val"].shape[-1]))
+            wanted.append(variants.silu_mul_variant("bfloat16", node.meta["val"].shape[-1]))
     names = {f"{variant.name}.cubin" for variant in wanted}
     assert len(names) == 4, "the first norm adds nothing, all others do"
     assert names <= files

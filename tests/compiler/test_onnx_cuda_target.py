@@ -15,8 +15,11 @@ from onnx.reference import ReferenceEvaluator
 import kvgraph
 from kvgraph import UnsupportedError
 from kvgraph.compiler.passes.cast_norms import cast_norms
-from kvgraph.compiler.targets.trt_fields import IMAGE_HEADER, image_digests
+from kvgraph.compiler.targets.trt_fields import IMAGE_HEADER
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.signature import output_name
+from kvgraph.kernels.record import archs_of, image_digests
+from kvgraph.ops.launch_native import KernelsHeader
 from kvgraph.ops.native import library_path
 from kvgraph.ops.onnx_ops import reference_ops, register_schemas
 from kvgraph.runtime.artifact import verify
@@ -57,20 +60,20 @@ def images_in(packed: bytes) -> list[str]:
 
 def test_every_node_has_kernels_and_the_first_of_a_kind_carries_their_images(folder: Path) -> None:
     nodes = cache_nodes(folder)
-    texts = [node["kernels"].decode() for node in nodes]
+    records = [node["kernels"].raw_data for node in nodes]
     assert len(nodes) == 4
-    assert (texts[0], texts[1]) == (texts[2], texts[3])
-    assert texts[0] != texts[1], "one kind sees a window"
-    for text, node in zip(texts, nodes, strict=True):
-        lines = [line.split() for line in text.splitlines()]
-        assert [words[1] for words in lines if words[0] == "arch"] == ["sm_80", "sm_90"]
-        assert ["type", "T", "float16"] in lines
-        assert ["attribute", "window", str(node["window"])] in lines
+    assert (records[0], records[1]) == (records[2], records[3])
+    assert records[0] != records[1], "one kind sees a window"
+    for record, node in zip(records, nodes, strict=True):
+        assert [arch.arch for arch in archs_of(record)] == [b"sm_80", b"sm_90"]
+        constants = KernelsHeader.from_buffer_copy(record).constants
+        assert constants.dtype == DTYPES["float16"].code
+        assert constants.window == node["window"]
     carried = [images_in(node["images"].raw_data) if "images" in node else [] for node in nodes]
     assert carried[2:] == [[], []]
     together = [digest for images in carried for digest in images]
     assert len(together) == len(set(together)), "an image travels once"
-    assert set(together) == {digest for text in texts for digest in image_digests(text)}
+    assert set(together) == {digest for record in records for digest in image_digests(record)}
 
 
 def test_plain_onnx_opens_and_infers_it(folder: Path) -> None:
@@ -85,12 +88,12 @@ def test_plain_onnx_opens_and_infers_it(folder: Path) -> None:
 
 
 def test_other_readers_of_onnx_open_it(folder: Path) -> None:
-    """Its strings are text: they can be decoded."""
+    """No attribute is a string that cannot be decoded."""
     path = folder / "model.onnx"
     ReferenceEvaluator(str(path), new_ops=reference_ops())
     nodes = [node for node in onnx_ir.load(path).graph if node.domain == "kvgraph"]
-    assert nodes[0].attributes["kernels"].as_string().startswith("kvgraph-kernels 1\n")
-    assert nodes[0].attributes["images"].as_tensor().dtype == onnx_ir.DataType.UINT8
+    for name in ("kernels", "images"):
+        assert nodes[0].attributes[name].as_tensor().dtype == onnx_ir.DataType.UINT8
 
 
 def test_onnx_runtime_takes_its_types_and_attributes(folder: Path) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import kvgraph
 from kvgraph.compiler.passes import PassOptions
-from kvgraph.compiler.passes.lists import PASSES, Pass
+from kvgraph.compiler.passes.lists import LOWER_CACHES, PASSES, Pass
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.backends import OURS
 from kvgraph.contract.manifest import Manifest, read_manifest
@@ -48,7 +48,9 @@ def test_every_backend_of_every_target_has_a_list() -> None:
     assert set(PASSES) == {(kind, each.name) for each in OURS for kind in each.targets}
 
 
-@pytest.mark.parametrize("each", {each.name: each for p in PASSES.values() for each in p}.values())
+@pytest.mark.parametrize(
+    "each", {p.name: p for passes in (*PASSES.values(), LOWER_CACHES) for p in passes}.values()
+)
 def test_a_pass_is_given_parts_of_a_traced(each: Pass) -> None:
     known = {*Traced.__dataclass_fields__, *vars(Traced)}
     assert set(signature(each.function).parameters) <= known

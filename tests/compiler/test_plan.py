@@ -21,7 +21,7 @@ from kvgraph import ParamsError, UnsupportedError
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import measured, stored
 from kvgraph.compiler.frontends.folder import read_config
-from kvgraph.compiler.plan import Plan, plan_deployment
+from kvgraph.compiler.plan import DeploymentPlan, plan_deployment
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.safetensors import read_layout
 from tests.support.models import OVERRIDES, make_model
@@ -44,7 +44,7 @@ LLAMA_8B = {
 }
 
 
-def plan(folder: Path, **change: object) -> Plan:
+def plan(folder: Path, **change: object) -> DeploymentPlan:
     settings = {
         "target": "cuda:sm_90",
         "memory": 80 << 30,

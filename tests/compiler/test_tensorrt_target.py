@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,11 @@ import pytest
 
 import kvgraph
 from kvgraph import UnsupportedError
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.manifest import EngineInfo
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import MissingDependencyError
+from kvgraph.ops.launch_native import KernelsHeader
 from kvgraph.ops.native import library_path
 from kvgraph.ops.onnx_ops import register_schemas
 from kvgraph.runtime.artifact import verify
@@ -304,31 +307,38 @@ def test_what_no_engine_supports(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "sentence"),
+    ("field", "value", "sentence"),
     [
-        ("dim head_dim 16", "dim head_dim 64",
+        ("head_dim", 64,
          "update_and_attend: q: head_dim: expected 64 from the node's kernels, got 16"),
-        ("type T bfloat16", "type T float16",
+        ("dtype", DTYPES["float16"].code,
          "update_and_attend: q: expected float16 from the node's kernels, got bfloat16"),
-        ("type P bfloat16", "type P int8",
+        ("pool_dtype", DTYPES["int8"].code,
          "update_and_attend: kv_blocks: expected int8 from the node's kernels, got bfloat16"),
-        ("attribute window 0", "attribute window 64",
+        ("window", 64,
          "update_and_attend: window: expected 64 from the node's kernels, got 0"),
-        ("kvgraph-kernels 1", "kvgraph-kernels 9",
-         'field kernels: expected "kvgraph-kernels 1" from this kvgraph, got "kvgraph-kernels 9"'),
+        ("version", 9,
+         "field kernels: expected version 2 of this kvgraph, got 9: compile the model again"),
     ],
 )  # fmt: skip
 def test_what_the_plugin_lacks_is_named_when_it_is_parsed(
-    copy: Path, old: str, new: str, sentence: str
+    copy: Path, field: str, value: int, sentence: str
 ) -> None:
     path = copy / "kernels/tensorrt.json"
     described = json.loads(path.read_text())
-    described["kernels"] = [text.replace(old, new) for text in described["kernels"]]
+    described["kernels"] = [changed(record, field, value) for record in described["kernels"]]
     path.write_text(json.dumps(described))
     expected = f"{copy / 'model.onnx'}: TensorRT refuses it: {sentence}"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(expected)}$"):
         refused(copy)
     assert not (copy / "model.engine").exists(), "no half engine"
+
+
+def changed(record: str, field: str, value: int) -> str:
+    data = bytearray(b64decode(record))
+    header = KernelsHeader.from_buffer(data)
+    setattr(header if hasattr(header, field) else header.constants, field, value)
+    return b64encode(data).decode()
 
 
 def refused(folder: Path) -> None:

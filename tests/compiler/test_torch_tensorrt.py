@@ -20,9 +20,9 @@ from kvgraph import ops
 from kvgraph.compiler.export import symbolic_batch
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
 from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
-from kvgraph.compiler.targets.trt_fields import image_digests
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
+from kvgraph.kernels.record import archs_of, image_digests
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_ops
 
 LAYERS, HEADS, KV_HEADS, WIDTH, PAGE = 2, 4, 2, 16, 16
@@ -241,15 +241,12 @@ def test_images_travel_once_in_each_network(host: TorchTensorRT) -> None:
     program = adapter.lower_caches(exported(Model()))
     for _ in range(2):
         first, second = host.convert(program).layers
-        text = bytes(first.plugin["kernels"].data).decode()
-        assert {line.split()[1] for line in text.splitlines() if line.startswith("arch ")} == {
-            "sm_80",
-            "sm_86",
-        }
+        record = bytes(first.plugin["kernels"].data)
+        assert [arch.arch for arch in archs_of(record)] == [b"sm_80", b"sm_86"]
         images = bytes(first.plugin["images"].data)
-        assert all(bytes.fromhex(digest) in images for digest in image_digests(text))
+        assert all(bytes.fromhex(digest) in images for digest in image_digests(record))
         assert second.plugin["images"].data.size == 0
-        assert bytes(second.plugin["kernels"].data).decode() == text
+        assert bytes(second.plugin["kernels"].data) == record
     assert len(converter._made) == 1  # both layers, and both networks
 
 

@@ -9,10 +9,10 @@ import re
 import sys
 
 from kvgraph.errors import UnsupportedError
-from kvgraph.kernels import aot, launch
+from kvgraph.kernels import aot, variants
 from kvgraph.kernels.aot import Compiled
-from kvgraph.kernels.launch import Variant
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.variants import Variant
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 
@@ -63,10 +63,10 @@ def line(what: str, made: Compiled) -> str:
 def rows_variants(arch: str) -> list[Variant]:
     dtype = "float16" if arch == "sm_75" else "bfloat16"
     return [
-        launch.rms_norm_variant(dtype, 4096, 1e-5, residual=True),
-        launch.rms_norm_variant(dtype, 128, 1e-6),
-        launch.silu_mul_variant(dtype, 14336),
-        launch.increment_variant(),
+        variants.rms_norm_variant(dtype, 4096, 1e-5, residual=True),
+        variants.rms_norm_variant(dtype, 128, 1e-6),
+        variants.silu_mul_variant(dtype, 14336),
+        variants.increment_variant(),
     ]
 
 

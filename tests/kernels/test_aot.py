@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 
 from kvgraph.errors import UnsupportedError
-from kvgraph.kernels import aot, launch
-from kvgraph.kernels.launch import Variant
+from kvgraph.kernels import aot, variants
 from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.variants import Variant
 from tests.kernels.table import instructions, shape_of
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +31,7 @@ PREFILL = {
 
 @pytest.mark.parametrize("arch", PREFILL)
 def test_prefill_uses_tensor_cores_and_wide_loads(arch: str) -> None:
-    made = aot.compile_variant(launch.prefill_variant(SHAPE, arch), arch)
+    made = aot.compile_variant(variants.prefill_variant(SHAPE, arch), arch)
     counts = instructions(made.ptx)
     assert counts[PREFILL[arch]] > 0
     assert counts["cp.async 16"] >= 16, "keys and values travel in 16-byte copies"
@@ -45,7 +45,7 @@ def test_prefill_uses_tensor_cores_and_wide_loads(arch: str) -> None:
 def test_decode(arch: str, pool: str) -> None:
     granularity = 128 if pool == "float8_e4m3fn" else 0
     shape = shape_of("bfloat16", pool, 128, 16, granularity)
-    made = aot.compile_variant(launch.decode_variant(shape, arch, split=True), arch)
+    made = aot.compile_variant(variants.decode_variant(shape, arch, split=True), arch)
     counts = instructions(made.ptx)
     assert counts["mma.sync"] > 0
     assert counts["cp.async 16"] >= 8
@@ -65,8 +65,8 @@ SPILLED = {
 def test_nothing_spills(name: str) -> None:
     arch, role, given = SPILLED[name]
     shape = shape_of(*given)
-    decode = launch.decode_variant(shape, arch, split=False)
-    variant = launch.prefill_variant(shape, arch) if role == "prefill" else decode
+    decode = variants.decode_variant(shape, arch, split=False)
+    variant = variants.prefill_variant(shape, arch) if role == "prefill" else decode
     used = aot.compile_variant(variant, arch).resources
     assert used.spill_stores == used.spill_loads == 0
     assert used.registers <= 255
@@ -74,8 +74,8 @@ def test_nothing_spills(name: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_rows_are_loaded_16_bytes_at_a_time(arch: str) -> None:
-    norm = launch.rms_norm_variant("bfloat16", 4096, 1e-5, residual=True, round_first=True)
-    for variant in (norm, launch.silu_mul_variant("bfloat16", 14336)):
+    norm = variants.rms_norm_variant("bfloat16", 4096, 1e-5, residual=True, round_first=True)
+    for variant in (norm, variants.silu_mul_variant("bfloat16", 14336)):
         made = aot.compile_variant(variant, arch)
         assert instructions(made.ptx)["ld.v4"] >= 2
         assert instructions(made.ptx)["ld.b16"] == 0
@@ -84,14 +84,14 @@ def test_rows_are_loaded_16_bytes_at_a_time(arch: str) -> None:
 
 
 def test_the_same_variant_gives_the_same_bytes() -> None:
-    variant = launch.store_variant(SHAPE.cache, SHAPE.rope)
+    variant = variants.store_variant(SHAPE.cache, SHAPE.rope)
     first, second = (aot.compile_variant(variant, "sm_90") for _ in range(2))
     assert first.cubin == second.cubin
     assert first.metadata() == second.metadata()
 
 
 def test_metadata_is_all_that_a_launcher_needs() -> None:
-    variant = launch.decode_variant(SHAPE, "sm_90", split=False)
+    variant = variants.decode_variant(SHAPE, "sm_90", split=False)
     made = aot.compile_variant(variant, "sm_90")
     said = json.loads(json.dumps(made.metadata()))
     assert made.cubin.startswith(b"\x7fELF")
@@ -114,13 +114,13 @@ def entry_parameters(ptx: str) -> list[str]:
 def test_tiny_llama_compiles_for(arch: str) -> None:
     """head_dim 16, float32: what the example checkpoint is."""
     shape = AttentionShape(CacheShape("float32", "float32", 4, 16, 16, 4), 8, 0.25)
-    variants: list[Variant] = [
-        *launch.attention_variants(shape, arch),
-        launch.store_variant(shape.cache, None),
-        launch.increment_variant(),
+    listed: list[Variant] = [
+        *variants.attention_variants(shape, arch),
+        variants.store_variant(shape.cache, None),
+        variants.increment_variant(),
     ]
-    made = list(aot.compile_all(variants, arch))
-    assert [m.variant.name for m in made] == [v.name for v in variants]
+    made = list(aot.compile_all(listed, arch))
+    assert [m.variant.name for m in made] == [v.name for v in listed]
 
 
 def test_refuses_before_compiling() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraph.errors import UnsupportedError
-from kvgraph.kernels import launch, shapes
+from kvgraph.kernels import launch, shapes, variants
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 
 CACHE = CacheShape("bfloat16", "bfloat16", 8, 128, 128, 32)
@@ -99,13 +99,13 @@ def test_layers_share_variants() -> None:
     first, last = ([step.variant.name for step in plan.launches] for plan in plans)
     assert first == last
     assert [values(p.launches[0])["layer"] for p in plans] == [0, 31]
-    compiled = {v.name for v in launch.attention_variants(SHAPE, "sm_90")}
+    compiled = {v.name for v in variants.attention_variants(SHAPE, "sm_90")}
     assert set(first[1:]) <= compiled
 
 
 def test_variant_names_tell_variants_apart() -> None:
     window = AttentionShape(CACHE, 32, 0.09, window=512, rope=Rope(128))
-    wide = [v for s in (SHAPE, window) for v in launch.attention_variants(s, "sm_90")]
+    wide = [v for s in (SHAPE, window) for v in variants.attention_variants(s, "sm_90")]
     names = [v.name for v in wide]
     assert len(set(names)) == len(names)
     assert all(a != b for a, b in pairwise(sorted(names)))
@@ -135,4 +135,4 @@ def test_refuses_by_name(cache: CacheShape, heads: int, said: str) -> None:
 
 def test_refuses_an_unknown_architecture() -> None:
     with pytest.raises(UnsupportedError, match=r"arch: expected one of .*sm_90.*got 'sm_70'"):
-        launch.decode_variant(SHAPE, "sm_70", split=False)
+        variants.decode_variant(SHAPE, "sm_70", split=False)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
+from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.kernels import aot
+from kvgraph.kernels.record import pack_kernels
 from tests.plugins.gpu_matrix import main
 from tests.plugins.onnxruntime_host import Kernel, dll, said
 from tests.support import conformance
@@ -34,7 +35,7 @@ def kernel_of(case: Case, arch: str) -> Kernel:
         "rope_style": case.rope_style or 0,
     }  # fmt: skip
     attributes = {name: value for name, value in values.items() if name in known}
-    attributes["kernels"] = kernels_text(shape, {arch: made})
+    attributes["kernels"] = pack_kernels(shape, {arch: made})
     attributes["images"] = pack_images(kernel.cubin for kernel in made)
     kernel = Kernel(case.op, attributes)
     assert kernel, said()

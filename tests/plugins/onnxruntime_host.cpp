@@ -24,7 +24,7 @@ struct Value {
 };
 struct TensorInfo : Value {};
 struct KernelInfo {
-  std::map<std::string, std::string> strings, tensors;
+  std::map<std::string, std::string> tensors;
   std::map<std::string, double> numbers;
 };
 struct KernelContext {
@@ -87,16 +87,6 @@ Status* number(const KernelInfo* info, const char* name, Number* out) {
   if (found == info->numbers.end())
     return status(kFail, (std::string("no attribute ") + name).c_str());
   *out = static_cast<Number>(found->second);
-  return nullptr;
-}
-Status* text(const KernelInfo* info, const char* name, char* out, size_t* size) {
-  const auto found = info->strings.find(name);
-  if (found == info->strings.end())
-    return status(kFail, (std::string("no attribute ") + name).c_str());
-  const size_t needed = found->second.size() + 1, room = *size;
-  *size = needed;
-  if (out && room < needed) return status(kInvalidArgument, "too small");
-  if (out) memcpy(out, found->second.c_str(), needed);
   return nullptr;
 }
 Status* tensor(const KernelInfo* info, const char* name, Allocator* host, Value** out) {
@@ -164,7 +154,6 @@ struct Table {
     });
     slots[85] = reinterpret_cast<void*>(number<float>);
     slots[86] = reinterpret_cast<void*>(number<int64_t>);
-    slots[87] = reinterpret_cast<void*>(text);
     slots[88] = reinterpret_cast<void*>(+[](const KernelContext* context, size_t* out) -> Status* {
       *out = context->inputs.size();
       return nullptr;
@@ -261,14 +250,14 @@ const char* o_ops() {
   return said.c_str();
 }
 
-// A kernel of the registration at that line; null: refused. Attributes are numbers, or bytes: of a
-// string or, where `tensors` is set, of a tensor.
+// A kernel of the registration at that line; null: refused. Attributes are numbers, or bytes of a
+// tensor.
 Made* o_create(int32_t line, int32_t count, const char* const* names, const double* numbers,
-               const char* const* bytes, const int64_t* sizes, const bool* tensors) {
+               const char* const* bytes, const int64_t* sizes) {
   KernelInfo info;
   for (int32_t i = 0; i < count; ++i)
     if (bytes[i])
-      (tensors[i] ? info.tensors : info.strings)[names[i]].assign(bytes[i], static_cast<size_t>(sizes[i]));
+      info.tensors[names[i]].assign(bytes[i], static_cast<size_t>(sizes[i]));
     else
       info.numbers[names[i]] = numbers[i];
   const CustomOp* op = g_domain.ops[static_cast<size_t>(line)];

@@ -68,7 +68,7 @@ def spec_of(op: str) -> Any:
 def attributes(
     shape: AttentionShape = SHAPE, archs: Sequence[str] = ("sm_86",), **changed: Any
 ) -> dict[str, Any]:
-    """Of a node of layer 3; None leaves one out. `images` is a tensor of bytes."""
+    """Of a node of layer 3; None leaves one out. `kernels` and `images` are tensors of bytes."""
     kernels, images = fields_of(shape, archs)
     made = {
         "layer": 3, "scale": shape.scale, "window": shape.window, "kernels": kernels,
@@ -113,14 +113,12 @@ class Kernel:
         line = next(i for i, (_, name, on, *_) in enumerate(ops()) if (name, on) == (op, provider))
         values = attributes() if given is None else dict(given)
         names = (ctypes.c_char_p * len(values))(*(name.encode() for name in values))
-        values = {name: v.encode() if isinstance(v, str) else v for name, v in values.items()}
         texts = [v if isinstance(v, bytes) else None for v in values.values()]
         numbers = [0.0 if isinstance(v, bytes) else float(v) for v in values.values()]
         self.handle = dll.o_create(
             line, len(values), names, (ctypes.c_double * len(values))(*numbers),
             (ctypes.c_char_p * len(values))(*texts),
             (ctypes.c_int64 * len(values))(*(len(t or b"") for t in texts)),
-            (ctypes.c_bool * len(values))(*(name == "images" for name in values)),
         )  # fmt: skip
 
     def __bool__(self) -> bool:

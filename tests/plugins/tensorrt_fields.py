@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
-from kvgraph.kernels import launch
+from kvgraph.compiler.targets.trt_fields import pack_images
+from kvgraph.kernels import variants
 from kvgraph.kernels.aot import Compiled, Resources
+from kvgraph.kernels.record import pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from tests.support.fake_driver import cubin
 
@@ -33,11 +34,11 @@ def shape_of(
 
 def compiled(shape: AttentionShape, arch: str) -> list[Compiled]:
     """Each with an image of its own, which the fake driver tells by the first four of its tag."""
-    store = launch.store_variant(shape.cache, shape.rope)
+    store = variants.store_variant(shape.cache, shape.rope)
     used = Resources(64, SHARED_BYTES, 0, 0, 0)
     flags = int(arch.removeprefix("sm_")) << 8 | 0x06000004
     made = []
-    for variant in [store, *launch.attention_variants(shape, arch)]:
+    for variant in [store, *variants.attention_variants(shape, arch)]:
         tag = hashlib.sha256(variant.name.encode()).hexdigest()[:4].encode()
         made.append(
             Compiled(variant, arch, entry_of(variant), cubin(flags, tag=tag), "", used, 0.0)
@@ -45,19 +46,19 @@ def compiled(shape: AttentionShape, arch: str) -> list[Compiled]:
     return made
 
 
-def entry_of(variant: launch.Variant) -> str:
+def entry_of(variant: variants.Variant) -> str:
     """A name that ends in the parameters' kinds: the fake driver reads arguments by it."""
     kinds = "".join("p" if p.type.startswith("*") else "i" for p in variant.parameters)
     role = variant.role or variant.kernel.name
     return f"{role.replace('_', '')}_{kinds}"
 
 
-def fields_of(shape: AttentionShape, archs: Sequence[str]) -> tuple[str, bytes]:
+def fields_of(shape: AttentionShape, archs: Sequence[str]) -> tuple[bytes, bytes]:
     """The fields `kernels` and `images`."""
     kernels: Mapping[str, list[Compiled]] = {arch: compiled(shape, arch) for arch in archs}
     images = dict.fromkeys(k.cubin for of in kernels.values() for k in of)
-    return kernels_text(shape, kernels), pack_images(images)
+    return pack_kernels(shape, kernels), pack_images(images)
 
 
-def text_of(shape: AttentionShape, archs: Sequence[str]) -> str:
+def record_of(shape: AttentionShape, archs: Sequence[str]) -> bytes:
     return fields_of(shape, archs)[0]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from kvgraph.compiler.targets.trt_fields import kernels_text, pack_images
+from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.kernels import aot
+from kvgraph.kernels.record import pack_kernels
 from tests.plugins.gpu_matrix import main
 from tests.plugins.tensorrt_host import Plugin, mask
 from tests.support import conformance
@@ -34,7 +35,7 @@ def plugin_of(case: Case, arch: str, given: list[str]) -> Plugin:
         {name: value for name, value in values.items() if name in attributes}
         | {
             "inputs": mask(case.op, given),
-            "kernels": kernels_text(shape, {arch: made}),
+            "kernels": pack_kernels(shape, {arch: made}),
             "images": pack_images(kernel.cubin for kernel in made),
         },
     )

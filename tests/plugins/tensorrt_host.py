@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import SPECS
+from tests.plugins.tensorrt_fields import fields_of, shape_of
 
 TYPES = {
     "float32": 0,
@@ -26,7 +28,12 @@ TYPES = {
 FIELD_TYPES = {"float32": 1, "float64": 2, "int32": 5, "char": 6, "unknown": 8, "int64": 10}
 BUILD, RUNTIME = 0, 1
 
+UPDATE = ["q", "kv_blocks", "input_row_offsets", "cache_lengths", "lookup_table", "max_lengths",
+          "k", "v"]  # fmt: skip
+SHAPE = shape_of()
+
 Shape = Sequence[int]
+Tensor = tuple[str, Shape]
 dll = ctypes.CDLL(os.environ["HOST"])
 for _name in ("h_create", "h_reload", "h_clone", "h_attach"):
     getattr(dll, _name).restype = ctypes.c_void_p
@@ -186,3 +193,78 @@ def _dim(code: int) -> Any:
 def mask(op: str, names: Sequence[str]) -> int:
     spec = next(spec for spec in SPECS if spec.name == op)
     return sum(1 << i for i, operand in enumerate(spec.inputs) if operand.name in names)
+
+
+# ---- nodes and operands of tests ----------------------------------------------------------------
+
+
+def fields(
+    shape: AttentionShape = SHAPE,
+    archs: Sequence[str] = ("sm_86",),
+    given: Sequence[str] = UPDATE,
+    op: str = "update_and_attend",
+    **changed: Any,
+) -> dict[str, Any]:
+    """Of a node of layer 3; None leaves one out."""
+    kernels, images = fields_of(shape, archs)
+    made = {"layer": 3, "kernels": kernels, "images": images, "inputs": mask(op, given)}
+    if op != "store_kv":
+        made |= {"scale": shape.scale, "window": shape.window}
+    return {**made, **changed}
+
+
+def plugin(op: str = "update_and_attend", **options: Any) -> Plugin:
+    return Plugin.of(op, fields(op=op, **options))
+
+
+def refused(op: str = "update_and_attend", **options: Any) -> str:
+    assert not plugin(op, **options)
+    return said()
+
+
+def operands(
+    batch: int = -1,
+    tokens: int = -1,
+    pages: int = -1,
+    width: int = -1,
+    steps: int = 1,
+    given: Sequence[str] = UPDATE,
+    dtype: str = "bfloat16",
+    pool: str = "bfloat16",
+) -> dict[str, Tensor]:
+    every: dict[str, Tensor] = {
+        "q": (dtype, (tokens, 8, 64)), "kv_blocks": (pool, (pages, 2, 4, 16, 2, 64)),
+        "k": (dtype, (tokens, 2, 64)), "v": (dtype, (tokens, 2, 64)),
+        "input_row_offsets": ("int32", (batch + (batch > 0),)),
+        "cache_lengths": ("int32", (batch,)), "lookup_table": ("int32", (batch, width)),
+        "max_lengths": ("int32", (steps, 2)),
+        "kv_scales": ("float32", (pages, 2, 4, 16, 2, 1)), "sinks": ("float32", (8,)),
+        "cos_sin": ("float32", (4096, 64)),
+    }  # fmt: skip
+    return {name: every[name] for name in given}
+
+
+def changed(given: Mapping[str, Tensor], name: str, shape: Shape) -> list[Shape]:
+    return [shape if n == name else s for n, (_, s) in given.items()]
+
+
+def addresses(
+    given: Mapping[str, Tensor], outputs: Sequence[str] = ("out", "kv_blocks")
+) -> dict[str, int]:
+    made = {name: 0x100000 * (i + 1) for i, name in enumerate(given)}
+    made["to:out"] = 0xA00000
+    if "kv_blocks" in outputs:
+        made["to:kv_blocks"] = made["kv_blocks"]
+    if "kv_scales" in given:
+        made["to:kv_scales"] = made["kv_scales"]
+    return made
+
+
+def driver_calls() -> list[str]:
+    function = ctypes.CDLL("libcuda.so.1").fake_log
+    function.restype = ctypes.c_char_p
+    return str(function().decode()).splitlines()
+
+
+def kernels_launched() -> list[str]:
+    return [call for call in driver_calls() if call.startswith("cuLaunch")]

@@ -117,7 +117,7 @@ def test_the_two_views_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("kHALF, kINT8,", "kINT8, kHALF,", "static assertion failed: DataType::kHalf"),
+        ("kHALF, kINT8,", "kINT8, kHALF,", "static assertion failed: DataType::kHALF"),
         ("int32_t nbDims; int64_t d[", "int64_t nbDims; int64_t d[", "failed: Dims::count"),
         ("DataType type; TensorFormat format;", "TensorFormat format; DataType type;",
          "failed: TensorDesc::type"),

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from kvgraph.contract.inputs import ModelInputs
-from kvgraph.kernels.launch import Plan, Variant
+from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.run import run
+from kvgraph.kernels.variants import Variant
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.artifact import verify
 from kvgraph.runtime.engine import Engine
@@ -45,7 +46,7 @@ class InterpretedGpu:
         missing = [v.name for v in variants if v.name not in self._files]
         assert not missing, missing
 
-    def launch(self, plan: Plan, operands: Operands) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         for one in plan.launches:
             self.require([one.variant])
             self.launched.add(f"{one.variant.kernel.name}-{one.variant.role}")

@@ -27,7 +27,7 @@ import ctypes, json, sys
 from pathlib import Path
 import kvgraph
 from kvgraph.errors import KVGraphError
-from kvgraph.kernels import launch
+from kvgraph.kernels import launch, variants
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.runtime.cubins import Cubins
@@ -115,7 +115,7 @@ cubins = Cubins(folder / "kernels")
 cache = CacheShape.of(kvgraph.load(folder).params(), "bfloat16")
 rope = Rope(cache.head_dim, False)
 shape = AttentionShape(cache, HEADS, cache.head_dim**-0.5, rope=rope)
-cubins.require(launch.attention_variants(shape, "sm_90"))
+cubins.require(variants.attention_variants(shape, "sm_90"))
 sizes = Sizes(3, 3, 1, 900, 57)
 plan = launch.plan_update_and_attend(
     shape, "sm_90", sizes, 2, multiprocessors=cubins.multiprocessors
@@ -156,7 +156,7 @@ def test_a_changed_cubin_and_a_missing_kernel_are_named(
     )
     code = """
 cubins = Cubins(folder / "kernels")
-result = said(cubins.require, [launch.rms_norm_variant("float16", 77, 1e-5)])
+result = said(cubins.require, [variants.rms_norm_variant("float16", 77, 1e-5)])
 """
     kind, text = drive(code)
     assert kind == "ArtifactError"

@@ -11,7 +11,8 @@ import torch
 from kvgraph import KernelError, KVCacheParams
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED
-from kvgraph.kernels.launch import Plan, Variant
+from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.sessions.program import Attention, Operands
 from tests.support.programs import PAGE, program_of, step
 
@@ -24,11 +25,11 @@ class Recorder:
     device, arch, multiprocessors = torch.device("cpu"), "sm_90", 132
 
     def __init__(self) -> None:
-        self.launched: list[tuple[Plan, Operands]] = []
+        self.launched: list[tuple[LaunchPlan, Operands]] = []
 
     def require(self, variants: Iterable[Variant]) -> None: ...
 
-    def launch(self, plan: Plan, operands: Operands) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         self.launched.append((plan, operands))
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

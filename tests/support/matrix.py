@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvgraph.contract.dtypes import DTYPES
-from kvgraph.kernels import launch
+from kvgraph.kernels import launch, variants
 from kvgraph.kernels.run import run
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from tests.support import conformance
@@ -53,7 +53,7 @@ def shape_of(case: Case) -> AttentionShape:
     )
 
 
-def plan_of(case: Case, operands: Operands, arch: str) -> launch.Plan:
+def plan_of(case: Case, operands: Operands, arch: str) -> launch.LaunchPlan:
     shape = shape_of(case)
     table, bounds = operands.inputs["lookup_table"], operands.inputs.get("max_lengths")
     assert table is not None
@@ -62,7 +62,7 @@ def plan_of(case: Case, operands: Operands, arch: str) -> launch.Plan:
     assert bounds is None or tuple(bounds[0]) == longest
     sizes = launch.Sizes(len(case.rows), sum(new), *longest, table.shape[1])
     if case.op == "store_kv":
-        return launch.plan_store(shape.cache, sizes, case.layer)
+        return launch.plan_store(shape, arch, sizes, case.layer)
     if case.op == "paged_attention":
         return launch.plan_attention(shape, arch, sizes, case.layer)
     return launch.plan_update_and_attend(shape, arch, sizes, case.layer, stores=case.stores)
@@ -129,7 +129,7 @@ def check_rows(device: str) -> None:
         want = normal * (offset + weight.astype("f4"))
         given = {n: tensor(a.copy(), device) for n, a in (("x", x), ("residual", r))}
         given |= {"weight": tensor(weight, device), "out": torch.empty_like(given["x"])}
-        variant = launch.rms_norm_variant(
+        variant = variants.rms_norm_variant(
             dtype,
             width,
             1e-5,
@@ -145,7 +145,9 @@ def check_rows(device: str) -> None:
         pair = np.concatenate([x, up], -1)  # gate and up as halves of one tensor
         given = {"gate": tensor(pair, device), "out": torch.empty_like(given["out"])}
         given["up"] = given["gate"][:, width:]
-        variant = launch.silu_mul_variant(dtype, width, gate_stride=2 * width, up_stride=2 * width)
+        variant = variants.silu_mul_variant(
+            dtype, width, gate_stride=2 * width, up_stride=2 * width
+        )
         run(launch.plan_silu_mul(variant, rows), given)
         wide = x.astype("f4")
         want = (wide / (1 + np.exp(-wide))).astype(kind).astype("f4") * up.astype("f4")

@@ -12,12 +12,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import getdoc, signature
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvgraph.compiler.passes import PassOptions, PassReport
 
-if TYPE_CHECKING:
-    from kvgraph.compiler.traced import Traced
+
+class Rewritten(Protocol):
+    """What passes run over: a Traced, or a program alone. They take more of its parts, by name."""
+
+    passes: list[PassReport]
+
+    @property
+    def options(self) -> PassOptions: ...
+
+    def changed(self, step: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,8 @@ PACKED = Condition(lambda options: options.is_packed, "weights are not packed")
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite, or a check: a function of this package that is given the parts of a Traced that
-    its parameters name.
+    """A rewrite, or a check: a function of this package that is given the parts of what it runs
+    over that its parameters name.
 
     `at` is "file.function" where these are not both `name`.
     """
@@ -62,10 +70,10 @@ class Pass:
     def applies(self, options: PassOptions) -> bool:
         return self.needs is None or self.needs.holds(options)
 
-    def run(self, traced: Traced) -> PassReport | None:
-        """Rewrite or check `traced`. None: a check that holds and counts nothing."""
+    def run(self, subject: Rewritten) -> PassReport | None:
+        """Rewrite or check `subject`. None: a check that holds and counts nothing."""
         function = self.function
-        return function(*(getattr(traced, name) for name in signature(function).parameters))
+        return function(*(getattr(subject, name) for name in signature(function).parameters))
 
 
 def check(name: str, at: str = "", needs: Condition | None = None) -> Pass:
@@ -124,16 +132,26 @@ PASSES = {
 """(kind of target, backend) -> its passes."""
 
 
-def run_passes(traced: Traced, passes: Iterable[Pass]) -> None:
-    """Those that apply, in order; reports join the trace's, rewritten graphs are dumped.
+LOWER_CACHES = (
+    Pass("fuse_update_and_attend"),
+    check("require_pairs", "return_pools.require_pairs"),
+    check("require_stored"),
+    Pass("return_pools"),
+    *FUNCTIONAL,
+)
+"""What `kvgraph.onnx.lower_caches` does to a program of a user's own."""
+
+
+def run_passes(subject: Rewritten, passes: Iterable[Pass]) -> None:
+    """Those that apply, in order; reports join the subject's, rewritten graphs are dumped.
 
     UnsupportedError of a check says why the program is refused.
     """
     for each in passes:
-        if not each.applies(traced.options):
+        if not each.applies(subject.options):
             continue
-        report = each.run(traced)
+        report = each.run(subject)
         if report is not None:
-            traced.passes.append(report)
+            subject.passes.append(report)
         if not each.is_check:
-            traced.changed(each.name)
+            subject.changed(each.name)

@@ -3,7 +3,7 @@
 Decisions: the program is saved as a CPU graph without weights and retargeted where it is loaded,
 so it needs no GPU to make and none to open; cubins come from Triton, which needs no driver and no
 CUDA toolkit. A kernel's file is named after its Variant, which a runtime makes again from the
-operands of a call (`kernels/launch.py`), without Triton. Everything is reproducible byte for byte
+operands of a call (`kernels/variants.py`), without Triton. Everything is reproducible byte for byte
 but the log of compile times: the graph's nodes lose what names this machine's folders.
 """
 
@@ -32,10 +32,15 @@ from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
 from kvgraph.compiler.targets.weights import save_weights, stream_weights
 from kvgraph.compiler.traced import Traced
-from kvgraph.kernels import aot, launch
+from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
-from kvgraph.kernels.launch import Variant
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_dtypes
+from kvgraph.kernels.variants import (
+    Variant,
+    increment_variant,
+    rms_norm_variant,
+    silu_mul_variant,
+)
 from kvgraph.ops import UPDATE_AND_ATTEND
 
 KERNELS_NAME = "kernels.json"
@@ -121,13 +126,11 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
             result = node.meta["val"]
             dtype, width = str(result.dtype).removeprefix("torch."), result.shape[-1]
             variants.append(
-                launch.silu_mul_variant(dtype, width)
+                silu_mul_variant(dtype, width)
                 if node.target is SILU_MUL
-                else launch.rms_norm_variant(
-                    dtype, width, residual=len(node.args) > 2, **node.kwargs
-                )
+                else rms_norm_variant(dtype, width, residual=len(node.args) > 2, **node.kwargs)
             )
-    return [*variants, launch.increment_variant()]
+    return [*variants, increment_variant()]
 
 
 def _save_program(program: ExportedProgram, path: Path) -> None:

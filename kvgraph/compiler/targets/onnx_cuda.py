@@ -1,10 +1,10 @@
 """Backend `onnx` for CUDA: the functional ONNX graph, whose cache ops carry their kernels.
 
-Decisions: kernels travel as attributes of the graph's nodes (`kernels`, text; `images`, cubins as a
-tensor of bytes, since ONNX's strings are text), which are the fields of TensorRT's plugins. So
-model.onnx says all that a step does: to run it takes nothing else but the weights and
-the library of custom ops, and the manifest hashes it as one file. Equal cubins travel once, in the
-first node. The CPU's ops do not read these attributes, so a float32 graph runs there too.
+Decisions: kernels travel as attributes of the graph's nodes (`kernels` and `images`, tensors of
+bytes, since ONNX's strings are text), which are the fields of TensorRT's plugins. So model.onnx
+says all that a step does: to run it takes nothing else but the weights and the library of custom
+ops, and the manifest hashes it as one file. Equal cubins travel once, in the first node. The CPU's
+ops do not read these attributes, so a float32 graph runs there too.
 Activations keep the checkpoint's dtype: ONNX Runtime's CUDA provider has kernels for halves.
 """
 
@@ -22,9 +22,10 @@ from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets import onnx as onnx_target
 from kvgraph.compiler.targets.cuda import attention_of_nodes, compile_kernels
-from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
+from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.compiler.traced import Traced
 from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.record import image_digests, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.ops import UPDATE_AND_ATTEND
 
@@ -70,7 +71,7 @@ def embed_kernels(
     """Give the cache ops of `graph`, whose constants are `attention` in its order, what was `made`
     for them."""
     nodes = [node for node in graph.node if node.op_type == UPDATE_AND_ATTEND.name]
-    texts = {shape: kernels_text(shape, kernels) for shape, kernels in made.items()}
+    records = {shape: pack_kernels(shape, kernels) for shape, kernels in made.items()}
     images = {
         kernel.metadata()["sha256"]: kernel.cubin
         for kernels in made.values()
@@ -79,13 +80,13 @@ def embed_kernels(
     }
     carried: set[str] = set()
     for node, shape in zip(nodes, attention, strict=True):
-        new = [digest for digest in image_digests(texts[shape]) if digest not in carried]
+        new = [digest for digest in image_digests(records[shape]) if digest not in carried]
         carried.update(new)
-        _set(node, "kernels", texts[shape])
+        _set(node, "kernels", records[shape])
         if new:
-            packed = pack_images(images[digest] for digest in new)
-            _set(node, "images", numpy_helper.from_array(np.frombuffer(packed, np.uint8)))
+            _set(node, "images", pack_images(images[digest] for digest in new))
 
 
-def _set(node: onnx.NodeProto, name: str, value: str | onnx.TensorProto) -> None:
+def _set(node: onnx.NodeProto, name: str, data: bytes) -> None:
+    value = numpy_helper.from_array(np.frombuffer(data, np.uint8))
     node.attribute.append(onnx.helper.make_attribute(name, value))

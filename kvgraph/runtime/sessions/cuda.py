@@ -19,7 +19,7 @@ import torch
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import CapacityError, KernelError, KVGraphError
-from kvgraph.kernels import launch
+from kvgraph.kernels import launch, variants
 from kvgraph.kv.staging import Upload
 from kvgraph.kv.tiers.copies import Rows
 from kvgraph.runtime.artifact import Artifact
@@ -47,7 +47,7 @@ class CudaSession(Session):
             gpu = CudaGpu(artifact.folder)
         self.gpu = gpu
         self._program = load_program(artifact, gpu)
-        gpu.require([launch.increment_variant()])
+        gpu.require([variants.increment_variant()])
         self._pages = PageCopies(gpu.device)
         self._on_host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
         # Of their own: a long prompt that needs more memory must not move what graphs read.

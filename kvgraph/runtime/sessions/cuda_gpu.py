@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from kvgraph.errors import MissingDependencyError
-from kvgraph.kernels.launch import Plan, Variant
+from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.cubins import Cubins
 from kvgraph.runtime.sessions.program import Operands
 
@@ -33,7 +34,7 @@ class CudaGpu:
     def require(self, variants: Iterable[Variant]) -> None:
         self._cubins.require(variants)
 
-    def launch(self, plan: Plan, operands: Operands) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         """Scratch memory goes back to torch's allocator at once: the stream orders its reuse."""
         scratch = {
             name: torch.empty(elements, dtype=torch.float32, device=self.device)

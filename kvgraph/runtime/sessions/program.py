@@ -19,10 +19,11 @@ from torch.export.passes import move_to_device_pass
 
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.params import KVCacheParams
-from kvgraph.errors import ArtifactError, KernelError
-from kvgraph.kernels import launch
-from kvgraph.kernels.launch import Plan, Sizes, Variant
+from kvgraph.errors import ArtifactError
+from kvgraph.kernels import launch, variants
+from kvgraph.kernels.launch import LaunchPlan, Sizes
 from kvgraph.kernels.shapes import AttentionShape
+from kvgraph.kernels.variants import Variant
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_fusions, torch_ops
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.opening import opening
@@ -44,7 +45,7 @@ class Gpu(Protocol):
     def require(self, variants: Iterable[Variant]) -> None:
         """ArtifactError unless every one of `variants` can be launched."""
 
-    def launch(self, plan: Plan, operands: Operands) -> None:
+    def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         """Enqueue `plan` on the current stream; operands by the names of kernel parameters."""
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -146,9 +147,9 @@ class Attention(nn.Module):
         self._names = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
         self._stores = given["k"] is not None
         self._shape = AttentionShape.of(leaf, given)
-        self.variants = launch.attention_variants(self._shape, gpu.arch)
+        self.variants = variants.attention_variants(self._shape, gpu.arch)
         if self._stores:
-            self.variants += (launch.store_variant(self._shape.cache, self._shape.rope),)
+            self.variants += (variants.store_variant(self._shape.cache, self._shape.rope),)
 
     def forward(self, *args: torch.Tensor | None) -> torch.Tensor:
         given = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
@@ -156,12 +157,8 @@ class Attention(nn.Module):
         operands = {n: a if n in MUTATED else a.contiguous() for n, a in given.items()}
         out = q.new_empty(q.shape[0], q.shape[1], self._shape.cache.v_width)
         longest_new, longest = bounds[0].tolist()
-        if "cos_sin" in given and longest > len(given["cos_sin"]):
-            raise KernelError(
-                f"update_and_attend: max_lengths: expected contexts of at most the "
-                f"{len(given['cos_sin'])} positions of cos_sin, got {longest}"
-            )
-        sizes = Sizes(table.shape[0], q.shape[0], longest_new, longest, table.shape[1])
+        positions = len(given["cos_sin"]) if "cos_sin" in given else 0
+        sizes = Sizes(table.shape[0], q.shape[0], longest_new, longest, table.shape[1], positions)
         plan = launch.plan_update_and_attend(
             self._shape,
             self._gpu.arch,
@@ -183,7 +180,7 @@ class RmsNorm(nn.Module):
         has_residual = len(node.args) > 2 and node.args[2] is not None
         constants: dict[str, Any] = dict(node.kwargs)
         self._gpu = gpu
-        self._variant = launch.rms_norm_variant(
+        self._variant = variants.rms_norm_variant(
             str(x.dtype).removeprefix("torch."), x.shape[-1], residual=has_residual, **constants
         )
         self.variants = (self._variant,)
@@ -209,7 +206,7 @@ class SiluMul(nn.Module):
         gate = node.args[0].meta["val"]  # type: ignore[union-attr]
         self._gpu = gpu
         dtype = str(gate.dtype).removeprefix("torch.")
-        self._variant = launch.silu_mul_variant(dtype, gate.shape[-1])
+        self._variant = variants.silu_mul_variant(dtype, gate.shape[-1])
         self.variants = (self._variant,)
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

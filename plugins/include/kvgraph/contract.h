@@ -15,6 +15,11 @@
 typedef enum kvg_dtype { KVG_FLOAT32 = 1, KVG_FLOAT16 = 2, KVG_BFLOAT16 = 3, KVG_INT8 = 4, KVG_FLOAT8_E4M3FN = 5, KVG_INT32 = 6 } kvg_dtype;
 
 static const char* const KVG_DTYPE_NAMES[] = {"none", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "int32"};
+// By kvg_dtype: onnx.TensorProto.DataType; the largest magnitude of a quantised pool.
+static const int32_t KVG_DTYPE_ONNX[] = {0, 1, 10, 16, 3, 17, 6};
+static const float KVG_DTYPE_LARGEST[] = {0, 0, 0, 0, 127, 448, 0};
+// TensorRT's DataType of each from kvg_dtype 1 on.
+#define KVG_DTYPE_TENSORRT(scope) scope kFLOAT, scope kHALF, scope kBF16, scope kINT8, scope kFP8, scope kINT32
 #define KVG_NUM_DIM_SYMBOLS 24
 static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_groups", "out_features", "out_features_1", "out_features_2"};
 
@@ -44,6 +49,14 @@ enum {
   KVG_DIM_OUT_FEATURES_1 = 22,
   KVG_DIM_OUT_FEATURES_2 = 23,
 };
+
+// Launches of a step: kernels by role, integers by value, shared float32 memory.
+enum { KVG_ROLE_STORE, KVG_ROLE_PREFILL, KVG_ROLE_DECODE, KVG_ROLE_DECODE_SPLIT, KVG_ROLE_MERGE, KVG_ROLE_COUNT };
+static const char* const KVG_ROLE_NAMES[] = {"store", "prefill", "decode", "decode_split", "merge"};
+enum { KVG_VALUE_BATCH_SIZE, KVG_VALUE_LAYER, KVG_VALUE_TABLE_WIDTH, KVG_VALUE_TILES_PER_ROW, KVG_VALUE_ROWS_BELOW, KVG_VALUE_NEW_ABOVE, KVG_VALUE_NEW_UPTO, KVG_VALUE_NUM_PARTS, KVG_VALUE_TOKENS_PER_ROW, KVG_VALUE_COUNT };
+static const char* const KVG_VALUE_NAMES[] = {"batch_size", "layer", "table_width", "tiles_per_row", "rows_below", "new_above", "new_upto", "num_parts", "tokens_per_row"};
+enum { KVG_SCRATCH_PARTIAL_OUT, KVG_SCRATCH_PARTIAL_STATE, KVG_SCRATCH_COUNT };
+static const char* const KVG_SCRATCH_NAMES[] = {"partial_out", "partial_state"};
 
 // A dim is symbolic (an index into KVG_DIM_NAMES, plus an offset) or static (symbol -1).
 typedef struct kvg_dim { int32_t symbol; int32_t value; } kvg_dim;

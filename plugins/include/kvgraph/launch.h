@@ -1,6 +1,6 @@
 // The C ABI of the CUDA launcher: cubin images in, kernel launches out, through the driver API that
-// is found at run time. Needs no CUDA toolkit, to build or to run; the first call looks for the
-// driver, loading this library does not.
+// is found at run time. Needs no CUDA toolkit, to build or to run; the first call that needs the
+// driver looks for it, loading this library does not. Plans need none: they are made on any machine.
 //
 // Every function returns a kvg_status and on refusal writes one sentence into `message`. All may be
 // called from several threads at once. Modules live as long as the process: an image is loaded once
@@ -10,6 +10,8 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "kvgraph/contract.h"
 
 #if defined(_WIN32)
 #define KVG_LAUNCH_EXPORT __declspec(dllexport)
@@ -22,7 +24,7 @@ extern "C" {
 #endif
 
 // Of the structs and functions below; its own number, as ops (abi.h) change more often.
-#define KVG_LAUNCH_ABI_VERSION 1
+#define KVG_LAUNCH_ABI_VERSION 2
 #define KVG_MAX_LAUNCH_ARGUMENTS 62
 
 typedef enum kvg_status {
@@ -86,7 +88,101 @@ typedef struct kvg_launch {
   void* stream;           // CUstream of the module's context; NULL: the default stream
 } kvg_launch;
 
+// What the kernels of an op were compiled for. Dims of operands; 0: the op has none of that name.
+typedef struct kvg_constants {
+  double scale, softcap;
+  int32_t window, causal, rope_style;
+  int32_t num_layers, page_size, num_kv_heads, head_dim, v_head_dim, num_heads, scales_per_head,
+      rotary_dim;
+  int32_t dtype, pool_dtype;  // kvg_dtype of the type variables T and P
+} kvg_constants;
+
+// How the kernels of one architecture split a step.
+typedef struct kvg_tiling {
+  int32_t store_tokens, prefill_tokens, decode_tokens;  // new tokens of a row that a tile takes
+  int32_t multiprocessors;
+  int32_t min_part, max_parts;  // keys of a part of a context at least; parts at most
+} kvg_tiling;
+
+// What the host knows of a step. max_new and max_context bound the values on the device.
+typedef struct kvg_sizes {
+  int64_t batch_size, total_seq_len, max_new, max_context, table_width;
+  int64_t max_positions;  // of cos_sin, which no context may exceed; 0: not checked
+} kvg_sizes;
+
+typedef struct kvg_planned {
+  int64_t role;                     // KVG_ROLE_*
+  int64_t grid[2];                  // in blocks
+  int64_t values[KVG_VALUE_COUNT];  // by KVG_VALUE_*
+} kvg_planned;
+
+#define KVG_MAX_PLANNED 4
+
+// The launches of one layer's step, in stream order.
+typedef struct kvg_plan {
+  uint32_t abi_version;
+  uint32_t struct_size;
+  const char* op;  // for sentences
+  kvg_constants constants;
+  kvg_tiling tiling;
+  kvg_sizes sizes;
+  int32_t layer, stores, attends;
+  int32_t num_launches;  // filled in, as what follows
+  kvg_planned launches[KVG_MAX_PLANNED];
+  int64_t scratch[KVG_SCRATCH_COUNT];  // float32 elements
+} kvg_plan;
+
+// What a graph's node has as `kernels`: a kvg_kernels, then num_archs of kvg_arch_kernels, and no
+// more; little-endian, as hosts are. Version 1 was text.
+#define KVG_KERNELS_VERSION 2
+#define KVG_MAX_PARAMETERS 24
+
+typedef enum kvg_parameter_kind {
+  KVG_PARAMETER_OPERAND = 1,  // index of update_and_attend's inputs and outputs
+  KVG_PARAMETER_SCRATCH = 2,  // KVG_SCRATCH_*
+  KVG_PARAMETER_VALUE = 3,    // KVG_VALUE_*
+} kvg_parameter_kind;
+
+typedef struct kvg_parameter {
+  uint8_t kind;
+  uint8_t index;
+  uint16_t alignment;  // of a pointer
+} kvg_parameter;
+
+typedef struct kvg_kernel {
+  char function[64];   // with a final NUL; "": no kernel of this role
+  uint8_t sha256[32];  // of its cubin
+  uint32_t num_warps, shared_bytes;
+  uint32_t num_parameters;
+  kvg_parameter parameters[KVG_MAX_PARAMETERS];
+} kvg_kernel;
+
+typedef struct kvg_arch_kernels {
+  char arch[8];  // with a final NUL
+  kvg_tiling tiling;
+  kvg_kernel kernels[KVG_ROLE_COUNT];
+} kvg_arch_kernels;
+
+typedef struct kvg_kernels {
+  uint32_t version;           // KVG_KERNELS_VERSION
+  uint32_t contract_version;  // KVG_ABI_VERSION, of the operands that parameters name
+  uint32_t arch_size;         // sizeof(kvg_arch_kernels)
+  uint32_t num_archs;
+  kvg_constants constants;
+} kvg_kernels;
+
 KVG_LAUNCH_EXPORT uint32_t kvg_cuda_abi_version(void);
+// Of the record that this library reads.
+KVG_LAUNCH_EXPORT uint32_t kvg_cuda_kernels_version(void);
+// Fills in the launches. Needs no driver.
+KVG_LAUNCH_EXPORT int32_t kvg_cuda_plan(kvg_plan* plan, char* message, size_t message_size);
+// Fills in `scratch` with what any step up to `sizes` may use.
+KVG_LAUNCH_EXPORT int32_t kvg_cuda_bound_scratch(kvg_plan* plan, char* message,
+                                                 size_t message_size);
+// Refuses what is not a record of kernels that op `op` can launch (`stores`: it is given k and v).
+KVG_LAUNCH_EXPORT int32_t kvg_cuda_check_kernels(const void* record, size_t record_size,
+                                                 const char* op, int32_t stores, char* message,
+                                                 size_t message_size);
 // 1000 * major + 10 * minor of the newest CUDA that the driver knows.
 KVG_LAUNCH_EXPORT int32_t kvg_cuda_driver_version(int32_t* version, char* message,
                                                   size_t message_size);

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -18,8 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.compiler.targets.trt_fields import image_digests, pack_images
+from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.errors import KVGraphError, UnsupportedError
+from kvgraph.kernels.record import image_digests
 from kvgraph.ops import OPSET_DOMAIN, SPECS, OpSpec
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 KERNELS_NAME = "tensorrt.json"
-"""Next to the cubins: the fields `kernels`, which node has which, and where each image is."""
+"""Next to the cubins: the fields `kernels` (base64), which node has which, where each image is."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +192,11 @@ def plugin_model(request: Request) -> tuple[bytes, list[str]]:
             raise UnsupportedError(
                 f"{folder / KERNELS_NAME}: expected kernels for node {node.output[0]!r}, got none"
             )
-        text = described["kernels"][described["nodes"][node.output[0]]]
-        new = [digest for digest in image_digests(text) if digest not in carried]
+        record = b64decode(described["kernels"][described["nodes"][node.output[0]]])
+        new = [digest for digest in image_digests(record) if digest not in carried]
         carried.update(new)
         images = pack_images((folder / described["images"][digest]).read_bytes() for digest in new)
-        _set(node, kernels=text, images=images)
+        _set(node, kernels=record, images=images)
         _as_plugin(node, request.aliased, heads, {o.name for o in graph.output})
     weights = [w.name for w in graph.initializer if w.external_data]
     return model.SerializeToString(), weights

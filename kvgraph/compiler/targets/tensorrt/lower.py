@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,11 +31,11 @@ from kvgraph.compiler.targets.tensorrt.engine import (
     profiles_of,
     require_module,
 )
-from kvgraph.compiler.targets.trt_fields import kernels_text
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.devices import PORTABLE
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import shapes
+from kvgraph.kernels.record import pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.native import library_path
@@ -125,7 +126,7 @@ def write_kernels(
         seconds |= save_kernels(compiled, arch, folder)
     described = {
         "shapes": [asdict(shape) for shape in distinct],
-        "kernels": [kernels_text(shape, kernels) for shape, kernels in made.items()],
+        "kernels": [b64encode(pack_kernels(*entry)).decode() for entry in made.items()],
         "nodes": {name: distinct.index(shape) for name, shape in nodes.items()},
         "images": images,
     }

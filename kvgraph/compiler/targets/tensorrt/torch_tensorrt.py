@@ -35,10 +35,11 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
     fuse_update_and_attend,
 )
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
-from kvgraph.compiler.targets.trt_fields import image_digests, kernels_text, pack_images
+from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.contract.dtypes import ALL, POOLS
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
+from kvgraph.kernels.record import image_digests, pack_kernels
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.ops import OPSET_DOMAIN, UPDATE_AND_ATTEND
 from kvgraph.ops.native import library_path
@@ -138,7 +139,7 @@ class Converter:
     trt: ModuleType
     as_tensor: Callable[..., ITensor]
     archs: tuple[str, ...]
-    _made: dict[AttentionShape, tuple[str, Mapping[str, bytes]]] = field(default_factory=dict)
+    _made: dict[AttentionShape, tuple[bytes, Mapping[str, bytes]]] = field(default_factory=dict)
     _network: INetworkDefinition | None = None
     _carried: set[str] = field(default_factory=set)
 
@@ -185,10 +186,10 @@ class Converter:
     def _fields(
         self, network: INetworkDefinition, tensors: Mapping[str, ITensor], given: Mapping[str, Any]
     ) -> list[PluginField]:
-        text, images = self._kernels(_shape(tensors, given))
+        record, images = self._kernels(_shape(tensors, given))
         if network is not self._network:
             self._network, self._carried = network, set()
-        new = [digest for digest in image_digests(text) if digest not in self._carried]
+        new = [digest for digest in image_digests(record) if digest not in self._carried]
         self._carried.update(new)
         operands = [operand.name for operand in UPDATE_AND_ATTEND.inputs]
         numbers = {a.name: _number(a.kind, given[a.name]) for a in UPDATE_AND_ATTEND.attributes}
@@ -201,7 +202,7 @@ class Converter:
         kinds = {np.dtype(np.int32): types.INT32, np.dtype(np.float32): types.FLOAT32}
         return [
             *(self.trt.PluginField(n, value, kinds[value.dtype]) for n, value in numbers.items()),
-            self._bytes("kernels", text.encode()),
+            self._bytes("kernels", record),
             self._bytes("images", pack_images(images[digest] for digest in new)),
         ]
 
@@ -210,7 +211,7 @@ class Converter:
             name, np.frombuffer(data, np.int8), self.trt.PluginFieldType.CHAR
         )
 
-    def _kernels(self, shape: AttentionShape) -> tuple[str, Mapping[str, bytes]]:
+    def _kernels(self, shape: AttentionShape) -> tuple[bytes, Mapping[str, bytes]]:
         """The field `kernels`, and its images by digest."""
         if shape not in self._made:
             compiled = {arch: aot.compile_attention(shape, arch) for arch in self.archs}
@@ -219,7 +220,7 @@ class Converter:
                 for kernels in compiled.values()
                 for kernel in kernels
             }
-            self._made[shape] = (kernels_text(shape, compiled), images)
+            self._made[shape] = (pack_kernels(shape, compiled), images)
         return self._made[shape]
 
 

@@ -1,0 +1,66 @@
+"""Pools are the program's last outputs, as ONNX has no mutation: a pool is an input and an output
+there."""
+
+from __future__ import annotations
+
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
+from kvgraph.errors import UnsupportedError
+from kvgraph.ops import UPDATE_AND_ATTEND
+
+
+def return_pools(program: ExportedProgram) -> PassReport:
+    """The outputs become one flat tuple. Counts the pools that were none of them."""
+    output = program.graph.output_node()
+    results = tuple(output.args[0])
+    added = [pool for pool in _pools(program) if pool not in results]
+    output.args = ((*results, *added),)
+    names = [TensorArgument(pool.name) for pool in added]
+    specs = program.graph_signature.output_specs
+    specs += [OutputSpec(OutputKind.USER_OUTPUT, name, None) for name in names]
+    call = program.module_call_graph[0].signature
+    assert call is not None
+    call.outputs = [*call.outputs, *names]
+    call.out_spec = pytree.tree_structure(tuple(range(len(specs))))
+    return PassReport("return_pools", applied=len(added))
+
+
+def require_pairs(program: ExportedProgram, passes: list[PassReport]) -> None:
+    """UnsupportedError unless every store became one op with its attention, over pools that are
+    inputs of the program."""
+    unmatched = passes[-1].unmatched
+    if unmatched:
+        raise UnsupportedError(unmatched[0])
+    written = _written(program)
+    if not written:
+        raise UnsupportedError(
+            "program: expected pairs of kvgraph::store_kv and paged_attention, got none"
+        )
+    others = written - set(_inputs(program))
+    if others:
+        views = ", ".join(sorted(map(str, others)))
+        raise UnsupportedError(f"program: expected pools that are inputs, got {views}")
+
+
+def _pools(program: ExportedProgram) -> list[Node]:
+    """The inputs that cache ops write, in the order of the inputs."""
+    written = _written(program)
+    return [node for node in _inputs(program) if node in written]
+
+
+def _inputs(program: ExportedProgram) -> list[Node]:
+    return [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]
+
+
+def _written(program: ExportedProgram) -> set[Node]:
+    written: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.target is FUSED:
+            given = arguments(UPDATE_AND_ATTEND, node)
+            written |= {given[name] for name in UPDATE_AND_ATTEND.mutated} - {None}
+    return written

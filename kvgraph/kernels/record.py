@@ -1,0 +1,91 @@
+"""What a graph's node carries as `kernels`: one flat record (`plugins/include/kvgraph/launch.h`) of
+the constants that an attention's kernels were compiled for, and for each architecture how they are
+tiled, launched and found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from kvgraph.errors import KernelError
+from kvgraph.kernels import launch
+from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.shapes import AttentionShape
+from kvgraph.kernels.variants import ALIGNMENT, Parameter
+from kvgraph.ops import UPDATE_AND_ATTEND, launch_native
+from kvgraph.ops.header import ABI_VERSION
+from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
+from kvgraph.ops.launch_native import ArchRecord, KernelParameter, KernelRecord, KernelsHeader
+
+KERNEL_ROLES = {"store_kv": "store", "merge_parts": "merge"}
+"""Kernel -> role in a plan; paged_attention's variants say theirs."""
+
+OPERANDS = tuple(o.name for o in UPDATE_AND_ATTEND.inputs + UPDATE_AND_ATTEND.outputs)
+
+
+def pack_kernels(shape: AttentionShape, compiled: Mapping[str, Sequence[Compiled]]) -> bytes:
+    """The record of every op of `shape`, from its kernels by architecture.
+
+    KernelError for kernels that no host could launch.
+    """
+    header = KernelsHeader(
+        version=launch_native.KERNELS_VERSION,
+        contract_version=ABI_VERSION,
+        arch_size=ctypes.sizeof(ArchRecord),
+        num_archs=len(compiled),
+        constants=launch.constants(shape),
+    )
+    record = bytes(header) + b"".join(_arch(shape, *entry) for entry in compiled.items())
+    launch_native.check_kernels(record, UPDATE_AND_ATTEND.name, stores=True)
+    return record
+
+
+def image_digests(record: bytes) -> list[str]:
+    """SHA-256 of every image that a record names, each once, in its order."""
+    kernels = (kernel for arch in archs_of(record) for kernel in arch.kernels if kernel.function)
+    return list(dict.fromkeys(bytes(kernel.sha256).hex() for kernel in kernels))
+
+
+def archs_of(record: bytes) -> list[ArchRecord]:
+    """A record's architectures, copied."""
+    at, size = ctypes.sizeof(KernelsHeader), ctypes.sizeof(ArchRecord)
+    return [ArchRecord.from_buffer_copy(record, i) for i in range(at, len(record), size)]
+
+
+def _arch(shape: AttentionShape, arch: str, compiled: Sequence[Compiled]) -> bytes:
+    record = ArchRecord(arch=arch.encode(), tiling=launch.tiling(shape, arch))
+    for kernel in compiled:
+        variant = kernel.variant
+        role = variant.role or KERNEL_ROLES[variant.kernel.name]
+        record.kernels[ROLES.index(role)] = _kernel(kernel)
+    return bytes(record)
+
+
+def _kernel(kernel: Compiled) -> KernelRecord:
+    variant = kernel.variant
+    record = KernelRecord(
+        function=kernel.entry.encode(),
+        num_warps=variant.num_warps,
+        shared_bytes=kernel.resources.shared,
+        num_parameters=len(variant.parameters),
+    )
+    record.sha256[:] = hashlib.sha256(kernel.cubin).digest()
+    for index, parameter in enumerate(variant.parameters):
+        record.parameters[index] = _parameter(kernel.entry, parameter)
+    return record
+
+
+def _parameter(function: str, parameter: Parameter) -> KernelParameter:
+    name, alignment = parameter.name, ALIGNMENT if parameter.aligned else 1
+    if name in VALUES:
+        return KernelParameter(launch_native.VALUE, VALUES.index(name), 0)
+    if name in SCRATCH:
+        return KernelParameter(launch_native.SCRATCH_MEMORY, SCRATCH.index(name), alignment)
+    if name in OPERANDS:
+        return KernelParameter(launch_native.OPERAND, OPERANDS.index(name), alignment)
+    raise KernelError(
+        f"{function}: {name}: expected a parameter that plans know, one of "
+        f"{[*OPERANDS, *SCRATCH, *VALUES]}"
+    )

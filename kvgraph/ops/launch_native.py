@@ -1,0 +1,163 @@
+"""Plans of launches, asked of the native library through `plugins/include/kvgraph/launch.h`.
+
+The rules are C++ (`plugins/launch/plan.cpp`), the same for every host. Needs no GPU and no driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char, c_double, c_int32, c_int64, c_uint8, c_uint16, c_uint32
+
+from kvgraph.errors import KernelError
+from kvgraph.ops.cuda_native import LAUNCH_ABI_VERSION, launcher
+from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
+from kvgraph.ops.native import INSTALL, MESSAGE, MESSAGE_BYTES
+
+KERNELS_VERSION = 2
+"""Of the record that a graph's node has as `kernels`."""
+
+MAX_PLANNED, MAX_PARAMETERS = 4, 24
+OPERAND, SCRATCH_MEMORY, VALUE = 1, 2, 3
+"""Kinds of a kernel's parameters."""
+
+
+class Constants(ctypes.Structure):
+    """What kernels were compiled for; dims that an op does not have are 0."""
+
+    _fields_ = (
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("window", c_int32),
+        ("causal", c_int32),
+        ("rope_style", c_int32),
+        ("num_layers", c_int32),
+        ("page_size", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("v_head_dim", c_int32),
+        ("num_heads", c_int32),
+        ("scales_per_head", c_int32),
+        ("rotary_dim", c_int32),
+        ("dtype", c_int32),
+        ("pool_dtype", c_int32),
+    )
+
+
+class Tiling(ctypes.Structure):
+    """How the kernels of an architecture split a step."""
+
+    _fields_ = (
+        ("store_tokens", c_int32),
+        ("prefill_tokens", c_int32),
+        ("decode_tokens", c_int32),
+        ("multiprocessors", c_int32),
+        ("min_part", c_int32),
+        ("max_parts", c_int32),
+    )
+
+
+class StepSizes(ctypes.Structure):
+    """What the host knows of a step."""
+
+    _fields_ = (
+        ("batch_size", c_int64),
+        ("total_seq_len", c_int64),
+        ("max_new", c_int64),
+        ("max_context", c_int64),
+        ("table_width", c_int64),
+        ("max_positions", c_int64),
+    )
+
+
+class Planned(ctypes.Structure):
+    """One launch: an index of ROLES, a grid, and integers by their index of VALUES."""
+
+    _fields_ = (("role", c_int64), ("grid", c_int64 * 2), ("values", c_int64 * len(VALUES)))
+
+
+class StepPlan(ctypes.Structure):
+    """A question, and its answer from `num_launches` on."""
+
+    _fields_ = (
+        ("abi_version", c_uint32),
+        ("struct_size", c_uint32),
+        ("op", ctypes.c_char_p),
+        ("constants", Constants),
+        ("tiling", Tiling),
+        ("sizes", StepSizes),
+        ("layer", c_int32),
+        ("stores", c_int32),
+        ("attends", c_int32),
+        ("num_launches", c_int32),
+        ("launches", Planned * MAX_PLANNED),
+        ("scratch", c_int64 * len(SCRATCH)),
+    )
+
+
+class KernelParameter(ctypes.Structure):
+    _fields_ = (("kind", c_uint8), ("index", c_uint8), ("alignment", c_uint16))
+
+
+class KernelRecord(ctypes.Structure):
+    """A compiled kernel; no function: there is none of its role."""
+
+    _fields_ = (
+        ("function", c_char * 64),
+        ("sha256", c_uint8 * 32),
+        ("num_warps", c_uint32),
+        ("shared_bytes", c_uint32),
+        ("num_parameters", c_uint32),
+        ("parameters", KernelParameter * MAX_PARAMETERS),
+    )
+
+
+class ArchRecord(ctypes.Structure):
+    _fields_ = (("arch", c_char * 8), ("tiling", Tiling), ("kernels", KernelRecord * len(ROLES)))
+
+
+class KernelsHeader(ctypes.Structure):
+    """The start of a record; an ArchRecord for each architecture follows."""
+
+    _fields_ = (
+        ("version", c_uint32),
+        ("contract_version", c_uint32),
+        ("arch_size", c_uint32),
+        ("num_archs", c_uint32),
+        ("constants", Constants),
+    )
+
+
+def plan_step(plan: StepPlan) -> None:
+    """Fill in the launches and the scratch memory. KernelError for sizes that no step has."""
+    _fill(plan, "plan")
+
+
+def bound_scratch(plan: StepPlan) -> None:
+    """Fill in `scratch` with what any step up to the plan's sizes may use."""
+    _fill(plan, "bound_scratch")
+
+
+def _fill(plan: StepPlan, entry: str) -> None:
+    plan.abi_version, plan.struct_size = LAUNCH_ABI_VERSION, ctypes.sizeof(StepPlan)
+    _call(entry, ctypes.byref(plan))
+
+
+def check_kernels(record: bytes, op: str, *, stores: bool) -> None:
+    """KernelError for what is not a record of kernels that `op` can launch, as hosts refuse it.
+
+    `stores`: `op` is given k and v.
+    """
+    found = int(launcher().dll.kvg_cuda_kernels_version())
+    if found != KERNELS_VERSION:
+        raise KernelError(
+            f"kernels: expected a library that reads version {KERNELS_VERSION} of this kvgraph "
+            f"package, got one for version {found}; install both from one build: {INSTALL}"
+        )
+    _call("check_kernels", record, ctypes.c_size_t(len(record)), op.encode(), c_int32(stores))
+
+
+def _call(name: str, *arguments: object) -> None:
+    message = MESSAGE()
+    entry = getattr(launcher().dll, f"kvg_cuda_{name}")
+    if entry(*arguments, message, ctypes.c_size_t(MESSAGE_BYTES)):
+        raise KernelError(message.value.decode(errors="replace"))
