@@ -31,7 +31,7 @@ from typing import Any
 
 import xxhash
 
-from kvgraph.kv.tiers.disk import DiskStore
+from kvgraph.kv.tiers.disk.store import DiskStore
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 TOTAL, ROUNDS = 64 << 20, 5

@@ -39,9 +39,9 @@ from kvgraph.contract.devices import HOST
 from kvgraph.contract.inputs import Buffer
 from kvgraph.kv.tiers.connector import Move, Transfer
 from kvgraph.kv.tiers.copies import HostCopier
-from kvgraph.kv.tiers.disk import DiskStore
+from kvgraph.kv.tiers.disk.store import DiskStore
 from kvgraph.kv.tiers.host import HostStore
-from kvgraph.kv.tiers.place import Place
+from kvgraph.kv.tiers.leaf_pools import LeafPools
 from kvgraph.kv.tiers.tiered import TieredConnector
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.prefix import write_prefix
@@ -91,7 +91,7 @@ def bandwidth(folder: Path, turns: int, pages: int) -> None:
     print(f"bandwidth, GB/s ({pages} pages of {PAGE_BYTES >> 20} MiB, median of {turns}, spread)")
     pool = np.random.default_rng(0).integers(0, 255, (pages, PAGE_BYTES), np.uint8)
     other = np.zeros_like(pool)
-    place, target = place_of(pool), place_of(other)
+    pools, target = pools_of(pool), pools_of(other)
     slab = np.zeros(pages * PAGE_BYTES, np.uint8)
     host = HostStore({PAGE_BYTES: pages}, {PAGE_BYTES: 0}, lambda nbytes: slab[:nbytes])
     connector = connect(host, pages)
@@ -99,7 +99,7 @@ def bandwidth(folder: Path, turns: int, pages: int) -> None:
     copy_in, copy_out, memcpy = [], [], []
     for _ in range(turns):
         connector.reset()
-        copy_out.append(offload(connector, place, pages))
+        copy_out.append(offload(connector, pools, pages))
         other[:] = 0
         copy_in.append(load(connector, target, pages))
         assert np.array_equal(other, pool)
@@ -112,11 +112,11 @@ def bandwidth(folder: Path, turns: int, pages: int) -> None:
 
 def disk_bandwidth(folder: Path, turns: int, pages: int, pool: Any, other: Any) -> None:
     """The store itself, then through the connector with its host copies."""
-    place, target = place_of(pool), place_of(other)
+    pools, target = pools_of(pool), pools_of(other)
     wrote, read, through, raw_wrote, raw_read = [], [], [], [], []
     for turn in range(turns):
         store = DiskStore(folder / f"disk{turn}", 2 * pool.nbytes, b"f" * 32, PAGE_BYTES)
-        keys = [move.key for move in moves(place, pages)]
+        keys = [move.key for move in moves(pools, pages)]
         raw_wrote.append(seconds(lambda: raw(folder / "raw", pool, os.O_CREAT | os.O_WRONLY)))
         wrote.append(seconds(partial(write_all, store, keys, pool)))
         raw_read.append(seconds(lambda: raw(folder / "raw", other, os.O_RDONLY)))
@@ -158,29 +158,29 @@ def raw(path: Path, pool: Any, flags: int) -> None:
     os.close(file)
 
 
-def place_of(pool: Any) -> Place:
-    return Place("", "0-1/1", (Buffer("int8", pool.shape, HOST, pool),), HostCopier())
+def pools_of(pool: Any) -> LeafPools:
+    return LeafPools("", "0-1/1", (Buffer("int8", pool.shape, HOST, pool),), HostCopier())
 
 
 def connect(host: HostStore, pages: int, stores: Sequence[Any] = ()) -> TieredConnector:
     return TieredConnector(host, stores, largest=PAGE_BYTES, max_offloads=pages, max_writes=pages)
 
 
-def moves(place: Place, pages: int) -> list[Move]:
-    return [Move(page.to_bytes(32, "little"), place, page) for page in range(pages)]
+def moves(pools: LeafPools, pages: int) -> list[Move]:
+    return [Move(page.to_bytes(32, "little"), pools, page) for page in range(pages)]
 
 
-def offload(connector: TieredConnector, place: Place, pages: int) -> float:
+def offload(connector: TieredConnector, pools: LeafPools, pages: int) -> float:
     def run() -> None:
-        assert len(connector.offload(moves(place, pages))) == pages
+        assert len(connector.offload(moves(pools, pages))) == pages
         assert sum(len(transfer.moves) for transfer in wait(connector, pages)) == pages
 
     return seconds(run)
 
 
-def load(connector: TieredConnector, place: Place, pages: int) -> float:
+def load(connector: TieredConnector, pools: LeafPools, pages: int) -> float:
     def run() -> None:
-        transfer = connector.load(moves(place, pages))
+        transfer = connector.load(moves(pools, pages))
         wait(connector, pages)
         assert transfer.ok
 

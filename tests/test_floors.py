@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,20 @@ FRAMEWORKS = {
 FRAMEWORK_FREE = ("_torch", "errors", "contract", "kv", "onnx", "bench", "quality", "cli")
 """Parts that import no framework when they are imported themselves."""
 
+CIRCULAR = ("contract", "ops", "runtime")
+"""Parts whose files still import each other in a circle."""
+
+POOL_USES = ("kvgraph.kv.pool.", "kvgraph.kv.requests.", "kvgraph.kv.metrics.")
+"""What the bookkeeping of pages knows of `kv/`: no tier, no manager."""
+
 
 def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
 
 
 def imports(tree: ast.AST) -> list[str]:
@@ -87,3 +99,20 @@ def test_compiler_and_runtime_meet_only_in_the_artifact() -> None:
         names = imports(ast.parse(path.read_text()))
         other = {"compiler": "kvgraph.runtime", "runtime": "kvgraph.compiler"}.get(part_of(path))
         assert not other or not any(name.startswith(other) for name in names)
+
+
+@pytest.mark.parametrize("part", sorted(FLOORS.keys() - set(CIRCULAR)))
+def test_no_circle_of_imports(part: str) -> None:
+    """Imports of types, and inside functions, count."""
+    files = {module_of(path): path for path in FILES if part_of(path) == part}
+    graph = {
+        name: {used for used in imports(ast.parse(path.read_text())) if used in files} - {name}
+        for name, path in files.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+def test_the_pool_of_pages_knows_no_tier_and_no_manager() -> None:
+    for path in (PACKAGE / "kv" / "pool").glob("*.py"):
+        for name in imports(ast.parse(path.read_text())):
+            assert not name.startswith("kvgraph.kv") or f"{name}.".startswith(POOL_USES), path.name

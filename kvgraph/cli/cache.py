@@ -21,7 +21,7 @@ CacheFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a di
 @app.command("stat")
 def stat(folder: CacheFolder, json: Json = False) -> None:
     """Show whose pages the folder holds."""
-    from kvgraph.kv.tiers.tools import describe
+    from kvgraph.kv.tiers.disk.tools import describe
 
     models, versions = describe(folder)
     if json:
@@ -48,7 +48,7 @@ def stat(folder: CacheFolder, json: Json = False) -> None:
 @app.command("verify")
 def verify(folder: CacheFolder, json: Json = False) -> None:
     """Check every page and remove the damaged ones; exit code 1 if there were any."""
-    from kvgraph.kv.tiers.tools import describe, verify
+    from kvgraph.kv.tiers.disk.tools import describe, verify
 
     checked = damaged = 0
     total = sum(model.pages for model in describe(folder)[0])
@@ -68,7 +68,7 @@ def verify(folder: CacheFolder, json: Json = False) -> None:
 @app.command("clear")
 def clear(folder: CacheFolder, json: Json = False) -> None:
     """Remove the pages of all models."""
-    from kvgraph.kv.tiers.tools import clear
+    from kvgraph.kv.tiers.disk.tools import clear
 
     removed = clear(folder)
     if json:

@@ -1,6 +1,6 @@
 """What a paged manager is made of, from its arguments.
 
-    require_sizes -> make_settings -> make_replicas -> open_tiering
+    require_sizes -> make_settings -> make_replicas -> open_bridge
 
 Memory is taken in `make_replicas`, files and threads only after it.
 """
@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvgraph.contract.devices import Device
-from kvgraph.contract.inputs import SessionInterface
+from kvgraph.contract.inputs import KVCacheInputs, MultiKVCacheInputs, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.errors import ParamsError
-from kvgraph.kv.leaf import Leaf, RaggedSymbols, allocate_shard, table_width
-from kvgraph.kv.replica import Replica
-from kvgraph.kv.rows import UNBOUNDED
-from kvgraph.kv.settings import Settings
-from kvgraph.kv.tiering import Tiering
+from kvgraph.kv.pool.identity import PoolSettings
+from kvgraph.kv.pool.leaf import Leaf, RaggedSymbols, allocate_shard, table_width
+from kvgraph.kv.pool.replica import Replica
+from kvgraph.kv.pool.rows import UNBOUNDED
+from kvgraph.kv.tiers.bridge import TierBridge
+from kvgraph.kv.tiers.leaf_pools import LeafPools
 from kvgraph.kv.tiers.open import StoreOpener, open_tiers
-from kvgraph.kv.tiers.place import Place
-from kvgraph.kv.trees import leaf_at
 
 WINDOWED_SEQ_LEN = 131072
 """Longest context of a cache with a window when `max_seq_len` is not given, in tokens."""
@@ -64,16 +63,15 @@ def require_sizes(
 
 def make_settings(
     params: KVCacheParamInterface, sizes: Sizes, identity: bytes, *, has_tiers: bool
-) -> Settings:
+) -> PoolSettings:
     """ParamsError for tiers without a prefix cache."""
     if has_tiers and not params.enable_prefix_caching:
         raise ParamsError("tiers: expected enable_prefix_caching=True, got False")
-    return Settings(
+    return PoolSettings(
         params.page_size,
         sizes.max_batch_size,
         sizes.max_seq_len,
         params.enable_prefix_caching,
-        has_tiers,
         _model_identity(params, identity),
         params.hash_seed,
     )
@@ -83,7 +81,7 @@ def make_replicas(
     params: KVCacheParamInterface,
     session: SessionInterface | None,
     sizes: Sizes,
-    settings: Settings,
+    settings: PoolSettings,
 ) -> list[Replica]:
     """All data-parallel copies; the session is asked for their pools."""
     symbols = params.get_symbolic_inputs()
@@ -99,34 +97,27 @@ def make_replicas(
     return replicas
 
 
-def open_tiering(
+def open_bridge(
     replicas: Sequence[Replica],
-    places: Sequence[Sequence[Place]],
+    pools: Sequence[Sequence[LeafPools]],
     host_pages: Mapping[str, int],
     stores: Sequence[StoreOpener],
     sources: Sequence[StoreOpener],
     *,
     threads: bool,
-) -> Tiering:
-    """The tiers below `places[replica][leaf]`, and every replica told of them."""
-    leaves = {
-        place: leaf
-        for own, replica in zip(places, replicas, strict=True)
-        for place, leaf in zip(own, replica.leaves, strict=True)
-    }
+) -> TierBridge:
+    """The tiers below `pools[replica][leaf]`."""
+    leaves = replicas[0].leaves
     connector = open_tiers(
-        places,
-        {place.leaf: leaf.pool.num_pages for place, leaf in leaves.items()},
+        pools,
+        {own.leaf: leaf.pool.num_pages for own, leaf in zip(pools[0], leaves, strict=True)},
         host_pages,
         replicas[0].settings.identity,
         stores,
         sources,
         threads=threads,
     )
-    tiering = Tiering(connector, leaves, places)
-    for replica in replicas:
-        replica.tiers = tiering
-    return tiering
+    return TierBridge(connector, replicas, pools)
 
 
 def _by_leaf(
@@ -190,4 +181,25 @@ def _make_leaf(
         sizes.max_batch_size,
         sizes.widths[path],
         params.window_size,
+    )
+
+
+def leaf_at(record: Any, path: str) -> Any:
+    """The leaf's record at a dotted path of a tree's record; a single cache is at ""."""
+    for name in path.split(".") if path else ():
+        record = record.children[name]
+    return record
+
+
+def nested(leaves: Mapping[str, KVCacheInputs]) -> MultiKVCacheInputs:
+    """The tree's values from those of its leaves by path."""
+    children: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        name, _, inner = path.partition(".")
+        if inner:
+            children.setdefault(name, {})[inner] = leaf
+        else:
+            children[name] = leaf
+    return MultiKVCacheInputs(
+        {name: nested(c) if isinstance(c, dict) else c for name, c in children.items()}
     )

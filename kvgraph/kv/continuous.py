@@ -10,11 +10,12 @@ from kvgraph.contract.inputs import SessionInterface
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import CapacityError, UnsupportedError
-from kvgraph.kv.leaf import require_params
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.pages import PagePool
+from kvgraph.kv.pool.leaf import require_params
+from kvgraph.kv.pool.pages import PagePool
+from kvgraph.kv.pool.rows import Phase
+from kvgraph.kv.pool.slots import lowest, require_name, require_numbers
 from kvgraph.kv.requests import Batches, RequestID, TextContext
-from kvgraph.kv.slots import lowest, require_name, require_numbers
 
 
 class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
@@ -115,7 +116,7 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         else:
             leaf.pool.hold([slot])
         leaf.extend(row, 0, [slot])
-        row.capacity = replica.settings.page_size
+        row.enter(Phase.ALLOCATED, replica.settings)
         self._claimed[request_id] = row
         self._verify()
 

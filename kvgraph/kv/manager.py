@@ -20,11 +20,10 @@ from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import ParamsError, RequestError, UnsupportedError
-from kvgraph.kv.arguments import per_replica, require_steps
 from kvgraph.kv.memory import plan_memory
 from kvgraph.kv.multistep import Nest, StepInputs, advance
-from kvgraph.kv.requests import Batches, RequestID, TextContext
-from kvgraph.kv.slots import Slots, lowest, require_name
+from kvgraph.kv.pool.slots import Slots, lowest, require_name
+from kvgraph.kv.requests import Batches, RequestID, TextContext, per_replica, require_steps
 
 
 class KVCacheManager(ABC):

@@ -33,12 +33,11 @@ from kvgraph.contract.symbols import (
 )
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import ParamsError, RequestError
-from kvgraph.kv.arguments import require_unclaimed
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.multistep import Nest, StepInputs
-from kvgraph.kv.requests import Batches, RequestID, TextContext
-from kvgraph.kv.slots import Slots, no_slots
+from kvgraph.kv.pool.slots import Slots, no_slots
+from kvgraph.kv.requests import Batches, RequestID, TextContext, require_unclaimed
 
 
 class NullKVCacheManager(KVCacheManager):

@@ -19,10 +19,9 @@ from kvgraph.contract.inputs import (
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.symbols import PaddedKVCacheInputSymbols
 from kvgraph.errors import RequestError, UnsupportedError
-from kvgraph.kv.arguments import require_steps
-from kvgraph.kv.leaf import allocate_buffer, require_params
 from kvgraph.kv.manager import KVCacheManager
-from kvgraph.kv.requests import Batches, TextContext
+from kvgraph.kv.pool.leaf import allocate_buffer, require_params
+from kvgraph.kv.requests import Batches, TextContext, require_steps
 
 
 class PaddedKVCacheManager(KVCacheManager):

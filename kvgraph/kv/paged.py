@@ -9,45 +9,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
-
-from kvgraph.contract.devices import Device
-from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.inputs import (
-    BatchCharacteristics,
-    KVCacheInputs,
-    SessionInterface,
-)
+from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
-from kvgraph.contract.symbols import KVCacheInputSymbols
-from kvgraph.errors import RequestError
-from kvgraph.kv.arguments import at_replica, per_replica, require_steps, require_unclaimed
-from kvgraph.kv.build import make_replicas, make_settings, open_tiering, require_sizes
-from kvgraph.kv.checks import verify
-from kvgraph.kv.growth import Plan
-from kvgraph.kv.leaf import ReplicaBuffers, require_params
-from kvgraph.kv.manager import KVCacheManager
-from kvgraph.kv.memory import most_pages
-from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.pages import PagePool
-from kvgraph.kv.replica import Replica
-from kvgraph.kv.requests import Batches, RequestID, TextContext
-from kvgraph.kv.rows import Resolved, Row
-from kvgraph.kv.slots import Slots, no_slots
-from kvgraph.kv.tiering import Tiering
-from kvgraph.kv.tiers.exchange import LeafPages, adopted_pages, held_pages
-from kvgraph.kv.tiers.open import StoreOpener, fingerprint_of
-from kvgraph.kv.tiers.place import Place, place_of
-from kvgraph.kv.tiers.store import StoreStats, page_key
-from kvgraph.kv.trees import nested
+from kvgraph.kv.build import make_replicas, make_settings, nested, open_bridge, require_sizes
+from kvgraph.kv.pool.batch import BatchRows
+from kvgraph.kv.pool.checks import verify
+from kvgraph.kv.pool.leaf import require_params
+from kvgraph.kv.pool.plan import AllocPlan, Loadable
+from kvgraph.kv.pool.replica import Replica
+from kvgraph.kv.pool.rows import row_of
+from kvgraph.kv.pool.slots import Slots, no_slots
+from kvgraph.kv.queries import PagedQueries
+from kvgraph.kv.requests import (
+    Batches,
+    RequestID,
+    TextContext,
+    at_replica,
+    per_replica,
+    require_steps,
+    require_unclaimed,
+)
+from kvgraph.kv.tiers.open import StoreOpener
 
 
-class PagedKVCacheManager(KVCacheManager):
+class PagedKVCacheManager(PagedQueries):
     """Paged KV cache of one or more data-parallel replicas, each of one or more shards.
 
     - `params`: one cache, or a tree of caches (`MultiKVCacheParams`) behind each request
@@ -98,15 +85,14 @@ class PagedKVCacheManager(KVCacheManager):
         self.total_num_host_pages = sum(sizes.host_pages.values())
         self.identity = identity
         self._paths = list(params.leaves)
-        self._claimed: dict[RequestID, Row] = {}
+        self._claimed = {}
         self._turn = 0
         self._replicas = make_replicas(params, session, sizes, settings)
-        self._tiers: Tiering | None = None
+        self._tiers = None
         if has_tiers:
-            places = [self.places(replica.index) for replica in self._replicas]
-            self._tiers = open_tiering(
+            self._tiers = open_bridge(
                 self._replicas,
-                places,
+                [self.leaf_pools(replica.index) for replica in self._replicas],
                 sizes.host_pages,
                 stores,
                 sources,
@@ -135,25 +121,30 @@ class PagedKVCacheManager(KVCacheManager):
     ) -> None:
         replica = at_replica(self._replicas, replica_idx, "alloc")
         extra = require_steps(num_steps, lookahead)
-        row = replica.row_of(data.request_id, self._claimed, "alloc")
+        row = row_of(data.request_id, self._claimed, replica_idx, "alloc")
         if data.processed_length + data.active_length + extra > row.limit:
-            if self._tiers is None:
-                plan = replica.planner.plan([(data, row)], extra)
+            tiers, planner = self._tiers, replica.planner
+            if tiers is None:
+                plan = planner.plan([(data, row)], extra)
             else:
-                plan = self._tiers.planned(lambda: replica.planner.plan([(data, row)], extra))
-            replica.apply(plan)
+                plan = tiers.planned(lambda: planner.plan([(data, row)], extra, tiers.loadable))
+            loads = replica.apply(plan)
+            if tiers is not None:
+                tiers.start(replica_idx, loads)
         self._verify()
 
     def alloc_batch(self, batches: Batches, *, num_steps: int = 1, lookahead: int = 0) -> None:
         extra = require_steps(num_steps, lookahead)
         resolved = self._resolve(batches, "alloc_batch")
-        if self._tiers is None:
+        tiers = self._tiers
+        if tiers is None:
             plans = _plans(resolved, extra)
         else:
-            plans = self._tiers.planned(lambda: _plans(resolved, extra))
+            plans = tiers.planned(lambda: _plans(resolved, extra, tiers.loadable))
         for replica, plan in plans:
-            if plan is not None:
-                replica.apply(plan)
+            loads = replica.apply(plan)
+            if tiers is not None:
+                tiers.start(replica.index, loads)
         self._verify()
 
     def runtime_inputs(
@@ -167,14 +158,14 @@ class PagedKVCacheManager(KVCacheManager):
         extra = require_steps(num_steps)
         measured = [
             (
-                replica,
-                resolved,
-                replica.measure(resolved, extra, max_cache_length, batch_characteristics),
+                replica.batch,
+                rows,
+                replica.batch.measure(rows, extra, max_cache_length, batch_characteristics),
             )
-            for replica, resolved in self._resolve(batches, "runtime_inputs")
+            for replica, rows in self._resolve(batches, "runtime_inputs")
         ]
         self._turn = turn = 1 - self._turn
-        filled = [replica.fill(turn, resolved, extents) for replica, resolved, extents in measured]
+        filled = [batch.fill(turn, rows, extents) for batch, rows, extents in measured]
         leaves = [
             KVCacheInputs([record for records in filled for record in records[i]])
             for i in range(len(self._paths))
@@ -202,15 +193,20 @@ class PagedKVCacheManager(KVCacheManager):
         )
 
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
-        for replica, resolved in self._resolve(batches, "step"):
-            replica.step(resolved)
+        for replica, rows in self._resolve(batches, "step"):
+            if replica.needs_step and (awake := rows.awake()):
+                committed = replica.step(awake)
+                if self._tiers is not None:
+                    self._tiers.offload(replica.index, committed)
         self._verify()
 
     def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
         replica = at_replica(self._replicas, replica_idx, "release")
-        row = replica.row_of(request_id, self._claimed, "release")
+        row = row_of(request_id, self._claimed, replica_idx, "release")
         del self._claimed[request_id]
-        replica.close_row(row)
+        freed = replica.close_row(row)
+        if self._tiers is not None:
+            self._tiers.release(row, freed)
         self._verify()
 
     def reset_prefix_cache(self) -> None:
@@ -238,14 +234,10 @@ class PagedKVCacheManager(KVCacheManager):
     # -- tiers
 
     def prefetch(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> list[bool]:
-        replica = at_replica(self._replicas, replica_idx, "prefetch")
+        at_replica(self._replicas, replica_idx, "prefetch")
         if self._tiers is None:
             return [True] * len(contexts)
-        return self._tiers.ask(replica, contexts)
-
-    def is_loading(self, request_id: RequestID) -> bool:
-        row = self._claimed.get(request_id)
-        return row is not None and row.loading is not None
+        return self._tiers.ask(replica_idx, contexts)
 
     def poll(self) -> dict[RequestID, bool]:
         ended = {} if self._tiers is None else self._tiers.poll()
@@ -264,205 +256,13 @@ class PagedKVCacheManager(KVCacheManager):
     def fetch(self, batch: Sequence[TextContext], num_steps: int = 1) -> Sequence[KVCacheInputs]:
         return self.runtime_inputs([batch], num_steps=num_steps).inputs
 
-    # -- queries: they change nothing
-
-    def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
-        row = self._claimed.get(request_id)
-        return row is not None and row.replica.index == replica_idx
-
-    def get_req_blocks(
-        self, request_id: RequestID, replica_idx: int = 0, leaf: str | None = None
-    ) -> list[int]:
-        """Page ids in the order of tokens, the null page where a window has passed.
-
-        `leaf` is the path in a tree; by default its first leaf.
-        """
-        replica = at_replica(self._replicas, replica_idx, "get_req_blocks")
-        row = replica.row_of(request_id, self._claimed, "get_req_blocks")
-        return list(row.pages[0 if leaf is None else self._leaf_index(leaf)])
-
-    def num_free_blocks(self, replica_idx: int = 0) -> int:
-        """Pages that no request holds; cached ones among them."""
-        return sum(pool.num_free for pool in self._pools(replica_idx, "num_free_blocks"))
-
-    def total_num_blocks(self, replica_idx: int = 0) -> int:
-        """Usable pages."""
-        return sum(pool.num_pages for pool in self._pools(replica_idx, "total_num_blocks"))
-
-    @property
-    def max_context_length(self) -> int:
-        """Tokens that a row's lookup entries reach, in every leaf: no context is longer."""
-        return min(replica.max_width for replica in self._replicas) * self.params.page_size
-
-    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
-        """RequestError if a lone request of `tokens` tokens needs more pages than there are.
-
-        A leaf with a window holds at most what the queries of a chunk see.
-        """
-        for (path, leaf), pool in zip(self.params.leaves.items(), self._pools(0, ""), strict=True):
-            leaf = replace(leaf, page_size=self._replicas[0].settings.page_size)
-            needed = most_pages(leaf, tokens, chunk)
-            if needed > pool.num_pages:
-                where = f" of leaf {path!r}" if path else ""
-                raise RequestError(
-                    f"request {request_id!r}: expected at most {pool.num_pages} pages from the "
-                    f"pool{where}, got {tokens + 1} tokens (prompt and output) that need {needed}"
-                )
-
-    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
-        return self.get_pct_used_blocks_after_allocation(ctx, replica_idx) <= 100
-
-    def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
-        replica = at_replica(self._replicas, replica_idx, "coming_pages")
-        if not replica.settings.prefix_caching:
-            return set()
-        size, claimed = replica.settings.page_size, self._claimed
-        coming = set[bytes]()
-        for ctx in contexts:
-            first, end = ctx.processed_length, ctx.processed_length + ctx.active_length
-            row = replica.row_of(ctx.request_id, claimed, "coming_pages")
-            coming.update(row.digests[first // size : ceildiv(end, size)])
-        return coming
-
-    def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
-        replica = at_replica(self._replicas, replica_idx, "missing_page")
-        if not replica.settings.prefix_caching:
-            return None
-        digests = replica.settings.identities(ctx)[1]
-        hit = replica.hits.joint(digests)
-        return digests[hit] if hit < len(digests) else None
-
-    def get_num_pages(self, replica_idx: int = 0) -> int:
-        """Usable pages."""
-        return self.total_num_blocks(replica_idx)
-
-    def get_num_used_pages(self, replica_idx: int = 0) -> int:
-        """Pages that requests hold."""
-        return sum(pool.num_used for pool in self._pools(replica_idx, "get_num_used_pages"))
-
-    def get_num_host_pages(self, replica_idx: int = 0) -> int:
-        """Pages that the host tier has room for; all replicas share it."""
-        return self._tier("host", replica_idx, "get_num_host_pages").num_pages
-
-    def get_num_used_host_pages(self, replica_idx: int = 0) -> int:
-        """Pages that the host tier holds."""
-        return self._tier("host", replica_idx, "get_num_used_host_pages").num_used_pages
-
-    def get_num_disk_pages(self, replica_idx: int = 0) -> int:
-        """Pages (of the largest leaf) that the disk tier's limit allows."""
-        return self._tier("disk", replica_idx, "get_num_disk_pages").num_pages
-
-    def get_num_used_disk_pages(self, replica_idx: int = 0) -> int:
-        """Pages of this model that the disk tier holds."""
-        return self._tier("disk", replica_idx, "get_num_used_disk_pages").num_used_pages
-
-    @property
-    def host_committed_block_pct(self) -> float:
-        """Share of the host tier's pages that hold known content, 0 to 1; 0 without one."""
-        used, total = self.get_num_used_host_pages(), self.get_num_host_pages()
-        return used / total if total else 0.0
-
-    def tier_stats(self) -> dict[str, StoreStats]:
-        """Figures of each tier by name: "host", then the stores below it; empty without tiers."""
-        return {} if self._tiers is None else self._tiers.connector.stats()
-
-    def get_pct_used_blocks_after_allocation(self, ctx: TextContext, replica_idx: int = 0) -> float:
-        """Percent of pages held after `alloc(ctx)`, above 100 if it would fail.
-
-        Prefix hits are counted as `alloc` would take them. Of a tree: its fullest leaf.
-        """
-        replica = at_replica(self._replicas, replica_idx, "get_pct_used_blocks_after_allocation")
-        row = self._claimed.get(ctx.request_id)
-        if row is not None and row.replica is not replica:
-            replica.row_of(ctx.request_id, self._claimed, "get_pct_used_blocks_after_allocation")
-        return replica.pct_used_after(ctx, row)
-
-    def page_identities(self, ctx: TextContext) -> list[bytes]:
-        """Digests of the full pages of `ctx` that do not hold its last token; 32 bytes each.
-
-        The same in every process that serves the same model, layout, adapter, seed and salt.
-        """
-        return self._replicas[0].settings.identities(ctx)[1]
-
-    @property
-    def fingerprint(self) -> bytes:
-        """Of model and layout: what tells pages in files and stores apart; 32 bytes."""
-        return fingerprint_of(self._replicas[0].settings.identity)
-
-    def committed_pages(
-        self, ctx: TextContext, replica_idx: int = 0
-    ) -> dict[str, dict[bytes, npt.NDArray[np.uint8]]]:
-        """Copies of the pages that start `ctx`: per leaf, bytes by key in the tiers.
-
-        Those that the device holds, and a request with these tokens would take as its prefix.
-        """
-        found = {}
-        with self.held_pages(ctx, replica_idx) as leaves:
-            for place, digests, pages in leaves:
-                records = [np.empty(place.record_size, np.uint8) for _ in pages]
-                place.copy_out(pages, records)
-                keys = [page_key(digest, place.leaf, place.shards) for digest in digests]
-                found[place.leaf] = dict(zip(keys, records, strict=True))
-        return found
-
-    def places(self, replica_idx: int = 0) -> list[Place]:
-        """Where the pages of each leaf of a replica lie."""
-        leaves = at_replica(self._replicas, replica_idx, "places").leaves
-        return [
-            place_of(leaf, path, self.params.n_shards, self.session)
-            for path, leaf in zip(self._paths, leaves, strict=True)
-        ]
-
-    def held_pages(
-        self, ctx: TextContext, replica_idx: int = 0
-    ) -> AbstractContextManager[list[LeafPages]]:
-        """The committed pages that start `ctx`, per leaf; none is reallocated within the scope."""
-        replica = at_replica(self._replicas, replica_idx, "held_pages")
-        digests = replica.settings.identities(ctx)[1]
-        hit = replica.hits.joint(digests)
-        visible = [replica.hits.visible(leaf, digests, hit) for leaf in replica.leaves]
-        return held_pages(replica.leaves, self.places(replica_idx), visible)
-
-    def adopted_pages(
-        self, digests: Sequence[Sequence[bytes]], replica_idx: int = 0
-    ) -> AbstractContextManager[list[LeafPages]]:
-        """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
-
-        At its end they are committed and free; after an error they are free as before.
-        InsufficientPagesError if too few are free.
-        """
-        leaves = at_replica(self._replicas, replica_idx, "adopted_pages").leaves
-        return adopted_pages(leaves, self.places(replica_idx), digests)
-
-    def get_device_buffer(self, replica_idx: int = 0) -> ReplicaBuffers:
-        """The replica's raw pools, for transfers: `.all_buffers`."""
-        leaves = at_replica(self._replicas, replica_idx, "get_device_buffer").leaves
-        return ReplicaBuffers(
-            [buffer for leaf in leaves for shard in leaf.shards for buffer in shard.all_buffers]
-        )
-
-    def get_symbolic_inputs(
-        self, devices: Sequence[Device] | None = None, num_layers: int | None = None
-    ) -> Sequence[KVCacheInputSymbols]:
-        return self.params.get_symbolic_inputs(devices, num_layers)
-
-    def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
-        return self.get_symbolic_inputs()
-
-    def get_metrics_aggregated(self) -> KVCacheMetrics:
-        """Sum over all replicas, and what the tiers did."""
-        total = sum((replica.read_metrics() for replica in self._replicas), KVCacheMetrics())
-        return total if self._tiers is None else total + self._tiers.read_metrics()
+    # -- metrics
 
     def reset_metrics(self) -> None:
         for replica in self._replicas:
             replica.reset_metrics()
         if self._tiers is not None:
             self._tiers.reset_metrics()
-
-    def _tier(self, name: str, replica_idx: int, call: str) -> StoreStats:
-        at_replica(self._replicas, replica_idx, call)
-        return self.tier_stats().get(name, StoreStats())
 
     # -- checks of arguments
 
@@ -473,24 +273,16 @@ class PagedKVCacheManager(KVCacheManager):
     def _replica_to_claim(self, request_id: RequestID, replica_idx: int) -> Replica:
         replica = at_replica(self._replicas, replica_idx, "claim")
         row = self._claimed.get(request_id)
-        require_unclaimed(request_id, None if row is None else row.replica.index)
+        require_unclaimed(request_id, None if row is None else row.replica_idx)
         return replica
-
-    def _pools(self, replica_idx: int, call: str) -> list[PagePool]:
-        return [leaf.pool for leaf in at_replica(self._replicas, replica_idx, call).leaves]
-
-    def _leaf_index(self, path: str) -> int:
-        if path not in self._paths:
-            raise RequestError(f"leaf: expected one of {self._paths}, got {path!r}")
-        return self._paths.index(path)
 
     def _resolve(
         self, batches: Batches | Sequence[TextContext], call: str
-    ) -> list[tuple[Replica, Resolved]]:
+    ) -> list[tuple[Replica, BatchRows]]:
         replicas, claimed = self._replicas, self._claimed
         given = per_replica(batches, len(replicas), call)
         return [
-            (replica, replica.resolve(batch, claimed, call))
+            (replica, replica.batch.resolve(batch, claimed, call))
             for replica, batch in zip(replicas, given, strict=True)
         ]
 
@@ -500,6 +292,11 @@ class PagedKVCacheManager(KVCacheManager):
 
 
 def _plans(
-    resolved: Sequence[tuple[Replica, Resolved]], extra: int
-) -> list[tuple[Replica, Plan | None]]:
-    return [(replica, replica.planner.plan_batch(batch, extra)) for replica, batch in resolved]
+    batches: Sequence[tuple[Replica, BatchRows]], extra: int, loadable: Loadable | None = None
+) -> list[tuple[Replica, AllocPlan]]:
+    """Of the replicas with rows that need pages: none in the usual decode step."""
+    return [
+        (replica, replica.planner.plan(lacking, extra, loadable))
+        for replica, rows in batches
+        if (lacking := rows.lacking(extra))
+    ]

@@ -2,20 +2,19 @@
 
 |--- processed_length ---|--- active_length ---|--- later chunks ---|
 [0                                                    current_length)
+
+Behind it the checks of what a caller passes to a manager; all raise RequestError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.errors import RequestError
-
-if TYPE_CHECKING:
-    from kvgraph.kv.tiers.asked import Asked
 
 RequestID = Hashable
 """Any hashable key; an engine uses strings."""
@@ -24,6 +23,11 @@ _INT32 = np.iinfo(np.int32)
 
 Batches = Sequence[Sequence["TextContext"]]
 """One batch of requests per replica."""
+
+MAX_STEPS = 1 << 16
+"""Most steps of one call; the bound that an exported program assumes too."""
+
+T = TypeVar("T")
 
 
 class TextContext:
@@ -41,10 +45,10 @@ class TextContext:
     """
 
     __slots__ = (
+        "__weakref__",
         "_tokens",
         "active_length",
         "adapter",
-        "asked",
         "cache_salt",
         "cached_prefix_length",
         "current_length",
@@ -65,7 +69,6 @@ class TextContext:
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.adapter = adapter
-        self.asked: Asked | None = None  # what the tiers below the device were asked
         self.current_length = self.active_length = self._tokens.size
         self.processed_length = self.cached_prefix_length = 0
 
@@ -117,7 +120,6 @@ class TextContext:
         """Nothing is processed any more: recompute from the start, after the row was released."""
         self.processed_length = self.cached_prefix_length = 0
         self.active_length = self.current_length
-        self.asked = None
 
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:
@@ -171,3 +173,47 @@ def _as_int32(
     if low < _INT32.min or high > _INT32.max:
         raise RequestError(f"tokens of {request_id!r}: expected int32 values, got {low} to {high}")
     return given.astype(np.int32)  # always a copy: the caller's array stays the caller's
+
+
+def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
+    """`each[replica_idx]` of what there is one of per replica."""
+    if not 0 <= replica_idx < len(each):
+        hint = "; give a number of steps as num_steps=" if call == "alloc" else ""
+        raise RequestError(
+            f"{call}: expected replica_idx below data_parallel_degree={len(each)}, "
+            f"got {replica_idx}{hint}"
+        )
+    return each[replica_idx]
+
+
+def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, call: str) -> Batches:
+    """One batch per replica; a flat list of requests is the batch of the only replica.
+
+    An empty list is flat too where `step` gets it.
+    """
+    if num_replicas == 1 and (isinstance(batches[0], TextContext) if batches else call == "step"):
+        return [cast(Sequence[TextContext], batches)]
+    if len(batches) != num_replicas:
+        raise RequestError(
+            f"{call}: expected {num_replicas} replica batches (data_parallel_degree), "
+            f"got {len(batches)}"
+        )
+    return cast(Batches, batches)
+
+
+def require_unclaimed(request_id: RequestID, claimed_on: int | None) -> None:
+    """`claimed_on`: the replica that the request is claimed on already, if it is."""
+    if claimed_on is not None:
+        raise RequestError(
+            f"claim of {request_id!r}: expected a request that is not claimed, "
+            f"got one claimed on replica {claimed_on} already"
+        )
+
+
+def require_steps(num_steps: int, lookahead: int = 0) -> int:
+    """Tokens beyond the active ones, of 1 to MAX_STEPS steps."""
+    if not 1 <= num_steps <= MAX_STEPS:
+        raise RequestError(f"num_steps: expected 1 to {MAX_STEPS}, got {num_steps}")
+    if lookahead < 0:
+        raise RequestError(f"lookahead: expected >= 0, got {lookahead}")
+    return num_steps - 1 + lookahead

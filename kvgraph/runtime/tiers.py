@@ -52,7 +52,7 @@ def tier_options(
 def _disk(folder: str | Path | None, max_bytes: int) -> list[StoreOpener]:
     if folder is None:
         return []
-    from kvgraph.kv.tiers.disk import DiskStore
+    from kvgraph.kv.tiers.disk.store import DiskStore
 
     return [partial(DiskStore, Path(folder), max_bytes)]
 

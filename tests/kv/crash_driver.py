@@ -19,7 +19,7 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from kvgraph.kv.tiers.disk import DiskStore
+from kvgraph.kv.tiers.disk.store import DiskStore
 
 MODEL, OTHER = sha256(b"model").digest(), sha256(b"other").digest()
 SIZES = (5000, 12 << 10, 40 << 10)

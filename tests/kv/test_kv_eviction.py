@@ -42,7 +42,7 @@ def hit(manager: PagedKVCacheManager, tokens: Any, **changes: Any) -> int:
     """Cached tokens that a request of these tokens would take."""
     replica = manager._replicas[0]
     _, digests = replica.settings.identities(TextContext("probe", tokens, **changes))
-    return replica.hits.joint(digests) * replica.settings.page_size
+    return replica.prefixes.joint(digests) * replica.settings.page_size
 
 
 def test_a_cached_prompt_outlives_requests_that_hold_one_page_at_a_time() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.pages import PagePool
+from kvgraph.kv.pool.pages import PagePool
+from kvgraph.kv.pool.rows import Phase
 from tests.support.builders import make_manager, start
 
 
@@ -148,13 +149,24 @@ def change_a_lookup_row(manager: PagedKVCacheManager) -> None:
 
 
 def change_a_staged_row(manager: PagedKVCacheManager) -> None:
-    for staging in manager._replicas[0]._staging:
-        staging._tables[0][0] = 9
+    for tensors in manager._replicas[0].batch._sets:
+        tensors._tables[0][0] = 9
+
+
+def change_a_phase(manager: PagedKVCacheManager) -> None:
+    manager._claimed["a"].phase = Phase.CLAIMED
 
 
 @pytest.mark.parametrize(
     "damage",
-    [lose_a_page, share_a_page, forget_a_commit, change_a_lookup_row, change_a_staged_row],
+    [
+        lose_a_page,
+        share_a_page,
+        forget_a_commit,
+        change_a_lookup_row,
+        change_a_staged_row,
+        change_a_phase,
+    ],
 )
 def test_runtime_checks_find_damage(damage: Callable[[PagedKVCacheManager], None]) -> None:
     manager = make_manager(enable_prefix_caching=True)

@@ -14,7 +14,8 @@ import pytest
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.prefix import chain, chain_root, deepest_window, longest_run
+from kvgraph.kv.pool.identity import chain, chain_root
+from kvgraph.kv.pool.lookup import deepest_window, longest_run
 from kvgraph.kv.requests import TextContext
 from tests.support.builders import decode, make_manager, make_params, start
 

@@ -18,8 +18,8 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers.connector import Move, Transfer
 from kvgraph.kv.tiers.copies import HostCopier, copier_of
 from kvgraph.kv.tiers.host import HostStore
+from kvgraph.kv.tiers.leaf_pools import LeafPools
 from kvgraph.kv.tiers.open import fingerprint_of
-from kvgraph.kv.tiers.place import Place
 from kvgraph.kv.tiers.store import page_key
 from kvgraph.kv.tiers.tiered import TieredConnector
 from tests.support.builders import make_params
@@ -59,26 +59,26 @@ def gate() -> Iterator[Gate]:
     gate.open.set()
 
 
-def make_place(copier: Gate) -> Place:
+def make_pools(copier: Gate) -> LeafPools:
     """A quantised leaf of two shards: page p of every buffer is filled with p."""
     buffers = []
     for dtype, width in (("int8", 6), ("float32", 2)) * 2:
         values = np.broadcast_to(np.arange(PAGES)[:, None], (PAGES, width)).astype(dtype)
         buffers.append(Buffer(dtype, values.shape, HOST, values.copy()))
-    return Place("leaf", "0-2/2", tuple(buffers), copier)
+    return LeafPools("leaf", "0-2/2", tuple(buffers), copier)
 
 
 def connect(
-    place: Place, pages: int, *stores: Any, staging: int = 2, **options: Any
+    pools: LeafPools, pages: int, *stores: Any, staging: int = 2, **options: Any
 ) -> TieredConnector:
-    size = place.record_size
+    size = pools.record_size
     host = HostStore({size: pages}, {size: staging}, lambda nbytes: np.zeros(nbytes, np.uint8))
     limits = {"largest": size, "max_offloads": 100, "max_writes": 100} | options
     return TieredConnector(host, stores, **limits)
 
 
-def move(place: Place, page: int, key: int | None = None) -> Move:
-    return Move(bytes([page if key is None else key]) * 32, place, page)
+def move(pools: LeafPools, page: int, key: int | None = None) -> Move:
+    return Move(bytes([page if key is None else key]) * 32, pools, page)
 
 
 def wait_for(connector: TieredConnector, count: int) -> list[Transfer]:
@@ -99,50 +99,50 @@ def settle(connector: TieredConnector) -> None:
 
 
 def test_a_record_is_of_all_buffers(gate: Gate) -> None:
-    place = make_place(gate)
-    assert place.sizes == (6, 8, 6, 8)
-    assert place.record_size == 28
+    pools = make_pools(gate)
+    assert pools.sizes == (6, 8, 6, 8)
+    assert pools.record_size == 28
     store = MemoryStore()
-    connector = connect(place, 4, store)
-    assert connector.offload([move(place, 3), move(place, 5)]) == [move(place, 3), move(place, 5)]
+    connector = connect(pools, 4, store)
+    assert connector.offload([move(pools, 3), move(pools, 5)]) == [move(pools, 3), move(pools, 5)]
     wait_for(connector, 2)
     settle(connector)
     scale = np.full(2, 3, np.float32).tobytes()
-    assert store.pages[move(place, 3).key] == b"\x03" * 6 + scale + b"\x03" * 6 + scale
-    ended = connector.load([move(place, 9, key=3)])
+    assert store.pages[move(pools, 3).key] == b"\x03" * 6 + scale + b"\x03" * 6 + scale
+    ended = connector.load([move(pools, 9, key=3)])
     assert wait_for(connector, 1) == [ended]
     assert ended.ok
-    for buffer in place.buffers:
+    for buffer in pools.buffers:
         assert (buffer.handle[9] == 3).all()
         assert (buffer.handle[8] == 8).all()
     connector.close()
 
 
 def test_a_load_is_all_or_a_refusal(gate: Gate) -> None:
-    place, store = make_place(gate), MemoryStore()
+    pools, store = make_pools(gate), MemoryStore()
     for stores in [(), (store,)]:
-        connector = connect(place, 4, *stores)
-        connector.offload([move(place, 3)])
+        connector = connect(pools, 4, *stores)
+        connector.offload([move(pools, 3)])
         wait_for(connector, 1)
-        load = connector.load([move(place, 8, key=3), move(place, 9, key=77)])
+        load = connector.load([move(pools, 8, key=3), move(pools, 9, key=77)])
         assert wait_for(connector, 2) == [load]
         assert not load.ok
-        assert connector.load([move(place, 8, key=3)]).moves
+        assert connector.load([move(pools, 8, key=3)]).moves
         assert wait_for(connector, 1)[0].ok
         connector.close()
 
 
 def test_loads_go_before_offloads(gate: Gate) -> None:
-    place = make_place(gate)
-    connector = connect(place, 10)
-    connector.offload([move(place, 0)])
+    pools = make_pools(gate)
+    connector = connect(pools, 10)
+    connector.offload([move(pools, 0)])
     wait_for(connector, 1)
     gate.open.clear()
-    connector.offload([move(place, 1)])
+    connector.offload([move(pools, 1)])
     while connector._offloads:
         time.sleep(0.001)
-    connector.offload([move(place, 2)])
-    connector.load([move(place, 9, key=0)])
+    connector.offload([move(pools, 2)])
+    connector.load([move(pools, 9, key=0)])
     gate.open.set()
     wait_for(connector, 3)
     firsts = [copied for at, copied in enumerate(gate.copied) if at % 4 == 0]
@@ -151,21 +151,21 @@ def test_loads_go_before_offloads(gate: Gate) -> None:
 
 
 def test_what_is_known_is_not_offloaded_again(gate: Gate) -> None:
-    place = make_place(gate)
-    connector = connect(place, 10)
-    assert len(connector.offload([move(place, 0)])) == 1
+    pools = make_pools(gate)
+    connector = connect(pools, 10)
+    assert len(connector.offload([move(pools, 0)])) == 1
     wait_for(connector, 1)
-    assert connector.offload([move(place, 0), move(place, 5, key=0)]) == []
+    assert connector.offload([move(pools, 0), move(pools, 5, key=0)]) == []
     assert connector.metrics().offload_dropped == 0
     connector.close()
 
 
 def test_queues_are_bounded(gate: Gate) -> None:
-    place = make_place(gate)
-    connector = connect(place, 10, max_offloads=3)
+    pools = make_pools(gate)
+    connector = connect(pools, 10, max_offloads=3)
     gate.open.clear()
-    taken = connector.offload([move(place, page) for page in range(8)])
-    assert taken == [move(place, page) for page in range(3)]
+    taken = connector.offload([move(pools, page) for page in range(8)])
+    assert taken == [move(pools, page) for page in range(3)]
     assert connector.metrics().offload_dropped == 5
     gate.open.set()
     wait_for(connector, 3)
@@ -174,11 +174,11 @@ def test_queues_are_bounded(gate: Gate) -> None:
 
 def test_writes_are_bounded(gate: Gate) -> None:
     """A slow store costs its own hits, not the host's."""
-    place = make_place(gate)
+    pools = make_pools(gate)
     stuck = threading.Event()
     store = MemoryStore(fails=lambda call: call == "write" and not stuck.wait(30))
-    connector = connect(place, 10, store, max_writes=2)
-    connector.offload([move(place, page) for page in range(8)])
+    connector = connect(pools, 10, store, max_writes=2)
+    connector.offload([move(pools, page) for page in range(8)])
     wait_for(connector, 8)
     assert connector.stats()["host"].num_used_pages == 8
     stuck.set()
@@ -192,34 +192,34 @@ def test_writes_are_bounded(gate: Gate) -> None:
 def test_a_copier_that_fails_is_a_load_that_fails(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place, store = make_place(gate), MemoryStore()
-    connector = connect(place, 4, store)
-    connector.offload([move(place, 1)])
+    pools, store = make_pools(gate), MemoryStore()
+    connector = connect(pools, 4, store)
+    connector.offload([move(pools, 1)])
     wait_for(connector, 1)
     settle(connector)
     gate.fails = True
-    load = connector.load([move(place, 9, key=1)])
+    load = connector.load([move(pools, 9, key=1)])
     wait_for(connector, 1)
     assert not load.ok
-    assert connector.offload([move(place, 2)])
+    assert connector.offload([move(pools, 2)])
     wait_for(connector, 1)
-    assert not connector.lookup([[(move(place, 2).key, 28)]])[0].present
+    assert not connector.lookup([[(move(pools, 2).key, 28)]])[0].present
     assert connector.metrics().offload_dropped == 1
     gate.fails = False
-    assert connector.offload([move(place, 2)])
+    assert connector.offload([move(pools, 2)])
     wait_for(connector, 1)
     connector.close()
     assert "a tier failed" in caplog.text
 
 
 def test_reset_forgets_what_is_on_its_way_too(gate: Gate) -> None:
-    place, store = make_place(gate), MemoryStore()
-    connector = connect(place, 4, store)
-    connector.offload([move(place, 1)])
+    pools, store = make_pools(gate), MemoryStore()
+    connector = connect(pools, 4, store)
+    connector.offload([move(pools, 1)])
     wait_for(connector, 1)
     settle(connector)
     gate.open.clear()
-    connector.offload([move(place, 2)])
+    connector.offload([move(pools, 2)])
     while connector._offloads:
         time.sleep(0.001)
     connector.reset()
@@ -233,10 +233,10 @@ def test_reset_forgets_what_is_on_its_way_too(gate: Gate) -> None:
 
 
 def test_close_finishes_what_is_queued(gate: Gate) -> None:
-    place, store = make_place(gate), MemoryStore()
-    connector = connect(place, 0, store, staging=1)
+    pools, store = make_pools(gate), MemoryStore()
+    connector = connect(pools, 0, store, staging=1)
     threads = list(connector._threads)
-    connector.offload([move(place, page) for page in range(8)])
+    connector.offload([move(pools, page) for page in range(8)])
     connector.close()
     assert len(store.pages) == 8
     assert store.is_closed
@@ -245,22 +245,22 @@ def test_close_finishes_what_is_queued(gate: Gate) -> None:
 
 
 def test_promotion_fills_the_host(gate: Gate) -> None:
-    place, store = make_place(gate), MemoryStore()
-    first = connect(place, 0, store)
-    first.offload([move(place, page) for page in range(3)])
+    pools, store = make_pools(gate), MemoryStore()
+    first = connect(pools, 0, store)
+    first.offload([move(pools, page) for page in range(3)])
     first.close()
-    second = connect(place, 2, store)
-    lookup = second.lookup([[(move(place, page).key, 28) for page in (0, 1, 2, 7)]])[0]
+    second = connect(pools, 2, store)
+    lookup = second.lookup([[(move(pools, page).key, 28) for page in (0, 1, 2, 7)]])[0]
     while not lookup.done:
         second.wait(30)
         second.poll()
-    assert lookup.present == {move(place, page).key for page in range(3)}
-    second.load([move(place, 5 + page, key=page) for page in range(3)])
+    assert lookup.present == {move(pools, page).key for page in range(3)}
+    second.load([move(pools, 5 + page, key=page) for page in range(3)])
     assert wait_for(second, 3)[0].ok
     stats = second.stats()
     assert stats["host"].num_used_pages == 2
     reads = store.reads
-    second.load([move(place, 9, key=2)])
+    second.load([move(pools, 9, key=2)])
     assert wait_for(second, 1)[0].ok
     assert (store.reads, second.metrics().h2d_blocks_copied) == (reads, 4)
     second.close()

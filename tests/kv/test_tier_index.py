@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvgraph.kv.tiers.folder import PrivateFolder
-from kvgraph.kv.tiers.index import Fresh, Index
-from kvgraph.kv.tiers.slabs import Slot
+from kvgraph.kv.tiers.disk.folder import PrivateFolder
+from kvgraph.kv.tiers.disk.index import Index, NewPage
+from kvgraph.kv.tiers.disk.slabs import Slot
 
 BLOCK = 4096
 LIMIT = 20 * BLOCK
@@ -37,7 +37,7 @@ class Disk:
     def publish(self, slot: Slot, owner: str = "one") -> None:
         self.time += 1
         key = sha256(f"page {self.time}".encode()).digest()
-        published, _ = self.index.publish([Fresh(slot, key, 9, key, self.time)], owner)
+        published, _ = self.index.publish([NewPage(slot, key, 9, key, self.time)], owner)
         assert published == 1
         self.claimed.remove((slot, owner))
 

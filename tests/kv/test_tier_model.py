@@ -21,9 +21,10 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.tiers import asked, tiered
+from kvgraph.kv.tiers import lookup, workers
 from kvgraph.kv.tiers.store import page_key
-from tests.kv.test_kv_model import ROWS, STAMP, CacheMachine, Request, params_of
+from tests.kv.model_requests import STAMP, Request, params_of
+from tests.kv.test_kv_model import ROWS, CacheMachine
 from tests.support.builders import snapshot
 from tests.support.stores import MemoryStore, opener
 
@@ -231,12 +232,14 @@ class TierMachine(CacheMachine):
             self.known |= {(key, last_write(record)) for key, record in store.pages.items()}
         seen["resets with loads on their way"] += bool(self.tiers._loading)
         seen["resets with offloads on their way"] += self.num_pinned() > self.num_pages_loading()
-        seen["resets with answers"] += any(r.ctx.asked for r in self.requests.values())
+        seen["resets with answers"] += any(
+            self.tiers._lookup_of(r.ctx) for r in self.requests.values()
+        )
         super().reset()
 
     def name_of(self, i: int, digest: bytes) -> Any:
-        place = self.tiers.places[0][i]
-        return page_key(digest, place.leaf, place.shards)
+        pools = self.tiers.pools[0][i]
+        return page_key(digest, pools.leaf, pools.shards)
 
     @rule()
     def lose_the_host(self) -> None:
@@ -308,7 +311,7 @@ class TierMachine(CacheMachine):
         return sum(len(leaf.pool.pins) for r in self.manager._replicas for leaf in r.leaves)
 
     def num_pages_loading(self) -> int:
-        return sum(len(loading.arrivals) for loading in self.tiers._loading.values())
+        return sum(len(loading.load.arrivals) for loading in self.tiers._loading.values())
 
     def masked(self, mask: int, replica: int) -> list[Request]:
         return [r for r in super().masked(mask, replica) if not self.is_loading(r)]
@@ -342,8 +345,8 @@ class TierMachine(CacheMachine):
 
 def test_every_read_is_of_the_rows_own_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ANSWER_SECONDS", "PATIENCE_SECONDS"):  # no clock decides what happens
-        monkeypatch.setattr(asked, name, float("inf"))
-    monkeypatch.setattr(tiered, "GRACE_SECONDS", float("inf"))
+        monkeypatch.setattr(lookup, name, float("inf"))
+    monkeypatch.setattr(workers, "GRACE_SECONDS", float("inf"))
     seen.clear()
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         TierMachine,

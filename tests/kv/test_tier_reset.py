@@ -257,7 +257,7 @@ def test_pages_that_a_transfer_sends() -> None:
 
 def test_the_rest_of_a_load_does_not_come_back_to_the_host() -> None:
     """Its pages are read before the store's thread empties the stores."""
-    place = make().places()[0]
+    pools = make().leaf_pools()[0]
     resetting: list[threading.Thread] = []
 
     class Slow(MemoryStore):
@@ -269,12 +269,12 @@ def test_the_rest_of_a_load_does_not_come_back_to_the_host() -> None:
                     time.sleep(0.001)
             return super().read(key, out)
 
-    size = place.record_size
+    size = pools.record_size
     store = Slow()
     store.pages = {bytes([i]) * 32: bytes(size) for i in range(2)}
     host = HostStore({size: 4}, {size: 2}, lambda nbytes: np.zeros(nbytes, np.uint8))
     tiers = TieredConnector(host, [store], largest=size, max_offloads=9, max_writes=9)
-    tiers.load([Move(key, place, page) for page, key in enumerate(store.pages)])
+    tiers.load([Move(key, pools, page) for page, key in enumerate(store.pages)])
     assert tiers.wait(30)
     assert tiers.poll()[0].ok
     resetting[0].join(30)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvgraph.kv.tiers.disk import DiskStore
+from kvgraph.kv.tiers.disk.store import DiskStore
 from tests.support.command_line import run
 
 MODELS = [sha256(name).digest() for name in (b"model", b"other")]

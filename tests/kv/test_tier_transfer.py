@@ -162,7 +162,7 @@ def test_a_sender_that_dies_leaves_nothing(after: int) -> None:
     if after:
         ours.send_bytes(first)
         for _ in range(after - 1):
-            ours.send_bytes(b"\x01" * leaves[0].place.record_size)
+            ours.send_bytes(b"\x01" * leaves[0].pools.record_size)
     ours.close()
     with pytest.raises(TransferError, match=r"expected the other side to follow .* got \w+Error"):
         PageTransfer(receiver).receive(theirs)

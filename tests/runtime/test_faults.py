@@ -26,7 +26,7 @@ import pytest
 
 import kvgraph
 from kvgraph import Engine, SamplingParams
-from kvgraph.kv.checks import verify
+from kvgraph.kv.pool.checks import verify
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.outcome import Token
 from kvgraph.runtime.sessions.base import Session

@@ -12,7 +12,7 @@ import pytest
 
 import kvgraph
 from kvgraph import Engine, SamplingParams
-from kvgraph.kv.tiers.disk import DiskStore
+from kvgraph.kv.tiers.disk.store import DiskStore
 from kvgraph.runtime.engine import Token
 from tests.runtime.test_tiers import assert_conserved
 from tests.support.stores import MemoryStore, opener

@@ -139,7 +139,7 @@ def tier_arguments(
     if tier == "store under a small host":
         return {"total_num_host_pages": 2, "stores": [opener(MemoryStore("remote"))]}
     if tier == "disk":
-        from kvgraph.kv.tiers.disk import DiskStore
+        from kvgraph.kv.tiers.disk.store import DiskStore
 
         return {"stores": [partial(DiskStore, tmp_path / "disk", 1 << 26)]}
     if tier == "remote":
@@ -452,7 +452,7 @@ def test_a_load_that_crawls_is_given_up(
         answers(engine, asked)
         settle(engine.kv)
         evict_device(engine.kv)  # type: ignore[arg-type]
-        monkeypatch.setattr("kvgraph.kv.tiers.tiered.GRACE_SECONDS", -1.0)
+        monkeypatch.setattr("kvgraph.kv.tiers.workers.GRACE_SECONDS", -1.0)
         assert answers(engine, asked) == wanted
         assert engine.kv.get_metrics_aggregated().load_failures == 1
         assert_conserved(engine)

@@ -86,6 +86,6 @@ def snapshot(manager: PagedKVCacheManager) -> Any:
 
 
 def _row(row: Any) -> Any:
-    names = "index is_dummy pages passed capacity limit wake digests committed counted prefill_end"
+    names = "index phase pages passed capacity limit wake digests committed counted prefill_end"
     values = {name: getattr(row, name) for name in names.split()}
     return values | {"pages": [list(p) for p in row.pages], "passed": list(row.passed)}

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvgraph.kv.metrics import KVCacheMetrics
-from kvgraph.kv.tiers.place import Place
+from kvgraph.kv.tiers.leaf_pools import LeafPools
 from kvgraph.kv.tiers.store import StoreStats
 
 
 class Move(NamedTuple):
-    """One page of one place, and its key in the tiers."""
+    """One page of a leaf's pools, and its key in the tiers."""
 
     key: bytes
-    place: Place
+    pools: LeafPools
     page: int
 
 

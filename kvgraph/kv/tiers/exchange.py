@@ -7,35 +7,35 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvgraph.errors import InsufficientPagesError
-from kvgraph.kv.leaf import Leaf
-from kvgraph.kv.pages import PagePool
-from kvgraph.kv.tiers.place import Place
+from kvgraph.kv.pool.leaf import Leaf
+from kvgraph.kv.pool.pages import PagePool
+from kvgraph.kv.tiers.leaf_pools import LeafPools
 
 
 class LeafPages(NamedTuple):
     """Pages of one leaf and what they hold: `pages[i]` the end of the prefix `digests[i]`."""
 
-    place: Place
+    pools: LeafPools
     digests: Sequence[bytes]
     pages: Sequence[int]
 
     @property
     def nbytes(self) -> int:
-        return self.place.record_size * len(self.pages)
+        return self.pools.record_size * len(self.pages)
 
     def only(self, at: Sequence[int]) -> LeafPages:
         """Those at these positions."""
-        return LeafPages(self.place, [self.digests[i] for i in at], [self.pages[i] for i in at])
+        return LeafPages(self.pools, [self.digests[i] for i in at], [self.pages[i] for i in at])
 
 
 @contextmanager
 def held_pages(
-    leaves: Sequence[Leaf], places: Sequence[Place], digests: Sequence[Sequence[bytes]]
+    leaves: Sequence[Leaf], leaf_pools: Sequence[LeafPools], digests: Sequence[Sequence[bytes]]
 ) -> Iterator[list[LeafPages]]:
     """The committed pages of `digests[leaf]`; none is reallocated within the scope."""
     held = [
-        LeafPages(place, own, [leaf.pool.index[digest] for digest in own])
-        for leaf, place, own in zip(leaves, places, digests, strict=True)
+        LeafPages(pools, own, [leaf.pool.index[digest] for digest in own])
+        for leaf, pools, own in zip(leaves, leaf_pools, digests, strict=True)
     ]
     for leaf, one in zip(leaves, held, strict=True):
         leaf.pool.pin(one.pages)
@@ -48,7 +48,7 @@ def held_pages(
 
 @contextmanager
 def adopted_pages(
-    leaves: Sequence[Leaf], places: Sequence[Place], digests: Sequence[Sequence[bytes]]
+    leaves: Sequence[Leaf], leaf_pools: Sequence[LeafPools], digests: Sequence[Sequence[bytes]]
 ) -> Iterator[list[LeafPages]]:
     """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
 
@@ -73,7 +73,7 @@ def adopted_pages(
     held = [_pinned(pool, len(own)) for pool, own in zip(pools, missing, strict=True)]
     epochs = [pool.epoch for pool in pools]
     try:
-        yield [LeafPages(*one) for one in zip(places, missing, held, strict=True)]
+        yield [LeafPages(*one) for one in zip(leaf_pools, missing, held, strict=True)]
         if epochs == [pool.epoch for pool in pools]:
             for pool, pages, own in zip(pools, held, missing, strict=True):
                 for page, digest in zip(reversed(pages), reversed(own), strict=True):

@@ -91,5 +91,5 @@ def extents(leaves: Sequence[LeafPages]) -> list[Extent]:
         (buffer.handle.ctypes.data + page * size, size, 0)
         for leaf in leaves
         for page in leaf.pages
-        for buffer, size in zip(leaf.place.buffers, leaf.place.sizes, strict=True)
+        for buffer, size in zip(leaf.pools.buffers, leaf.pools.sizes, strict=True)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 from kvgraph.kv.tiers.host import HostStore
-from kvgraph.kv.tiers.place import Place
+from kvgraph.kv.tiers.leaf_pools import LeafPools
 from kvgraph.kv.tiers.store import PageStore
 from kvgraph.kv.tiers.tiered import TieredConnector
 
@@ -27,7 +27,7 @@ def fingerprint_of(identity: bytes) -> bytes:
 
 
 def open_tiers(
-    places: Sequence[Sequence[Place]],
+    pools: Sequence[Sequence[LeafPools]],
     num_pages: Mapping[str, int],
     host_pages: Mapping[str, int],
     identity: bytes,
@@ -36,12 +36,12 @@ def open_tiers(
     *,
     threads: bool = True,
 ) -> TieredConnector:
-    """The connector of `places[replica][leaf]`; pages of the pools and of the host by leaf path.
+    """The connector of `pools[replica][leaf]`; their pages and the host's by leaf path.
 
     `identity`: of model and layout. StoreError for what a user has to change; then nothing stays
     open. A UserWarning for a store that cannot be used now: it misses until it can.
     """
-    sizes = {place.leaf: place.record_size for place in places[0]}
+    sizes = {own.leaf: own.record_size for own in pools[0]}
     pages: dict[int, int] = {}
     staging: dict[int, int] = {}
     for leaf, size in sizes.items():
@@ -56,7 +56,7 @@ def open_tiers(
         for store in opened:
             if problem := store.stats().problem:
                 warnings.warn(f"{problem}; it is missed until it can be used", stacklevel=2)
-        host = HostStore(pages, staging, places[0][0].copier.pinned_host_bytes)
+        host = HostStore(pages, staging, pools[0][0].copier.pinned_host_bytes)
     except BaseException:
         for store in opened:
             store.close()
@@ -66,7 +66,7 @@ def open_tiers(
         opened[len(sources) :],
         opened[: len(sources)],
         largest=largest,
-        max_offloads=sum(num_pages.values()) * len(places),
+        max_offloads=sum(num_pages.values()) * len(pools),
         max_writes=sum(staging.values()) + sum(pages.values()) // 2,
         threads=threads,
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvgraph.kv.prefix import digest_of
+from kvgraph.kv.pool.identity import digest_of
 
 KEY_BYTES = 32
 

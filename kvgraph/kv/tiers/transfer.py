@@ -122,9 +122,9 @@ class PageTransfer:
             "way": way,
             "leaves": [
                 {
-                    "path": leaf.place.leaf,
-                    "shards": leaf.place.shards,
-                    "bytes": leaf.place.record_size,
+                    "path": leaf.pools.leaf,
+                    "shards": leaf.pools.shards,
+                    "bytes": leaf.pools.record_size,
                     "digests": [digest.hex() for digest in leaf.digests],
                 }
                 for leaf in leaves
@@ -134,13 +134,13 @@ class PageTransfer:
     def _check(self, header: dict[str, Any]) -> list[list[bytes]]:
         """Digests that the sender has, per leaf; TransferError by name where it does not fit."""
         _require("format", FORMAT, header.get("format"))
-        places = self._manager.places(self._replica)
+        own = self._manager.leaf_pools(self._replica)
         theirs = header["leaves"]
-        _require("caches", [p.leaf for p in places], [leaf["path"] for leaf in theirs])
-        for place, leaf in zip(places, theirs, strict=True):
-            where = f"cache {place.leaf!r}: " if place.leaf else ""
-            _require(f"{where}tensor-parallel shards", place.shards, leaf["shards"])
-            _require(f"{where}bytes of a page", place.record_size, leaf["bytes"])
+        _require("caches", [pools.leaf for pools in own], [leaf["path"] for leaf in theirs])
+        for pools, leaf in zip(own, theirs, strict=True):
+            where = f"cache {pools.leaf!r}: " if pools.leaf else ""
+            _require(f"{where}tensor-parallel shards", pools.shards, leaf["shards"])
+            _require(f"{where}bytes of a page", pools.record_size, leaf["bytes"])
         mine = self._manager.fingerprint.hex()
         _require("model and layout (fingerprint)", mine, header.get("fingerprint"))
         if header["way"] == "nixl" and self._nixl is None:
@@ -213,9 +213,9 @@ def _count(answer: dict[str, Any]) -> int:
 def _records(leaves: Sequence[LeafPages]) -> Iterator[Any]:
     """The bytes of each page in turn; each is valid until the next."""
     for leaf in leaves:
-        record = np.empty(leaf.place.record_size, np.uint8)
+        record = np.empty(leaf.pools.record_size, np.uint8)
         for page in leaf.pages:
-            leaf.place.copy_out([page], [record])
+            leaf.pools.copy_out([page], [record])
             yield record
 
 
@@ -223,7 +223,7 @@ def _received(
     connection: Connection, leaves: Sequence[LeafPages]
 ) -> Iterator[npt.NDArray[np.uint8]]:
     for leaf in leaves:
-        record = np.empty(leaf.place.record_size, np.uint8)
+        record = np.empty(leaf.pools.record_size, np.uint8)
         for _ in leaf.pages:
             size = connection.recv_bytes_into(record.data)
             if size != len(record):
@@ -234,7 +234,7 @@ def _received(
 def _copy_in(leaves: Sequence[LeafPages], records: Iterator[npt.NDArray[np.uint8]]) -> None:
     for leaf in leaves:
         for page in leaf.pages:
-            leaf.place.copy_in([page], [next(records)])
+            leaf.pools.copy_in([page], [next(records)])
 
 
 # -- shared memory: a file of a memory file system, mapped by both
@@ -256,9 +256,9 @@ def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
             start = 0
             for leaf in leaves:
                 for page in leaf.pages:
-                    end = start + leaf.place.record_size
+                    end = start + leaf.pools.record_size
                     record = np.frombuffer(block, np.uint8)[start:end]
-                    leaf.place.copy_out([page], [record])
+                    leaf.pools.copy_out([page], [record])
                     del record  # a mapping with views cannot be closed
                     start = end
         yield os.path.basename(file.name)
@@ -267,7 +267,7 @@ def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
 @contextmanager
 def _opened_block(name: str, leaves: Sequence[LeafPages]) -> Iterator[list[npt.NDArray[np.uint8]]]:
     """The pages of the other side's block, as arrays."""
-    sizes = [leaf.place.record_size for leaf in leaves for _ in leaf.pages]
+    sizes = [leaf.pools.record_size for leaf in leaves for _ in leaf.pages]
     with open_regular(_memory_folder() / os.path.basename(name)) as file:
         size = os.fstat(file.fileno()).st_size
         if size < sum(sizes):

@@ -20,7 +20,7 @@ from kvgraph.contract.dims import TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import CapacityError, KernelError, KVGraphError
 from kvgraph.kernels import launch, variants
-from kvgraph.kv.staging import Upload
+from kvgraph.kv.pool.batch import Upload
 from kvgraph.kv.tiers.copies import Rows
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvgraph.contract.files import kind_of
-from kvgraph.kv.tiers.folder import FOLDER, DamagedError, PrivateFolder
-from kvgraph.kv.tiers.index import INDEX, Index
-from kvgraph.kv.tiers.owners import OWNER, Owner
-from kvgraph.kv.tiers.slabs import SLAB, Slabs
+from kvgraph.kv.tiers.disk.folder import FOLDER, DamagedError, PrivateFolder
+from kvgraph.kv.tiers.disk.index import INDEX, Index
+from kvgraph.kv.tiers.disk.owners import OWNER, Owner
+from kvgraph.kv.tiers.disk.slabs import SLAB, Slabs
 
 FORMAT = "kvgraph-1"
 """Raised when anything in the folder changes its meaning."""

@@ -18,8 +18,8 @@ from kvgraph.contract.symbols import (
     PagedCacheInputSymbols,
 )
 from kvgraph.errors import DeviceError
-from kvgraph.kv.pages import PagePool
-from kvgraph.kv.rows import Row
+from kvgraph.kv.pool.pages import PagePool
+from kvgraph.kv.pool.rows import Row
 
 RaggedSymbols = PagedCacheInputSymbols | ContinuousBatchingKVCacheInputSymbols
 

@@ -1,4 +1,4 @@
-"""Where a page lies on a device: the pools of one leaf of one replica."""
+"""Where the pages of one leaf of one replica lie on its devices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.contract.inputs import Buffer
-from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.tiers.copies import PageCopier, copier_of
 
 Records = Sequence[npt.NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class LeafPools:
     """Pools whose pages together make a record: of each shard `kv_blocks`, then `kv_scales`.
 
     `shards` says which of how many, such as "0-2/2"; `leaf` is the path in a tree.
@@ -61,8 +61,8 @@ def page_nbytes(buffer: Buffer) -> int:
     return math.prod(buffer.shape[1:]) * itemsize(buffer.dtype)
 
 
-def place_of(leaf: Leaf, path: str, num_shards: int, session: object) -> Place:
-    """The place of a replica's leaf; DeviceError where the session cannot copy its pages."""
+def pools_of(leaf: Leaf, path: str, num_shards: int, session: object) -> LeafPools:
+    """The pools of a replica's leaf; DeviceError where the session cannot copy its pages."""
     buffers = tuple(buffer for shard in leaf.shards for buffer in shard.all_buffers)
     shards = f"0-{len(leaf.shards)}/{num_shards}"
-    return Place(path, shards, buffers, copier_of(session, buffers))
+    return LeafPools(path, shards, buffers, copier_of(session, buffers))

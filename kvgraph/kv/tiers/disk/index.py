@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from kvgraph.kv.tiers.folder import DamagedError, PrivateFolder
-from kvgraph.kv.tiers.slabs import Slot
+from kvgraph.kv.tiers.disk.folder import DamagedError, PrivateFolder
+from kvgraph.kv.tiers.disk.slabs import Slot
 
 INDEX = "index.sqlite"
 
@@ -52,7 +52,7 @@ PASSING = {
 """Errors that say nothing about the file itself."""
 
 
-class Held(NamedTuple):
+class HeldPage(NamedTuple):
     """Where a page is, and what its bytes must sum to."""
 
     at: Slot
@@ -60,7 +60,7 @@ class Held(NamedTuple):
     sum: bytes
 
 
-class Fresh(NamedTuple):
+class NewPage(NamedTuple):
     """A page that was written and is to be published."""
 
     at: Slot
@@ -116,7 +116,7 @@ class Index:
 
     # -- questions
 
-    def find(self, key: bytes) -> Held | None:
+    def find(self, key: bytes) -> HeldPage | None:
         with _damage():
             row = self._db.execute(
                 "SELECT stride, slot, size, sum FROM slots WHERE model = ? AND key = ?",
@@ -127,7 +127,7 @@ class Index:
         at, (size, sum_) = _slot(*row[:2]), row[2:]
         if not (type(size) is int and type(sum_) is bytes):
             raise DamagedError(f"page of {size!r} bytes, sum {sum_!r}")
-        return Held(at, size, sum_)
+        return HeldPage(at, size, sum_)
 
     def counts(self) -> tuple[int, int]:
         """Pages of this model, and of others."""
@@ -166,7 +166,7 @@ class Index:
 
     # -- changes
 
-    def publish(self, pages: Iterable[Fresh], owner: str) -> tuple[int, list[Slot]]:
+    def publish(self, pages: Iterable[NewPage], owner: str) -> tuple[int, list[Slot]]:
         """Turn slots that `owner` claims into pages.
 
         Returns how many, and the slots that it still claims: another process wrote those pages.
@@ -231,7 +231,7 @@ class Index:
                 [(time, self._model, key) for key, time in used.items()],
             )
 
-    def remove(self, held: Held) -> int:
+    def remove(self, held: HeldPage) -> int:
         """Free a damaged page's slot; 0 if the page is not there any more."""
         return self._free("stride = ? AND slot = ? AND sum = ?", (*held.at, held.sum))
 

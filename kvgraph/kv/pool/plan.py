@@ -1,27 +1,30 @@
-"""What rows will get, planned purely: all that can fail fails here, and nothing changes.
+"""What rows will get from `alloc`, planned purely: all that can fail fails here, nothing changes.
 
-resolved batch -> rows that need pages -> Plan -> `Replica.apply`
+rows that need pages -> AllocPlan -> `Replica.apply`
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.errors import InsufficientPagesError, RequestError
-from kvgraph.kv.hits import Hits
-from kvgraph.kv.leaf import Leaf
+from kvgraph.kv.pool.identity import PoolSettings
+from kvgraph.kv.pool.leaf import Leaf
+from kvgraph.kv.pool.lookup import PrefixLookup
+from kvgraph.kv.pool.rows import CLAIMED, LOADING, Row
 from kvgraph.kv.requests import TextContext
-from kvgraph.kv.rows import Resolved, Row
-from kvgraph.kv.settings import Settings
+
+Loadable = Callable[[int, TextContext], Sequence[Container[bytes]] | None]
+"""(replica, request) -> per leaf, digests of the pages that can be loaded; None: nothing known."""
 
 
-class Growth(NamedTuple):
+class RowPlan(NamedTuple):
     """What one row will get: `hit` cached pages first, then fresh ones up to `num_pages`.
 
-    `loads[leaf]`: positions among the hits whose pages come from a tier below; empty if none do.
+    `loads[leaf]`: positions among the hits whose pages are to be loaded; empty if none are.
     """
 
     ctx: TextContext
@@ -33,66 +36,65 @@ class Growth(NamedTuple):
     loads: Sequence[Sequence[int]] = ()
 
 
-class Plan(NamedTuple):
-    """Growth of a batch, and the free pages that it costs in each leaf."""
+class AllocPlan(NamedTuple):
+    """What the rows of a batch will get, and the free pages that it costs in each leaf."""
 
-    growths: list[Growth]
+    rows: list[RowPlan]
     costs: list[int]
 
 
 class Planner:
     """Over the leaves of replica `index`: what the cache gives, what is fresh, what it costs."""
 
-    __slots__ = ("_hits", "_index", "_leaves", "_settings")
+    __slots__ = ("_index", "_leaves", "_prefixes", "_settings")
 
-    def __init__(self, index: int, leaves: Sequence[Leaf], settings: Settings, hits: Hits) -> None:
+    def __init__(
+        self, index: int, leaves: Sequence[Leaf], settings: PoolSettings, prefixes: PrefixLookup
+    ) -> None:
         self._index = index
         self._leaves = leaves
         self._settings = settings
-        self._hits = hits
+        self._prefixes = prefixes
 
-    def plan_batch(self, resolved: Resolved, extra: int) -> Plan | None:
-        """Growth of the rows that need any; None if there are none (the usual decode step)."""
-        pending = [
-            (ctx, row)
-            for ctx, row in zip(resolved.contexts, resolved.rows, strict=True)
-            if ctx.processed_length + ctx.active_length + extra > row.limit
-        ]
-        return self.plan(pending, extra) if pending else None
-
-    def plan(self, pending: Sequence[tuple[TextContext, Row]], extra: int) -> Plan:
-        """Growth to `processed + active + extra` tokens; raises what `alloc` raises."""
-        has_tiers = self._settings.has_tiers
-        growths = [self._plan_row(ctx, row, extra, has_tiers) for ctx, row in pending]
-        plan = Plan(growths, self._costs(growths))
-        if has_tiers:
+    def plan(
+        self,
+        lacking: Sequence[tuple[TextContext, Row]],
+        extra: int,
+        loadable: Loadable | None = None,
+    ) -> AllocPlan:
+        """Pages for `processed + active + extra` tokens of each; raises what `alloc` raises."""
+        rows = [self._plan_row(ctx, row, extra, loadable) for ctx, row in lacking]
+        plan = AllocPlan(rows, self._costs(rows))
+        if loadable is not None:
             plan = self._affordable(plan, extra)
         self._require_free(plan)
         return plan
 
-    def forecast(self, ctx: TextContext, row: Row) -> list[int]:
+    def forecast(self, ctx: TextContext, row: Row, loadable: Loadable | None) -> list[int]:
         """Free pages that `alloc` would cost in each leaf, whether there are as many or not."""
         if ctx.processed_length + ctx.active_length <= row.limit:
             return [0] * len(self._leaves)
-        growths = [self._plan_row(ctx, row, 0, self._settings.has_tiers)]
-        return self._affordable(Plan(growths, self._costs(growths)), 0).costs
+        rows = [self._plan_row(ctx, row, 0, loadable)]
+        return self._affordable(AllocPlan(rows, self._costs(rows)), 0).costs
 
-    def hit_pages(self, leaf: Leaf, growth: Growth) -> list[int]:
+    def hit_pages(self, leaf: Leaf, plan: RowPlan) -> list[int]:
         """The cached pages that the row will read in this leaf and the device has."""
-        index, visible = leaf.pool.index, self._hits.visible(leaf, growth.digests, growth.hit)
-        if growth.loads:
+        index, visible = leaf.pool.index, self._prefixes.visible(leaf, plan.digests, plan.hit)
+        if plan.loads:
             return [index[digest] for digest in visible if digest in index]
         return [index[digest] for digest in visible]
 
-    def _affordable(self, plan: Plan, extra: int) -> Plan:
+    def _affordable(self, plan: AllocPlan, extra: int) -> AllocPlan:
         """The plan, without loads where it costs more pages than there are."""
         free = (leaf.pool.num_free for leaf in self._leaves)
-        if all(map(operator.le, plan.costs, free)) or not any(g.loads for g in plan.growths):
+        if all(map(operator.le, plan.costs, free)) or not any(one.loads for one in plan.rows):
             return plan
-        growths = [self._plan_row(g.ctx, g.row, extra, False) for g in plan.growths]
-        return Plan(growths, self._costs(growths))
+        rows = [self._plan_row(one.ctx, one.row, extra, None) for one in plan.rows]
+        return AllocPlan(rows, self._costs(rows))
 
-    def _plan_row(self, ctx: TextContext, row: Row, extra: int, with_tiers: bool) -> Growth:
+    def _plan_row(
+        self, ctx: TextContext, row: Row, extra: int, loadable: Loadable | None
+    ) -> RowPlan:
         processed, active = ctx.processed_length, ctx.active_length
         if not 0 <= active <= ctx.current_length - processed:
             raise RequestError(
@@ -101,15 +103,16 @@ class Planner:
             )
         hit, root, digests = 0, row.root, row.digests
         loads: Sequence[Sequence[int]] = ()
-        if row.capacity == 0:
-            if row.loading:
-                return Growth(ctx, row, 0, row.num_pages, root, digests)
+        if row.phase is LOADING:
+            return RowPlan(ctx, row, 0, row.num_pages, root, digests)
+        if row.phase is CLAIMED:
             self._require_unprocessed(ctx)
             if self._settings.prefix_caching:
                 root, digests = self._settings.identities(ctx)
-                hit = self._hits.joint(digests)
-                if with_tiers and ctx.asked is not None and ctx.asked.is_valid(self._hits.epoch):
-                    hit, loads = self._hits.deeper(digests, hit, ctx.asked.present())
+                hit = self._prefixes.joint(digests)
+                known = None if loadable is None else loadable(self._index, ctx)
+                if known is not None:
+                    hit, loads = self._prefixes.deeper(digests, hit, known)
                 processed = hit * self._settings.page_size
                 active = min(active, ctx.current_length - processed)
         total = processed + active + extra
@@ -120,7 +123,7 @@ class Planner:
                 f"(processed {processed} + active {active} + further steps {extra})"
             )
         num_pages = max(ceildiv(total, self._settings.page_size), row.num_pages, hit)
-        return Growth(ctx, row, hit, num_pages, root, digests, loads)
+        return RowPlan(ctx, row, hit, num_pages, root, digests, loads)
 
     def _require_unprocessed(self, ctx: TextContext) -> None:
         if ctx.processed_length:
@@ -129,28 +132,28 @@ class Planner:
                 f"no page, got {ctx.processed_length}; call `rewind` after `release`"
             )
 
-    def _costs(self, growths: Sequence[Growth]) -> list[int]:
+    def _costs(self, rows: Sequence[RowPlan]) -> list[int]:
         """Per leaf: fresh pages, and cached ones that leave the free queue (each once)."""
-        fresh = sum(g.num_pages - max(g.hit, g.row.num_pages) for g in growths)
-        hits = [g for g in growths if g.hit]
+        fresh = sum(one.num_pages - max(one.hit, one.row.num_pages) for one in rows)
+        hits = [one for one in rows if one.hit]
         if not hits:
             return [fresh] * len(self._leaves)
         costs = [fresh + self._revived(leaf, hits) for leaf in self._leaves]
-        for growth in hits:
-            for i, positions in enumerate(growth.loads):
+        for one in hits:
+            for i, positions in enumerate(one.loads):
                 costs[i] += len(positions)
         return costs
 
-    def _revived(self, leaf: Leaf, hits: Sequence[Growth]) -> int:
+    def _revived(self, leaf: Leaf, hits: Sequence[RowPlan]) -> int:
         refs, pins = leaf.pool.refs, leaf.pool.pins
-        pages = {page for g in hits for page in self.hit_pages(leaf, g) if not refs[page]}
+        pages = {page for one in hits for page in self.hit_pages(leaf, one) if not refs[page]}
         return len(pages - pins.keys()) if pins else len(pages)
 
-    def _require_free(self, plan: Plan) -> None:
+    def _require_free(self, plan: AllocPlan) -> None:
         for leaf, cost in zip(self._leaves, plan.costs, strict=True):
             pool = leaf.pool
             if cost > pool.num_free:
-                names = ", ".join(repr(g.row.request_id) for g in plan.growths[:4])
+                names = ", ".join(repr(one.row.request_id) for one in plan.rows[:4])
                 whole = self._too_large(leaf, plan)
                 raise InsufficientPagesError(
                     whole
@@ -162,15 +165,15 @@ class Planner:
                     total=pool.num_pages,
                 )
 
-    def _too_large(self, leaf: Leaf, plan: Plan) -> str:
+    def _too_large(self, leaf: Leaf, plan: AllocPlan) -> str:
         """Sentence about the first request that could not fit even into an empty pool."""
         at = self._leaves.index(leaf)
-        for growth in plan.growths:
-            row = growth.row
-            passed = row.passed[at] if row.num_pages else self._hits.first_visible(leaf, growth.hit)
-            if growth.num_pages - passed > leaf.pool.num_pages:
+        for one in plan.rows:
+            row, first = one.row, self._prefixes.first_visible(leaf, one.hit)
+            needed = one.num_pages - (row.passed[at] if row.num_pages else first)
+            if needed > leaf.pool.num_pages:
                 return (
                     f"alloc of {row.request_id!r}: expected a request of at most the whole pool of "
-                    f"{leaf.pool.num_pages} pages, got one that needs {growth.num_pages - passed}"
+                    f"{leaf.pool.num_pages} pages, got one that needs {needed}"
                 )
         return ""

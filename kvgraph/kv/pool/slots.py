@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from numbers import Integral
 
 from kvgraph.errors import CapacityError, RequestError, UnsupportedError
-from kvgraph.kv.arguments import at_replica, require_unclaimed
-from kvgraph.kv.requests import RequestID
+from kvgraph.kv.requests import RequestID, at_replica, require_unclaimed
 
 
 class Slots:

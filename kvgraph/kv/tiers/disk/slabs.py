@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvgraph.kv.tiers.folder import PrivateFolder
+from kvgraph.kv.tiers.disk.folder import PrivateFolder
 
 BLOCK = 4096
 """Slots start on a block of the file system, so that an evicted one gives its blocks back."""

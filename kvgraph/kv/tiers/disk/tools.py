@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
-from kvgraph.kv.tiers.folder import DamagedError
-from kvgraph.kv.tiers.generation import FORMAT, Generation, generations, other_versions
-from kvgraph.kv.tiers.index import INDEX
+from kvgraph.kv.tiers.disk.folder import DamagedError
+from kvgraph.kv.tiers.disk.generation import FORMAT, Generation, generations, other_versions
+from kvgraph.kv.tiers.disk.index import INDEX
 
 
 class ModelPages(NamedTuple):

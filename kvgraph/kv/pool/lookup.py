@@ -1,4 +1,4 @@
-"""Which pages a new row can take: from the device, and from the tiers below it.
+"""Which pages a new row can take: those of the device, and those that a caller can load.
 
 full attention   the run of known pages from the root
 a window         the deepest point whose last pages are known, or a run from the root
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from kvgraph.contract.dims import ceildiv
-from kvgraph.kv.leaf import Leaf
-from kvgraph.kv.prefix import Either, deepest_window, longest_run
+from kvgraph.kv.pool.leaf import Leaf
 
 
-class Hits:
+class PrefixLookup:
     """Over the leaves of one replica; lengths are in pages."""
 
     __slots__ = ("_leaves", "_page_size")
@@ -29,18 +28,18 @@ class Hits:
         return self._leaves[0].pool.epoch
 
     def joint(
-        self, digests: Sequence[bytes], below: Sequence[Container[bytes]] | None = None
+        self, digests: Sequence[bytes], loadable: Sequence[Container[bytes]] | None = None
     ) -> int:
         """Pages of the longest prefix that every leaf can continue from.
 
-        From the pages that the device holds and, per leaf, those in `below`.
+        From the pages that the device holds and, per leaf, those in `loadable`.
         """
         leaves = self._leaves
-        if len(leaves) == 1 and below is None:
+        if len(leaves) == 1 and loadable is None:
             return self._of_leaf(leaves[0], digests, leaves[0].pool.index)
         known: list[Container[bytes]] = [leaf.pool.index for leaf in leaves]
-        if below is not None:
-            known = [Either(*pair) for pair in zip(known, below, strict=True)]
+        if loadable is not None:
+            known = [Either(*pair) for pair in zip(known, loadable, strict=True)]
         hit, before = len(digests), -1
         while hit != before:
             before = hit
@@ -49,10 +48,10 @@ class Hits:
         return hit
 
     def deeper(
-        self, digests: Sequence[bytes], hit: int, below: Sequence[Container[bytes]]
+        self, digests: Sequence[bytes], hit: int, loadable: Sequence[Container[bytes]]
     ) -> tuple[int, Sequence[Sequence[int]]]:
-        """The hit with the tiers' pages, and per leaf the positions of those that it needs."""
-        deeper = self.joint(digests, below)
+        """The hit with the loadable pages, and per leaf the positions of those that it needs."""
+        deeper = self.joint(digests, loadable)
         if deeper <= hit:
             return hit, ()
         return deeper, [
@@ -80,3 +79,36 @@ class Hits:
     def _window_pages(self, window: int) -> int:
         """Pages before a page edge that the first query after it sees."""
         return ceildiv(window - 1, self._page_size)
+
+
+class Either:
+    """What one of two indexes holds."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Container[bytes], second: Container[bytes]) -> None:
+        self._first, self._second = first, second
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._first or digest in self._second
+
+
+def longest_run(digests: Sequence[bytes], index: Container[bytes]) -> int:
+    """Pages from the root that `index` holds without a gap."""
+    for count, digest in enumerate(digests):
+        if digest not in index:
+            return count
+    return len(digests)
+
+
+def deepest_window(digests: Sequence[bytes], index: Container[bytes], window_pages: int) -> int:
+    """Deepest point whose last `window_pages` pages `index` holds, or all of them to the root."""
+    point, run = len(digests), 0
+    for i in reversed(range(len(digests))):
+        if run == window_pages:
+            return point
+        if digests[i] in index:
+            run += 1
+        else:
+            point, run = i, 0
+    return point

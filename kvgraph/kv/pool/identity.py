@@ -6,13 +6,33 @@ digest_i = sha256(digest_{i-1}, tokens of page i as int32 little-endian).
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.kv.requests import TextContext
+
 _DOMAIN = b"kvgraph-page-1"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What all replicas share: sizes in tokens and rows; `identity` is of model and layout."""
+
+    page_size: int
+    max_batch_size: int
+    max_seq_len: int
+    prefix_caching: bool
+    identity: bytes
+    hash_seed: bytes | None
+
+    def identities(self, ctx: TextContext) -> tuple[bytes, list[bytes]]:
+        """Root, and digests of all full pages that do not hold the last token."""
+        root = chain_root(self.identity, ctx.adapter, self.hash_seed, ctx.cache_salt)
+        full = (ctx.current_length - 1) // self.page_size
+        return root, chain(root, ctx.tokens, self.page_size, 0, full)
 
 
 def chain_root(identity: bytes, adapter: str, hash_seed: bytes | None, cache_salt: bytes) -> bytes:
@@ -36,36 +56,3 @@ def chain(
         digest = sha256(digest + data[offset : offset + step]).digest()
         digests.append(digest)
     return digests
-
-
-class Either:
-    """What one of two indexes holds."""
-
-    __slots__ = ("_first", "_second")
-
-    def __init__(self, first: Container[bytes], second: Container[bytes]) -> None:
-        self._first, self._second = first, second
-
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._first or digest in self._second
-
-
-def longest_run(digests: Sequence[bytes], index: Container[bytes]) -> int:
-    """Pages from the root that `index` holds without a gap."""
-    for count, digest in enumerate(digests):
-        if digest not in index:
-            return count
-    return len(digests)
-
-
-def deepest_window(digests: Sequence[bytes], index: Container[bytes], window_pages: int) -> int:
-    """Deepest point whose last `window_pages` pages `index` holds, or all of them to the root."""
-    point, run = len(digests), 0
-    for i in reversed(range(len(digests))):
-        if run == window_pages:
-            return point
-        if digests[i] in index:
-            run += 1
-        else:
-            point, run = i, 0
-    return point

@@ -8,7 +8,7 @@ import re
 import secrets
 from contextlib import suppress
 
-from kvgraph.kv.tiers.folder import PrivateFolder
+from kvgraph.kv.tiers.disk.folder import PrivateFolder
 
 OWNER = re.compile(r"([0-9a-f]{16})\.owner")
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvgraph.kv.leaf import Leaf
-from kvgraph.kv.pages import PagePool
-from kvgraph.kv.replica import Replica
-from kvgraph.kv.rows import Row
+from kvgraph.kv.pool.leaf import Leaf
+from kvgraph.kv.pool.pages import PagePool
+from kvgraph.kv.pool.replica import Replica
+from kvgraph.kv.pool.rows import UNBOUNDED, Phase, Row
 
 
 def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
     """AssertionError at the first invariant that does not hold."""
     by_replica: dict[int, list[Row]] = {replica.index: [] for replica in replicas}
     for row in rows:
-        by_replica[row.replica.index].append(row)
+        by_replica[row.replica_idx].append(row)
     for replica in replicas:
         own = by_replica[replica.index]
         _verify_rows(replica, own)
@@ -24,7 +24,7 @@ def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
             _verify_pool(leaf.pool, held)
             for row in own:
                 _verify_pages(leaf, row, i, replica.settings.prefix_caching)
-        replica.verify_staging()
+        replica.batch.verify()
 
 
 def _verify_rows(replica: Replica, rows: Sequence[Row]) -> None:
@@ -33,10 +33,22 @@ def _verify_rows(replica: Replica, rows: Sequence[Row]) -> None:
     assert sorted(indices) == list(range(replica.settings.max_batch_size)), sorted(indices)
     for row in rows:
         assert len({len(pages) for pages in row.pages}) == 1, row.pages
-        if not row.is_dummy:
-            tokens = 0 if row.loading else row.num_pages * replica.settings.page_size
-            assert row.capacity == tokens, (row.capacity, tokens)
-            assert row.committed <= row.num_pages, (row.committed, row.num_pages)
+        _verify_phase(row, replica.settings.page_size)
+
+
+def _verify_phase(row: Row, page_size: int) -> None:
+    """The marks of the hot loops say what the phase and the pages say."""
+    marks = (row.capacity, row.limit, row.wake)
+    if row.phase is Phase.DUMMY:
+        assert marks == (UNBOUNDED, UNBOUNDED, UNBOUNDED), marks
+        return
+    assert row.committed <= row.num_pages, (row.committed, row.num_pages)
+    if row.phase is Phase.ALLOCATED:
+        assert row.capacity == row.num_pages * page_size > 0, (row.capacity, row.num_pages)
+        assert 0 <= row.limit <= row.capacity, marks
+    else:
+        assert marks == (0, 0, 0), marks
+        assert (row.num_pages > 0) == (row.phase is Phase.LOADING), (row.phase, row.num_pages)
 
 
 def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
@@ -55,12 +67,12 @@ def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool) -> None:
     table = leaf.table[row.index].tolist()
     assert table == pages + [leaf.null] * (len(table) - len(pages)), (table, pages)
     assert [p == leaf.null for p in pages] == [at < passed for at in range(len(pages))], pages
-    if row.is_dummy or not prefix_caching:
+    if row.phase is Phase.DUMMY or not prefix_caching:
         return
     for at in range(passed, len(pages)):
         digest = leaf.pool.digests[pages[at]]
         # Behind the first page that is on its way there may be some that the device had.
-        if at < row.committed or (row.loading and digest is not None):
+        if at < row.committed or (row.phase is Phase.LOADING and digest is not None):
             assert digest == row.digests[at], (row.request_id, at)
         else:
             assert digest is None, (row.request_id, at)

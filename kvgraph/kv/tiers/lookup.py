@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 
+from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.connector import Lookup
 
 ANSWER_SECONDS = 0.25
@@ -15,9 +17,10 @@ PATIENCE_SECONDS = 0.25
 """How long a request waits for a look-up; it is computed if the tiers are slower."""
 
 
-class Asked:
-    """One look-up for a request of `length` tokens.
+class TierLookup:
+    """One look-up for a request of `length` tokens, with the connector's `answer` to it.
 
+    - `ctx`: the request, None once its owner let go of it
     - `epoch`: of the cache when it was asked; a reset makes the answer invalid
     - `digests`: of its pages, of which the device had the first `hit` then
     - `keys`: per leaf, the digest of each page that was asked for, by its key
@@ -26,38 +29,44 @@ class Asked:
 
     __slots__ = (
         "_asked_at",
+        "_ctx",
         "_until",
+        "answer",
         "digests",
         "epoch",
         "hit",
         "keys",
         "length",
-        "lookup",
         "renewal",
     )
 
     def __init__(
         self,
+        ctx: TextContext,
         epoch: object,
-        length: int,
         digests: Sequence[bytes],
         hit: int,
         keys: Sequence[Mapping[bytes, bytes]],
     ) -> None:
+        self._ctx = weakref.ref(ctx)
+        self.length = ctx.current_length
         self.epoch = epoch
-        self.length = length
         self.digests = digests
         self.hit = hit
         self.keys = keys
-        self.lookup = Lookup()
-        self.renewal: Asked | None = None
+        self.answer = Lookup()
+        self.renewal: TierLookup | None = None
         self._asked_at = time.monotonic()
         self._until = math.inf
 
     @classmethod
-    def nothing(cls, epoch: object, length: int, leaves: int) -> Asked:
+    def nothing(cls, ctx: TextContext, epoch: object, leaves: int) -> TierLookup:
         """An answer until the next reset: there is nothing."""
-        return cls(epoch, length, (), 0, [{}] * leaves)
+        return cls(ctx, epoch, (), 0, [{}] * leaves)
+
+    @property
+    def ctx(self) -> TextContext | None:
+        return self._ctx()
 
     def wanted(self, sizes: Sequence[int]) -> list[tuple[bytes, int]]:
         """What to look up; `sizes` are bytes of a record of each leaf."""
@@ -65,26 +74,26 @@ class Asked:
 
     def present(self) -> list[set[bytes]]:
         """Per leaf, digests of the pages that the tiers hold."""
-        found = self.lookup.present
+        found = self.answer.present
         return [{keys[key] for key in keys.keys() & found} for keys in self.keys]
 
     def is_valid(self, epoch: object) -> bool:
         """Whether the look-up is done, and no reset came after it was asked."""
-        return self.lookup.done and self.epoch is epoch
+        return self.answer.done and self.epoch is epoch
 
-    def newest(self) -> Asked:
+    def newest(self) -> TierLookup:
         """This, or its renewal where that is answered."""
-        return self.renewal if self.renewal is not None and self.renewal.lookup.done else self
+        return self.renewal if self.renewal is not None and self.renewal.answer.done else self
 
     def is_answered(self) -> bool:
         """Whether the look-up is done, or has taken so long that its answer is: nothing."""
-        if not self.lookup.done and time.monotonic() > self._asked_at + PATIENCE_SECONDS:
-            self.lookup = Lookup()
-        return self.lookup.done
+        if not self.answer.done and time.monotonic() > self._asked_at + PATIENCE_SECONDS:
+            self.answer = Lookup()
+        return self.answer.done
 
     def is_old(self) -> bool:
         """Whether it is time to ask again; counted from when the answer was first seen."""
-        if not self.lookup.done or not self.lookup.keys or self.renewal is not None:
+        if not self.answer.done or not self.answer.keys or self.renewal is not None:
             return False
         if self._until == math.inf:
             self._until = time.monotonic() + ANSWER_SECONDS

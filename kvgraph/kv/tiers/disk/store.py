@@ -44,10 +44,10 @@ from pathlib import Path
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
-from kvgraph.kv.tiers.folder import DamagedError, make_top
-from kvgraph.kv.tiers.generation import Generation, open_newest, other_versions
-from kvgraph.kv.tiers.index import Fresh, Held
-from kvgraph.kv.tiers.slabs import Slot, stride_of
+from kvgraph.kv.tiers.disk.folder import DamagedError, make_top
+from kvgraph.kv.tiers.disk.generation import Generation, open_newest, other_versions
+from kvgraph.kv.tiers.disk.index import HeldPage, NewPage
+from kvgraph.kv.tiers.disk.slabs import Slot, stride_of
 from kvgraph.kv.tiers.store import StoreStats
 
 BATCH_PAGES, BATCH_BYTES, BATCH_SHARE = 64, 16 << 20, 8
@@ -97,7 +97,7 @@ class DiskStore:
         self._folder, self._limit, self._fingerprint = folder, limit, fingerprint
         self._usable_at = self._writable_at = self._counted_at = 0.0
         self._stats = StoreStats(num_pages=limit // stride_of(page_bytes))
-        self._pending: dict[bytes, Fresh] = {}
+        self._pending: dict[bytes, NewPage] = {}
         self._spare: dict[int, list[Slot]] = {}  # claimed
         self._used: dict[bytes, int] = {}  # to tell the index
         self._files: Generation | None = None
@@ -185,7 +185,7 @@ class DiskStore:
             self._stats.num_used_pages -= 1
         return False
 
-    def _is_whole(self, files: Generation, held: Held, key: bytes, out: memoryview) -> bool:
+    def _is_whole(self, files: Generation, held: HeldPage, key: bytes, out: memoryview) -> bool:
         arrived = files.slabs.read(held.at, out)
         return arrived and checksum(self._fingerprint, key, [out]) == held.sum
 
@@ -200,7 +200,7 @@ class DiskStore:
         spare = self._spare[stride]
         digest = checksum(self._fingerprint, key, parts)
         files.slabs.write(spare[-1], parts)
-        self._pending[key] = Fresh(spare.pop(), key, size, digest, time.time_ns())
+        self._pending[key] = NewPage(spare.pop(), key, size, digest, time.time_ns())
         self._stats.written += 1
         if len(self._pending) >= self._batch(stride):
             self._publish(files)

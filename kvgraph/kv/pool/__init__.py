@@ -1,0 +1,1 @@
+"""The bookkeeping of pages; it knows of no tier and of no manager."""

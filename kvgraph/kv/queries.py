@@ -1,0 +1,247 @@
+"""What a paged manager answers about its requests, pages and tiers; nothing here changes any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.devices import Device
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.symbols import KVCacheInputSymbols
+from kvgraph.errors import RequestError
+from kvgraph.kv.manager import KVCacheManager
+from kvgraph.kv.memory import most_pages
+from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.pool.leaf import ReplicaBuffers
+from kvgraph.kv.pool.pages import PagePool
+from kvgraph.kv.pool.plan import Loadable
+from kvgraph.kv.pool.replica import Replica
+from kvgraph.kv.pool.rows import Phase, Row, row_of
+from kvgraph.kv.requests import RequestID, TextContext, at_replica
+from kvgraph.kv.tiers.bridge import TierBridge
+from kvgraph.kv.tiers.exchange import LeafPages, adopted_pages, held_pages
+from kvgraph.kv.tiers.leaf_pools import LeafPools, pools_of
+from kvgraph.kv.tiers.open import fingerprint_of
+from kvgraph.kv.tiers.store import StoreStats, page_key
+
+
+class PagedQueries(KVCacheManager):
+    """The queries of `PagedKVCacheManager`, which makes the state that they read."""
+
+    _paths: list[str]
+    _claimed: dict[RequestID, Row]
+    _replicas: list[Replica]
+    _tiers: TierBridge | None
+
+    def is_loading(self, request_id: RequestID) -> bool:
+        row = self._claimed.get(request_id)
+        return row is not None and row.phase is Phase.LOADING
+
+    def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
+        row = self._claimed.get(request_id)
+        return row is not None and row.replica_idx == replica_idx
+
+    def get_req_blocks(
+        self, request_id: RequestID, replica_idx: int = 0, leaf: str | None = None
+    ) -> list[int]:
+        """Page ids in the order of tokens, the null page where a window has passed.
+
+        `leaf` is the path in a tree; by default its first leaf.
+        """
+        at_replica(self._replicas, replica_idx, "get_req_blocks")
+        row = row_of(request_id, self._claimed, replica_idx, "get_req_blocks")
+        return list(row.pages[0 if leaf is None else self._leaf_index(leaf)])
+
+    def num_free_blocks(self, replica_idx: int = 0) -> int:
+        """Pages that no request holds; cached ones among them."""
+        return sum(pool.num_free for pool in self._pools(replica_idx, "num_free_blocks"))
+
+    def total_num_blocks(self, replica_idx: int = 0) -> int:
+        """Usable pages."""
+        return sum(pool.num_pages for pool in self._pools(replica_idx, "total_num_blocks"))
+
+    @property
+    def max_context_length(self) -> int:
+        """Tokens that a row's lookup entries reach, in every leaf: no context is longer."""
+        return min(replica.batch.max_width for replica in self._replicas) * self.params.page_size
+
+    def require_room(self, request_id: RequestID, tokens: int, chunk: int) -> None:
+        """RequestError if a lone request of `tokens` tokens needs more pages than there are.
+
+        A leaf with a window holds at most what the queries of a chunk see.
+        """
+        for (path, leaf), pool in zip(self.params.leaves.items(), self._pools(0, ""), strict=True):
+            leaf = replace(leaf, page_size=self._replicas[0].settings.page_size)
+            needed = most_pages(leaf, tokens, chunk)
+            if needed > pool.num_pages:
+                where = f" of leaf {path!r}" if path else ""
+                raise RequestError(
+                    f"request {request_id!r}: expected at most {pool.num_pages} pages from the "
+                    f"pool{where}, got {tokens + 1} tokens (prompt and output) that need {needed}"
+                )
+
+    def has_room(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        return self.get_pct_used_blocks_after_allocation(ctx, replica_idx) <= 100
+
+    def coming_pages(self, contexts: Sequence[TextContext], replica_idx: int = 0) -> set[bytes]:
+        replica = at_replica(self._replicas, replica_idx, "coming_pages")
+        if not replica.settings.prefix_caching:
+            return set()
+        size, claimed = replica.settings.page_size, self._claimed
+        coming = set[bytes]()
+        for ctx in contexts:
+            first, end = ctx.processed_length, ctx.processed_length + ctx.active_length
+            row = row_of(ctx.request_id, claimed, replica_idx, "coming_pages")
+            coming.update(row.digests[first // size : ceildiv(end, size)])
+        return coming
+
+    def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
+        replica = at_replica(self._replicas, replica_idx, "missing_page")
+        if not replica.settings.prefix_caching:
+            return None
+        digests = replica.settings.identities(ctx)[1]
+        hit = replica.prefixes.joint(digests)
+        return digests[hit] if hit < len(digests) else None
+
+    def get_num_pages(self, replica_idx: int = 0) -> int:
+        """Usable pages."""
+        return self.total_num_blocks(replica_idx)
+
+    def get_num_used_pages(self, replica_idx: int = 0) -> int:
+        """Pages that requests hold."""
+        return sum(pool.num_used for pool in self._pools(replica_idx, "get_num_used_pages"))
+
+    def get_num_host_pages(self, replica_idx: int = 0) -> int:
+        """Pages that the host tier has room for; all replicas share it."""
+        return self._tier("host", replica_idx, "get_num_host_pages").num_pages
+
+    def get_num_used_host_pages(self, replica_idx: int = 0) -> int:
+        """Pages that the host tier holds."""
+        return self._tier("host", replica_idx, "get_num_used_host_pages").num_used_pages
+
+    def get_num_disk_pages(self, replica_idx: int = 0) -> int:
+        """Pages (of the largest leaf) that the disk tier's limit allows."""
+        return self._tier("disk", replica_idx, "get_num_disk_pages").num_pages
+
+    def get_num_used_disk_pages(self, replica_idx: int = 0) -> int:
+        """Pages of this model that the disk tier holds."""
+        return self._tier("disk", replica_idx, "get_num_used_disk_pages").num_used_pages
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        """Share of the host tier's pages that hold known content, 0 to 1; 0 without one."""
+        used, total = self.get_num_used_host_pages(), self.get_num_host_pages()
+        return used / total if total else 0.0
+
+    def tier_stats(self) -> dict[str, StoreStats]:
+        """Figures of each tier by name: "host", then the stores below it; empty without tiers."""
+        return {} if self._tiers is None else self._tiers.connector.stats()
+
+    def get_pct_used_blocks_after_allocation(self, ctx: TextContext, replica_idx: int = 0) -> float:
+        """Percent of pages held after `alloc(ctx)`, above 100 if it would fail.
+
+        Prefix hits are counted as `alloc` would take them. Of a tree: its fullest leaf.
+        """
+        replica = at_replica(self._replicas, replica_idx, "get_pct_used_blocks_after_allocation")
+        row = self._claimed.get(ctx.request_id)
+        if row is not None:
+            call = "get_pct_used_blocks_after_allocation"
+            row = row_of(ctx.request_id, self._claimed, replica_idx, call)
+        return replica.pct_used_after(ctx, row, self._loadable)
+
+    def page_identities(self, ctx: TextContext) -> list[bytes]:
+        """Digests of the full pages of `ctx` that do not hold its last token; 32 bytes each.
+
+        The same in every process that serves the same model, layout, adapter, seed and salt.
+        """
+        return self._replicas[0].settings.identities(ctx)[1]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of model and layout: what tells pages in files and stores apart; 32 bytes."""
+        return fingerprint_of(self._replicas[0].settings.identity)
+
+    def committed_pages(
+        self, ctx: TextContext, replica_idx: int = 0
+    ) -> dict[str, dict[bytes, npt.NDArray[np.uint8]]]:
+        """Copies of the pages that start `ctx`: per leaf, bytes by key in the tiers.
+
+        Those that the device holds, and a request with these tokens would take as its prefix.
+        """
+        found = {}
+        with self.held_pages(ctx, replica_idx) as leaves:
+            for pools, digests, pages in leaves:
+                records = [np.empty(pools.record_size, np.uint8) for _ in pages]
+                pools.copy_out(pages, records)
+                keys = [page_key(digest, pools.leaf, pools.shards) for digest in digests]
+                found[pools.leaf] = dict(zip(keys, records, strict=True))
+        return found
+
+    def leaf_pools(self, replica_idx: int = 0) -> list[LeafPools]:
+        """Where the pages of each leaf of a replica lie."""
+        leaves = at_replica(self._replicas, replica_idx, "leaf_pools").leaves
+        return [
+            pools_of(leaf, path, self.params.n_shards, self.session)
+            for path, leaf in zip(self._paths, leaves, strict=True)
+        ]
+
+    def held_pages(
+        self, ctx: TextContext, replica_idx: int = 0
+    ) -> AbstractContextManager[list[LeafPages]]:
+        """The committed pages that start `ctx`, per leaf; none is reallocated within the scope."""
+        replica = at_replica(self._replicas, replica_idx, "held_pages")
+        digests = replica.settings.identities(ctx)[1]
+        hit = replica.prefixes.joint(digests)
+        visible = [replica.prefixes.visible(leaf, digests, hit) for leaf in replica.leaves]
+        return held_pages(replica.leaves, self.leaf_pools(replica_idx), visible)
+
+    def adopted_pages(
+        self, digests: Sequence[Sequence[bytes]], replica_idx: int = 0
+    ) -> AbstractContextManager[list[LeafPages]]:
+        """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
+
+        At its end they are committed and free; after an error they are free as before.
+        InsufficientPagesError if too few are free.
+        """
+        leaves = at_replica(self._replicas, replica_idx, "adopted_pages").leaves
+        return adopted_pages(leaves, self.leaf_pools(replica_idx), digests)
+
+    def get_device_buffer(self, replica_idx: int = 0) -> ReplicaBuffers:
+        """The replica's raw pools, for transfers: `.all_buffers`."""
+        leaves = at_replica(self._replicas, replica_idx, "get_device_buffer").leaves
+        return ReplicaBuffers(
+            [buffer for leaf in leaves for shard in leaf.shards for buffer in shard.all_buffers]
+        )
+
+    def get_symbolic_inputs(
+        self, devices: Sequence[Device] | None = None, num_layers: int | None = None
+    ) -> Sequence[KVCacheInputSymbols]:
+        return self.params.get_symbolic_inputs(devices, num_layers)
+
+    def input_symbols(self) -> Sequence[KVCacheInputSymbols]:
+        return self.get_symbolic_inputs()
+
+    def get_metrics_aggregated(self) -> KVCacheMetrics:
+        """Sum over all replicas, and what the tiers did."""
+        total = sum((replica.read_metrics() for replica in self._replicas), KVCacheMetrics())
+        return total if self._tiers is None else total + self._tiers.read_metrics()
+
+    def _tier(self, name: str, replica_idx: int, call: str) -> StoreStats:
+        at_replica(self._replicas, replica_idx, call)
+        return self.tier_stats().get(name, StoreStats())
+
+    @property
+    def _loadable(self) -> Loadable | None:
+        return None if self._tiers is None else self._tiers.loadable
+
+    def _pools(self, replica_idx: int, call: str) -> list[PagePool]:
+        return [leaf.pool for leaf in at_replica(self._replicas, replica_idx, call).leaves]
+
+    def _leaf_index(self, path: str) -> int:
+        if path not in self._paths:
+            raise RequestError(f"leaf: expected one of {self._paths}, got {path!r}")
+        return self._paths.index(path)

@@ -1,0 +1,1 @@
+"""The disk tier: pages in a folder that processes share."""

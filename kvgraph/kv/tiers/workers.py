@@ -1,0 +1,331 @@
+"""What the threads of a connector do, and what they share with the step's thread.
+
+    copier thread   device <-> host slots: loads that the host holds, then offloads
+    store thread    look-ups, loads, writes below the host, in this order; slow things wait here
+
+One condition guards all that the threads share; copies and I/O run outside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+
+from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
+from kvgraph.kv.tiers.host import Bytes, HostStore, Slot
+from kvgraph.kv.tiers.store import PageStore
+
+COPIES_AT_ONCE = 16
+"""Pages of one offload; a load that comes meanwhile waits for no more."""
+
+GRACE_SECONDS, LEAST_RATE = 1.0, 64e6
+"""A load from below the host that is slower than this many bytes per second, after so many
+seconds, is given up: computing would be faster."""
+
+Job = Callable[[], None]
+
+log = logging.getLogger("kvgraph.tiers")
+
+
+class TierWorkers:
+    """Two threads, or none (`threads=False`: everything runs in `work`, for tests).
+
+    - `stores` are written through; `sources` (bound prefixes) are only read, and first
+    - `max_offloads`: pages that may wait to be copied out; `max_writes`: slots that may wait for
+      the stores. What comes beyond them is dropped and counted.
+    - `largest`: bytes of the largest record
+    """
+
+    def __init__(
+        self,
+        host: HostStore,
+        stores: Sequence[PageStore] = (),
+        sources: Sequence[PageStore] = (),
+        *,
+        largest: int,
+        max_offloads: int,
+        max_writes: int,
+        threads: bool = True,
+    ) -> None:
+        self._host = host
+        self._stores = stores
+        self._below: Sequence[PageStore] = [*sources, *stores]
+        self._bounce = np.empty(largest if self._below else 0, np.uint8)
+        self._max_offloads = max_offloads
+        self._max_writes = max_writes
+        # The step's thread takes the lock itself: a condition takes and frees it in Python, where
+        # an interrupt may come between, and then the lock would stay taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._copier = threading.Lock()  # a copier is asked one thing at a time
+        self._host_loads: deque[tuple[Transfer, list[Slot]]] = deque()
+        self._offloads: deque[Move] = deque()
+        self._lookups: list[Lookup] = []
+        self._loads: deque[Transfer] = deque()
+        self._writes: deque[Slot] = deque()
+        self._touched: list[bytes] = []
+        self._loading: set[Transfer] = set()  # taken up by a thread
+        self._writing: list[Slot] = []  # taken up by a thread
+        self._num_copying = 0
+        self._ended: list[Transfer] = []
+        self._news = False  # since the last `poll`
+        self._is_starved = False  # offloads wait for slots
+        self._to_clear = self._to_flush = self._is_closing = False
+        self._generation = 0  # of the tiers' content: raised by `reset`
+        self._counts = KVCacheMetrics()
+        self._read = self._written = 0  # pages, of the host tier
+        takes = [self._take_copy, self._take_store] if self._below else [self._take_copy]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(take,), name="kvgraph-tiers", daemon=True)
+            for take in takes * threads
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def work(self) -> bool:
+        """Without threads: do one thing that a thread would; False if there is nothing to do."""
+        with self._changed:
+            job = self._take_copy() or self._take_store()
+        if job is not None:
+            job()
+        return job is not None
+
+    def _serve(self, take: Callable[[], Job | None]) -> None:
+        while True:
+            with self._changed:
+                while (job := take()) is None:
+                    if self._is_closing and not self._num_inflight():
+                        self._changed.notify_all()
+                        return
+                    self._changed.wait()
+            try:
+                job()
+            except Exception:  # a store or a copier that breaks its word must not stop the engine
+                log.exception("a tier failed")
+
+    def _num_inflight(self) -> int:
+        """Loads, pages to copy out and pages to write, queued or running."""
+        waiting = len(self._host_loads) + len(self._loads) + len(self._offloads) + len(self._writes)
+        return waiting + len(self._loading) + self._num_copying + len(self._writing)
+
+    def _end(self, transfer: Transfer) -> None:
+        self._loading.discard(transfer)
+        self._ended.append(transfer)
+        self._tell()
+
+    def _end_offloads(self) -> None:
+        """Give up those that are queued."""
+        if self._offloads:
+            self._end(Transfer(list(self._offloads), is_load=False))
+            self._offloads.clear()
+
+    def _tell(self) -> None:
+        self._news = True
+        self._changed.notify_all()
+
+    def _pin(self, move: Move) -> Slot:
+        slot = self._host.pin(move.key, move.pools.record_size)
+        assert slot is not None, "asked under the same lock"
+        return slot
+
+    # -- copies
+
+    def _take_copy(self) -> Job | None:
+        if self._host_loads:
+            transfer, slots = self._host_loads.popleft()
+            self._loading.add(transfer)
+            return partial(self._copy_in, transfer, slots)
+        copies = self._reserve()
+        if not copies:
+            return None
+        self._num_copying += len(copies)
+        return partial(self._copy_out, copies, self._generation)
+
+    def _reserve(self) -> list[tuple[Move, Slot | None]]:
+        """Slots for the next offloads; None for a page that came to the host meanwhile."""
+        copies: list[tuple[Move, Slot | None]] = []
+        while self._offloads and len(copies) < COPIES_AT_ONCE:
+            move = self._offloads[0]
+            size = move.pools.record_size
+            slot = self._host.reserve(move.key, size)
+            if slot is None and not self._host.knows(move.key, size):
+                break
+            copies.append((self._offloads.popleft(), slot))
+        is_starved = bool(self._offloads) and not copies
+        if is_starved and not self._is_starved:
+            self._changed.notify_all()  # `yield_pages` may wait for it
+        self._is_starved = is_starved
+        return copies
+
+    def _copy_in(self, transfer: Transfer, slots: list[Slot]) -> None:
+        try:
+            self._copy(transfer.moves, [slot.data for slot in slots], is_load=True)
+            transfer.ok = True
+        finally:
+            with self._changed:
+                for slot in slots:
+                    self._host.unpin(slot)
+                if transfer.ok:
+                    self._counts.h2d_blocks_copied += len(slots)
+                    self._read += len(slots)
+                self._end(transfer)
+
+    def _copy_out(self, copies: list[tuple[Move, Slot | None]], generation: int) -> None:
+        filled = [(move, slot) for move, slot in copies if slot is not None]
+        ok = False
+        try:
+            self._copy([move for move, _ in filled], [s.data for _, s in filled], is_load=False)
+            ok = True
+        finally:
+            with self._changed:
+                self._num_copying -= len(copies)
+                for _, slot in reversed(filled):  # the start of a prefix is its most precious page
+                    if ok and generation == self._generation:
+                        self._keep(slot)
+                    else:
+                        self._host.abandon(slot)
+                if not ok:
+                    self._counts.offload_dropped += len(filled)
+                self._end(Transfer([move for move, _ in copies], is_load=False))
+
+    def _keep(self, slot: Slot) -> None:
+        """A page came from the device: it joins the host tier, and waits for the stores."""
+        self._counts.d2h_blocks_copied += 1
+        self._host.publish(slot)
+        self._written += slot.is_held
+        if self._stores and len(self._writes) < self._max_writes:
+            self._writes.append(slot)
+            return
+        self._counts.offload_dropped += len(self._stores)
+        self._host.unpin(slot)
+
+    def _copy(self, moves: Sequence[Move], records: Sequence[Bytes], *, is_load: bool) -> None:
+        pairs = zip(moves, records, strict=True)
+        for pools, group in groupby(pairs, key=lambda pair: pair[0].pools):
+            own = list(group)
+            copy = pools.copy_in if is_load else pools.copy_out
+            with self._copier:
+                copy([move.page for move, _ in own], [record for _, record in own])
+
+    # -- stores
+
+    def _take_store(self) -> Job | None:
+        if self._to_clear:
+            return self._clear
+        if self._lookups:
+            lookups, self._lookups = self._lookups, []
+            return partial(self._look_up, lookups)
+        if self._loads:
+            transfer = self._loads.popleft()
+            self._loading.add(transfer)
+            return partial(self._load, transfer, self._generation)
+        if self._writes:
+            self._writing.append(self._writes.popleft())
+            return partial(self._write, self._writing[-1])
+        if self._touched:
+            keys, self._touched = self._touched, []
+            return partial(self._touch, keys)
+        if self._to_flush:
+            self._to_flush = False
+            return self._flush
+        return None
+
+    def _clear(self) -> None:
+        try:
+            for store in self._stores:
+                store.clear()
+        finally:
+            with self._changed:
+                self._to_clear = False
+                self._changed.notify_all()
+
+    def _look_up(self, lookups: list[Lookup]) -> None:
+        asked = {key for one in lookups for key, _ in one.keys if key not in one.present}
+        missing, present = list(asked), set[bytes]()
+        try:
+            for store in self._below:
+                if missing:
+                    found = zip(missing, store.contains(missing), strict=True)
+                    present.update(key for key, is_here in found if is_here)
+                    missing = [key for key in missing if key not in present]
+        finally:
+            with self._changed:
+                for lookup in lookups:
+                    lookup.present.update(key for key, _ in lookup.keys if key in present)
+                    lookup.done = True
+                self._tell()
+
+    def _load(self, transfer: Transfer, generation: int) -> None:
+        deadline = time.monotonic() + GRACE_SECONDS
+        try:
+            for move in transfer.moves:
+                if transfer.is_cancelled or time.monotonic() > deadline:
+                    return
+                if not self._fetch(move, generation):
+                    return
+                deadline += move.pools.record_size / LEAST_RATE
+            transfer.ok = True
+        finally:
+            with self._changed:
+                self._end(transfer)
+
+    def _fetch(self, move: Move, generation: int) -> bool:
+        """One page from wherever it is to the device, and into the host tier on its way.
+
+        Not into the host tier of another generation than the load's.
+        """
+        size = move.pools.record_size
+        with self._changed:
+            held = self._host.pin(move.key, size)
+            slot = held or self._host.reserve(move.key, size)
+        data = self._bounce[:size] if slot is None else slot.data
+        found = False
+        try:
+            found = held is not None or self._read_below(move.key, data)
+            if found:
+                self._copy([move], [data], is_load=True)
+        finally:
+            with self._changed:
+                self._counts.h2d_blocks_copied += found
+                self._read += held is not None
+                if held is not None:
+                    self._host.unpin(held)
+                elif slot is not None and found and generation == self._generation:
+                    self._host.publish(slot)
+                    self._host.unpin(slot)
+                elif slot is not None:
+                    self._host.abandon(slot)
+                self._changed.notify_all()  # a slot may be free
+        return found
+
+    def _read_below(self, key: bytes, data: Bytes) -> bool:
+        return any(store.read(key, data.data) for store in self._below)
+
+    def _write(self, slot: Slot) -> None:
+        written = 0
+        try:
+            for store in self._stores:
+                written += store.write(slot.key, [slot.data.data])
+        finally:
+            with self._changed:
+                self._counts.offload_dropped += len(self._stores) - written
+                self._writing.remove(slot)
+                self._to_flush = True
+                self._host.unpin(slot)
+                self._changed.notify_all()  # a slot is free
+
+    def _touch(self, keys: list[bytes]) -> None:
+        for store in self._stores:
+            store.touch(keys)
+
+    def _flush(self) -> None:
+        for store in self._stores:
+            store.flush()

@@ -1,0 +1,233 @@
+"""The disk tier: a disk that is full, fails or is locked, and processes that died."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgraph.errors import StoreError
+from kvgraph.kv.tiers.disk import generation, index
+from kvgraph.kv.tiers.disk import store as disk
+from kvgraph.kv.tiers.disk.store import DiskStore
+from tests.kv.disk_pages import (
+    KEYS,
+    MODEL,
+    SIZE,
+    all_right,
+    got,
+    held,
+    opened,
+    page,
+    put,
+    put_or_drop,
+)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a full disk, writes beyond `size` bytes of a file fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_no_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path, 100 << 20, MODEL, 1 << 20)
+    size = 1 << 20
+    with files_of_at_most(2 * size + 100):
+        wrote = [store.write(KEYS[i], [memoryview(page(i, size))]) for i in range(6)]
+        assert wrote == [True, True, False, False, False, False]
+        assert got(store, 0, size) == page(0, size), "what it holds is still served"
+        store.flush()
+    assert store.stats().dropped == 4
+    assert not store.write(KEYS[2], [memoryview(page(2, size))]), "it pauses"
+    monkeypatch.setattr(store, "_writable_at", 0.0)
+    assert store.write(KEYS[2], [memoryview(page(2, size))])
+    assert got(store, 2, size) == page(2, size)
+    store.close()
+
+
+def test_a_disk_that_is_full_at_the_start_is_no_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with files_of_at_most(0):
+        store = opened(tmp_path / "t")
+        problem = store.stats().problem
+        assert problem.startswith(
+            f"disk tier {tmp_path}/t: expected files to read and write, got '"
+        )
+        assert got(store, 0) is None
+        assert not store.write(KEYS[0], [memoryview(page(0))])
+    monkeypatch.setattr(store, "_usable_at", 0.0)
+    put(store, 0)
+    assert got(store, 0) == page(0)
+    assert store.stats().problem == ""
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "mkdir", "pwritev", "preadv", "listdir", "stat"])
+def test_a_disk_that_fails_at_any_call_is_no_tier(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of these calls fails, then the second alone, and so on."""
+    monkeypatch.setattr(disk, "PAUSE_SECONDS", 0.0)
+    original = getattr(os, call)
+    for fails in range(12):
+        counts = itertools.count()
+
+        def failing(*given: Any, at: int = fails, of: Any = counts, **options: Any) -> Any:
+            if next(of) == at:
+                raise OSError(number, os.strerror(number))
+            return original(*given, **options)
+
+        monkeypatch.setattr(os, call, failing)
+        store = opened(tmp_path / str(fails))
+        put_or_drop(store)
+        all_right(store, 48)
+        monkeypatch.setattr(os, call, original)
+        put(store, 50)
+        assert got(store, 50) == page(50)
+        assert store.stats().problem == ""
+        store.close()
+
+
+def test_an_index_that_cannot_grow_is_no_tier(tmp_path: Path) -> None:
+    store = opened(tmp_path, pages=64)
+    put(store, 0)
+    store.flush()
+    with files_of_at_most(0):
+        put_or_drop(store)
+        all_right(store, 48)
+    store.close()
+
+
+def test_a_folder_that_vanishes_is_no_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "PAUSE_SECONDS", 0.0)
+    store = opened(tmp_path / "store")
+    put(store, *range(20))
+    store.flush()
+    shutil.rmtree(tmp_path / "store")
+    for _ in range(3):
+        all_right(store, 40)
+        put_or_drop(store)
+    (tmp_path / "store").mkdir()
+    put(store, 50)
+    assert got(store, 50) == page(50)
+    store.close()
+
+
+def test_a_lock_that_is_not_released_pauses_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
+    store = opened(tmp_path)
+    put(store, 0)
+    store.flush()
+    other = sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    assert got(store, 0) is None
+    other.execute("ROLLBACK")
+    other.close()
+    assert got(store, 0) is None, "it pauses"
+    assert not store.write(KEYS[1], [memoryview(page(1))])
+    monkeypatch.setattr(store, "_usable_at", 0.0)
+    assert got(store, 0) == page(0)
+    store.close()
+
+
+def test_a_clear_that_fails_is_done_before_the_store_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
+    store = opened(tmp_path)
+    put(store, 0)
+    store.flush()
+    put(store, 1)
+    with sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        store.clear()
+        other.execute("ROLLBACK")
+    other.close()
+    assert held(store) == [], "it pauses"
+    monkeypatch.setattr(store, "_usable_at", 0.0)
+    assert held(store) == []
+    put(store, 1)
+    assert (got(store, 0), got(store, 1)) == (None, page(1))
+    store.close()
+    assert held(opened(tmp_path)) == [1]
+
+
+def test_room_that_the_dead_claimed_is_free_again(tmp_path: Path) -> None:
+    store = opened(tmp_path, pages=1)
+    code = (
+        "import os; from pathlib import Path; from kvgraph.kv.tiers.disk.store import DiskStore; "
+        f"store = DiskStore(Path({str(tmp_path)!r}), {SIZE}, {MODEL!r}, {SIZE}); "
+        f"assert store._files and store._claim(store._files, {SIZE}); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    put(store, 0)
+    assert got(store, 0) == page(0)
+    store.close()
+
+
+def test_room_that_the_living_claim_is_not(tmp_path: Path) -> None:
+    one, two = opened(tmp_path, pages=1), opened(tmp_path, pages=1)
+    assert one._files is not None
+    assert one._claim(one._files, SIZE)
+    assert not two.write(KEYS[0], [memoryview(page(0))])
+    assert two.stats().dropped == 1
+    one.close()
+    put(two, 0)
+    two.close()
+
+
+def test_generations_are_told_from_other_names(tmp_path: Path) -> None:
+    for name in ("kvgraph-1.2", "kvgraph-1.10", "kvgraph-1.x", "kvgraph-2.1", "kvgraph-1.01"):
+        (tmp_path / name).mkdir()
+    assert generation.generations(tmp_path) == [2, 10]
+    assert [path.name for path in generation.other_versions(tmp_path)] == ["kvgraph-2.1"]
+
+
+def test_a_limit_below_one_page(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"size limit of at least one page, 12288 bytes, got 8192"):
+        DiskStore(tmp_path, 8192, MODEL, 8193)
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    for folder in (path, path / "below", tmp_path / ("n" * 300), tmp_path / "\0"):
+        with pytest.raises(StoreError, match=f"disk tier {folder}: expected a folder that can be"):
+            opened(folder)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    was = os.geteuid()
+    if was == 0:  # root may write anywhere
+        for parent in tmp_path.parents:
+            if not parent.stat().st_mode & 0o001:
+                parent.chmod(parent.stat().st_mode | 0o011)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(StoreError, match="folder that can be written, got 'Permission denied'"):
+            opened(tmp_path)
+    finally:
+        os.seteuid(was)
+        tmp_path.chmod(0o755)
