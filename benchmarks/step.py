@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import kvgraph
-from kvgraph.runtime import outcome
+from kvgraph.runtime import scheduler
 from kvgraph.runtime.scheduler import Batch
 
 PROMPT, STEPS, WARM = 64, 24, 4
@@ -118,11 +118,8 @@ def measure(
     engine = kvgraph.Engine(artifact, session=session, max_batch_size=batch)
     params = kvgraph.SamplingParams(max_new_tokens=STEPS + WARM + 8, ignore_eos=True, **sampling)
     rng = np.random.default_rng(0)
-    known = (
-        engine._intake.tokenizer.get_vocab_size()
-        if engine._intake.tokenizer
-        else engine.model.vocab_size
-    )
+    tokenizer = engine._text.tokenizer
+    known = tokenizer.get_vocab_size() if tokenizer else engine.model.vocab_size
     prompts = [rng.integers(3, known, PROMPT).tolist() for _ in range(batch)]
     ids = {engine.submit(prompt, params) for prompt in prompts}
     while engine.scheduler.waiting or any(
@@ -152,8 +149,8 @@ def _step(engine: Any, logits: Any, ids: set[str]) -> dict[str, float]:
         (engine.scheduler, "retire", clock.timed("schedule", engine.scheduler.retire)),
         (engine.kv, "runtime_inputs", clock.timed("cache inputs", engine.kv.runtime_inputs)),
         (engine.kv, "step", clock.timed("commit pages", engine.kv.step)),
-        (outcome, "said_by", clock.timed("detokenise", outcome.said_by)),
-        (outcome, "sample", clock.timed("sample", outcome.sample)),
+        (scheduler, "tokens_with_text", clock.timed("detokenise", scheduler.tokens_with_text)),
+        (scheduler, "sample", clock.timed("sample", scheduler.sample)),
         (Batch, "update", clock.timed("requests grow", Batch.update)),
     ]
     kept = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in places]

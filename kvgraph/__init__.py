@@ -15,11 +15,13 @@ _EXPORTS = {
     "Artifact": "kvgraph.runtime.artifact",
     "ArtifactError": "kvgraph.errors",
     "BatchCharacteristics": "kvgraph.contract.inputs",
+    "BatchConfig": "kvgraph.runtime.config",
     "BindingError": "kvgraph.errors",
     "Buffer": "kvgraph.contract.inputs",
+    "CacheConfig": "kvgraph.runtime.config",
     "CapacityError": "kvgraph.errors",
     "CheckError": "kvgraph.errors",
-    "Completion": "kvgraph.runtime.outcome",
+    "Completion": "kvgraph.runtime.text",
     "ContinuousBatchingKVCacheCollection": "kvgraph.kv.collection",
     "ContinuousBatchingKVCacheInputSymbols": "kvgraph.contract.symbols",
     "ContinuousBatchingKVCacheManager": "kvgraph.kv.continuous",
@@ -66,7 +68,8 @@ _EXPORTS = {
     "Target": "kvgraph.contract.devices",
     "TensorType": "kvgraph.contract.dims",
     "TextContext": "kvgraph.kv.requests",
-    "Token": "kvgraph.runtime.outcome",
+    "TierConfig": "kvgraph.runtime.config",
+    "Token": "kvgraph.runtime.sampling",
     "TransferError": "kvgraph.errors",
     "UnsupportedError": "kvgraph.errors",
     "compile": "kvgraph.build",
@@ -140,11 +143,14 @@ if TYPE_CHECKING:
     from kvgraph.kv.tiers.store import PageStore as PageStore
     from kvgraph.runtime.artifact import Artifact as Artifact
     from kvgraph.runtime.artifact import load as load
+    from kvgraph.runtime.config import BatchConfig as BatchConfig
+    from kvgraph.runtime.config import CacheConfig as CacheConfig
+    from kvgraph.runtime.config import TierConfig as TierConfig
     from kvgraph.runtime.engine import Engine as Engine
-    from kvgraph.runtime.outcome import Completion as Completion
-    from kvgraph.runtime.outcome import Token as Token
     from kvgraph.runtime.sampling import SamplingParams as SamplingParams
+    from kvgraph.runtime.sampling import Token as Token
     from kvgraph.runtime.sessions.base import Session as Session
+    from kvgraph.runtime.text import Completion as Completion
 # end of generated
 
 __all__ = sorted(_EXPORTS)

@@ -46,7 +46,7 @@ def generate(
 ) -> None:
     """Continue a prompt; the text streams to stdout."""
     from kvgraph.runtime.engine import Engine
-    from kvgraph.runtime.prefix import read_prefix
+    from kvgraph.runtime.prefix_file import read_prefix
     from kvgraph.runtime.sampling import SamplingParams
 
     sampling = SamplingParams(

@@ -16,8 +16,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.ops.header import ABI_VERSION
-from kvgraph.runtime.machine import require_machine
-from kvgraph.runtime.processors import require_threads
+from kvgraph.runtime.machine import require_machine, require_threads
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sessions.base import Session

@@ -1,4 +1,4 @@
-"""Engine: continuous batching over one artifact, from text to text."""
+"""Engine: continuous batching over one artifact, from prompts to tokens."""
 
 from __future__ import annotations
 
@@ -7,36 +7,27 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from threading import get_ident
+from typing import Unpack
 
-from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
-from kvgraph.contract.params import KVCacheStrategy
-from kvgraph.contract.sizes import parse_bytes
 from kvgraph.errors import GenerationError, RequestError
-from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.runtime import artifact as artifacts
-from kvgraph.runtime.arguments import (
-    flag,
-    instance,
-    integer,
-    one_for_each,
-    optional_integer,
-    sequence,
-)
+from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
-from kvgraph.runtime.intake import Intake
-from kvgraph.runtime.managers import make_manager
-from kvgraph.runtime.outcome import Completion, Outcome, Token, completion_of, outcome_of
-from kvgraph.runtime.prefix import Prefix, read_prefix
-from kvgraph.runtime.sampling import Logits, SamplingParams
-from kvgraph.runtime.scheduler import Batch, Request, Scheduler
+from kvgraph.runtime.cache import make_cache
+from kvgraph.runtime.config import (
+    BatchConfig,
+    CacheConfig,
+    ConfigFields,
+    TierConfig,
+    configured,
+    require_known,
+)
+from kvgraph.runtime.request_builder import RequestBuilder
+from kvgraph.runtime.sampling import Logits, SamplingParams, Token
+from kvgraph.runtime.scheduler import Batch, Outcome, Request, outcome_of
 from kvgraph.runtime.sessions.base import Session
-from kvgraph.runtime.text import load_tokenizer
-from kvgraph.runtime.tiers import DEFAULT_DISK_BYTES, tier_options
+from kvgraph.runtime.text import Completion, TextCodec, completion_of
 from kvgraph.runtime.turns import Turns, in_turn
-
-DEFAULT_CACHE_BYTES = 1 << 30
-"""Pool size where none is given; memory is only touched as pages are used."""
 
 MOST_WAIT_SECONDS = 0.05
 """How long an engine without anything to run waits for tiers before it looks again."""
@@ -49,19 +40,12 @@ class Engine:
         for piece in engine.stream("The import statement"):
             print(piece, end="", flush=True)
 
-    `artifact` is a folder or a loaded Artifact. The pool has `num_pages` pages, of each
-    leaf (default: what fits `cache_memory` bytes, or fewer where `max_batch_size` requests of
-    maximum length need fewer; leaves with a window get what their windows need).
-    `max_batch_tokens` bounds the new tokens of a step (default: the session's `step_tokens`); what
-    was compiled may bound both further.
-    `enable_prefix_caching` is on by default where the kind of cache can share pages. Over a padded
-    cache requests run one after the other.
-
-    Tiers hold pages that leave the pool: `total_num_host_pages` pages (of each leaf) or
-    `host_memory` bytes of host memory, `disk_bytes` bytes in the folder `disk`, a server `remote`
-    (a URL) that many machines share, and `prefixes`, the files of `kvgraph prefill`. An engine
-    with tiers has threads: `close` it, or use it in a `with` statement. Sizes are bytes, or text
-    such as "4GiB".
+    `artifact` is a folder or a loaded Artifact; `session` one of its sessions, or the name of one
+    (default: its backend's); `num_threads` are the CPU threads of a session that is made here.
+    Settings are records: `cache` (the pool), `tiers` (what holds pages that leave it) and `batch`
+    (the size of a step). Every field of a record is a keyword too, `Engine(path, num_pages=100)`;
+    RequestError for a record and one of its fields. An engine with tiers has threads: `close` it,
+    or use it in a `with` statement.
 
     Threads may use an engine in turn: a call that overlaps another one is a RequestError. A call
     that raises, by an interrupt (KeyboardInterrupt) too, costs no request a token: its step did not
@@ -75,28 +59,17 @@ class Engine:
         artifact: str | Path | Artifact,
         *,
         session: str | Session | None = None,
-        num_pages: int | None = None,
-        cache_memory: int | str = DEFAULT_CACHE_BYTES,
-        max_batch_size: int = 64,
-        max_batch_tokens: int | None = None,
-        enable_prefix_caching: bool | None = None,
         num_threads: int | None = None,
-        total_num_host_pages: int | None = None,
-        host_memory: int | str = 0,
-        disk: str | Path | None = None,
-        disk_bytes: int | str = DEFAULT_DISK_BYTES,
-        remote: str | None = None,
-        prefixes: Sequence[str | Path | Prefix] = (),
+        cache: CacheConfig | None = None,
+        tiers: TierConfig | None = None,
+        batch: BatchConfig | None = None,
+        **fields: Unpack[ConfigFields],
     ) -> None:
-        cache_memory = parse_bytes("cache_memory", cache_memory)
-        host_memory = parse_bytes("host_memory", host_memory)
-        disk_bytes = parse_bytes("disk_bytes", disk_bytes)
-        prefixes = sequence("prefixes", "file", prefixes)
-        max_batch_size = integer("max_batch_size", max_batch_size, 1)
-        num_pages = optional_integer("num_pages", num_pages, 1)
-        max_batch_tokens = optional_integer("max_batch_tokens", max_batch_tokens, 1)
+        require_known(fields)
+        cache = configured("cache", CacheConfig, cache, fields)
+        tiers = configured("tiers", TierConfig, tiers, fields)
+        batch = configured("batch", BatchConfig, batch, fields)
         num_threads = optional_integer("num_threads", num_threads, 0)
-        total_num_host_pages = optional_integer("total_num_host_pages", total_num_host_pages, 0)
         if not isinstance(artifact, Artifact):
             artifact = artifacts.load(artifact)
         self.artifact = artifact
@@ -104,49 +77,14 @@ class Engine:
         if not isinstance(session, Session):
             session = artifact.session(session, num_threads=num_threads)
         self.session = session
-        if enable_prefix_caching is not None:
-            enable_prefix_caching = flag("enable_prefix_caching", enable_prefix_caching)
-        else:
-            enable_prefix_caching = artifact.params().cache_strategy is KVCacheStrategy.PAGED
-        params = artifact.params(enable_prefix_caching=enable_prefix_caching)
-        if params.cache_strategy is KVCacheStrategy.PADDED:
-            max_batch_size = 1  # rows of a rectangle move in lockstep
-        max_batch_size = min(max_batch_size, session.limits.get(BATCH_SIZE, max_batch_size))
-        step_tokens = max_batch_tokens or session.step_tokens
-        step_tokens = min(step_tokens, session.limits.get(TOTAL_SEQ_LEN, step_tokens))
-        captures = session.captures and params.cache_strategy is KVCacheStrategy.PAGED
-        self.kv = make_manager(
-            params,
-            session,
-            num_pages,
-            cache_memory,
-            max_batch_size,
-            step_tokens,
-            self.model.max_seq_len,
-            dummy_rows(max_batch_size) if captures else 0,
-            tier_options(
-                params,
-                total_num_host_pages=total_num_host_pages,
-                host_memory=host_memory,
-                disk=disk,
-                disk_bytes=disk_bytes,
-                remote=remote,
-                prefixes=[p if isinstance(p, Prefix) else read_prefix(p) for p in prefixes],
-            ),
-        )
-        session.require_symbols(self.kv.input_symbols()[0])
-        self._buckets: DecodeBuckets | None = None
-        if captures:
-            assert isinstance(self.kv, PagedKVCacheManager)
-            self._buckets = DecodeBuckets(self.kv, max_batch_size, self.model.max_seq_len)
-        self.scheduler = Scheduler(self.kv, max_batch_size, step_tokens)
-        tokenizer = load_tokenizer(artifact.folder)
-        self._intake = Intake(self.model, tokenizer, artifact.folder)
+        self.kv, self.scheduler, self._buckets = make_cache(artifact, session, cache, tiers, batch)
+        self._text = TextCodec(artifact.folder)
+        self._builder = RequestBuilder(self.model, self._text, self.scheduler)
         self._turns = Turns("Engine")
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}  # all that have not ended, in the order of arrival
         self._held: list[Token] = []  # not handed over yet
-        self._left: deque[Request] = deque()  # that no caller waits for any more
+        self._abandoned: deque[Request] = deque()  # that no caller waits for any more
         self._outcome: Outcome | None = None  # of a step that has happened and is not recorded yet
         self._is_whole = True  # scheduler and manager: False where a call that changes them stopped
         self._in_step = False  # a step has begun to run and is not recorded yet
@@ -169,7 +107,8 @@ class Engine:
         """
         call = ("step", get_ident())
         try:
-            self._turns.take(call)
+            if (running := self._turns.take(call)) is not call:
+                raise self._turns.overlap(call, running)
             self._run_step()
             tokens = self._held
             self._held = []  # no call from here on, so no interrupt: the caller has them
@@ -180,7 +119,7 @@ class Engine:
 
     def _run_step(self) -> None:
         """One batch, whose tokens are held; nothing, where there is nothing to run."""
-        if self._left or not self._is_whole or self._in_step:
+        if self._abandoned or not self._is_whole or self._in_step:
             self._settle()
         batch = self._schedule()
         while batch is None and self.scheduler.busy:
@@ -190,7 +129,7 @@ class Engine:
             self._in_step = True
             logits = self._run(batch)
             self._commit(outcome_of(batch, logits))
-        if self._left:  # while the step ran
+        if self._abandoned:  # while the step ran
             self._settle()
 
     @in_turn("submit")
@@ -255,7 +194,7 @@ class Engine:
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
-        return self._intake.tokenize(text, special_tokens=special_tokens)
+        return self._text.tokenize(text, special_tokens=special_tokens)
 
     @in_turn("close")
     def close(self) -> None:
@@ -302,12 +241,12 @@ class Engine:
         failed = 0
         if any(outcome.reasons):
             failed = outcome.reasons.count("error")
-            for token in outcome.said:
+            for token in outcome.generated:
                 if token.finish_reason:
                     self._open.pop(token.request_id, None)
-        held = self._held + outcome.said
+        held = self._held + outcome.generated
         self._held, self._outcome, self._in_step = held, None, False
-        self.generated_tokens += len(outcome.said) - failed
+        self.generated_tokens += len(outcome.generated) - failed
         self.failed_requests += failed
 
     # -- calls that did not end
@@ -322,9 +261,9 @@ class Engine:
             for request in self._open.values():
                 request.rewind_output()
             self._in_step = False
-        while self._left:
-            self._forget(self._left[0])
-            self._left.popleft()
+        while self._abandoned:
+            self._forget(self._abandoned[0])
+            self._abandoned.popleft()
 
     def _repair(self) -> None:
         """All bookkeeping from scratch: every open request starts over, with the tokens it has."""
@@ -350,7 +289,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Completion]:
         self._settle()
-        requests = self._requests(prompts, sampling)
+        requests = self._builder.requests(self._new_id, prompts, sampling)
         tokens: dict[str, list[Token]] = {request.request_id: [] for request in requests}
         try:
             for request in requests:
@@ -360,7 +299,7 @@ class Engine:
                 for token in self._take(tokens):
                     tokens[token.request_id].append(token)
         finally:
-            self._left.extend(requests)
+            self._abandoned.extend(requests)
             self._settle()
         return [completion_of(request_id, generated) for request_id, generated in tokens.items()]
 
@@ -374,29 +313,9 @@ class Engine:
         """A request that can complete; changes nothing. RequestError as of `submit`."""
         if request_id is not None:
             instance("request_id", request_id, str, "text")
-        request_id = self._new_id() if request_id is None else request_id
-        self._require_new(request_id)
-        request = self._intake.request(request_id, prompt, sampling, cache_salt)
-        self.scheduler.require_room(request)
-        return request
-
-    def _requests(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
-        """Of each prompt one; of several, RequestError names the index of one that cannot be."""
-        listed = sequence("prompts", "text", prompts)
-        requests = []
-        each = one_for_each("sampling", sampling, len(listed))
-        for at, (prompt, params) in enumerate(zip(listed, each, strict=True)):
-            try:
-                requests.append(self._request(prompt, params))
-            except RequestError as error:
-                if len(listed) == 1:
-                    raise
-                raise RequestError(f"prompts[{at}]: {error}") from error
-        return requests
+            self._require_new(request_id)
+        name = self._new_id() if request_id is None else request_id
+        return self._builder.request(name, prompt, sampling, cache_salt)
 
     def _queue(self, request: Request) -> None:
         self._is_whole = False
@@ -428,10 +347,10 @@ class Engine:
 
         A stream may be left at any time: the collector of garbage closes one that has no reader.
         """
-        self._left.append(request)
+        self._abandoned.append(request)
         call = ("stream", get_ident())
         try:
-            if self._turns.try_take(call):
+            if self._turns.take(call) is call:
                 self._settle()
         finally:
             if self._turns.running is call:

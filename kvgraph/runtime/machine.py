@@ -1,12 +1,16 @@
-"""Whether this machine can run what an artifact was compiled for."""
+"""Whether this machine can run what an artifact was compiled for, and on how many threads."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvgraph.contract.devices import PORTABLE, Target
-from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, UnsupportedError
+from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, RequestError, UnsupportedError
 from kvgraph.ops.cuda_native import launcher
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def require_machine(target: str, where: str) -> None:
@@ -29,6 +33,23 @@ def runnable(archs: Sequence[str], ordinal: int = 0) -> list[str]:
     major, minor = driver.compute_capability(ordinal)
     found = [arch for arch in archs if _runs(arch, ordinal)]
     return sorted(found, key=lambda arch: (arch == f"sm_{major}{minor}", _number(arch)))[::-1]
+
+
+def require_threads(asked: int | None) -> None:
+    """RequestError for more threads than processors that this process may run on."""
+    most = len(os.sched_getaffinity(0))
+    if asked is not None and not 0 <= asked <= most:
+        raise RequestError(f"num_threads: expected 1 to {most} from this machine, got {asked}")
+
+
+def default_threads(topology: Path = TOPOLOGY) -> int:
+    """One for each physical core that this process may run on.
+
+    Two threads of a core share its vector units, and one that has to wait holds up all others.
+    A processor that says nothing about its core counts as one.
+    """
+    cores = {_core(topology / f"cpu{number}", number) for number in os.sched_getaffinity(0)}
+    return len(cores)
 
 
 def _require_gpu(archs: Sequence[str], target: str, where: str) -> None:
@@ -69,3 +90,10 @@ def _why(archs: Sequence[str]) -> str:
 
 def _number(arch: str) -> int:
     return int(arch.removeprefix("sm_"))
+
+
+def _core(folder: Path, number: int) -> str:
+    try:
+        return (folder / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return f"processor {number}"

@@ -1,56 +1,22 @@
-"""Precomputed prefixes: the pages of a fixed prompt in a file, checked like an artifact.
-
-A `.kvp` is a safetensors file. Per leaf (by path, "" for a single cache):
-
-    pages.<leaf>  uint8 [n, record]  of each page the bytes that tiers exchange
-    keys.<leaf>   uint8 [n, 32]      their keys in the tiers
-    tokens        int32 [tokens]     the prompt; what fills no page is computed again
-
-and metadata: format, identity and architecture of the artifact, fingerprint (model and layout),
-and the SHA-256 of everything else. Bound to an engine it is a tier that is only read.
-"""
+"""A prefix computed ahead of time: an idle engine writes the pages of a fixed prompt to a file."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
-from kvgraph.contract.files import open_regular, replacing, require_replaceable
-from kvgraph.errors import ArtifactError, GenerationError, RequestError
+from kvgraph.contract.files import require_replaceable
+from kvgraph.errors import GenerationError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
-from kvgraph.kv.tiers.store import KEY_BYTES, StoreStats
+from kvgraph.kv.tiers.store import KEY_BYTES
+from kvgraph.runtime.engine import Engine
+from kvgraph.runtime.prefix_file import FORMAT, Prefix, is_prefix, save_prefix
+from kvgraph.runtime.sampling import SamplingParams
 from kvgraph.runtime.turns import in_turn
-
-if TYPE_CHECKING:
-    from kvgraph.runtime.engine import Engine
-
-FORMAT = "kvgraph-prefix-1"
-FIELDS = ("format", "identity", "architecture", "fingerprint")
-
-Tensors = Mapping[str, Array]
-
-
-@dataclass(frozen=True, eq=False)
-class Prefix:
-    """A verified `.kvp`: its token ids, and pages by their keys."""
-
-    path: Path
-    metadata: Mapping[str, str]
-    tokens: list[int]
-    pages: Mapping[bytes, npt.NDArray[np.uint8]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(page.nbytes for page in self.pages.values())
 
 
 @in_turn("write_prefix")
@@ -61,10 +27,6 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     that shares no pages, or something else than an earlier prefix at `path`. GenerationError where
     the model's logits for it are not numbers.
     """
-    from safetensors.numpy import save
-
-    from kvgraph.runtime.sampling import SamplingParams
-
     kv, path = engine.kv, Path(path)
     if not (isinstance(kv, PagedKVCacheManager) and kv.params.enable_prefix_caching):
         raise RequestError("prefix: expected a paged cache with prefix caching, got one without")
@@ -72,7 +34,7 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     size = kv.params.page_size
     if len(tokens) < size:
         raise RequestError(f"prefix: expected at least a page of {size} tokens, got {len(tokens)}")
-    require_replaceable(path, _is_prefix, "an earlier prefix")
+    require_replaceable(path, is_prefix, "an earlier prefix")
     done = engine._generate([tokens], SamplingParams(max_new_tokens=1, ignore_eos=True))[0]
     if done.error:
         raise GenerationError(done.error)
@@ -87,145 +49,4 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
         "architecture": engine.model.architecture,
         "fingerprint": kv.fingerprint.hex(),
     }
-    metadata["sha256"] = _digest(metadata, tensors)
-    with replacing(path) as file:
-        file.write(save(dict(tensors), metadata))
-    return _prefix(path, metadata, tensors)
-
-
-def read_prefix(path: str | Path) -> Prefix:
-    """Read and verify a file of `write_prefix`; ArtifactError where it is damaged or is none."""
-    path = Path(path)
-    metadata, tensors = _read(path)
-    if metadata.get("format") != FORMAT:
-        raise ArtifactError(
-            f"{path}: format: expected {FORMAT!r} from this kvgraph, "
-            f"got {metadata.get('format', 'none')!r}"
-        )
-    found = _digest(metadata, tensors)
-    if metadata.get("sha256") != found:
-        raise ArtifactError(
-            f"{path}: sha256: expected {metadata.get('sha256')} from its metadata, got {found}"
-        )
-    _require_parts(path, tensors)
-    return _prefix(path, metadata, tensors)
-
-
-def _read(path: Path) -> tuple[dict[str, str], Tensors]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        open_regular(path).close()  # a pipe would be waited for
-        with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
-    except (SafetensorError, OSError, TypeError, AttributeError) as error:  # a dtype NumPy lacks
-        raise ArtifactError(
-            f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"
-        ) from error
-
-
-def _require_parts(path: Path, tensors: Tensors) -> None:
-    """ArtifactError unless there are tokens, and all pages have their keys."""
-    leaves = [name.removeprefix("keys.") for name in tensors if name.startswith("keys.")]
-    expected: dict[str, tuple[str, tuple[int | None, ...]]] = {"tokens": ("int32", (None,))}
-    for leaf in leaves:
-        count = len(tensors[f"keys.{leaf}"]) if tensors[f"keys.{leaf}"].ndim else 0
-        expected[f"keys.{leaf}"] = ("uint8", (count, KEY_BYTES))
-        expected[f"pages.{leaf}"] = ("uint8", (count, None))
-    for name in sorted(expected.keys() | tensors.keys()):
-        wanted, got = expected.get(name), tensors.get(name)
-        if wanted is None or got is None or not _fits(got, *wanted):
-            found = None if got is None else (str(got.dtype), got.shape)
-            raise ArtifactError(
-                f"{path}: {name}: expected {_said(wanted)} from {FORMAT}, got {_said(found)}"
-            )
-
-
-def _fits(tensor: Array, dtype: str, shape: tuple[int | None, ...]) -> bool:
-    extents = zip(shape, tensor.shape, strict=False)
-    same = str(tensor.dtype) == dtype and tensor.ndim == len(shape)
-    return same and all(wanted in (None, got) for wanted, got in extents)
-
-
-def _said(part: tuple[str, tuple[int | None, ...]] | None) -> str:
-    if part is None:
-        return "no tensor"
-    return f"{part[0]} [{', '.join('any' if n is None else str(n) for n in part[1])}]"
-
-
-def _is_prefix(path: Path) -> bool:
-    """Whether a file is one of `write_prefix`, of any version."""
-    try:
-        return _read(path)[0].get("format", "").startswith("kvgraph-prefix-")
-    except ArtifactError:
-        return False
-
-
-class PrefixStore:
-    """A prefix as a page store that is only read. ArtifactError where it is of another artifact."""
-
-    name = "prefix"
-
-    def __init__(self, prefix: Prefix, fingerprint: bytes, page_bytes: int) -> None:
-        found = prefix.metadata.get("fingerprint")
-        if found != fingerprint.hex():
-            raise ArtifactError(
-                f"{prefix.path}: expected a prefix of this artifact and layout (fingerprint "
-                f"{fingerprint.hex()[:16]}), got one of {prefix.metadata.get('architecture')}, "
-                f"artifact {str(prefix.metadata.get('identity'))[:16]} "
-                f"(fingerprint {str(found)[:16]})"
-            )
-        self._prefix = prefix
-        self._read = 0
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._prefix.pages for key in keys]
-
-    def read(self, key: bytes, out: memoryview) -> bool:
-        page = self._prefix.pages.get(key)
-        if page is None or page.nbytes != out.nbytes:
-            return False
-        np.frombuffer(out, np.uint8)[:] = page
-        self._read += 1
-        return True
-
-    def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        return False
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Pages of a prefix never leave."""
-
-    def flush(self) -> None:
-        """Nothing is written."""
-
-    def clear(self) -> None:
-        """A prefix was bound on purpose: it stays."""
-
-    def stats(self) -> StoreStats:
-        count = len(self._prefix.pages)
-        return StoreStats(count, count, self._prefix.nbytes, read=self._read)
-
-    def close(self) -> None:
-        """The file is closed already."""
-
-
-def _prefix(path: Path, metadata: Mapping[str, str], tensors: Tensors) -> Prefix:
-    pages: dict[bytes, npt.NDArray[np.uint8]] = {}
-    for name, keys in tensors.items():
-        if name.startswith("keys."):
-            records = tensors["pages." + name.removeprefix("keys.")]
-            pages.update(zip(map(bytes, keys), records, strict=True))
-    return Prefix(path, metadata, tensors["tokens"].tolist(), pages)
-
-
-def _digest(metadata: Mapping[str, str], tensors: Tensors) -> str:
-    """Of every field and tensor, with names, dtypes and shapes."""
-    whole = sha256(json.dumps([metadata.get(name) for name in FIELDS]).encode())
-    for name in sorted(tensors):
-        tensor = np.ascontiguousarray(tensors[name])
-        whole.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode())
-        whole.update(tensor.data)
-    return whole.hexdigest()
+    return save_prefix(path, metadata, tensors)

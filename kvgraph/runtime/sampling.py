@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,26 @@ from kvgraph.ops import native
 from kvgraph.runtime.arguments import flag, integer, integers, number, optional_integer
 
 Logits = npt.NDArray[np.float32]
+
+FinishReason = Literal["stop", "length", "error"]
+"""Why a request ended: at a stop or end token, at its longest, or by a failure that was its own."""
+
+NO_TOKEN = -1
+"""Stands for a token where a request failed before it had one."""
+
+
+class Token(NamedTuple):
+    """One generated token, and with the last one why its request ended.
+
+    A request that fails on its own ends with finish_reason "error": then `error` is a sentence that
+    says why, `token_id` is NO_TOKEN and `text` is empty.
+    """
+
+    request_id: str
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

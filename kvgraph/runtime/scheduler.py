@@ -20,15 +20,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
 from kvgraph.contract.inputs import ModelInputs
+from kvgraph.contract.tokenizer import is_panic
 from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
-from kvgraph.runtime.sampling import TokenSource
+from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, TokenSource, sample
 from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
@@ -36,8 +37,7 @@ LOOK_AHEAD = 8
 
 _ARRIVAL = attrgetter("arrival")
 
-FinishReason = Literal["stop", "length", "error"]
-"""Why a request ended: at a stop or end token, at its longest, or by a failure that was its own."""
+NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +117,62 @@ class Batch:
             if token is not None:
                 row.context.update(token)
             row.finish_reason = reason
+
+
+class Outcome(NamedTuple):
+    """A step's result before any request has it, for each sampled row of `batch`.
+
+    `tokens`: None of a row that failed; `lengths`: of the rows before it; `generated`: what callers
+    get.
+    """
+
+    batch: Batch
+    tokens: list[int | None]
+    reasons: list[FinishReason | None]
+    lengths: list[int]
+    generated: list[Token]
+
+
+def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
+    """Sample, and decode where rows have text; the logits' first rows are those of `batch.sampled`.
+
+    Each row's source and text have gone on by a token: `rewind_output` undoes that.
+    """
+    rows = batch.sampled
+    tokens = sample(logits_RV[: len(rows)], [row.source for row in rows])
+    generated = tokens_with_text(rows, tokens)
+    reasons = [token.finish_reason for token in generated]
+    if "error" in reasons:
+        tokens = [None if token.error else token.token_id for token in generated]
+    return Outcome(batch, tokens, reasons, [row.context.current_length for row in rows], generated)
+
+
+def tokens_with_text(rows: Sequence[Request], tokens: Sequence[int | None]) -> list[Token]:
+    """Each row's token with the text that it completes."""
+    generated = []
+    for row, token in zip(rows, tokens, strict=True):
+        if token is None:
+            generated.append(_failure(row, NO_NUMBER))
+            continue
+        reason, stream, text = row.reason_after(token), row.text, ""
+        if stream is not None and reason != "stop":
+            try:
+                decoder = stream.decoder or stream.start(row.context)
+                text = decoder.step(stream.tokenizer, token) or ""
+            except MemoryError:
+                raise
+            except BaseException as error:
+                if not isinstance(error, Exception) and not is_panic(error):
+                    raise
+                why = f"expected the text of token {token} from the tokenizer, got {error}"
+                generated.append(_failure(row, why))
+                continue
+        generated.append(Token(row.request_id, token, text, reason))
+    return generated
+
+
+def _failure(row: Request, why: str) -> Token:
+    return Token(row.request_id, NO_TOKEN, "", "error", f"request {row.request_id!r}: {why}")
 
 
 @dataclass(eq=False)

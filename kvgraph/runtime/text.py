@@ -1,13 +1,17 @@
-"""Tokens -> text: an artifact's tokenizer, and the text of a request piece by piece."""
+"""Text: of a prompt to tokens, of a request piece by piece, of a finished request as a whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.contract.tokenizer import NAME, read_tokenizer
-from kvgraph.errors import ArtifactError
+from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
+from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
+from kvgraph.runtime.arguments import instance
+from kvgraph.runtime.sampling import FinishReason, Token
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -17,40 +21,90 @@ SEEN_BY_DECODER = 8
 """Tokens of the prompt that decide how the first generated ones read."""
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of an artifact; None where it has none."""
-    path = folder / NAME
-    return read_tokenizer(path, ArtifactError) if path.is_file() else None
+class TextCodec:
+    """The tokenizer of the artifact in `folder`; without one, prompts are token ids."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self.tokenizer: Tokenizer | None = None
+        if self._path.is_file():
+            self.tokenizer = read_tokenizer(self._path, ArtifactError)
+
+    def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids. ArtifactError without a tokenizer; RequestError: no text, or not Unicode."""
+        instance("prompt", text, str, "text")
+        if self.tokenizer is None:
+            raise ArtifactError(
+                f"{self._path.parent}: expected {NAME} for a text prompt, got none; pass token ids"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt: expected text in Unicode, got {error}") from error
+        return encode(
+            self.tokenizer, text, self._path, ArtifactError, special_tokens=special_tokens
+        )
+
+    def stream(self, prompt_length: int) -> TextStream | None:
+        """The text behind a prompt of so many tokens; None without a tokenizer."""
+        return None if self.tokenizer is None else TextStream(self.tokenizer, prompt_length)
 
 
 class TextStream:
     """The text of one request behind its prompt of `prompt_length` tokens.
 
+        decoder = stream.decoder or stream.start(context)
+        piece = decoder.step(stream.tokenizer, token) or ""
+
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
     """
 
-    __slots__ = ("_decoder", "_first", "_tokenizer")
+    __slots__ = ("_first", "decoder", "tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt_length: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._first = max(0, prompt_length - SEEN_BY_DECODER)
-        self._decoder: DecodeStream | None = None
+        self.decoder: DecodeStream | None = None
 
-    def piece(self, context: TextContext, token: int) -> str:
-        """The text that `token` completes, the next one behind the tokens of `context`."""
-        if self._decoder is None:
-            self._decoder = self._decoder_behind(context)
-        return self._decoder.step(self._tokenizer, token) or ""
-
-    def rewind(self) -> None:
-        """Go on behind the tokens that the context has, whatever was decoded."""
-        self._decoder = None
-
-    def _decoder_behind(self, context: TextContext) -> DecodeStream:
+    def start(self, context: TextContext) -> DecodeStream:
+        """The decoder of the tokens that come behind those of `context`."""
         from tokenizers.decoders import DecodeStream
 
         decoder = DecodeStream(skip_special_tokens=True)
         for token in context.tokens[self._first :].tolist():
-            decoder.step(self._tokenizer, token)
+            decoder.step(self.tokenizer, token)
+        self.decoder = decoder
         return decoder
+
+    def rewind(self) -> None:
+        """Go on behind the tokens that the context has, whatever was decoded."""
+        self.decoder = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request: what was generated behind the prompt.
+
+    `finish_reason` is "stop" (a stop or end token), "length" (`max_new_tokens`, or the model's
+    longest context) or "error": then `error` says why, and the rest is what came before it.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    error: str | None = None
+
+
+def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
+    """All tokens of a request that has ended."""
+    last = tokens[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        request_id,
+        [token.token_id for token in tokens if not token.error],
+        "".join([token.text for token in tokens]),
+        last.finish_reason,
+        last.error,
+    )

@@ -7,7 +7,7 @@ a `try` takes the turn, and a `finally` without any call gives it back: no inter
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from threading import get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -25,7 +25,8 @@ class Turns:
 
     call = ("step", get_ident())
     try:
-        turns.take(call)
+        if (running := turns.take(call)) is not call:
+            raise turns.overlap(call, running)
         ...
     finally:
         if turns.running is call:
@@ -34,23 +35,25 @@ class Turns:
 
     running: Call | None = None
 
+    take: Callable[[Call], Call]
+    """Take the turn unless another call has it; returns the call that has it now.
+
+    One operation for all threads: no Python code runs in it.
+    """
+
     def __init__(self, owner: str) -> None:
         self._owner = owner
+        attributes: dict[str, Call] = self.__dict__
+        self.take = partial(attributes.setdefault, "running")
 
-    def take(self, call: Call) -> None:
-        """RequestError while another call runs, one of the same thread included."""
-        running = self.__dict__.setdefault("running", call)  # one step for all threads
-        if running is not call:
-            name, thread = running
-            other = "the same" if thread == call[1] else "another"
-            raise RequestError(
-                f"{self._owner}.{call[0]}: expected one call at a time, got one while `{name}` of "
-                f"{other} thread runs; share it between threads in turn, with a lock"
-            )
-
-    def try_take(self, call: Call) -> bool:
-        """Whether no other call runs."""
-        return self.__dict__.setdefault("running", call) is call
+    def overlap(self, call: Call, running: Call) -> RequestError:
+        """The refusal of `call` while another one runs, which may be of the same thread."""
+        name, thread = running
+        other = "the same" if thread == call[1] else "another"
+        return RequestError(
+            f"{self._owner}.{call[0]}: expected one call at a time, got one while `{name}` of "
+            f"{other} thread runs; share it between threads in turn, with a lock"
+        )
 
 
 class Owner(Protocol):
@@ -70,7 +73,8 @@ def in_turn(name: str) -> Callable[[Function[T, P, R]], Function[T, P, R]]:
             turns = owner._turns
             call = (name, get_ident())
             try:
-                turns.take(call)
+                if (running := turns.take(call)) is not call:
+                    raise turns.overlap(call, running)
                 return function(owner, *args, **kwargs)
             finally:
                 if turns.running is call:

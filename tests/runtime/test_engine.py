@@ -1,4 +1,4 @@
-"""Engine over tiny-llama: text, ends, batches, dry pools; and over a session that says a script."""
+"""Engine over tiny-llama: ends, batches, dry pools; and over a session that says a script."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import kvgraph
 from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.contract.dims import TOTAL_SEQ_LEN
 from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.engine import Token
-from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sampling import Token
+from tests.runtime.scripted import Scripted, assert_empty, greedy, scripted
 
 PROMPTS = (
     "The import statement",
@@ -39,134 +39,8 @@ def roomy(artifact: Artifact) -> Engine:
     return Engine(artifact, num_pages=800)
 
 
-def greedy(max_new_tokens: int = 24, **fields: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, **fields)
-
-
 def ids(completions: Sequence[Any]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
-
-
-def assert_empty(engine: Engine) -> None:
-    """Nothing is queued, every page is back, and the engine still works."""
-    assert not engine.scheduler.running
-    assert not engine.scheduler.waiting
-    assert engine.kv.num_free_blocks() == engine.kv.total_num_blocks()
-    assert engine.step() == []
-    assert len(engine.generate([[5, 6]], greedy(2))[0].token_ids) == 2
-
-
-class Scripted(Session):
-    """The token at position p of every request is `script[p]`, whatever came before.
-
-    `steps`: new tokens of each step.
-    """
-
-    def __init__(self, artifact: Artifact, script: Sequence[int]) -> None:
-        super().__init__(artifact)
-        self.script = list(script)
-        self.steps: list[int] = []
-        self.vocab_size = artifact.manifest.model.vocab_size
-
-    def _run(self, arrays: list[Any]) -> Any:
-        tokens, offsets, indices, _, cached, *_ = arrays
-        self.steps.append(len(tokens))
-        rows = np.searchsorted(offsets, indices, side="right") - 1
-        positions = indices - offsets[rows] + cached[rows]
-        logits = np.zeros((len(indices), self.vocab_size), np.float32)
-        for logits_V, position in zip(logits, positions, strict=True):
-            if position + 1 < len(self.script):
-                logits_V[self.script[position + 1]] = 1
-        return logits
-
-
-def scripted(artifact: Artifact, script: Sequence[int], **options: Any) -> Engine:
-    return Engine(artifact, session=Scripted(artifact, script), **({"num_pages": 200} | options))
-
-
-# -- text
-
-
-def test_stream_gives_the_text_of_generate(roomy: Engine) -> None:
-    completions = roomy.generate(PROMPTS, greedy(32))
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        pieces = list(roomy.stream(prompt, greedy(32)))
-        assert len(pieces) > 8
-        assert all(pieces)
-        assert "".join(pieces) == completion.text
-    assert_empty(roomy)
-
-
-def test_text_continues_the_prompt(roomy: Engine) -> None:
-    """A completion's text is what the tokenizer makes of prompt and output together."""
-    for prompt, done in zip(PROMPTS, roomy.generate(PROMPTS, greedy(16)), strict=True):
-        tokens = roomy.tokenize(prompt) + done.token_ids
-        assert roomy._intake.tokenizer.decode(tokens) == prompt + done.text
-
-
-def test_text_and_token_ids_are_the_same_prompt(roomy: Engine) -> None:
-    tokens = roomy.tokenize(PROMPTS[0])
-    assert tokens[0] == BOS
-    of_text, of_list, of_array = roomy.generate([PROMPTS[0], tokens, np.array(tokens)], greedy())
-    assert of_text.token_ids == of_list.token_ids == of_array.token_ids
-
-
-CHARACTERS = "né€漢😀 ok"
-
-
-def test_pieces_hold_whole_characters(artifact: Artifact, roomy: Engine) -> None:
-    """The tokenizer splits these characters into 2, 3 and 4 tokens of one byte each."""
-    script = roomy.tokenize(CHARACTERS)
-    assert len(script) >= 2 * len(CHARACTERS)
-    engine = scripted(artifact, script)
-    pieces = list(engine.stream([BOS], greedy(len(script) - 1)))
-    assert "".join(pieces) == CHARACTERS
-    assert all(piece in CHARACTERS for piece in pieces)
-    assert "😀" in pieces
-
-
-@pytest.mark.parametrize("missing", [1, 2, 3])
-def test_a_character_cut_off_by_the_end_is_left_out(
-    artifact: Artifact, roomy: Engine, missing: int
-) -> None:
-    script = roomy.tokenize("ok 😀")
-    engine = scripted(artifact, script)
-    params = greedy(len(script) - 1 - missing)
-    assert "".join(engine.stream([BOS], params)) == "ok "
-    completion = engine.generate([[BOS]], params)[0]
-    assert completion.text == "ok "
-    assert completion.token_ids == script[1 : len(script) - missing]
-
-
-def test_a_character_that_the_prompt_began_is_completed(artifact: Artifact, roomy: Engine) -> None:
-    script = roomy.tokenize("x€ y")
-    engine = scripted(artifact, script)
-    for end in (3, 4):  # [<s>, x, first byte of three], then one more
-        assert "".join(engine.stream(script[:end], greedy(len(script) - end))) == "€ y"
-
-
-class Metaspace:
-    """A tokenizer as Llama 2 and Mistral have it: "▁" is a space, the first one is stripped."""
-
-    VOCABULARY = ("<s>", "</s>", "▁The", "▁cat", "s", "▁", "▁sat")
-
-    def __new__(cls) -> Any:
-        from tokenizers import Tokenizer, decoders, models
-
-        vocabulary = {token: i for i, token in enumerate(cls.VOCABULARY)}
-        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<s>"))
-        tokenizer.add_special_tokens(["<s>", "</s>"])
-        steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        tokenizer.decoder = decoders.Sequence(steps)
-        return tokenizer
-
-
-def test_the_space_before_the_first_word_is_kept(artifact: Artifact) -> None:
-    script = [0, 2, 3, 4, 6]  # The cats sat
-    engine = scripted(artifact, script)
-    engine._intake.tokenizer = Metaspace()
-    assert list(engine.stream(script[:2], greedy(3))) == [" cat", "s", " sat"]
-    assert list(engine.stream(script[:1], greedy(4))) == ["The", " cat", "s", " sat"]
 
 
 # -- ends
@@ -178,7 +52,7 @@ def test_a_stop_token_ends_the_request_and_is_not_text(artifact: Artifact, roomy
     completion = engine.generate([[BOS]], greedy(50, stop_token_ids=(script[3], 7)))[0]
     assert completion.finish_reason == "stop"
     assert completion.token_ids == script[1:4]
-    assert completion.text == roomy._intake.tokenizer.decode(script[1:3])
+    assert completion.text == roomy._text.tokenizer.decode(script[1:3])
 
 
 def test_the_end_token_stops_unless_ignored(artifact: Artifact, roomy: Engine) -> None:

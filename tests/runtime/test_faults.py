@@ -28,7 +28,7 @@ import kvgraph
 from kvgraph import Engine, SamplingParams
 from kvgraph.kv.pool.checks import verify
 from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.outcome import Token
+from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sessions.base import Session
 
 FAULTS = (RuntimeError, KeyboardInterrupt, MemoryError)

@@ -32,7 +32,7 @@ from kvgraph.errors import (
     MissingDependencyError,
 )
 from kvgraph.ops.cuda_native import launcher
-from kvgraph.runtime.sessions.device_arrays import Slot
+from kvgraph.runtime.sessions.device_arrays import IndexTensor
 from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
 from tests.runtime.drive import inputs_of, run_step
 from tests.runtime.fake_cuda import FakeDriver, install
@@ -159,14 +159,14 @@ def test_a_step_that_was_interrupted_ends_before_the_next(
         with pytest.raises(KeyboardInterrupt):
             run_step(session, manager, context)
     assert gpu.driver.queue
-    fill = Slot.fill
+    fill = IndexTensor.fill
 
     def checked(*arguments: Any) -> None:
         assert not gpu.driver.queue or arguments[0] is not first
         fill(*arguments)
 
-    first = session._slots["tokens"]
-    monkeypatch.setattr(Slot, "fill", checked)
+    first = session._index_tensors["tokens"]
+    monkeypatch.setattr(IndexTensor, "fill", checked)
     run_step(session, manager, context)
 
 

@@ -15,7 +15,7 @@ from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.ops import native
-from kvgraph.runtime.processors import default_threads, require_threads
+from kvgraph.runtime.machine import default_threads, require_threads
 from tests.runtime.drive import inputs_of, run_step
 
 Compiled = Callable[..., Path]

@@ -12,8 +12,8 @@ import pytest
 import kvgraph
 from kvgraph import Engine, GenerationError, SamplingParams
 from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.outcome import NO_TOKEN
 from kvgraph.runtime.prefix import write_prefix
+from kvgraph.runtime.sampling import NO_TOKEN
 from tests.runtime.test_faults import Recalling, assert_whole
 
 SAMPLINGS = {
@@ -122,11 +122,12 @@ def test_a_text_that_cannot_be_made_ends_its_request(
         engine.submit(prompt, SAMPLINGS["greedy"], request_id=name)
     said = engine.step() + engine.step()
 
-    def piece(*_: Any) -> str:
-        raise kind("no such word")
+    class Decoder:
+        def step(self, *_: Any) -> str:
+            raise kind("no such word")
 
-    text: Any = engine.scheduler.running[1]
-    text.text = type("Text", (), {"piece": piece})()
+    stream: Any = engine.scheduler.running[1].text
+    stream.decoder = Decoder()
     while engine.busy:
         said += engine.step()
     good, bad = ([token for token in said if token.request_id == name] for name in ("good", "bad"))

@@ -13,9 +13,10 @@ import pytest
 
 import kvgraph
 from kvgraph import ArtifactError, Engine, RequestError, SamplingParams
-from kvgraph.runtime import prefix as prefixes
+from kvgraph.runtime import prefix_file as prefixes
 from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.prefix import Prefix, read_prefix, write_prefix
+from kvgraph.runtime.prefix import write_prefix
+from kvgraph.runtime.prefix_file import Prefix, read_prefix
 from tests.support.command_line import run
 
 Compiled = Callable[..., Path]

@@ -13,8 +13,8 @@ import pytest
 import kvgraph
 from kvgraph import Engine, SamplingParams
 from kvgraph.kv.tiers.disk.store import DiskStore
-from kvgraph.runtime.engine import Token
-from tests.runtime.test_tiers import assert_conserved
+from kvgraph.runtime.sampling import Token
+from tests.runtime.tier_engines import assert_conserved
 from tests.support.stores import MemoryStore, opener
 
 Compiled = Callable[..., Path]
@@ -103,8 +103,8 @@ def test_soak(
         opener(faulty),
     ]
     monkeypatch.setattr(
-        "kvgraph.runtime.engine.tier_options",
-        lambda params, **options: {"total_num_host_pages": 20, "stores": stores},
+        "kvgraph.runtime.cache.tier_options",
+        lambda params, tiers: {"total_num_host_pages": 20, "stores": stores},
     )
     with Engine(artifact, num_pages=26, max_batch_size=5, num_threads=1) as engine:
         soak = Soak(engine, prompts, wanted)

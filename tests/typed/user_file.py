@@ -61,7 +61,10 @@ def engine(folder: Path) -> None:
     artifact = kvgraph.load(folder)
     assert_type(artifact, kvgraph.Artifact)
     assert_type(artifact.manifest, kvgraph.Manifest)
-    with kvgraph.Engine(artifact, num_pages=8) as running:
+    kvgraph.Engine(artifact, num_pages="8")  # type: ignore
+    kvgraph.Engine(artifact, num_page=8)  # type: ignore
+    batch = kvgraph.BatchConfig(max_batch_size=2)
+    with kvgraph.Engine(artifact, batch=batch, num_pages=8, disk=folder / "pages") as running:
         assert_type(running.session, kvgraph.Session)
         done = running.generate(["one", [1, 2]], kvgraph.SamplingParams(max_new_tokens=4))
         assert_type(done, list[kvgraph.Completion])

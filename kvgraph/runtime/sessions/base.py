@@ -92,7 +92,8 @@ class Session(ABC):
         """
         call = ("run", get_ident())
         try:
-            self._turns.take(call)
+            if (running := self._turns.take(call)) is not call:
+                raise self._turns.overlap(call, running)
             arrays = self._arrays(inputs, kv)
             self.synchronize()
             self._has_ended = False

@@ -1,6 +1,6 @@
 """torch session on an NVIDIA GPU: the weightless program, our cubins, CUDA graphs.
 
-    host index tensors -> pinned staging -> fixed device addresses -> program -> pinned logits
+    host index tensors -> pinned memory -> fixed device addresses -> program -> pinned logits
 
 Prefill and mixed steps run the program operator by operator, on torch's stream; a decode step of
 a bucket's sizes is captured on first sight and replayed after, without Python between its layers.
@@ -52,7 +52,7 @@ class CudaSession(Session):
         self._on_host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
         # Of their own: a long prompt that needs more memory must not move what graphs read.
         self._upload, self._upload_captured = self.uploader(), self.uploader()
-        self._logits = itertools.cycle([_Staging(gpu.device), _Staging(gpu.device)])
+        self._logits = itertools.cycle([_Logits(gpu.device), _Logits(gpu.device)])
         self._captured: dict[tuple[object, ...], Callable[[], torch.Tensor]] = {}
 
     # -- memory
@@ -75,11 +75,11 @@ class CudaSession(Session):
 
     def uploader(self) -> Upload:
         """Copies index tensors to the device, each symbol's to one address for life."""
-        places: dict[str, _Staging] = {}
+        tensors: dict[str, _IndexTensor] = {}
 
         def upload(symbol: TensorType, values: npt.NDArray[np.int32], capacity: int) -> Buffer:
-            place = places.setdefault(symbol.name, _Staging(self.gpu.device))
-            handle = place.upload(values, capacity)
+            tensor = tensors.setdefault(symbol.name, _IndexTensor(self.gpu.device))
+            handle = tensor.upload(values, capacity)
             return Buffer(symbol.dtype, values.shape, symbol.device, handle)
 
         return upload
@@ -159,7 +159,7 @@ def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[object, ...]:
     return (tensor.data_ptr(), *tensor.shape)
 
 
-class _Staging:
+class _IndexTensor:
     """Device memory at one address, and page-locked host memory, for copies that do not wait.
 
     Grows when more is asked than its capacity; what holds the old address keeps that memory.
@@ -173,24 +173,33 @@ class _Staging:
         """`values` on the device; the host copy may be overwritten once the step has run."""
         if self._there.numel() < values.size:
             capacity = max(capacity, LEAST_CAPACITY, 2 * self._there.numel())
-            self._host = self._page_locked(capacity, torch.int32)
+            self._host = _page_locked(self._device, capacity, torch.int32)
             self._there = torch.empty(capacity, dtype=torch.int32, device=self._device)
         host, there = self._host[: values.size], self._there[: values.size]
         host.numpy()[:] = values.reshape(-1)
         there.copy_(host, non_blocking=True)
         return there.view(values.shape)
 
+
+class _Logits:
+    """Page-locked host memory that a step's logits come to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.empty(0)
+
     def download(self, values: torch.Tensor) -> npt.NDArray[np.float32]:
         """`values` on the host, once everything before them on the stream has run."""
         if values.device.type == "cpu":
             return values.numpy()
         if self._host.numel() < values.numel():
-            self._host = self._page_locked(values.numel(), values.dtype)
+            self._host = _page_locked(self._device, values.numel(), values.dtype)
         host = self._host[: values.numel()].view(values.shape)
         host.copy_(values, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
         result: npt.NDArray[np.float32] = host.numpy()
         return result
 
-    def _page_locked(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(elements, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+def _page_locked(device: torch.device, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(elements, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,4 +1,8 @@
-"""What sessions over the CUDA driver keep on both sides of the bus: index tensors, and logits."""
+"""What sessions over the CUDA driver keep on both sides of the bus: index tensors, and logits.
+
+A manager's staging (kvgraph/kv/staging.py) holds the values of a batch. An index tensor here is the
+place where a graph reads them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from kvgraph.contract.dtypes import DTYPES, itemsize
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, PinnedArray
 
 
-class Slot:
+class IndexTensor:
     """An index tensor in pinned memory and on the device, for shapes up to `largest`: one address
     each for the session's life, unless more is asked for."""
 

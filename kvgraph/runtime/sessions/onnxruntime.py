@@ -54,7 +54,7 @@ from kvgraph.errors import (
 )
 from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.processors import default_threads
+from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.sessions.base import Session, host_zeros
 from kvgraph.runtime.sessions.opening import require_names
 

@@ -38,7 +38,7 @@ from kvgraph.errors import (
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
-from kvgraph.runtime.sessions.device_arrays import Logits, Slot
+from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
 from kvgraph.runtime.sessions.onnxruntime import (
     import_onnxruntime,
     last_sentence,
@@ -70,8 +70,8 @@ class OnnxRuntimeCudaSession(Session):
         self._session = _open(ort, artifact, self._device)
         self._binding = self._session.io_binding()
         self._inputs = self.signature.inputs
-        self._slots = {
-            symbol.name: Slot(self._device, symbol.dtype)
+        self._index_tensors = {
+            symbol.name: IndexTensor(self._device, symbol.dtype)
             for symbol in self._inputs
             if symbol.kind == "tensor" and symbol.device.kind != "host"
         }
@@ -123,14 +123,14 @@ class OnnxRuntimeCudaSession(Session):
 
     def _bind_values(self, symbol: TensorType, array: Array) -> None:
         """An index tensor: copied to its address on the device, or read where it lies."""
-        slot = self._slots.get(symbol.name)
-        if slot is None:
+        tensor = self._index_tensors.get(symbol.name)
+        if tensor is None:
             place = ("cpu", 0, DTYPES[symbol.dtype].onnx, array.shape, array.ctypes.data)
             self._binding.bind_input(symbol.name, *place)
             return
-        slot.fill(array, array.shape)
-        slot.upload(array.shape)
-        self._bind(symbol, array.shape, slot.device.address)
+        tensor.fill(array, array.shape)
+        tensor.upload(array.shape)
+        self._bind(symbol, array.shape, tensor.device.address)
 
     def _bind(self, symbol: TensorType, shape: tuple[int, ...], address: int) -> None:
         """An input in device memory; a buffer is an output at the same address."""

@@ -32,7 +32,7 @@ from kvgraph.errors import BindingError, CapacityError, KernelError
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
-from kvgraph.runtime.sessions.device_arrays import Logits, Slot
+from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
 from kvgraph.runtime.sessions.tensorrt.engine import LoadedEngine
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class TensorRTSession(Session):
         self._loaded = LoadedEngine(artifact, self._device)
         self._profiles = self._loaded.info.profiles
         self._inputs = self.signature.inputs
-        self._slots = {
-            symbol.name: Slot(self._device, symbol.dtype, self._largest(symbol))
+        self._index_tensors = {
+            symbol.name: IndexTensor(self._device, symbol.dtype, self._largest(symbol))
             for symbol in self._inputs
             if symbol.kind == "tensor"
         }
@@ -127,10 +127,10 @@ class TensorRTSession(Session):
                 addresses[symbol.name] = self._pool_address(symbol, array)
         for symbol, array in zip(self._inputs, arrays, strict=True):
             if symbol.kind == "tensor":
-                slot = self._slots[symbol.name]
-                slot.fill(array, symbol.extents(sizes))
+                tensor = self._index_tensors[symbol.name]
+                tensor.fill(array, symbol.extents(sizes))
                 hosted = symbol.name in self._loaded.hosted
-                addresses[symbol.name] = slot.host.address if hosted else slot.device.address
+                addresses[symbol.name] = tensor.host.address if hosted else tensor.device.address
                 if hosted:
                     baked.append(array.tobytes())  # read when enqueued: part of what is captured
         logits = self._logits.at_least(sizes[NUM_LOGITS])
@@ -184,7 +184,7 @@ class TensorRTSession(Session):
         """Copies in, then the engine."""
         for symbol in self._inputs:
             if symbol.kind == "tensor" and symbol.name not in self._loaded.hosted:
-                self._slots[symbol.name].upload(symbol.extents(step.sizes))
+                self._index_tensors[symbol.name].upload(symbol.extents(step.sizes))
         done = context.execute_async_v3(int(self._device.stream))
         self._require(done, "execution")
 

@@ -1,75 +1,76 @@
-"""From what a caller passes to a request: types, text, and the model's limits."""
+"""From what a caller passes to a request: types, and the model's limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from kvgraph.contract.manifest import ModelInfo
-from kvgraph.contract.tokenizer import NAME, encode
-from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.errors import RequestError
 from kvgraph.kv.requests import TextContext
-from kvgraph.runtime.arguments import instance, token_ids
+from kvgraph.runtime.arguments import instance, one_for_each, sequence, token_ids
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
-from kvgraph.runtime.scheduler import Request
-from kvgraph.runtime.text import TextStream
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from kvgraph.runtime.scheduler import Request, Scheduler
+from kvgraph.runtime.text import TextCodec
 
 
 @dataclass(slots=True)
-class Intake:
-    """Makes the requests of one model. `tokenizer` is None where the artifact in `folder` has none.
+class RequestBuilder:
+    """Makes the requests of one model, which `scheduler` has room for.
 
-    All errors are RequestErrors that name the argument or the request; nothing is changed.
+    RequestErrors name the argument or the request; nothing is changed.
     """
 
     model: ModelInfo
-    tokenizer: Tokenizer | None
-    folder: Path
+    text: TextCodec
+    scheduler: Scheduler
 
     def request(
         self,
         request_id: str,
         prompt: str | Sequence[int],
         sampling: SamplingParams | None,
-        cache_salt: bytes,
+        cache_salt: bytes = b"",
     ) -> Request:
         """A request of text or token ids; None samples as the defaults do."""
         sampling = SamplingParams() if sampling is None else sampling
         instance("sampling", sampling, SamplingParams, "SamplingParams")
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         is_text = isinstance(prompt, str) and prompt != ""
-        tokens = self.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
+        tokens = self.text.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
         self._check(request_id, tokens)
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= set(self.model.eos_token_ids)
-        return Request(
+        request = Request(
             TextContext(request_id, tokens, cache_salt=cache_salt),
             TokenSource(sampling),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
-            TextStream(self.tokenizer, len(tokens)) if self.tokenizer is not None else None,
+            self.text.stream(len(tokens)),
         )
+        self.scheduler.require_room(request)
+        return request
 
-    def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """ArtifactError without a tokenizer."""
-        instance("prompt", text, str, "text")
-        if self.tokenizer is None:
-            raise ArtifactError(
-                f"{self.folder}: expected tokenizer.json for a text prompt, got none; "
-                "pass token ids"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"prompt: expected text in Unicode, got {error}") from error
-        path = self.folder / NAME
-        return encode(self.tokenizer, text, path, ArtifactError, special_tokens=special_tokens)
+    def requests(
+        self,
+        new_id: Callable[[], str],
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Of each prompt one; of several, RequestError names the index of one that cannot be."""
+        listed = sequence("prompts", "text", prompts)
+        requests = []
+        each = one_for_each("sampling", sampling, len(listed))
+        for at, (prompt, params) in enumerate(zip(listed, each, strict=True)):
+            try:
+                requests.append(self.request(new_id(), prompt, params))
+            except RequestError as error:
+                if len(listed) == 1:
+                    raise
+                raise RequestError(f"prompts[{at}]: {error}") from error
+        return requests
 
     def _check(self, request_id: str, tokens: list[int]) -> None:
         if not tokens:

@@ -1,0 +1,117 @@
+"""The cache of an engine: a manager of the artifact's kind of cache, and the tiers below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
+from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.trees import MultiKVCacheParams
+from kvgraph.errors import RequestError
+from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
+from kvgraph.kv.manager import KVCacheManager
+from kvgraph.kv.memory import plan_leaves
+from kvgraph.kv.padded import PaddedKVCacheManager
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.tiers.open import StoreOpener
+from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
+from kvgraph.runtime.config import BatchConfig, CacheConfig, TierConfig
+from kvgraph.runtime.prefix_file import Prefix, PrefixStore, read_prefix
+from kvgraph.runtime.scheduler import Scheduler
+from kvgraph.runtime.sessions.base import Session
+
+
+def make_cache(
+    artifact: Artifact, session: Session, cache: CacheConfig, tiers: TierConfig, batch: BatchConfig
+) -> tuple[KVCacheManager, Scheduler, DecodeBuckets | None]:
+    """What an engine runs `session` over; buckets where it captures decode steps.
+
+    RequestError for a record that does not fit the artifact's kind of cache.
+    """
+    strategy = artifact.params().cache_strategy
+    caching = cache.enable_prefix_caching
+    if caching is None:
+        caching = strategy is KVCacheStrategy.PAGED
+    params = artifact.params(enable_prefix_caching=caching)
+    rows = 1 if strategy is KVCacheStrategy.PADDED else batch.max_batch_size  # in lockstep
+    rows = min(rows, session.limits.get(BATCH_SIZE, rows))
+    tokens = batch.max_batch_tokens or session.step_tokens
+    tokens = min(tokens, session.limits.get(TOTAL_SEQ_LEN, tokens))
+    captures = session.captures and strategy is KVCacheStrategy.PAGED
+    longest = artifact.manifest.model.max_seq_len
+    options = tier_options(params, tiers)
+    kv: KVCacheManager
+    if isinstance(params, KVCacheParams) and strategy is not KVCacheStrategy.PAGED:
+        kv = _unpaged(params, session, cache, rows, longest)
+    else:
+        pages: int | Mapping[str, int] | None = cache.num_pages
+        if pages is None:
+            pages = plan_leaves(params, cache.nbytes, rows, longest, tokens).pages
+        most = rows + (dummy_rows(rows) if captures else 0)
+        kv = PagedKVCacheManager(
+            params, session, pages, max_batch_size=most, max_seq_len=longest, **options
+        )
+    session.require_symbols(kv.input_symbols()[0])
+    scheduler = Scheduler(kv, rows, tokens)
+    if not captures:
+        return kv, scheduler, None
+    assert isinstance(kv, PagedKVCacheManager)
+    return kv, scheduler, DecodeBuckets(kv, rows, longest)
+
+
+def _unpaged(
+    params: KVCacheParams, session: Session, cache: CacheConfig, rows: int, longest: int
+) -> KVCacheManager:
+    """A cache that keeps each row's tokens in one piece."""
+    if cache.num_pages is not None:
+        raise RequestError(
+            f"num_pages: expected None for a {params.cache_strategy} cache, got {cache.num_pages}"
+        )
+    continuous = params.cache_strategy is KVCacheStrategy.CONTINUOUS
+    kind = ContinuousBatchingKVCacheManager if continuous else PaddedKVCacheManager
+    return kind(params, rows, longest, params.num_layers, params.devices, session)
+
+
+def tier_options(params: KVCacheParams | MultiKVCacheParams, tiers: TierConfig) -> dict[str, Any]:
+    """Keyword arguments of a paged manager; none where there are no tiers.
+
+    `host_memory` bytes hold as many pages of every leaf. RequestError for tiers below a cache
+    without pages.
+    """
+    pages = tiers.total_num_host_pages
+    if pages is None:
+        pages = tiers.host_nbytes // params.bytes_per_page
+        if tiers.host_nbytes and not pages:
+            raise RequestError(
+                f"host_memory: expected at least one page of {params.bytes_per_page} bytes, "
+                f"got {tiers.host_nbytes} bytes"
+            )
+    stores = _stores(tiers)
+    sources = [_source(prefix) for prefix in tiers.prefixes]
+    if not (pages or stores or sources):
+        return {}
+    if params.cache_strategy is not KVCacheStrategy.PAGED:
+        raise RequestError(f"tiers: expected a paged cache, got {params.cache_strategy}")
+    return {"total_num_host_pages": pages, "stores": stores, "sources": sources}
+
+
+def _stores(tiers: TierConfig) -> list[StoreOpener]:
+    """What pages are written to, the nearest first."""
+    stores: list[StoreOpener] = []
+    if tiers.disk is not None:
+        from kvgraph.kv.tiers.disk.store import DiskStore
+
+        stores.append(partial(DiskStore, Path(tiers.disk), tiers.disk_nbytes))
+    if tiers.remote is not None:
+        from kvgraph.kv.tiers.remote import RemoteStore
+
+        stores.append(partial(RemoteStore, tiers.remote))
+    return stores
+
+
+def _source(prefix: str | Path | Prefix) -> StoreOpener:
+    return partial(PrefixStore, prefix if isinstance(prefix, Prefix) else read_prefix(prefix))

@@ -1,0 +1,164 @@
+"""What an engine is told of its cache, its tiers and its batches: a record each.
+
+Sizes of memory are bytes, or text such as "4GiB". RequestError names a field of another type, or
+out of its range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+from kvgraph.contract.sizes import parse_bytes
+from kvgraph.errors import RequestError
+from kvgraph.runtime.arguments import flag, instance, integer, optional_integer, sequence
+from kvgraph.runtime.prefix_file import Prefix
+
+DEFAULT_CACHE_BYTES = 1 << 30
+"""Pool size where none is given; memory is only touched as pages are used."""
+
+DEFAULT_DISK_BYTES = 16 << 30
+"""Size limit of a disk tier where none is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The pool of an engine.
+
+    `num_pages`: pages of each leaf. None: what fits `cache_memory` bytes, or fewer where the rows
+    of a batch need fewer at the model's maximum length; leaves with a window get what their
+    windows need. A cache that is not paged takes None alone.
+    `enable_prefix_caching`: whether requests share pages of equal prefixes. None: on where the kind
+    of cache can share pages.
+    """
+
+    num_pages: int | None = None
+    cache_memory: int | str = DEFAULT_CACHE_BYTES
+    enable_prefix_caching: bool | None = None
+
+    def __post_init__(self) -> None:
+        caching = self.enable_prefix_caching
+        _normalize(
+            self,
+            num_pages=optional_integer("num_pages", self.num_pages, 1),
+            cache_memory=parse_bytes("cache_memory", self.cache_memory),
+            enable_prefix_caching=None
+            if caching is None
+            else flag("enable_prefix_caching", caching),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """`cache_memory` in bytes."""
+        return parse_bytes("cache_memory", self.cache_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """The tiers below an engine's pool, which hold the pages that leave it. Default: none.
+
+    `total_num_host_pages`: pages of each leaf in host memory; it wins over `host_memory`, bytes of
+    host memory. `disk`: a folder, for one user, of at most `disk_bytes` bytes. `remote`: URL of a
+    server that many machines share. `prefixes`: files of `kvgraph prefill`, or what `read_prefix`
+    gave; they are only read.
+    """
+
+    total_num_host_pages: int | None = None
+    host_memory: int | str = 0
+    disk: str | Path | None = None
+    disk_bytes: int | str = DEFAULT_DISK_BYTES
+    remote: str | None = None
+    prefixes: Sequence[str | Path | Prefix] = ()
+
+    def __post_init__(self) -> None:
+        pages = self.total_num_host_pages
+        _normalize(
+            self,
+            total_num_host_pages=optional_integer("total_num_host_pages", pages, 0),
+            host_memory=parse_bytes("host_memory", self.host_memory),
+            disk_bytes=parse_bytes("disk_bytes", self.disk_bytes),
+            prefixes=tuple(sequence("prefixes", "file", self.prefixes)),
+        )
+
+    @property
+    def host_nbytes(self) -> int:
+        """`host_memory` in bytes."""
+        return parse_bytes("host_memory", self.host_memory)
+
+    @property
+    def disk_nbytes(self) -> int:
+        """`disk_bytes` in bytes."""
+        return parse_bytes("disk_bytes", self.disk_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """The steps of an engine.
+
+    `max_batch_size`: most requests in a step. `max_batch_tokens`: most new tokens of a step; a
+    longer prompt is processed in chunks. None: the session's `step_tokens`. What was compiled may
+    bound both further; over a padded cache requests run one after the other.
+    """
+
+    max_batch_size: int = 64
+    max_batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _normalize(
+            self,
+            max_batch_size=integer("max_batch_size", self.max_batch_size, 1),
+            max_batch_tokens=optional_integer("max_batch_tokens", self.max_batch_tokens, 1),
+        )
+
+
+class ConfigFields(TypedDict, total=False):
+    """The records' fields, as keywords of an engine: each is sugar for its record."""
+
+    num_pages: int | None
+    cache_memory: int | str
+    enable_prefix_caching: bool | None
+    total_num_host_pages: int | None
+    host_memory: int | str
+    disk: str | Path | None
+    disk_bytes: int | str
+    remote: str | None
+    prefixes: Sequence[str | Path | Prefix]
+    max_batch_size: int
+    max_batch_tokens: int | None
+
+
+Config = TypeVar("Config", CacheConfig, TierConfig, BatchConfig)
+
+
+def configured(
+    name: str, kind: type[Config], given: Config | None, options: ConfigFields
+) -> Config:
+    """The record `given` as keyword `name`, or one of those `options` that are its fields.
+
+    RequestError: both, or something else than a `kind`.
+    """
+    names = {field.name for field in fields(kind)}
+    own: dict[str, Any] = {option: value for option, value in options.items() if option in names}
+    if given is None:
+        return kind(**own)
+    instance(name, given, kind, f"a {kind.__name__}")
+    for option in own:
+        raise RequestError(
+            f"{name}, {option}: expected one of the two, got both; "
+            f"give {option} in the {kind.__name__}"
+        )
+    return given
+
+
+def require_known(options: ConfigFields) -> None:
+    """TypeError, as Python's, for a keyword that is no field of a record."""
+    for option in options.keys() - ConfigFields.__annotations__.keys():
+        raise TypeError(f"Engine.__init__() got an unexpected keyword argument {option!r}")
+
+
+def _normalize(record: object, **values: object) -> None:
+    """The checked values in place of what was given."""
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
