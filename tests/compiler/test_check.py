@@ -32,23 +32,23 @@ def refusal(model: Any, out: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("model", "options"),
     [
-        {},
-        {"weights": "int8", "cache_dtype": "int8"},
-        {"weights": "int4"},
-        {"cache": "continuous"},
-        {"cache": "padded"},
-        {"backend": "torch"},
-        {"target": "cuda:sm_90", "dtype": "bfloat16"},
-        {"target": "cuda:sm_90", "backend": "onnx"},
+        ("gemma2", {}),
+        ("gemma2", {"weights": "int8", "cache_dtype": "int8"}),
+        ("llama", {"weights": "int4"}),
+        ("gemma2", {"cache": "continuous"}),
+        ("llama", {"cache": "padded"}),
+        ("llama", {"backend": "torch"}),
+        ("gemma2", {"target": "cuda:sm_90", "dtype": "bfloat16"}),
+        ("gemma2", {"target": "cuda:sm_90", "backend": "onnx"}),
     ],
     ids=str,
 )
 def test_what_is_right_passes(
-    options: dict[str, Any], tmp_path: Path, model_folder: ModelFolder
+    model: str, options: dict[str, Any], tmp_path: Path, model_folder: ModelFolder
 ) -> None:
-    manifest = kvgraph.compile(model_folder("gemma2"), tmp_path / "out", page_size=16, **options)
+    manifest = kvgraph.compile(model_folder(model), tmp_path / "out", page_size=16, **options)
     on_cuda = options.get("target", "cpu") != "cpu"
     note = WHOLE.replace("all layers", "one of each kind (0, 1)") if on_cuda else WHOLE
     assert manifest.notes[-1] == note

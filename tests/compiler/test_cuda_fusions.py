@@ -15,13 +15,13 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from kvgraph.compiler.passes.fuse_silu_mul import fuse_silu_mul
+from tests.support.models import layers
 from tests.support.programs import program_of, step
 
 RMS_NORM, SILU_MUL = "kvgraph.rms_norm.default", "kvgraph.silu_mul.default"
 LEFT_OVER = ("aten.rsqrt.default", "aten.silu.default", "aten._assert_tensor_metadata.default")
 
-LAYERS = 4
-GELU = [f"{LAYERS} gates: expected aten::silu, got aten::gelu"]
+GELU = [f"{layers('gemma2')} gates: expected aten::silu, got aten::gelu"]
 # Norms of a layer, those of them that follow no sum, and the gates that are not silu's. The first
 # norm of a model follows no sum, its last one does.
 CASES = {
@@ -58,12 +58,13 @@ def test_decoders_keep_their_bits(
     before = program.module()
     norms, gates = fuse(program)
     per_layer, alone, unmatched = CASES[model]
-    assert norms.applied == per_layer * LAYERS + 1
+    count = layers(model)
+    assert norms.applied == per_layer * count + 1
     assert norms.unmatched == []
-    assert (gates.applied, gates.unmatched) == (0 if unmatched else LAYERS, unmatched)
+    assert (gates.applied, gates.unmatched) == (0 if unmatched else count, unmatched)
     found = counts(program)
-    assert found[RMS_NORM, 2] == alone * LAYERS + 1
-    assert found[RMS_NORM, 3] == (per_layer - alone) * LAYERS
+    assert found[RMS_NORM, 2] == alone * count + 1
+    assert found[RMS_NORM, 3] == (per_layer - alone) * count
     assert not [target for target, _ in found if target in LEFT_OVER]
 
     after = program.module()
@@ -82,7 +83,7 @@ def test_rounding_comes_before_the_weight_or_behind_it(
 ) -> None:
     program, _ = program_of(model_folder("gpt_oss"), "bfloat16")
     norms, _ = fuse(program)
-    assert norms.applied == 2 * LAYERS + 1
+    assert norms.applied == 2 * layers("gpt_oss") + 1
     nodes = [n for n in program.graph.nodes if str(n.target) == RMS_NORM]
     assert not any(n.kwargs.get("round_first") for n in nodes)
     llama, _ = program_of(model_folder("llama"), "bfloat16")

@@ -14,6 +14,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import FUSED
 from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.sessions.program import Attention, Operands
+from tests.support.models import layers
 from tests.support.programs import PAGE, program_of, step
 
 POSITIONS = 40
@@ -40,10 +41,12 @@ def test_rope_reaches_every_kernel_and_ends_with_its_table(
     model_folder: Callable[[str], Path],
 ) -> None:
     program, signature = program_of(model_folder("llama"), "float32")
-    assert fuse_rope(program, signature, POSITIONS).applied == 4
+    assert fuse_rope(program, signature, POSITIONS).applied == layers("llama")
     node = next(n for n in program.graph.nodes if n.target is FUSED)
     gpu = Recorder()
-    attention = Attention(node, KVCacheParams("float32", 2, 16, 4, page_size=PAGE), gpu)
+    attention = Attention(
+        node, KVCacheParams("float32", 2, 16, layers("llama"), page_size=PAGE), gpu
+    )
 
     def attend(longest: int) -> None:
         _, offsets, _, pool, lengths, table, most = step(signature, "float32", [2, 1])
