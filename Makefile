@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | check-kernels | docs | format | generate
+# make demo | test | test-fast | test-all | check | check-kernels | docs | format | generate
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-all check check-kernels docs format generate clean
+.PHONY: demo test test-fast test-all check check-kernels docs format generate clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-start
 
 demo: $(VENV)/.installed
@@ -23,6 +23,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow"
+
+# Without torch, within a minute.
+test-fast: $(VENV)/.installed
+	$(PYTEST) -m "not slow" --fast
 
 test-all: $(VENV)/.installed
 	$(PYTEST)

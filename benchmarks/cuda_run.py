@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from kvgraph.kernels.launch import Plan
+from kvgraph.kernels.launch import LaunchPlan
 
 WARM_UP = 0.2
 GOALS = {"decode": 0.85, "prefill": 0.8, "step": 0.8}
@@ -26,7 +26,7 @@ class Run:
     arch: str
     smoke: bool
     folder: Path
-    launch: Callable[[Plan, dict[str, torch.Tensor]], None]
+    launch: Callable[[LaunchPlan, dict[str, torch.Tensor]], None]
     found: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,34 @@ from tests.support import artifacts
 from tests.support.artifacts import Compiled
 from tests.support.models import make_model
 
+TESTS = Path(__file__).parent
+FAST = (
+    "bad_input/test_generate",
+    "contract/",
+    "kernels/test_launch",
+    "kernels/test_plan_golden",
+    "kv/",
+    "plugins/test_abi",
+    "plugins/test_includes",
+    "plugins/test_isa",
+    "plugins/test_launch_record",
+    "runtime/test_config",
+    "runtime/test_sampling",
+    "runtime/test_scheduler",
+    "test_floors",
+    "test_public_api",
+)
+"""Files that `--fast` runs: what the contract, the managers and the scheduler do."""
+
+NOT_FAST = (
+    "contract/test_backends",
+    "contract/test_dtypes",
+    "contract/test_symbols",
+    "kv/test_kv_model",
+    "kv/test_tier_model",
+)
+"""Files of those folders that need torch, or half a minute."""
+
 # Tests run one process for each core, and their models are tiny.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # An export makes many objects that live on: collecting at every 700 is 10 % of a compile's time.
@@ -25,6 +54,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden/ instead of comparing"
     )
+    parser.addoption(
+        "--fast", action="store_true", help="only quick tests without torch; importing it fails"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        sys.modules |= dict.fromkeys(("torch", "transformers"))  # type: ignore[arg-type]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not config.getoption("--fast") or collection_path.is_dir():
+        return None
+    name = collection_path.relative_to(TESTS).as_posix()
+    return not name.startswith(FAST) or name.startswith(NOT_FAST)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -70,6 +70,19 @@ def imports(tree: ast.AST) -> list[str]:
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
+def test_no_file_is_above_400_lines() -> None:
+    root = PACKAGE.parent
+    folders = ("kvgraph", "plugins", "tests", "benchmarks", "tools", "examples")
+    files = [path for folder in folders for path in (root / folder).rglob("*")]
+    lines = {
+        str(path.relative_to(root)): path.read_bytes().count(b"\n")
+        for path in files
+        if path.suffix in (".py", ".h", ".cpp", ".c")
+    }
+    assert len(lines) > 400
+    assert not {name: count for name, count in lines.items() if count > 400}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_only_downwards(path: Path) -> None:
     mine = part_of(path)

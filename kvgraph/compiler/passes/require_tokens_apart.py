@@ -24,13 +24,8 @@ from kvgraph.compiler.cache import CachePlan, as_paged
 from kvgraph.compiler.export import export, symbolic_batch
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.token_labels import (
-    TOKENS,
-    TokenLabels,
-    everything,
-    nothing,
-    own,
-)
+from kvgraph.compiler.passes.labels import TOKENS, everything, nothing, own
+from kvgraph.compiler.passes.token_labels import TokenLabels
 from kvgraph.compiler.sources import place
 from kvgraph.contract.dims import NUM_LOGITS, NUM_PAGE_SLOTS, TOTAL_SEQ_LEN
 from kvgraph.contract.params import KVCacheStrategy

@@ -1,0 +1,82 @@
+"""Labels of a value: the lowest and the highest token that each of its elements depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+TOKENS = 3
+NONE = TOKENS
+"""The lowest token of an element that depends on no token; its highest is -1."""
+
+
+class Labels(NamedTuple):
+    """Lowest and highest token of each element: equal shapes, int8."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    @property
+    def is_empty(self) -> bool:
+        return bool((self.high < 0).all())
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool((self.low < self.high).any())
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Labels:
+        return Labels(move(self.low), move(self.high))
+
+    def joined(self, dims: Sequence[int]) -> Labels:
+        """Over `dims`, which keep an extent of 1."""
+        if not dims or 0 in self.low.shape:
+            return self
+        return Labels(self.low.amin(tuple(dims), True), self.high.amax(tuple(dims), True))
+
+    def whole(self) -> Labels:
+        """Of all elements together, without dims."""
+        return Labels(self.low.amin(), self.high.amax()) if self.low.numel() else nothing(())
+
+    def expand(self, shape: Sequence[int]) -> Labels:
+        return self.map(lambda x: x.expand(shape))
+
+    def compact(self) -> Labels:
+        """The same labels, where dims along which they are equal take no memory."""
+        low, high = self
+        for dim, extent in enumerate(low.shape):
+            if extent > 1 and (low.stride(dim) or high.stride(dim)):
+                first = Labels(low.narrow(dim, 0, 1), high.narrow(dim, 0, 1))
+                if bool((low == first.low).all()) and bool((high == first.high).all()):
+                    low, high = first
+        return Labels(low, high).expand(self.low.shape)
+
+
+def nothing(shape: Sequence[int]) -> Labels:
+    """Elements that depend on no token."""
+    low, high = torch.tensor(NONE, dtype=torch.int8), torch.tensor(-1, dtype=torch.int8)
+    return Labels(low, high).expand(shape)
+
+
+def everything(shape: Sequence[int]) -> Labels:
+    """Elements that depend on several tokens."""
+    low, high = torch.tensor(0, dtype=torch.int8), torch.tensor(TOKENS - 1, dtype=torch.int8)
+    return Labels(low, high).expand(shape)
+
+
+def own(shape: Sequence[int]) -> Labels:
+    """Of a value `[tokens, ...]`: element t depends on token t."""
+    at = torch.arange(TOKENS, dtype=torch.int8).reshape(-1, *[1] * (len(shape) - 1))
+    return Labels(at, at).expand(shape)
+
+
+def join(parts: Sequence[Labels]) -> Labels:
+    """Element by element, broadcast."""
+    low, high = parts[0]
+    for part in parts[1:]:
+        low, high = torch.minimum(low, part.low), torch.maximum(high, part.high)
+    return Labels(low, high)
+
+
+Value = Labels | list[Labels]
