@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +20,24 @@ from kvgraph.contract.signature import GraphSignature
 
 PAGE, SLOTS = 16, 7
 
+_exported: dict[tuple[str, str, bool], tuple[ExportedProgram, GraphSignature]] = {}
+
 
 def program_of(
     folder: Path, dtype: str, *, weightless: bool = False
 ) -> tuple[ExportedProgram, GraphSignature]:
+    """A copy of one's own: each checkpoint is exported once, whatever folder it is in."""
+    files = (folder / "config.json", folder / "model.safetensors")
+    digest = sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    key = digest, dtype, weightless
+    if key not in _exported:
+        _exported[key] = _export(folder, dtype, weightless)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about the copies of its own trees
+        return copy.deepcopy(_exported[key])
+
+
+def _export(folder: Path, dtype: str, weightless: bool) -> tuple[ExportedProgram, GraphSignature]:
     model = huggingface.load(folder, dtype, weightless=weightless)
     plan = plan_cache(
         model.layers,
