@@ -6,6 +6,7 @@ holds the real one. Its GPU is the fake driver's.
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ from kvgraph.errors import (
     MissingDependencyError,
     UnsupportedError,
 )
+from kvgraph.kernels.record import archs_of
 from kvgraph.ops import cuda_native
 from kvgraph.runtime.artifact import verify
 from tests.support import command_line
@@ -113,7 +115,8 @@ def test_an_enterprise_tensorrt_builds_for_its_gpu(
     assert (manifest.engine.module, manifest.engine.version) == ("tensorrt", "11.4.0.106")
     assert manifest.engine.archs == ["sm_90"]
     described = json.loads((tmp_path / "out/kernels/tensorrt.json").read_text())
-    assert "\narch sm_90 " in described["kernels"][0]
+    record = base64.b64decode(described["kernels"][0])
+    assert [arch.arch for arch in archs_of(record)] == [b"sm_90"]
 
 
 def test_an_enterprise_tensorrt_builds_for_no_other_gpu(

@@ -209,7 +209,7 @@ def test_a_load_that_crawls_is_given_up(
         answers(engine, asked)
         settle(engine.kv)
         evict_device(engine.kv)  # type: ignore[arg-type]
-        monkeypatch.setattr("kvgraph.kv.tiers.tiered.GRACE_SECONDS", -1.0)
+        monkeypatch.setattr("kvgraph.kv.tiers.workers.GRACE_SECONDS", -1.0)
         assert answers(engine, asked) == wanted
         assert engine.kv.get_metrics_aggregated().load_failures == 1
         assert_conserved(engine)
