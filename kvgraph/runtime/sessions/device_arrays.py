@@ -1,6 +1,6 @@
 """What sessions over the CUDA driver keep on both sides of the bus: index tensors, and logits.
 
-A manager's staging (kvgraph/kv/staging.py) holds the values of a batch. An index tensor here is the
+A batch of a manager (kvgraph/kv/pool/batch.py) holds the values. An index tensor here is the
 place where a graph reads them.
 """
 
