@@ -206,6 +206,8 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         sys.exit(f"NAME: expected one of the table in {__file__}, got {', '.join(sorted(unknown))}")
     bugs = [bug for bug in BUGS if not names or bug.name in names]
+    if any(map(is_native, bugs)) and shutil.which("cmake") is None:
+        sys.exit("cmake: needed by the bugs in plugins/, not found; pip install cmake")
     table = Table("bug", "part", Column("caught by", overflow="fold"), "seconds")
     missed = 0
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("") as status:
@@ -221,6 +223,10 @@ def main(names: Sequence[str]) -> int:
             table.add_row(bug.name, bug.part, failed or f"NOT CAUGHT: {why}", seconds)
     Console().print(table)
     return int(missed > 0)
+
+
+def is_native(bug: Bug) -> bool:
+    return bug.file.startswith("plugins/")
 
 
 class Copy:
@@ -263,7 +269,7 @@ class Copy:
             return None, f"expected its text once in {bug.file}, got it {found} times"
         try:
             path.write_text(text.replace(bug.right, bug.wrong))
-            with self._built() if bug.file.startswith("plugins/") else nullcontext():
+            with self._built() if is_native(bug) else nullcontext():
                 done = self._test([bug.test])
         finally:
             path.write_text(text)
@@ -292,7 +298,7 @@ class Copy:
         plugins = self._root / "plugins"
         try:
             for command in (
-                ["-S", plugins, "-B", self._build, out],
+                ["-S", str(plugins), "-B", str(self._build), out],
                 ["--build", self._build, "-j2"],
             ):
                 subprocess.run(["cmake", *command], check=True, stdout=subprocess.DEVNULL)
