@@ -10,9 +10,7 @@ from traceback import FrameSummary
 import torch
 from torch.fx import Node
 
-import kvgraph
-
-LIBRARIES = tuple(str(Path(str(package.__file__)).parent) for package in (torch, kvgraph))
+LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1]))
 """Folders whose frames are not a module's own code."""
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from kvgraph.contract.devices import HOST, Device
 from kvgraph.contract.dims import (
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from onnx import ValueInfoProto
     from torch.export import Dim as ExportDim
 
-    from kvgraph.contract.params import KVCacheParams
 
 ExportArguments: TypeAlias = "tuple[tuple[torch.Tensor, ...], tuple[dict[int, ExportDim], ...]]"
 """`args` and `dynamic_shapes` of torch.export.export."""
@@ -155,7 +154,33 @@ class MultiKVCacheInputSymbols(KVCacheInputSymbols):
         return f"MultiKVCacheInputSymbols({self.children!r})"
 
 
-def paged_symbols(params: KVCacheParams, *, prefix: str = "") -> list[PagedCacheInputSymbols]:
+class Scales(Protocol):
+    """What symbols read of a pool's quantization."""
+
+    @property
+    def scale_dtype(self) -> str: ...
+
+
+class CacheShape(Protocol):
+    """What symbols read of KVCacheParams, whose module imports this one."""
+
+    @property
+    def devices(self) -> Sequence[Device]: ...
+    @property
+    def data_parallel_degree(self) -> int: ...
+    @property
+    def n_shards(self) -> int: ...
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]: ...
+    @property
+    def pool_dtype(self) -> str: ...
+    @property
+    def quantization(self) -> Scales | None: ...
+    @property
+    def scales_per_head(self) -> int: ...
+
+
+def paged_symbols(params: CacheShape, *, prefix: str = "") -> list[PagedCacheInputSymbols]:
     """One record per device, replica-major; shards of a replica share batch and table dims.
 
     `prefix` is the path of a leaf in a tree of caches: it prefixes binding names and page dims.
@@ -166,12 +191,12 @@ def paged_symbols(params: KVCacheParams, *, prefix: str = "") -> list[PagedCache
     ]
 
 
-def _replica_prefix(params: KVCacheParams, replica: int) -> str:
+def _replica_prefix(params: CacheShape, replica: int) -> str:
     return f"replica_{replica}_" if params.data_parallel_degree > 1 else ""
 
 
 def _paged_record(
-    params: KVCacheParams, device: Device, leaf: str, replica: str
+    params: CacheShape, device: Device, leaf: str, replica: str
 ) -> PagedCacheInputSymbols:
     path, dims = (f"{leaf}.", leaf.replace(".", "_") + "_") if leaf else ("", "")
     kv, layers, page_size, heads, head_dim = params.page_shape
@@ -195,7 +220,7 @@ def _paged_record(
     )
 
 
-def continuous_symbols(params: KVCacheParams) -> list[ContinuousBatchingKVCacheInputSymbols]:
+def continuous_symbols(params: CacheShape) -> list[ContinuousBatchingKVCacheInputSymbols]:
     """One record per device: the paged record whose page is the slot of a whole sequence."""
     return [
         ContinuousBatchingKVCacheInputSymbols(
@@ -213,7 +238,7 @@ def _slot_shape(page: tuple[Dim, ...]) -> tuple[Dim, ...]:
     return (NUM_SLOTS, kv, layers, MAX_SEQ_LEN, heads, head_dim)
 
 
-def padded_symbols(params: KVCacheParams) -> list[PaddedKVCacheInputSymbols]:
+def padded_symbols(params: CacheShape) -> list[PaddedKVCacheInputSymbols]:
     """One record per device; replicas have batch dims of their own."""
     shards = len(params.devices) // params.data_parallel_degree
     _, layers, _, heads, head_dim = params.page_shape

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvgraph.ops._linear import LINEAR
-from kvgraph.ops._paged_attention import PAGED_ATTENTION
-from kvgraph.ops._rms_norm import RMS_NORM
-from kvgraph.ops._silu_mul import SILU_MUL
-from kvgraph.ops._store_kv import STORE_KV
-from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
-from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, OpSpec
-
-SPECS: tuple[OpSpec, ...] = (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND)
-"""The cache ops, in the order of their C entry points."""
-
-CPU_SPECS: tuple[OpSpec, ...] = (LINEAR,)
-"""What only graphs for a CPU hold; after the cache ops in every table."""
-
-ALL_SPECS = SPECS + CPU_SPECS
-"""What has native kernels for a CPU, and is in the C header."""
-
-FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL)
-"""What only programs of torch for CUDA hold; a pass writes them."""
-
+from kvgraph.ops._linear import LINEAR as LINEAR
+from kvgraph.ops._paged_attention import PAGED_ATTENTION as PAGED_ATTENTION
+from kvgraph.ops._rms_norm import RMS_NORM as RMS_NORM
+from kvgraph.ops._silu_mul import SILU_MUL as SILU_MUL
+from kvgraph.ops._store_kv import STORE_KV as STORE_KV
+from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND as UPDATE_AND_ATTEND
+from kvgraph.ops.spec import OPSET_DOMAIN as OPSET_DOMAIN
+from kvgraph.ops.spec import OPSET_VERSION as OPSET_VERSION
+from kvgraph.ops.spec import OpSpec as OpSpec
+from kvgraph.ops.specs import ALL_SPECS as ALL_SPECS
+from kvgraph.ops.specs import CPU_SPECS as CPU_SPECS
+from kvgraph.ops.specs import FUSIONS as FUSIONS
+from kvgraph.ops.specs import SPECS as SPECS
 
 FUNCTIONS = tuple(spec.name for spec in ALL_SPECS)
 """The ops that an author calls."""

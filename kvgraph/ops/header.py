@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvgraph.contract.dtypes import ALL, DTYPES
-from kvgraph.ops import ALL_SPECS, OPSET_DOMAIN, OPSET_VERSION, SPECS
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
-from kvgraph.ops.spec import Operand, OpSpec
+from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
+from kvgraph.ops.specs import ALL_SPECS, SPECS
 
 ABI_VERSION = 1
 """Of the C entry points; raised when a struct of abi.h or the operands of an op change."""

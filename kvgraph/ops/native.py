@@ -13,18 +13,18 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import kvgraph
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import KernelError
-from kvgraph.ops import ALL_SPECS
 from kvgraph.ops.header import ABI_VERSION, DTYPE_CODES
 from kvgraph.ops.spec import Operand, OpSpec
+from kvgraph.ops.specs import ALL_SPECS
 
 NativeOperand = tuple[int, str, tuple[int, ...]] | None
 """(address, dtype name, shape) of dense row-major memory; None: left out."""
@@ -81,7 +81,8 @@ def library_path(name: str) -> Path:
     """
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     file = f"libkvgraph_{name}{suffix}"
-    for folder in kvgraph.__path__:
+    package = find_spec("kvgraph")
+    for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder, "_native", file)
         if path.exists():
             return path

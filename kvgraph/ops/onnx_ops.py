@@ -14,8 +14,10 @@ from onnx.defs import OpSchema
 from onnx.reference.op_run import OpRun
 
 from kvgraph.contract.dtypes import DTYPES
-from kvgraph.ops import ALL_SPECS, LINEAR, OPSET_DOMAIN, OPSET_VERSION, UPDATE_AND_ATTEND, OpSpec
-from kvgraph.ops.spec import Operand
+from kvgraph.ops._linear import LINEAR
+from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
+from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
+from kvgraph.ops.specs import ALL_SPECS
 
 if TYPE_CHECKING:
     from kvgraph.contract.dims import Array

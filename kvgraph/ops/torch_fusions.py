@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from kvgraph.ops import RMS_NORM, SILU_MUL
+from kvgraph.ops._rms_norm import RMS_NORM
+from kvgraph.ops._silu_mul import SILU_MUL
 from kvgraph.ops.spec import OPSET_DOMAIN
 from kvgraph.ops.torch_gradients import refuse_gradients
 from kvgraph.ops.torch_ops import fake, schema

@@ -14,10 +14,12 @@ import torch
 
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import KernelError
-from kvgraph.ops import ALL_SPECS, UPDATE_AND_ATTEND, native
+from kvgraph.ops import native
+from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
 from kvgraph.ops.check import Described, check
 from kvgraph.ops.signatures import docstring, signature_of
 from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
+from kvgraph.ops.specs import ALL_SPECS
 from kvgraph.ops.torch_gradients import refuse_gradients
 
 DTYPE_NAMES = {getattr(torch, dtype.name): dtype.name for dtype in ALL}

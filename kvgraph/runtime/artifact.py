@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.contract.backends import find_backend
-from kvgraph.contract.devices import HOST, Device, Target
-from kvgraph.contract.manifest import Manifest, read_manifest, verify_files
-from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.devices import HOST
+from kvgraph.contract.manifest import read_manifest, verify_files
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
+from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.ops.header import ABI_VERSION
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import require_machine, require_threads
 
 if TYPE_CHECKING:
@@ -23,31 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Artifact:
+class Artifact(ArtifactFolder):
     """A folder that compile wrote."""
-
-    folder: Path
-    manifest: Manifest
-
-    @property
-    def signature(self) -> GraphSignature:
-        return self.manifest.signature
-
-    def params(
-        self,
-        devices: Sequence[Device] | None = None,
-        *,
-        data_parallel_degree: int = 1,
-        enable_prefix_caching: bool = False,
-    ) -> KVCacheParams | MultiKVCacheParams:
-        """Cache parameters with the artifact's layout and this deployment's fields."""
-        kind = Target.parse(self.manifest.target).kind
-        return params_from_layout(
-            self.manifest.layout,
-            devices=devices or [Device(kind)],
-            data_parallel_degree=data_parallel_degree,
-            enable_prefix_caching=enable_prefix_caching,
-        )
 
     def session(self, kind: str | None = None, *, num_threads: int | None = None) -> Session:
         """Something that can run the graph: `kind` as in `contract.backends.OURS`.

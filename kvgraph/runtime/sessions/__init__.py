@@ -9,11 +9,11 @@ from kvgraph.contract.devices import Target
 from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from kvgraph.runtime.artifact import Artifact
+    from kvgraph.runtime.folder import ArtifactFolder
     from kvgraph.runtime.sessions.base import Session
 
 
-def create(artifact: Artifact, kind: str | None, num_threads: int | None) -> Session:
+def create(artifact: ArtifactFolder, kind: str | None, num_threads: int | None) -> Session:
     """The session `kind` of the artifact's backend; None: its default."""
     manifest = artifact.manifest
     backend, target = find_backend(manifest.backend), Target.parse(manifest.target).kind

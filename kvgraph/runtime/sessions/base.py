@@ -16,7 +16,7 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
 from kvgraph.errors import BindingError
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.turns import Turns
 
 ALIGNMENT = 64
@@ -35,7 +35,7 @@ class Session(ABC):
     limits: Mapping[str, int] = {}
     """Dim -> most that a step may have of it, where what was compiled has a bound."""
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: ArtifactFolder) -> None:
         for leaf in artifact.params().leaves.values():
             leaf.require_kernels()
         self.artifact = artifact

@@ -22,7 +22,7 @@ from kvgraph.errors import CapacityError, KernelError, KVGraphError
 from kvgraph.kernels import launch, variants
 from kvgraph.kv.pool.batch import Upload
 from kvgraph.kv.tiers.copies import Rows
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_pages import PageCopies
 from kvgraph.runtime.sessions.program import Gpu, load_program
@@ -39,7 +39,7 @@ class CudaSession(Session):
 
     captures = True
 
-    def __init__(self, artifact: Artifact, gpu: Gpu | None = None) -> None:
+    def __init__(self, artifact: ArtifactFolder, gpu: Gpu | None = None) -> None:
         super().__init__(artifact)
         if gpu is None:
             from kvgraph.runtime.sessions.cuda_gpu import CudaGpu

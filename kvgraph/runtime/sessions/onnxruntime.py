@@ -53,7 +53,7 @@ from kvgraph.errors import (
     UnsupportedError,
 )
 from kvgraph.ops import native
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.sessions.base import Session, host_zeros
 from kvgraph.runtime.sessions.opening import require_names
@@ -77,7 +77,7 @@ class OnnxRuntimeSession(Session):
     step_tokens = 768  # see above
 
     def __init__(
-        self, artifact: Artifact, num_threads: int | None = None, provider: str = PROVIDERS[0]
+        self, artifact: ArtifactFolder, num_threads: int | None = None, provider: str = PROVIDERS[0]
     ) -> None:
         super().__init__(artifact)
         ort = import_onnxruntime()

@@ -35,7 +35,7 @@ from kvgraph.errors import (
     DeviceError,
     KernelError,
 )
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
 from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
@@ -62,7 +62,7 @@ class OnnxRuntimeCudaSession(Session):
     step.
     """
 
-    def __init__(self, artifact: Artifact, device: int = 0) -> None:
+    def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
         super().__init__(artifact)
         ort = import_onnxruntime()
         require_provider(ort, PROVIDER)
@@ -140,7 +140,7 @@ class OnnxRuntimeCudaSession(Session):
             self._binding.bind_output(output_name(symbol), *place)
 
 
-def _open(ort: ModuleType, artifact: Artifact, device: CudaDevice) -> InferenceSession:
+def _open(ort: ModuleType, artifact: ArtifactFolder, device: CudaDevice) -> InferenceSession:
     options = ort.SessionOptions()
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 4  # failures come as exceptions

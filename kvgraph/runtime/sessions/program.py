@@ -25,7 +25,7 @@ from kvgraph.kernels.launch import LaunchPlan, Sizes
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_fusions, torch_ops
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.pickles import require_no_pickles
 from kvgraph.runtime.sessions.weights import read_weights
@@ -52,7 +52,7 @@ class Gpu(Protocol):
         """Run `step` and record it: the result replays it over the same memory."""
 
 
-def load_program(artifact: Artifact, gpu: Gpu) -> torch.fx.GraphModule:
+def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
     path = artifact.folder / "model.pt2"
     with opening(path, f"torch {torch.__version__}"):
@@ -68,7 +68,7 @@ def load_program(artifact: Artifact, gpu: Gpu) -> torch.fx.GraphModule:
 
 
 def _bind_weights(
-    program: torch.export.ExportedProgram, artifact: Artifact, device: torch.device
+    program: torch.export.ExportedProgram, artifact: ArtifactFolder, device: torch.device
 ) -> None:
     """Before the program is moved: what is on the device already is not copied, nor held twice."""
     named = program.state_dict

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import MissingDependencyError
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening, require_names
 
@@ -18,7 +18,7 @@ from kvgraph.runtime.sessions.opening import opening, require_names
 class ReferenceSession(Session):
     """Runs `model.onnx` with onnx's reference evaluator and the ops' NumPy references."""
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: ArtifactFolder) -> None:
         super().__init__(artifact)
         try:
             import onnx

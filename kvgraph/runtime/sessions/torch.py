@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array
 from kvgraph.errors import KernelError, MissingDependencyError
 from kvgraph.ops import native
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.weights import read_weights
@@ -25,7 +25,7 @@ from kvgraph.runtime.sessions.weights import read_weights
 class TorchSession(Session):
     """Runs `model.pt2` on the CPU. `num_threads` sets torch's and the kernels' global pools."""
 
-    def __init__(self, artifact: Artifact, num_threads: int | None = None) -> None:
+    def __init__(self, artifact: ArtifactFolder, num_threads: int | None = None) -> None:
         super().__init__(artifact)
         torch = import_torch()
         from kvgraph.ops.torch_arrays import tensor_over
@@ -56,7 +56,7 @@ class TorchSession(Session):
         return logits
 
 
-def cuda_session(artifact: Artifact) -> Session:
+def cuda_session(artifact: ArtifactFolder) -> Session:
     """The session of an artifact for CUDA. MissingDependencyError without torch."""
     import_torch()
     from kvgraph.runtime.sessions.cuda import CudaSession

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvgraph.errors import ArtifactError
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.opening import opening
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_weights(
-    artifact: Artifact, names: Iterable[str], device: str = "cpu"
+    artifact: ArtifactFolder, names: Iterable[str], device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """Tensors of `names` on `device`; a tied name is looked up under its owner's.
 

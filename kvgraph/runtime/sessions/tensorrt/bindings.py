@@ -12,14 +12,14 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.manifest import EngineInfo, ProfileInfo
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import ArtifactError
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 
 if TYPE_CHECKING:
     from tensorrt_rtx import ICudaEngine, TensorIOMode
 
 
 def require_bindings(
-    engine: ICudaEngine, trt: ModuleType, artifact: Artifact, info: EngineInfo, path: Path
+    engine: ICudaEngine, trt: ModuleType, artifact: ArtifactFolder, info: EngineInfo, path: Path
 ) -> frozenset[str]:
     """The names of the inputs that the engine reads on the host.
 
@@ -48,7 +48,7 @@ def require_bindings(
 
 
 def _expected(
-    artifact: Artifact, trt: ModuleType
+    artifact: ArtifactFolder, trt: ModuleType
 ) -> Iterator[tuple[str, tuple[TensorType, TensorIOMode]]]:
     for symbol in artifact.signature.inputs:
         yield symbol.name, (symbol, trt.TensorIOMode.INPUT)

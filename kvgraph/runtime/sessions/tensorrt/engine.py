@@ -22,7 +22,7 @@ from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.safetensors import TensorAt, read_layout
 from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, UnsupportedError
 from kvgraph.ops.native import library_path
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
 from kvgraph.runtime.sessions.tensorrt.bindings import require_bindings
 
@@ -51,7 +51,7 @@ class LoadedEngine:
     UnsupportedError (a padded cache: plain operators promise nothing about one address).
     """
 
-    def __init__(self, artifact: Artifact, device: CudaDevice) -> None:
+    def __init__(self, artifact: ArtifactFolder, device: CudaDevice) -> None:
         self.info = info = _engine_info(artifact)
         self.path = path = artifact.folder / ENGINE_NAME
         self.trt = trt = _import(path, info)
@@ -151,7 +151,7 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
         raise ArtifactError(f"{path}: expected a file from the manifest, got {error}") from error
 
 
-def _engine_info(artifact: Artifact) -> EngineInfo:
+def _engine_info(artifact: ArtifactFolder) -> EngineInfo:
     info, where = artifact.manifest.engine, artifact.folder / "manifest.json"
     if info is None or not info.profiles:
         raise ArtifactError(

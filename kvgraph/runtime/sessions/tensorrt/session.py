@@ -29,7 +29,7 @@ from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.manifest import ProfileInfo
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import BindingError, CapacityError, KernelError
-from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
 from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
@@ -53,7 +53,7 @@ class TensorRTSession(Session):
 
     captures = True
 
-    def __init__(self, artifact: Artifact, device: int = 0) -> None:
+    def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
         super().__init__(artifact)
         self._device = CudaDevice(device)
         self._loaded = LoadedEngine(artifact, self._device)

@@ -1,0 +1,41 @@
+"""What an artifact's folder says: all that a session reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvgraph.contract.devices import Device, Target
+from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
+
+
+@dataclass(frozen=True)
+class ArtifactFolder:
+    """A folder that compile wrote."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def signature(self) -> GraphSignature:
+        return self.manifest.signature
+
+    def params(
+        self,
+        devices: Sequence[Device] | None = None,
+        *,
+        data_parallel_degree: int = 1,
+        enable_prefix_caching: bool = False,
+    ) -> KVCacheParams | MultiKVCacheParams:
+        """Cache parameters with the artifact's layout and this deployment's fields."""
+        kind = Target.parse(self.manifest.target).kind
+        return params_from_layout(
+            self.manifest.layout,
+            devices=devices or [Device(kind)],
+            data_parallel_degree=data_parallel_degree,
+            enable_prefix_caching=enable_prefix_caching,
+        )
