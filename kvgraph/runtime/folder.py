@@ -18,10 +18,14 @@ class ArtifactFolder:
     """A folder that compile wrote."""
 
     folder: Path
+    """Where the artifact's files are."""
+
     manifest: Manifest
+    """The record in its `manifest.json`."""
 
     @property
     def signature(self) -> GraphSignature:
+        """Names, dtypes and dims of the graph's inputs and outputs."""
         return self.manifest.signature
 
     def params(
