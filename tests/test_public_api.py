@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = [
     "Artifact",
     "ArtifactError",
+    "AsyncEngine",
     "BatchCharacteristics",
     "BatchConfig",
     "BindingError",
