@@ -33,7 +33,7 @@ class TokenStream:
 
     def __init__(self, engine: AsyncEngine, request: Request, most_unread: int | None) -> None:
         self.request_id = request.request_id
-        self.prompt_tokens = request.prompt_length
+        self.stats = request.stats
         self.has_ended = False
         """Whether its last token has come; it may be unread."""
         self._engine = engine
@@ -183,7 +183,7 @@ class AsyncEngine:
                 generated += tokens
         finally:
             self._cancel(stream)
-        return completion_of(stream.request_id, generated)
+        return completion_of(stream.request_id, generated, stream.stats)
 
     def _cancel(self, stream: TokenStream) -> None:
         stream.has_ended = True

@@ -26,6 +26,7 @@ from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
 from kvgraph.runtime.scheduler import Batch, Outcome, Request, outcome_of
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.stats import EngineStats, cache_stats
 from kvgraph.runtime.text import Completion, TextCodec, completion_of
 from kvgraph.runtime.turns import Turns, in_turn
 
@@ -192,6 +193,16 @@ class Engine:
         """
         return self._generate(prompts, sampling)
 
+    def stats(self) -> EngineStats:
+        """What runs now, and counters since the start. Any thread may ask, at any time."""
+        rows = self.scheduler
+        waiting = len(rows.waiting) + len(rows.loading)
+        done = self.generated_tokens, rows.preemptions, self.failed_requests, self.repairs
+        return EngineStats(len(rows.running), waiting, *done, **cache_stats(self.kv))
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.artifact.folder.name}: {self.stats()}>"
+
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
         return self._text.tokenize(text, special_tokens=special_tokens)
@@ -301,7 +312,7 @@ class Engine:
         finally:
             self._abandoned.extend(requests)
             self._settle()
-        return [completion_of(request_id, generated) for request_id, generated in tokens.items()]
+        return [completion_of(r.request_id, tokens[r.request_id], r.stats) for r in requests]
 
     def _request(
         self,

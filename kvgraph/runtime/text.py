@@ -12,6 +12,7 @@ from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.sampling import FinishReason, Token
+from kvgraph.runtime.stats import RequestStats
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -95,16 +96,41 @@ class Completion:
     text: str
     finish_reason: FinishReason
     error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that came from the prefix cache."""
+    queue_seconds: float | None = None
+    """From its submission to the step that had its first tokens."""
+    first_token_seconds: float | None = None
+    """From its submission to its first token."""
+    total_seconds: float | None = None
+    prefill_tokens_per_second: float | None = None
+    """Tokens of the prompt that were computed, by the time from its first step to its first token;
+    other requests share that time."""
+    decode_tokens_per_second: float | None = None
+    """Tokens behind the first one, by the time from the first one to the last."""
 
 
-def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
+def completion_of(request_id: str, tokens: Sequence[Token], stats: RequestStats) -> Completion:
     """All tokens of a request that has ended."""
     last = tokens[-1]
     assert last.finish_reason is not None
+    generated = [token.token_id for token in tokens if not token.error]
     return Completion(
         request_id,
-        [token.token_id for token in tokens if not token.error],
+        generated,
         "".join([token.text for token in tokens]),
         last.finish_reason,
         last.error,
+        stats.prompt_tokens,
+        stats.cached_tokens,
+        stats.queue_seconds,
+        stats.first_token_seconds,
+        stats.total_seconds,
+        _rate(stats.prompt_tokens - stats.cached_tokens, stats.prefill_seconds),
+        _rate(len(generated) - 1, stats.decode_seconds),
     )
+
+
+def _rate(count: int, seconds: float | None) -> float | None:
+    return count / seconds if seconds and count > 0 else None

@@ -162,7 +162,7 @@ def test_a_text_is_tokenized_as_the_engine_does(engine: Engine, long: bool) -> N
             with pytest.raises(RequestError, match="tokens"):
                 await shared.submit(text)
             return 0
-        return (await shared.submit(text)).prompt_tokens
+        return (await shared.submit(text)).stats.prompt_tokens
 
     assert use(engine, task) == (0 if long else len(engine.tokenize(text)))
 
