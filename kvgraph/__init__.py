@@ -62,7 +62,7 @@ _EXPORTS = {
     "ParamsError": "kvgraph.errors",
     "RaggedKVCacheInputs": "kvgraph.contract.inputs",
     "RequestError": "kvgraph.errors",
-    "SamplingParams": "kvgraph.runtime.sampling",
+    "SamplingParams": "kvgraph.runtime.sampling_params",
     "Session": "kvgraph.runtime.sessions.base",
     "SessionInterface": "kvgraph.contract.inputs",
     "StoreError": "kvgraph.errors",
@@ -149,8 +149,8 @@ if TYPE_CHECKING:
     from kvgraph.runtime.config import CacheConfig as CacheConfig
     from kvgraph.runtime.config import TierConfig as TierConfig
     from kvgraph.runtime.engine import Engine as Engine
-    from kvgraph.runtime.sampling import SamplingParams as SamplingParams
     from kvgraph.runtime.sampling import Token as Token
+    from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
     from kvgraph.runtime.sessions.base import Session as Session
     from kvgraph.runtime.text import Completion as Completion
 # end of generated

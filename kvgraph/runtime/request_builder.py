@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,6 +10,7 @@ from kvgraph.contract.manifest import ModelInfo
 from kvgraph.errors import RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance, one_for_each, sequence, token_ids
+from kvgraph.runtime.edits import edits_of
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Request, Scheduler
 from kvgraph.runtime.text import TextCodec
@@ -40,12 +41,15 @@ class RequestBuilder:
         is_text = isinstance(prompt, str) and prompt != ""
         tokens = self.text.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
         self._check(request_id, tokens)
+        self._check_bias(request_id, sampling.logit_bias or {})
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= set(self.model.eos_token_ids)
+        context = TextContext(request_id, tokens, cache_salt=cache_salt)
+        ends = [token for token in stops if token < self.model.vocab_size]
         request = Request(
-            TextContext(request_id, tokens, cache_salt=cache_salt),
-            TokenSource(sampling),
+            context,
+            TokenSource(sampling, edits_of(sampling, context, ends)),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
             self.text.stream(len(tokens)),
@@ -86,4 +90,12 @@ class RequestBuilder:
             raise RequestError(
                 f"request {request_id!r}: expected token ids in [0, {self.model.vocab_size}), "
                 f"got {low if low < 0 else high}"
+            )
+
+    def _check_bias(self, request_id: str, biases: Mapping[int, float]) -> None:
+        greatest = max(biases, default=0)
+        if greatest >= self.model.vocab_size:
+            raise RequestError(
+                f"request {request_id!r}: logit_bias: expected token ids in "
+                f"[0, {self.model.vocab_size}), got {greatest}"
             )

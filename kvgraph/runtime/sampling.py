@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.errors import RequestError
 from kvgraph.ops import native
-from kvgraph.runtime.arguments import flag, integer, integers, number, optional_integer
+from kvgraph.runtime.edits import LogitEdits
+from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
 
 Logits = npt.NDArray[np.float32]
 
@@ -44,50 +43,13 @@ class Token(NamedTuple):
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one request's tokens are chosen, and when it ends.
-
-    `temperature` 0 is greedy (`top_k`, `top_p`, `seed` then have no effect). `top_k` 0 keeps all
-    tokens; `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it.
-    Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, or at the model's own
-    end tokens unless `ignore_eos`. With a `seed` a request's tokens do not depend on its batch.
-    RequestError names a field of another type, or out of its range.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        temperature, top_p = number("temperature", self.temperature), number("top_p", self.top_p)
-        for name, value, fits, expected in (
-            ("temperature", temperature, 0 <= temperature < math.inf, ">= 0 and finite"),
-            ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
-        ):
-            if not fits:
-                raise RequestError(f"{name}: expected {expected}, got {value}")
-        for name, own in {
-            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, 1),
-            "temperature": temperature,
-            "top_k": integer("top_k", self.top_k, 0),
-            "top_p": top_p,
-            "seed": optional_integer("seed", self.seed, 0),
-            "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
-            "ignore_eos": flag("ignore_eos", self.ignore_eos),
-        }.items():
-            object.__setattr__(self, name, own)
-
-
 class TokenSource:
-    """One request's random numbers: one uniform per generated token, a function of its seed."""
+    """One request's random numbers: one uniform per generated token, a function of its seed; and
+    what else decides its tokens."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, edits: LogitEdits | None = None) -> None:
         self.params = params
+        self.edits = edits
         self._seed = np.random.SeedSequence(params.seed) if params.temperature > 0 else None
         self._random: np.random.Generator | None = None
         self.rewind(0)
@@ -108,20 +70,20 @@ def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None
     where they are dense float32.
 
     A sampled row's token is the inverse transform of its one random number over the tokens that
-    top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as -Inf.
-    None for a row whose logits are all -Inf.
+    min-p, top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as
+    -Inf. None for a row whose logits, as edited, are all -Inf.
     """
-    if len(sources) == 1 and sources[0].params.temperature == 0:
+    if len(sources) == 1 and sources[0].params.temperature == 0 and not sources[0].edits:
         token = int(logits_RV[0].argmax())
         if logits_RV[0, token] > -math.inf:  # else the first NaN of them, or of nothing but -Inf
             return [token]
     vocab = logits_RV.shape[1]
     draws = []
     for source in sources:
-        p = source.params
-        draws.append((p.temperature, p.top_p, source.uniform(), min(p.top_k, vocab)))
-    dense_RV = np.ascontiguousarray(logits_RV, np.float32)
-    logit, tokens = dense_RV.item, native.sample(dense_RV, draws)[0]
-    # A row of nothing but NaN and -Inf gives token 0: the lowest id of equal ones.
-    pairs = enumerate(tokens)
-    return [token if token or logit(row, 0) > -math.inf else None for row, token in pairs]
+        p, edits = source.params, source.edits
+        address = edits.address() if edits else 0
+        draws.append(
+            (p.temperature, p.top_p, source.uniform(), min(p.top_k, vocab), p.min_p, address)
+        )
+    tokens = native.sample(np.ascontiguousarray(logits_RV, np.float32), draws)[0]
+    return [token if token >= 0 else None for token in tokens]

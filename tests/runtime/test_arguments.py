@@ -57,11 +57,23 @@ def refused(message: str) -> Any:
         ("stop_token_ids", (-1,), "expected >= 0, got -1"),
         ("ignore_eos", "no", "expected True or False, got str 'no'"),
         ("ignore_eos", None, "expected True or False, got NoneType None"),
+        ("min_p", "0.1", "expected a number, got str '0.1'"),
+        ("repetition_penalty", None, "expected a number, got NoneType None"),
+        ("presence_penalty", True, "expected a number, got bool True"),
+        ("frequency_penalty", [1], "expected a number, got list [1]"),
+        ("min_new_tokens", 1.5, INDEX.format(0, "float 1.5")),
+        ("logit_bias", [(1, 2.0)], "expected token ids with numbers, got list [(1, 2.0)]"),
+        ("logit_bias", {"1": 2.0}, INDEX.format(0, "str '1'")),
     ],
 )
 def test_sampling(field: str, value: Any, message: str) -> None:
     with refused(f"{field}: {message}"):
         SamplingParams(**{field: value})
+
+
+def test_a_bias_that_is_no_number() -> None:
+    with refused("logit_bias[7]: expected a number, got str 'much'"):
+        SamplingParams(logit_bias={7: "much"})  # type: ignore[dict-item]
 
 
 def test_numpy_scalars_are_numbers(engine: Engine) -> None:
