@@ -11,6 +11,7 @@ from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
+from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import FinishReason, Token
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class Completion:
 
     `finish_reason` is "stop" (a stop or end token), "length" (`max_new_tokens`, or the model's
     longest context) or "error": then `error` says why, and the rest is what came before it.
+    `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
+    Both None where SamplingParams do not ask.
     """
 
     request_id: str
@@ -95,16 +98,21 @@ class Completion:
     text: str
     finish_reason: FinishReason
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
     """All tokens of a request that has ended."""
     last = tokens[-1]
     assert last.finish_reason is not None
+    logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
     return Completion(
         request_id,
         [token.token_id for token in tokens if not token.error],
         "".join([token.text for token in tokens]),
         last.finish_reason,
         last.error,
+        logprobs or None,
+        tokens[0].prompt_logprobs,
     )
