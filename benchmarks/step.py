@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import kvgraph
-from kvgraph.runtime import scheduler
+from kvgraph.runtime import outcome
 from kvgraph.runtime.scheduler import Batch
 
 PROMPT, STEPS, WARM = 64, 24, 4
@@ -149,8 +149,8 @@ def _step(engine: Any, logits: Any, ids: set[str]) -> dict[str, float]:
         (engine.scheduler, "retire", clock.timed("schedule", engine.scheduler.retire)),
         (engine.kv, "runtime_inputs", clock.timed("cache inputs", engine.kv.runtime_inputs)),
         (engine.kv, "step", clock.timed("commit pages", engine.kv.step)),
-        (scheduler, "tokens_with_text", clock.timed("detokenise", scheduler.tokens_with_text)),
-        (scheduler, "sample", clock.timed("sample", scheduler.sample)),
+        (outcome, "tokens_with_text", clock.timed("detokenise", outcome.tokens_with_text)),
+        (outcome, "sample", clock.timed("sample", outcome.sample)),
         (Batch, "update", clock.timed("requests grow", Batch.update)),
     ]
     kept = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in places]

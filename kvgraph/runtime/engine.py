@@ -22,9 +22,10 @@ from kvgraph.runtime.config import (
     configured,
     require_known,
 )
+from kvgraph.runtime.outcome import Outcome, outcome_of
 from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
-from kvgraph.runtime.scheduler import Batch, Outcome, Request, outcome_of
+from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.stats import EngineStats, cache_stats
 from kvgraph.runtime.text import Completion, TextCodec, completion_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_bytes
 from typing import cast
 
 from kvgraph.contract.manifest import ModelInfo
@@ -11,6 +12,7 @@ from kvgraph.errors import RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance, one_for_each, sequence, token_ids
 from kvgraph.runtime.edits import edits_of
+from kvgraph.runtime.logprobs import PromptScores
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Request, Scheduler
 from kvgraph.runtime.text import TextCodec
@@ -45,7 +47,10 @@ class RequestBuilder:
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= set(self.model.eos_token_ids)
-        context = TextContext(request_id, tokens, cache_salt=cache_salt)
+        scores = self._scores(request_id, sampling.prompt_logprobs, len(tokens))
+        # No other request has pages of a new salt: the whole prompt is computed.
+        salt = cache_salt if scores is None else cache_salt + token_bytes(16)
+        context = TextContext(request_id, tokens, cache_salt=salt)
         ends = [token for token in stops if token < self.model.vocab_size]
         request = Request(
             context,
@@ -53,6 +58,7 @@ class RequestBuilder:
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
             self.text.stream(len(tokens)),
+            scores,
         )
         self.scheduler.require_room(request)
         return request
@@ -91,6 +97,16 @@ class RequestBuilder:
                 f"request {request_id!r}: expected token ids in [0, {self.model.vocab_size}), "
                 f"got {low if low < 0 else high}"
             )
+
+    def _scores(self, request_id: str, most: int | None, length: int) -> PromptScores | None:
+        if most is None:
+            return None
+        if self.scheduler.scored_tokens < 1:
+            raise RequestError(
+                f"request {request_id!r}: prompt_logprobs: expected None, as the graph gives "
+                f"logits of one token a row, got {most}; lower max_batch_size"
+            )
+        return PromptScores(most, [None] * length)
 
     def _check_bias(self, request_id: str, biases: Mapping[int, float]) -> None:
         greatest = max(biases, default=0)

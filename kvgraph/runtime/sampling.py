@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvgraph.ops import native
 from kvgraph.runtime.edits import LogitEdits
+from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
 
 Logits = npt.NDArray[np.float32]
@@ -33,7 +34,8 @@ class Token(NamedTuple):
     """One generated token, and with the last one why its request ended.
 
     A request that fails on its own ends with finish_reason "error": then `error` is a sentence that
-    says why, `token_id` is NO_TOKEN and `text` is empty.
+    says why, `token_id` is NO_TOKEN and `text` is empty. The first token of a request that asks for
+    them carries its `prompt_logprobs` (of `Completion`).
     """
 
     request_id: str
@@ -41,6 +43,8 @@ class Token(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     error: str | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class TokenSource:
@@ -50,6 +54,7 @@ class TokenSource:
     def __init__(self, params: SamplingParams, edits: LogitEdits | None = None) -> None:
         self.params = params
         self.edits = edits
+        self.asks = params.logprobs is not None or params.prompt_logprobs is not None
         self._seed = np.random.SeedSequence(params.seed) if params.temperature > 0 else None
         self._random: np.random.Generator | None = None
         self.rewind(0)

@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgraph.errors import RequestError
+from kvgraph.ops.native import MOST_LOGPROBS
 from kvgraph.runtime.arguments import (
     biases,
     flag,
@@ -32,6 +33,13 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 """Field of SamplingParams -> whether a number fits, and what is expected."""
 
 
+def _count(name: str, value: object) -> int | None:
+    count = optional_integer(name, value, 0)
+    if count is not None and count > MOST_LOGPROBS:
+        raise RequestError(f"{name}: expected at most {MOST_LOGPROBS}, got {count}")
+    return count
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are chosen, and when it ends.
@@ -52,6 +60,11 @@ class SamplingParams:
     `presence_penalty` once. The order is vLLM's: tokens that may not come, bias, penalties;
     temperature, min-p, top-k, top-p.
 
+    `logprobs` asks for the log-probability and rank of each token, and for that many of the
+    likeliest ones (0 to 20); `prompt_logprobs` asks the same about the prompt's tokens. Both are of
+    the model's own distribution, before all of the above. A request with `prompt_logprobs` computes
+    its whole prompt, without pages of the prefix cache, in chunks of at most 128 tokens.
+
     RequestError names a field of another type, or out of its range; TypeError an unknown one.
     """
 
@@ -68,6 +81,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     max_tokens: InitVar[int | None] = None
     min_tokens: InitVar[int | None] = None
 
@@ -88,6 +103,8 @@ class SamplingParams:
             "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "logit_bias": biases("logit_bias", self.logit_bias),
+            "logprobs": _count("logprobs", self.logprobs),
+            "prompt_logprobs": _count("prompt_logprobs", self.prompt_logprobs),
         }
         for name, (fits, expected) in NUMBERS.items():
             own[name] = given = number(name, getattr(self, name))

@@ -11,6 +11,7 @@ from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
+from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import FinishReason, Token
 from kvgraph.runtime.stats import RequestStats
 
@@ -89,6 +90,8 @@ class Completion:
 
     `finish_reason` is "stop" (a stop or end token), "length" (`max_new_tokens`, or the model's
     longest context) or "error": then `error` says why, and the rest is what came before it.
+    `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
+    Both None where SamplingParams do not ask.
     """
 
     request_id: str
@@ -109,6 +112,8 @@ class Completion:
     other requests share that time."""
     decode_tokens_per_second: float | None = None
     """Tokens behind the first one, by the time from the first one to the last."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 def completion_of(request_id: str, tokens: Sequence[Token], stats: RequestStats) -> Completion:
@@ -116,6 +121,7 @@ def completion_of(request_id: str, tokens: Sequence[Token], stats: RequestStats)
     last = tokens[-1]
     assert last.finish_reason is not None
     generated = [token.token_id for token in tokens if not token.error]
+    logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
     return Completion(
         request_id,
         generated,
@@ -129,6 +135,8 @@ def completion_of(request_id: str, tokens: Sequence[Token], stats: RequestStats)
         stats.total_seconds,
         _rate(stats.prompt_tokens - stats.cached_tokens, stats.prefill_seconds),
         _rate(len(generated) - 1, stats.decode_seconds),
+        logprobs or None,
+        tokens[0].prompt_logprobs,
     )
 
 

@@ -1,0 +1,105 @@
+"""What a step gives before any request has it: tokens, their text and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvgraph.contract.tokenizer import is_panic
+from kvgraph.runtime.logprobs import score
+from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, sample
+from kvgraph.runtime.scheduler import Batch, Request
+
+NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
+
+
+class Outcome(NamedTuple):
+    """A step's result before any request has it, for each sampled row of `batch`.
+
+    `tokens`: None of a row that failed; `lengths`: of the rows before it; `generated`: what callers
+    get.
+    """
+
+    batch: Batch
+    tokens: list[int | None]
+    reasons: list[FinishReason | None]
+    lengths: list[int]
+    generated: list[Token]
+
+
+def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
+    """Sample, and decode where rows have text; the logits' first rows are those of `batch.sampled`,
+    the next ones those of `batch.scored`.
+
+    Each row's source and text have gone on by a token: `rewind_output` undoes that.
+    """
+    rows = batch.sampled
+    tokens = sample(logits_RV[: len(rows)], [row.source for row in rows])
+    generated = tokens_with_text(rows, tokens)
+    if batch.scored:
+        score_prompts(batch, logits_RV)
+    if any(row.source.asks for row in rows):
+        generated = tokens_with_logprobs(rows, generated, logits_RV)
+    reasons = [token.finish_reason for token in generated]
+    if "error" in reasons:
+        tokens = [None if token.error else token.token_id for token in generated]
+    return Outcome(batch, tokens, reasons, [row.context.current_length for row in rows], generated)
+
+
+def tokens_with_text(rows: Sequence[Request], tokens: Sequence[int | None]) -> list[Token]:
+    """Each row's token with the text that it completes."""
+    generated = []
+    for row, token in zip(rows, tokens, strict=True):
+        if token is None:
+            generated.append(_failure(row, NO_NUMBER))
+            continue
+        reason, stream, text = row.reason_after(token), row.text, ""
+        if stream is not None and reason != "stop":
+            try:
+                decoder = stream.decoder or stream.start(row.context)
+                text = decoder.step(stream.tokenizer, token) or ""
+            except MemoryError:
+                raise
+            except BaseException as error:
+                if not isinstance(error, Exception) and not is_panic(error):
+                    raise
+                why = f"expected the text of token {token} from the tokenizer, got {error}"
+                generated.append(_failure(row, why))
+                continue
+        generated.append(Token(row.request_id, token, text, reason))
+    return generated
+
+
+def score_prompts(batch: Batch, logits_RV: Logits) -> None:
+    """The prompts' log-probabilities whose logits are in this step; known from here on."""
+    row = len(batch.sampled)
+    for request, span in batch.scored:
+        scores, tokens = request.scores, request.context.tokens
+        assert scores is not None
+        asked = [(row + i, int(tokens[at + 1]), scores.most) for i, at in enumerate(span)]
+        scores.found[span.start + 1 : span.stop + 1] = score(logits_RV, asked)
+        scores.known = span.stop
+        row += len(span)
+
+
+def tokens_with_logprobs(
+    rows: Sequence[Request], generated: Sequence[Token], logits_RV: Logits
+) -> list[Token]:
+    """The tokens with what their requests ask about them; with the first one about the prompt."""
+    told = list(generated)
+    at = [
+        i
+        for i, (row, token) in enumerate(zip(rows, generated, strict=True))
+        if row.source.params.logprobs is not None and not token.error
+    ]
+    asked = [(i, told[i].token_id, rows[i].source.params.logprobs or 0) for i in at]
+    for i, found in zip(at, score(logits_RV, asked), strict=True):
+        told[i] = told[i]._replace(logprobs=found)
+    for i, row in enumerate(rows):
+        if row.scores is not None and row.context.current_length == row.prompt_length:
+            told[i] = told[i]._replace(prompt_logprobs=row.scores.found)
+    return told
+
+
+def _failure(row: Request, why: str) -> Token:
+    return Token(row.request_id, NO_TOKEN, "", "error", f"request {row.request_id!r}: {why}")
