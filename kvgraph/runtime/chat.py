@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from kvgraph.contract.files import open_regular
 from kvgraph.errors import ArtifactError, RequestError
@@ -18,6 +19,8 @@ from kvgraph.runtime.messages import (
     plain_object,
     plain_objects,
 )
+from kvgraph.runtime.sampling import SamplingParams
+from kvgraph.runtime.text import Completion, TextCodec
 
 if TYPE_CHECKING:
     from kvgraph.runtime.templates import Jinja
@@ -36,17 +39,53 @@ PROBE = "a probe"
 
 
 class ChatFields(TypedDict, total=False):
-    """How messages are rendered.
-
-    `tools`: JSON schemas of functions. `add_generation_prompt`: whether the text ends where an
-    answer begins; on unless it is False. `chat_template`: a template, or the name of one of the
-    artifact's. `chat_template_kwargs`: more variables of the template, `documents` among them.
-    """
+    """How messages are rendered: keywords of `ChatTemplates.render`."""
 
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool
     chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
+
+
+class Chats(ABC):
+    """An engine's methods for messages: dicts with role and content, in OpenAI's form.
+
+    The keywords are the fields of `ChatFields`.
+    """
+
+    _templates: ChatTemplates
+    _text: TextCodec
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> Completion:
+        """Generate the answer to a chat; for its pieces, `stream(apply_chat_template(messages))`.
+
+        `tools` are shown to the model; its answer is text in any case, and is not parsed.
+        RequestError as of `submit` and `apply_chat_template`.
+        """
+        return self.generate([self.apply_chat_template(messages, **fields)], sampling)[0]
+
+    def apply_chat_template(self, messages: Messages, **fields: Unpack[ChatFields]) -> list[int]:
+        """Token ids of a chat in the form that the artifact's template gives it.
+
+        Special tokens are those that the template writes, in messages too: none is added.
+        `add_generation_prompt` (default: True): whether the text ends where an answer begins.
+        `chat_template`: a template, or the name of one of the artifact's. `chat_template_kwargs`:
+        more variables of the template. RequestError: what is no message, a template that refuses
+        the messages or fails at them; ArtifactError: no template, or a damaged one.
+        """
+        return self._text.tokenize(self._templates.render(messages, **fields), special_tokens=False)
 
 
 class ChatTemplates:
@@ -64,9 +103,12 @@ class ChatTemplates:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a prompt.
+        """The text of a chat.
 
-        Parts of a message's content are joined where the template takes text alone.
+        `tools` are JSON schemas of functions. `add_generation_prompt`: whether the text ends where
+        an answer begins. `chat_template`: a template, or the name of one of the artifact's.
+        `chat_template_kwargs`: more variables of the template, `documents` among them. Parts of a
+        message's content are joined where the template takes text alone.
         RequestError: what is no message, or a template that refuses the messages or fails at them.
         ArtifactError: no template, or one that is damaged.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -247,16 +246,3 @@ def test_an_artifact_without_a_template_of_use(
         ChatTemplates(tmp_path).render([USER])
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_all_files_about_chats_travel(tmp_path: Path) -> None:
-    from kvgraph.compiler.frontends.text_files import text_files
-
-    source = tmp_path / "model"
-    tokenizer({"default": "a", "tool_use": "b"}).save_pretrained(source)
-    for name, path in text_files(source).items():
-        copy = tmp_path / "copy" / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    ours = ChatTemplates(tmp_path / "copy")
-    assert (ours.render([USER]), ours.render([USER], tools=[TOOL])) == ("a", "b")
