@@ -139,7 +139,7 @@ def test_inspect_json(artifact: Path) -> None:
 def test_verify(artifact: Path) -> None:
     outcome = succeed("verify", artifact)
     assert outcome.err == ""
-    assert re.fullmatch(rf"{re.escape(str(artifact))}: intact: 6 files, .* MiB\n", outcome.out)
+    assert re.fullmatch(rf"{re.escape(str(artifact))}: intact: 7 files, .* MiB\n", outcome.out)
     summary = json.loads(succeed("verify", artifact, "--json").out)
     assert summary["artifact"] == str(artifact)
     assert summary["architecture"] == "llama"

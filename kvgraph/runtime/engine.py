@@ -14,6 +14,7 @@ from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.cache import make_cache
+from kvgraph.runtime.chat import Chats, ChatTemplates
 from kvgraph.runtime.config import (
     BatchConfig,
     CacheConfig,
@@ -35,7 +36,7 @@ MOST_WAIT_SECONDS = 0.05
 """How long an engine without anything to run waits for tiers before it looks again."""
 
 
-class Engine:
+class Engine(Chats):
     """Runs ragged batches over an artifact: prefill, chunks and decode rows in one graph.
 
         engine = Engine("tiny.kvg")
@@ -81,6 +82,7 @@ class Engine:
         self.session = session
         self.kv, self.scheduler, self._buckets = make_cache(artifact, session, cache, tiers, batch)
         self._text = TextCodec(artifact.folder)
+        self._templates = ChatTemplates(artifact.folder)
         self._builder = RequestBuilder(self.model, self._text, self.scheduler)
         self._turns = Turns("Engine")
         self._ids = itertools.count()
