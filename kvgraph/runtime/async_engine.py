@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
+from typing import TypeVar
 
 from kvgraph.errors import GenerationError, RequestError
 from kvgraph.runtime.arguments import instance
@@ -20,6 +21,8 @@ from kvgraph.runtime.sampling import NO_TOKEN, SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
 from kvgraph.runtime.text import Completion, completion_of
 
+T = TypeVar("T")
+
 LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread of its own: more than about 5 ms."""
 
@@ -27,11 +30,13 @@ LONG_TEXT = 16_384
 class TokenStream:
     """The tokens of one request: `async for tokens in stream` gives all since the last time.
 
-    Each list has at least one token; the last token has a `finish_reason`. `aclose` cancels the
-    request, unless it has ended. One task reads a stream.
+    Each list has at least one token; the last token has a `finish_reason`. One task reads a
+    stream. A task that reads several gives them one `news`, which each of them sets.
     """
 
-    def __init__(self, engine: AsyncEngine, request: Request, most_unread: int | None) -> None:
+    def __init__(
+        self, engine: AsyncEngine, request: Request, most_unread: int | None, news: asyncio.Event
+    ) -> None:
         self.request_id = request.request_id
         self.stats = request.stats
         self.has_ended = False
@@ -39,7 +44,7 @@ class TokenStream:
         self._engine = engine
         self._most_unread = most_unread
         self._unread: list[Token] = []
-        self._news = asyncio.Event()
+        self._news = news
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -50,10 +55,20 @@ class TokenStream:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
+        return self.take()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether tokens have come that nobody has taken."""
+        return bool(self._unread)
+
+    def take(self) -> list[Token]:
+        """All tokens since the last time, without waiting."""
         tokens, self._unread = self._unread, []
         return tokens
 
-    async def aclose(self) -> None:
+    def cancel(self) -> None:
+        """Cancel the request, unless it has ended."""
         self._engine._cancel(self)
 
     def _give(self, tokens: list[Token]) -> None:
@@ -61,7 +76,7 @@ class TokenStream:
         self.has_ended = bool(tokens[-1].finish_reason)
         self._news.set()
         if self._most_unread is not None and len(self._unread) > self._most_unread:
-            self._engine._cancel(self)
+            self.cancel()
             self._unread = [failed(self.request_id, _unread(self.request_id, self._most_unread))]
 
 
@@ -100,10 +115,12 @@ class AsyncEngine:
         self._thread.start()
 
     async def close(self) -> None:
-        """Cancel what is open, end the thread and close the engine. Idempotent."""
+        """End the thread, and close the engine. What is open ends with finish_reason "error"."""
         self._is_closed = True
         for stream in list(self._streams.values()):
-            self._cancel(stream)
+            stream.cancel()
+            why = f"request {stream.request_id!r}: the engine was closed"
+            stream._give([failed(stream.request_id, why)])
         if self._thread is None:
             self.engine.close()
         else:
@@ -135,14 +152,14 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: bytes = b"",
         most_unread: int | None = None,
+        news: asyncio.Event | None = None,
     ) -> TokenStream:
         """Queue a prompt (text or token ids). RequestError as of `Engine.submit`, at once.
 
         A stream with more than `most_unread` unread tokens is cancelled: its reader is too slow,
         and its last token has finish_reason "error".
         """
-        if self._thread is None or self._is_closed:
-            raise RequestError("AsyncEngine.submit: expected a running engine, got a stopped one")
+        self._require_running("submit")
         if request_id is None:
             request_id = f"async-{next(self._ids)}"
         instance("request_id", request_id, str, "text")
@@ -151,7 +168,9 @@ class AsyncEngine:
         if request_id in self._streams:
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
         request = self.engine._builder.request(request_id, prompt, sampling, cache_salt)
-        stream = self._streams[request_id] = TokenStream(self, request, most_unread)
+        stream = self._streams[request_id] = TokenStream(
+            self, request, most_unread, news or asyncio.Event()
+        )
         self._inbox.put(lambda: self._begin(request))
         return stream
 
@@ -170,7 +189,7 @@ class AsyncEngine:
                 if text := "".join([token.text for token in tokens]):
                     yield text
         finally:
-            self._cancel(stream)
+            stream.cancel()
 
     async def generate(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
@@ -182,8 +201,27 @@ class AsyncEngine:
             async for tokens in stream:
                 generated += tokens
         finally:
-            self._cancel(stream)
+            stream.cancel()
         return completion_of(stream.request_id, generated, stream.stats)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """What `function` gives of the engine, called in its thread between two steps."""
+        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            try:
+                give, value = found.set_result, function(self.engine)
+            except Exception as error:
+                give, value = found.set_exception, error  # type: ignore[assignment]
+            loop.call_soon_threadsafe(lambda: found.done() or give(value))
+
+        self._require_running("call")
+        self._inbox.put(run)
+        return await found  # type: ignore[no-any-return]
+
+    def _require_running(self, call: str) -> None:
+        if self._thread is None or self._is_closed:
+            raise RequestError(f"AsyncEngine.{call}: expected a running engine, got a stopped one")
 
     def _cancel(self, stream: TokenStream) -> None:
         stream.has_ended = True
