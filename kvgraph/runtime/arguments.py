@@ -70,6 +70,19 @@ def integers(name: str, values: object, least: int) -> tuple[int, ...]:
     return tuple([integer(name, value, least) for value in values])
 
 
+def texts(name: str, values: object, most: int) -> tuple[str, ...]:
+    """`values`, one text or up to `most`, as a tuple; none of them is empty."""
+    given = (values,) if isinstance(values, str) else values
+    if not isinstance(given, list | tuple):
+        raise RequestError(f"{name}: expected text, or a list of it, got {said(values)}")
+    if len(given) > most:
+        raise RequestError(f"{name}: expected at most {most}, got {len(given)}")
+    for text in given:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name}: expected text that is not empty, got {said(text)}")
+    return tuple(given)
+
+
 def biases(name: str, values: object) -> dict[int, float] | None:
     """`values` as token id -> what is added to its logit; None where there is none."""
     if values is None:

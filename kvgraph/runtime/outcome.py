@@ -54,10 +54,15 @@ def tokens_with_text(rows: Sequence[Request], tokens: Sequence[int | None]) -> l
             generated.append(_failure(row, NO_NUMBER))
             continue
         reason, stream, text = row.reason_after(token), row.text, ""
-        if stream is not None and reason != "stop":
+        stop: str | int | None = None
+        if stream is not None and (reason != "stop" or stream.stops):
             try:
                 decoder = stream.decoder or stream.start(row.context)
-                text = decoder.step(stream.tokenizer, token) or ""
+                if reason != "stop":
+                    text = decoder.step(stream.tokenizer, token) or ""
+                if stream.stops is not None:
+                    count = row.context.current_length + 1 - row.prompt_length
+                    text, stop = stream.stops.step(text, count, ends=reason is not None)
             except MemoryError:
                 raise
             except BaseException as error:
@@ -66,7 +71,11 @@ def tokens_with_text(rows: Sequence[Request], tokens: Sequence[int | None]) -> l
                 why = f"expected the text of token {token} from the tokenizer, got {error}"
                 generated.append(_failure(row, why))
                 continue
-        generated.append(Token(row.request_id, token, text, reason))
+        if stop is None and reason == "stop" and token in row.source.params.stop_token_ids:
+            stop = token
+        elif stop is not None:
+            reason = "stop"
+        generated.append(Token(row.request_id, token, text, reason, stop_reason=stop))
     return generated
 
 

@@ -15,6 +15,7 @@ from kvgraph.runtime.edits import edits_of
 from kvgraph.runtime.logprobs import PromptScores
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Request, Scheduler
+from kvgraph.runtime.stopping import StopStrings
 from kvgraph.runtime.text import TextCodec
 
 
@@ -57,7 +58,7 @@ class RequestBuilder:
             TokenSource(sampling, edits_of(sampling, context, ends)),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
-            self.text.stream(len(tokens)),
+            self.text.stream(len(tokens), stops_of(sampling)),
             scores,
         )
         self.scheduler.require_room(request)
@@ -115,3 +116,11 @@ class RequestBuilder:
                 f"request {request_id!r}: logit_bias: expected token ids in "
                 f"[0, {self.model.vocab_size}), got {greatest}"
             )
+
+
+def stops_of(sampling: SamplingParams) -> StopStrings | None:
+    """None where no text ends a request."""
+    if not sampling.stop:
+        return None
+    includes, least = sampling.include_stop_str_in_output, sampling.min_new_tokens
+    return StopStrings(sampling.stop, includes=includes, least=least)

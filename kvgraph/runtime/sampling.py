@@ -24,14 +24,15 @@ from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
 Logits = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length", "error"]
-"""Why a request ended: at a stop or end token, at its longest, or by a failure that was its own."""
+"""Why a request ended: at a stop string, a stop or end token, at its longest, or by a failure that
+was its own."""
 
 NO_TOKEN = -1
 """Stands for a token where a request failed before it had one."""
 
 
 class Token(NamedTuple):
-    """One generated token, and with the last one why its request ended.
+    """One generated token, and with the last one why its request ended (as `Completion` says it).
 
     A request that fails on its own ends with finish_reason "error": then `error` is a sentence that
     says why, `token_id` is NO_TOKEN and `text` is empty. The first token of a request that asks for
@@ -45,6 +46,7 @@ class Token(NamedTuple):
     error: str | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_reason: str | int | None = None
 
 
 class TokenSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,10 @@ from kvgraph.runtime.arguments import (
     number,
     optional_integer,
     require_fields,
+    texts,
 )
+
+MOST_STOPS = 16
 
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's and OpenAI's names for fields of SamplingParams."""
@@ -49,8 +52,11 @@ class SamplingParams:
     `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it. With a `seed` a
     request's tokens do not depend on its batch.
 
-    Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, or at the model's own
-    end tokens unless `ignore_eos`; none of these tokens comes before `min_new_tokens` others.
+    Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, at the model's own
+    end tokens unless `ignore_eos`, or with a string of `stop` (one, or at most 16): the text ends
+    before it, or behind it with `include_stop_str_in_output`; text that may become a stop string is
+    held back. The first one that is complete counts. None of these tokens comes before
+    `min_new_tokens` others, and no stop string counts in fewer tokens.
     `max_tokens` and `min_tokens` are other names for the two limits: they are read as
     `max_new_tokens` and `min_new_tokens`.
 
@@ -81,6 +87,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     max_tokens: InitVar[int | None] = None
@@ -101,6 +109,10 @@ class SamplingParams:
             "top_k": integer("top_k", self.top_k, 0),
             "seed": optional_integer("seed", self.seed, 0),
             "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
+            "stop": texts("stop", self.stop, MOST_STOPS),
+            "include_stop_str_in_output": flag(
+                "include_stop_str_in_output", self.include_stop_str_in_output
+            ),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "logit_bias": biases("logit_bias", self.logit_bias),
             "logprobs": _count("logprobs", self.logprobs),

@@ -13,6 +13,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import FinishReason, Token
+from kvgraph.runtime.stopping import StopStrings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,9 +47,19 @@ class TextCodec:
             self.tokenizer, text, self._path, ArtifactError, special_tokens=special_tokens
         )
 
-    def stream(self, prompt_length: int) -> TextStream | None:
-        """The text behind a prompt of so many tokens; None without a tokenizer."""
-        return None if self.tokenizer is None else TextStream(self.tokenizer, prompt_length)
+    def stream(self, prompt_length: int, stops: StopStrings | None = None) -> TextStream | None:
+        """The text behind a prompt of so many tokens; None without a tokenizer.
+
+        RequestError where `stops` need one.
+        """
+        if self.tokenizer is not None:
+            return TextStream(self.tokenizer, prompt_length, stops)
+        if stops is not None:
+            raise RequestError(
+                f"stop: expected no strings without a tokenizer, and {self._path.parent} has no "
+                f"{NAME}; use stop_token_ids"
+            )
+        return None
 
 
 class TextStream:
@@ -59,22 +70,31 @@ class TextStream:
 
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
+    `stops` are given each piece by the caller, who hands over what they give.
     """
 
-    __slots__ = ("_first", "decoder", "tokenizer")
+    __slots__ = ("_first", "_prompt_length", "decoder", "stops", "tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_length: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_length: int, stops: StopStrings | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.stops = stops
+        self._prompt_length = prompt_length
         self._first = max(0, prompt_length - SEEN_BY_DECODER)
         self.decoder: DecodeStream | None = None
 
     def start(self, context: TextContext) -> DecodeStream:
-        """The decoder of the tokens that come behind those of `context`."""
+        """The decoder of the tokens that come behind those of `context`; `stops` are there too."""
         from tokenizers.decoders import DecodeStream
 
         decoder = DecodeStream(skip_special_tokens=True)
-        for token in context.tokens[self._first :].tolist():
-            decoder.step(self.tokenizer, token)
+        if self.stops is not None:
+            self.stops.rewind()
+        for at, token in enumerate(context.tokens[self._first :].tolist(), self._first):
+            piece = decoder.step(self.tokenizer, token)
+            if self.stops is not None and at >= self._prompt_length:
+                self.stops.step(piece or "", at + 1 - self._prompt_length)
         self.decoder = decoder
         return decoder
 
@@ -87,8 +107,10 @@ class TextStream:
 class Completion:
     """A finished request: what was generated behind the prompt.
 
-    `finish_reason` is "stop" (a stop or end token), "length" (`max_new_tokens`, or the model's
-    longest context) or "error": then `error` says why, and the rest is what came before it.
+    `finish_reason` is "stop" (a stop string, a stop or end token), "length" (`max_new_tokens`, or
+    the model's longest context) or "error": then `error` says why, and the rest is what came before
+    it. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended it; else
+    None. `token_ids` are all that were generated, those of a stop string too.
     `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
     Both None where SamplingParams do not ask.
     """
@@ -100,6 +122,7 @@ class Completion:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_reason: str | int | None = None
 
 
 def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
@@ -115,4 +138,5 @@ def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
         last.error,
         logprobs or None,
         tokens[0].prompt_logprobs,
+        last.stop_reason,
     )
