@@ -44,6 +44,7 @@ _EXPORTS = {
     "KVCacheStrategy": "kvgraph.contract.params",
     "KVGraphError": "kvgraph.errors",
     "KernelError": "kvgraph.errors",
+    "Logprob": "kvgraph.runtime.logprobs",
     "Manifest": "kvgraph.contract.manifest",
     "MissingDependencyError": "kvgraph.errors",
     "ModelError": "kvgraph.errors",
@@ -70,6 +71,7 @@ _EXPORTS = {
     "TextContext": "kvgraph.kv.requests",
     "TierConfig": "kvgraph.runtime.config",
     "Token": "kvgraph.runtime.sampling",
+    "TokenLogprobs": "kvgraph.runtime.logprobs",
     "TransferError": "kvgraph.errors",
     "UnsupportedError": "kvgraph.errors",
     "compile": "kvgraph.build",
@@ -147,6 +149,8 @@ if TYPE_CHECKING:
     from kvgraph.runtime.config import CacheConfig as CacheConfig
     from kvgraph.runtime.config import TierConfig as TierConfig
     from kvgraph.runtime.engine import Engine as Engine
+    from kvgraph.runtime.logprobs import Logprob as Logprob
+    from kvgraph.runtime.logprobs import TokenLogprobs as TokenLogprobs
     from kvgraph.runtime.sampling import Token as Token
     from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
     from kvgraph.runtime.sessions.base import Session as Session

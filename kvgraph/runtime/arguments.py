@@ -24,19 +24,23 @@ LARGEST_BIAS = 100.0
 """As OpenAI's."""
 
 
-def integer(name: str, value: object, least: int, *, or_else: str = "") -> int:
-    """`value` as an int of `least` or more; `or_else` is what is allowed besides."""
+def integer(
+    name: str, value: object, least: int, most: int | None = None, *, or_else: str = ""
+) -> int:
+    """`value` as an int of `least` to `most`; `or_else` is what is allowed besides."""
     number = _index(value)
     if number is None:
         raise RequestError(f"{name}: expected an integer >= {least}{or_else}, got {said(value)}")
     if number < least:
         raise RequestError(f"{name}: expected >= {least}{or_else}, got {number}")
+    if most is not None and number > most:
+        raise RequestError(f"{name}: expected at most {most}{or_else}, got {number}")
     return number
 
 
-def optional_integer(name: str, value: object, least: int) -> int | None:
-    """`value` as an int of `least` or more, or None."""
-    return None if value is None else integer(name, value, least, or_else=" or None")
+def optional_integer(name: str, value: object, least: int, most: int | None = None) -> int | None:
+    """`value` as an int of `least` to `most`, or None."""
+    return None if value is None else integer(name, value, least, most, or_else=" or None")
 
 
 def number(name: str, value: object) -> float:

@@ -27,7 +27,7 @@ from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
 from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
-from kvgraph.runtime.text import Completion, TextCodec, completion_of
+from kvgraph.runtime.text import Completion, TextCodec, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
 
 MOST_WAIT_SECONDS = 0.05
@@ -187,7 +187,7 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate for all prompts together; completions in the prompts' order.
+        """Generate for all prompts together; completions in the prompts' order, `n` of each.
 
         RequestError as of `submit`, with the prompt's index, before any of them runs.
         """
@@ -302,7 +302,7 @@ class Engine:
         finally:
             self._abandoned.extend(requests)
             self._settle()
-        return [completion_of(request_id, generated) for request_id, generated in tokens.items()]
+        return completions_of(tokens, [request.index for request in requests])
 
     def _request(
         self,

@@ -21,6 +21,7 @@ from kvgraph.runtime.arguments import (
 )
 
 MOST_STOPS = 16
+MOST_COMPLETIONS = 128
 
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's and OpenAI's names for fields of SamplingParams."""
@@ -34,13 +35,6 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
 }
 """Field of SamplingParams -> whether a number fits, and what is expected."""
-
-
-def _count(name: str, value: object) -> int | None:
-    count = optional_integer(name, value, 0)
-    if count is not None and count > MOST_LOGPROBS:
-        raise RequestError(f"{name}: expected at most {MOST_LOGPROBS}, got {count}")
-    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +65,9 @@ class SamplingParams:
     the model's own distribution, before all of the above. A request with `prompt_logprobs` computes
     its whole prompt, without pages of the prefix cache, in chunks of at most 128 tokens.
 
+    `n` (1 to 128): completions of each prompt that `Engine.generate` gives, which share the pages
+    of the prompt. With a `seed`, number i has seed + i.
+
     RequestError names a field of another type, or out of its range; TypeError an unknown one.
     """
 
@@ -89,6 +86,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     max_tokens: InitVar[int | None] = None
@@ -107,6 +105,7 @@ class SamplingParams:
             "max_new_tokens": integer("max_new_tokens", most, 1),
             "min_new_tokens": integer("min_new_tokens", least, 0),
             "top_k": integer("top_k", self.top_k, 0),
+            "n": integer("n", self.n, 1, MOST_COMPLETIONS),
             "seed": optional_integer("seed", self.seed, 0),
             "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
             "stop": texts("stop", self.stop, MOST_STOPS),
@@ -115,8 +114,10 @@ class SamplingParams:
             ),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "logit_bias": biases("logit_bias", self.logit_bias),
-            "logprobs": _count("logprobs", self.logprobs),
-            "prompt_logprobs": _count("prompt_logprobs", self.prompt_logprobs),
+            "logprobs": optional_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
+            "prompt_logprobs": optional_integer(
+                "prompt_logprobs", self.prompt_logprobs, 0, MOST_LOGPROBS
+            ),
         }
         for name, (fits, expected) in NUMBERS.items():
             own[name] = given = number(name, getattr(self, name))

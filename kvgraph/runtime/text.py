@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +112,7 @@ class Completion:
     it. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended it; else
     None. `token_ids` are all that were generated, those of a stop string too.
     `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
-    Both None where SamplingParams do not ask.
+    Both None where SamplingParams do not ask. `index`: which of the prompt's `n` completions it is.
     """
 
     request_id: str
@@ -123,9 +123,26 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: str | int | None = None
+    index: int = 0
 
 
-def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
+def completions_of(
+    tokens: Mapping[str, Sequence[Token]], indices: Sequence[int]
+) -> list[Completion]:
+    """Of requests that have ended, whose tokens are all of theirs, in the order of `indices`."""
+    done: list[Completion] = []
+    for (request_id, generated), index in zip(tokens.items(), indices, strict=True):
+        about_prompt = done[-1].prompt_logprobs if index else generated[0].prompt_logprobs
+        done.append(completion_of(request_id, generated, index, about_prompt))
+    return done
+
+
+def completion_of(
+    request_id: str,
+    tokens: Sequence[Token],
+    index: int,
+    prompt_logprobs: list[TokenLogprobs | None] | None,
+) -> Completion:
     """All tokens of a request that has ended."""
     last = tokens[-1]
     assert last.finish_reason is not None
@@ -137,6 +154,7 @@ def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
         last.finish_reason,
         last.error,
         logprobs or None,
-        tokens[0].prompt_logprobs,
+        prompt_logprobs,
         last.stop_reason,
+        index,
     )
