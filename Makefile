@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | check | check-kernels | docs | format | generate
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-start
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 .PHONY: demo test test-fast test-all check check-kernels docs format generate clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-start
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -86,6 +86,9 @@ bench-stores: $(VENV)/.installed
 # 3 GB of disk, about 3 minutes. With an artifact at hand: ARTIFACT=DIR make bench-step.
 bench-step: $(VENV)/.installed
 	$(BENCH).step $(ARTIFACT)
+
+bench-sampling: $(VENV)/.installed
+	$(BENCH).sampling
 
 bench-start: $(VENV)/.installed
 	$(BENCH).start $(ARTIFACT)

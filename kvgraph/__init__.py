@@ -45,6 +45,7 @@ _EXPORTS = {
     "KVCacheStrategy": "kvgraph.contract.params",
     "KVGraphError": "kvgraph.errors",
     "KernelError": "kvgraph.errors",
+    "Logprob": "kvgraph.runtime.logprobs",
     "Manifest": "kvgraph.contract.manifest",
     "MissingDependencyError": "kvgraph.errors",
     "ModelError": "kvgraph.errors",
@@ -71,6 +72,7 @@ _EXPORTS = {
     "TextContext": "kvgraph.kv.requests",
     "TierConfig": "kvgraph.runtime.config",
     "Token": "kvgraph.runtime.sampling",
+    "TokenLogprobs": "kvgraph.runtime.logprobs",
     "TransferError": "kvgraph.errors",
     "UnsupportedError": "kvgraph.errors",
     "compile": "kvgraph.build",
@@ -149,6 +151,8 @@ if TYPE_CHECKING:
     from kvgraph.runtime.config import CacheConfig as CacheConfig
     from kvgraph.runtime.config import TierConfig as TierConfig
     from kvgraph.runtime.engine import Engine as Engine
+    from kvgraph.runtime.logprobs import Logprob as Logprob
+    from kvgraph.runtime.logprobs import TokenLogprobs as TokenLogprobs
     from kvgraph.runtime.sampling import Token as Token
     from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
     from kvgraph.runtime.sessions.base import Session as Session

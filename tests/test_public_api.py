@@ -51,6 +51,7 @@ PUBLIC = [
     "KVCacheStrategy",
     "KVGraphError",
     "KernelError",
+    "Logprob",
     "Manifest",
     "MissingDependencyError",
     "ModelError",
@@ -77,6 +78,7 @@ PUBLIC = [
     "TextContext",
     "TierConfig",
     "Token",
+    "TokenLogprobs",
     "TransferError",
     "UnsupportedError",
     "compile",
@@ -96,7 +98,7 @@ FLAGS = {
     "--from-artifact --json --max-batch --max-tokens --output --page-size --quality --quality-text "
     "--target --weights",
     "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
-    "--num-pages --prefix --remote --seed --session --temperature --threads --top-k --top-p",
+    "--num-pages --prefix --remote --seed --session --stop --temperature --threads --top-k --top-p",
     "inspect": "--json",
     "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
     "--target --weights",

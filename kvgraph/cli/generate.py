@@ -23,6 +23,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this; may be given 16 times.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     session: Annotated[
         str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")
@@ -55,6 +58,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        stop=stop or (),
         ignore_eos=ignore_eos,
     )
     with stderr.status("loading the artifact"):

@@ -24,19 +24,23 @@ LARGEST_BIAS = 100.0
 """As OpenAI's."""
 
 
-def integer(name: str, value: object, least: int, *, or_else: str = "") -> int:
-    """`value` as an int of `least` or more; `or_else` is what is allowed besides."""
+def integer(
+    name: str, value: object, least: int, most: int | None = None, *, or_else: str = ""
+) -> int:
+    """`value` as an int of `least` to `most`; `or_else` is what is allowed besides."""
     number = _index(value)
     if number is None:
         raise RequestError(f"{name}: expected an integer >= {least}{or_else}, got {said(value)}")
     if number < least:
         raise RequestError(f"{name}: expected >= {least}{or_else}, got {number}")
+    if most is not None and number > most:
+        raise RequestError(f"{name}: expected at most {most}{or_else}, got {number}")
     return number
 
 
-def optional_integer(name: str, value: object, least: int) -> int | None:
-    """`value` as an int of `least` or more, or None."""
-    return None if value is None else integer(name, value, least, or_else=" or None")
+def optional_integer(name: str, value: object, least: int, most: int | None = None) -> int | None:
+    """`value` as an int of `least` to `most`, or None."""
+    return None if value is None else integer(name, value, least, most, or_else=" or None")
 
 
 def number(name: str, value: object) -> float:
@@ -68,6 +72,19 @@ def integers(name: str, values: object, least: int) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name}: expected integers >= {least}, got {said(values)}")
     return tuple([integer(name, value, least) for value in values])
+
+
+def texts(name: str, values: object, most: int) -> tuple[str, ...]:
+    """`values`, one text or up to `most`, as a tuple; none of them is empty."""
+    given = (values,) if isinstance(values, str) else values
+    if not isinstance(given, list | tuple):
+        raise RequestError(f"{name}: expected text, or a list of it, got {said(values)}")
+    if len(given) > most:
+        raise RequestError(f"{name}: expected at most {most}, got {len(given)}")
+    for text in given:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name}: expected text that is not empty, got {said(text)}")
+    return tuple(given)
 
 
 def biases(name: str, values: object) -> dict[int, float] | None:

@@ -29,7 +29,7 @@ from kvgraph.runtime.sampling import Logits, SamplingParams, Token
 from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.stats import EngineStats, cache_stats
-from kvgraph.runtime.text import Completion, TextCodec, completion_of
+from kvgraph.runtime.text import Completion, TextCodec, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
 
 MOST_WAIT_SECONDS = 0.05
@@ -190,7 +190,7 @@ class Engine(Chats):
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate for all prompts together; completions in the prompts' order.
+        """Generate for all prompts together; completions in the prompts' order, `n` of each.
 
         RequestError as of `submit`, with the prompt's index, before any of them runs.
         """
@@ -315,7 +315,7 @@ class Engine(Chats):
         finally:
             self._abandoned.extend(requests)
             self._settle()
-        return [completion_of(r.request_id, tokens[r.request_id], r.stats) for r in requests]
+        return completions_of(tokens, [r.stats for r in requests], [r.index for r in requests])
 
     def _request(
         self,

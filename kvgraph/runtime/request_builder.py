@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from secrets import token_bytes
 from typing import cast
 
@@ -15,6 +15,7 @@ from kvgraph.runtime.edits import edits_of
 from kvgraph.runtime.logprobs import PromptScores
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Request, Scheduler
+from kvgraph.runtime.stopping import StopStrings
 from kvgraph.runtime.text import TextCodec
 
 
@@ -39,6 +40,8 @@ class RequestBuilder:
         """A request of text or token ids; None samples as the defaults do."""
         sampling = SamplingParams() if sampling is None else sampling
         instance("sampling", sampling, SamplingParams, "SamplingParams")
+        if sampling.n > 1:
+            raise RequestError(f"n: expected 1 of a single request, got {sampling.n}; use generate")
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         is_text = isinstance(prompt, str) and prompt != ""
         tokens = self.text.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
@@ -57,7 +60,7 @@ class RequestBuilder:
             TokenSource(sampling, edits_of(sampling, context, ends)),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
-            self.text.stream(len(tokens)),
+            self.text.stream(len(tokens), stops_of(sampling)),
             scores,
         )
         self.scheduler.require_room(request)
@@ -69,17 +72,39 @@ class RequestBuilder:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Of each prompt one; of several, RequestError names the index of one that cannot be."""
+        """Of each prompt `n`; of several, RequestError names the index of one that cannot be."""
         listed = sequence("prompts", "text", prompts)
         requests = []
         each = one_for_each("sampling", sampling, len(listed))
         for at, (prompt, params) in enumerate(zip(listed, each, strict=True)):
             try:
-                requests.append(self.request(new_id(), prompt, params))
+                requests += self._copies(new_id, prompt, params)
             except RequestError as error:
                 if len(listed) == 1:
                     raise
                 raise RequestError(f"prompts[{at}]: {error}") from error
+        return requests
+
+    def _copies(
+        self,
+        new_id: Callable[[], str],
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+    ) -> list[Request]:
+        """`n` requests of one prompt. The first asks about the prompt, for all of them."""
+        if not isinstance(sampling, SamplingParams) or sampling.n == 1:
+            return [self.request(new_id(), prompt, sampling)]
+        seed = sampling.seed
+        requests: list[Request] = []
+        for i in range(sampling.n):
+            own = replace(sampling, n=1, seed=None if seed is None else seed + i)
+            if i == 0:
+                request = self.request(new_id(), prompt, own)
+                prompt = request.context.tokens.tolist()
+            else:
+                request = self.request(new_id(), prompt, replace(own, prompt_logprobs=None))
+            request.index = i
+            requests.append(request)
         return requests
 
     def _check(self, request_id: str, tokens: list[int]) -> None:
@@ -115,3 +140,11 @@ class RequestBuilder:
                 f"request {request_id!r}: logit_bias: expected token ids in "
                 f"[0, {self.model.vocab_size}), got {greatest}"
             )
+
+
+def stops_of(sampling: SamplingParams) -> StopStrings | None:
+    """None where no text ends a request."""
+    if not sampling.stop:
+        return None
+    includes, least = sampling.include_stop_str_in_output, sampling.min_new_tokens
+    return StopStrings(sampling.stop, includes=includes, least=least)

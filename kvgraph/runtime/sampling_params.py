@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,11 @@ from kvgraph.runtime.arguments import (
     number,
     optional_integer,
     require_fields,
+    texts,
 )
+
+MOST_STOPS = 16
+MOST_COMPLETIONS = 128
 
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's and OpenAI's names for fields of SamplingParams."""
@@ -33,13 +37,6 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 """Field of SamplingParams -> whether a number fits, and what is expected."""
 
 
-def _count(name: str, value: object) -> int | None:
-    count = optional_integer(name, value, 0)
-    if count is not None and count > MOST_LOGPROBS:
-        raise RequestError(f"{name}: expected at most {MOST_LOGPROBS}, got {count}")
-    return count
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are chosen, and when it ends.
@@ -49,8 +46,11 @@ class SamplingParams:
     `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it. With a `seed` a
     request's tokens do not depend on its batch.
 
-    Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, or at the model's own
-    end tokens unless `ignore_eos`; none of these tokens comes before `min_new_tokens` others.
+    Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, at the model's own
+    end tokens unless `ignore_eos`, or with a string of `stop` (one, or at most 16): the text ends
+    before it, or behind it with `include_stop_str_in_output`; text that may become a stop string is
+    held back. The first one that is complete counts. None of these tokens comes before
+    `min_new_tokens` others, and no stop string counts in fewer tokens.
     `max_tokens` and `min_tokens` are other names for the two limits: they are read as
     `max_new_tokens` and `min_new_tokens`.
 
@@ -64,6 +64,9 @@ class SamplingParams:
     likeliest ones (0 to 20); `prompt_logprobs` asks the same about the prompt's tokens. Both are of
     the model's own distribution, before all of the above. A request with `prompt_logprobs` computes
     its whole prompt, without pages of the prefix cache, in chunks of at most 128 tokens.
+
+    `n` (1 to 128): completions of each prompt that `Engine.generate` gives, which share the pages
+    of the prompt. With a `seed`, number i has seed + i.
 
     RequestError names a field of another type, or out of its range; TypeError an unknown one.
     """
@@ -81,6 +84,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     max_tokens: InitVar[int | None] = None
@@ -99,12 +105,19 @@ class SamplingParams:
             "max_new_tokens": integer("max_new_tokens", most, 1),
             "min_new_tokens": integer("min_new_tokens", least, 0),
             "top_k": integer("top_k", self.top_k, 0),
+            "n": integer("n", self.n, 1, MOST_COMPLETIONS),
             "seed": optional_integer("seed", self.seed, 0),
             "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
+            "stop": texts("stop", self.stop, MOST_STOPS),
+            "include_stop_str_in_output": flag(
+                "include_stop_str_in_output", self.include_stop_str_in_output
+            ),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "logit_bias": biases("logit_bias", self.logit_bias),
-            "logprobs": _count("logprobs", self.logprobs),
-            "prompt_logprobs": _count("prompt_logprobs", self.prompt_logprobs),
+            "logprobs": optional_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
+            "prompt_logprobs": optional_integer(
+                "prompt_logprobs", self.prompt_logprobs, 0, MOST_LOGPROBS
+            ),
         }
         for name, (fits, expected) in NUMBERS.items():
             own[name] = given = number(name, getattr(self, name))

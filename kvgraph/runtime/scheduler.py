@@ -50,6 +50,8 @@ class Request:
     """Tokens of prompt and output together at which it ends."""
     text: TextStream | None = None
     scores: PromptScores | None = None
+    index: int = 0
+    """Which of its prompt's completions it is."""
     finish_reason: FinishReason | None = None
     arrival: int = 0
     """Its place among all that were submitted."""

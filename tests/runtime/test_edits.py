@@ -21,38 +21,13 @@ from kvgraph.errors import KernelError, RequestError
 from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.edits import LogitEdits, edits_of
-from kvgraph.runtime.sampling import TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import TokenSource
 from tests.runtime.scripted import greedy, scripted
-from tests.runtime.test_sampling_kernel import Given, long_rows, sorted_whole
+from tests.runtime.test_sampling_kernel import Given, long_rows
+from tests.support.sampling import chosen, edited, words
 
 VOCAB = 2500
-
-
-def edited(
-    row: Any, params: SamplingParams, prompt: list[int], output: list[int], ends: Any, allowed: Any
-) -> Any:
-    """The definition, on a copy of one row of logits; `allowed`: by token, or None."""
-    row = row.astype(np.float64)
-    if allowed is not None:
-        row[~allowed] = -np.inf
-    if len(output) < params.min_new_tokens:
-        row[list(ends)] = -np.inf
-    for token, bias in (params.logit_bias or {}).items():
-        row[token] = np.float32(row[token] + bias)
-    seen = set(output) | (set(prompt) if params.repetition_penalty != 1 else set())
-    counts = Counter(output)
-    for token in seen:
-        factor = params.repetition_penalty
-        row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
-        if token in counts:
-            row[token] -= params.frequency_penalty * counts[token] + params.presence_penalty
-    return row.astype(np.float32)
-
-
-def words(allowed: Any) -> Any:
-    """A mask as the kernel takes it; bits behind the vocabulary are set."""
-    bits = np.concatenate([allowed, np.ones(-len(allowed) % 32, bool)])
-    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
 FIELDS = st.fixed_dictionaries(
@@ -108,13 +83,6 @@ def test_rows_are_edited_as_by_definition(
     wanted = [chosen(row, *draw) for row, draw in zip(rows, draws, strict=True)]
     assert sample(logits, sources) == wanted
     np.testing.assert_array_equal(logits, before)
-
-
-def chosen(row: Any, params: SamplingParams, number: float) -> int | None:
-    if row.max() == -np.inf:
-        return None
-    greedy = params.temperature == 0
-    return int(row.argmax()) if greedy else sorted_whole([row], [(params, number)])[0]
 
 
 def context_source(

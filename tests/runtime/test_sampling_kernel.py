@@ -13,28 +13,12 @@ from hypothesis import strategies as st
 
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
-from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from tests.support.isa import forced_isa
+from tests.support.sampling import sorted_whole
 
 ISAS = ["avx2", "avx512", "avx512_bf16"]
-
-
-def sorted_whole(logits_RV: Any, draws: list[tuple[SamplingParams, float]]) -> list[int]:
-    """The definition: every row sorted, weighed and summed whole, in float64."""
-    chosen = []
-    for row, (params, uniform) in zip(logits_RV, draws, strict=True):
-        order = np.argsort(-row, kind="stable")
-        scaled = row[order].astype(np.float64) / max(params.temperature, 1e-30)
-        weights = np.exp(scaled - scaled[0])
-        weights[params.top_k or len(row) :] = 0
-        weights[weights < params.min_p] = 0
-        reached = np.cumsum(weights)
-        before = np.concatenate([[0], reached[:-1]])
-        weights[(before >= params.top_p * reached[-1]) & (np.arange(len(row)) > 0)] = 0
-        total = np.cumsum(weights)
-        rank = int((total <= uniform * total[-1]).sum())
-        chosen.append(int(order[min(rank, int((weights > 0).sum()) - 1)]))
-    return chosen
 
 
 class Given(TokenSource):
