@@ -229,7 +229,7 @@ def plain(text: str) -> str:
 
 def test_help_lists_the_commands() -> None:
     text = plain(succeed("--help").out)
-    for command in ("compile", "generate", "inspect", "plan", "verify"):
+    for command in ("chat", "compile", "generate", "inspect", "plan", "verify"):
         assert re.search(rf"^ +{command} +[A-Z]", text, re.MULTILINE)
         assert f"kvgraph {command} [OPTIONS]" in plain(succeed(command, "--help").out)
 
