@@ -8,9 +8,9 @@ prefix is shared; tokens are counted by `usage`. Parts:
   streams   32 streams of 128 tokens behind prompts of 64, against `Engine.generate` of the same in
             a process without a server; turn by turn, medians
   first     time to the first token of one request at an idle server, less `Engine.stream`'s own
-  load      requests that arrive at random (Poisson) at 80 % of what `streams` measured, prompts of
-            64 to 512 tokens, 128 new: time between two tokens of a stream, median and 99th
-            percentile
+  load      requests with prompts of 64 to 512 tokens, 128 new, that arrive at random (Poisson) at
+            80 % of what the engine alone completes of them: time between two tokens of a stream,
+            median and 99th percentile
   overload  16 streams run; then four times as many requests as fit arrive for --seconds: time to
             an answer of 429, and the streams' 99th percentile before and meanwhile
 
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,12 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = {}
     rng = random.Random(0)
-    if "streams" in parts or "load" in parts or "overload" in parts:
+    if "streams" in parts or "overload" in parts:
         figures["streams"] = streams(artifact, rng, repeats)
     if "first" in parts:
         figures["first"] = first(artifact, rng, repeats)
     if "load" in parts:
-        rate = 0.8 * figures["streams"]["server tokens/s"] / NEW
-        figures["load"] = load(artifact, rng, rate, seconds)
+        figures["load"] = load(artifact, rng, seconds)
     if "overload" in parts:
         rate = 4 * figures["streams"]["server tokens/s"] / NEW
         figures["overload"] = overload(artifact, rng, rate, seconds)
@@ -166,9 +165,12 @@ def first(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
     }
 
 
-def load(artifact: Path, rng: random.Random, rate: float, seconds: float) -> dict[str, float]:
+def load(artifact: Path, rng: random.Random, seconds: float) -> dict[str, float]:
+    with engine(artifact) as ask_engine:
+        many = [longer(rng) for _ in range(3 * STREAMS)]
+        rate = 0.8 * len(many) / ask_engine(many)[0]
     with server(artifact) as port:
-        answers = asyncio.run(arriving(port, rng, rate, seconds, LONG_PROMPTS))
+        answers = asyncio.run(arriving(port, rng, rate, seconds, longer))
     done = [answer for answer in answers if answer.usage]
     gaps = sorted(gap * 1e3 for answer in done for gap in answer.gaps)
     waits = sorted((answer.news[0] - answer.sent) * 1e3 for answer in done)
@@ -191,7 +193,9 @@ def overload(artifact: Path, rng: random.Random, rate: float, seconds: float) ->
         running = [asyncio.ensure_future(ask(port, prompt, 2048)) for prompt in prompts]
         await asyncio.sleep(seconds / 3)
         begin = time.perf_counter()
-        came = await arriving(port, rng, rate, seconds, (PROMPT, PROMPT), wait=False)
+        came = await arriving(
+            port, rng, rate, seconds, lambda rng: prompts_of(rng, 1)[0], wait=False
+        )
         for each in running:
             each.cancel()
         kept = [answer for answer in await asyncio.gather(*running) if answer]
@@ -229,7 +233,7 @@ async def arriving(
     rng: random.Random,
     rate: float,
     seconds: float,
-    lengths: tuple[int, int],
+    prompt: Callable[[random.Random], list[int]],
     wait: bool = True,
 ) -> list[Answer]:
     """Requests at random moments, `rate` a second on the average; afterwards those that run are
@@ -237,8 +241,7 @@ async def arriving(
     asked = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(*lengths))]
-        asked.append(asyncio.ensure_future(ask(port, prompt, NEW)))
+        asked.append(asyncio.ensure_future(ask(port, prompt(rng), NEW)))
         await asyncio.sleep(rng.expovariate(rate))
     if not wait:
         for each in asked:
@@ -341,6 +344,10 @@ def engine(artifact: Path) -> Iterator[Any]:
 
 def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(count)]
+
+
+def longer(rng: random.Random) -> list[int]:
+    return [rng.randrange(3, VOCAB) for _ in range(rng.randint(*LONG_PROMPTS))]
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -106,8 +106,9 @@ FLAGS = {
     "--target --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads",
     "serve": "--api-key-file --cache-memory --disk --disk-bytes --drain-seconds --host "
-    "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-queued-requests "
-    "--max-queued-tokens --metrics-prefix --num-pages --port --remote --threads",
+    "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens "
+    "--max-queued-requests --max-queued-tokens --metrics-prefix --num-pages --port --remote "
+    "--threads",
     "verify": "--json",
 }
 
