@@ -44,7 +44,7 @@ def serve(
     ] = None,
     max_prefill_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of prompts in a step in which others decode.")
-    ] = 128,
+    ] = 48,
     num_pages: NumPages = None,
     cache_memory: Annotated[str, typer.Option(help="Memory of the pool, such as 4GiB.")] = "1GiB",
     host_memory: Annotated[
