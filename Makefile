@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | check | check-kernels | docs | format | generate
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-start
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -9,13 +9,13 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # One process for each core; a file's tests share what they compile, so they stay together.
 WORKERS ?= auto --maxprocesses 8
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 .PHONY: demo test test-fast test-all check check-kernels docs format generate clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-start
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -87,8 +87,14 @@ bench-stores: $(VENV)/.installed
 bench-step: $(VENV)/.installed
 	$(BENCH).step $(ARTIFACT)
 
+bench-sampling: $(VENV)/.installed
+	$(BENCH).sampling
+
 bench-start: $(VENV)/.installed
 	$(BENCH).start $(ARTIFACT)
+
+bench-serve: $(VENV)/.installed
+	$(BENCH).serve $(ARTIFACT)
 
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml $(NATIVE)

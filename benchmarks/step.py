@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import kvgraph
-from kvgraph.runtime import scheduler
+from kvgraph.runtime import outcome
 from kvgraph.runtime.scheduler import Batch
 
 PROMPT, STEPS, WARM = 64, 24, 4
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def built() -> Iterator[Path]:
+def built(weights: str | None = None, *, tokenizer: Path = TOKENIZER) -> Iterator[Path]:
     """An artifact of SHAPE: 1 GB of disk while it is needed, twice that while it is compiled."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -96,8 +96,8 @@ def built() -> Iterator[Path]:
         checkpoint, out = Path(name) / "checkpoint", Path(name) / "artifact"
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(checkpoint)
-        shutil.copyfile(TOKENIZER, checkpoint / "tokenizer.json")
-        kvgraph.compile(checkpoint, out)
+        shutil.copyfile(tokenizer, checkpoint / "tokenizer.json")
+        kvgraph.compile(checkpoint, out, weights=weights)
         shutil.rmtree(checkpoint)
         yield out
 
@@ -149,8 +149,8 @@ def _step(engine: Any, logits: Any, ids: set[str]) -> dict[str, float]:
         (engine.scheduler, "retire", clock.timed("schedule", engine.scheduler.retire)),
         (engine.kv, "runtime_inputs", clock.timed("cache inputs", engine.kv.runtime_inputs)),
         (engine.kv, "step", clock.timed("commit pages", engine.kv.step)),
-        (scheduler, "tokens_with_text", clock.timed("detokenise", scheduler.tokens_with_text)),
-        (scheduler, "sample", clock.timed("sample", scheduler.sample)),
+        (outcome, "tokens_with_text", clock.timed("detokenise", outcome.tokens_with_text)),
+        (outcome, "sample", clock.timed("sample", outcome.sample)),
         (Batch, "update", clock.timed("requests grow", Batch.update)),
     ]
     kept = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in places]

@@ -14,6 +14,7 @@ from kvgraph._torch import register_with_torch
 _EXPORTS = {
     "Artifact": "kvgraph.runtime.artifact",
     "ArtifactError": "kvgraph.errors",
+    "AsyncEngine": "kvgraph.runtime.async_engine",
     "BatchCharacteristics": "kvgraph.contract.inputs",
     "BatchConfig": "kvgraph.runtime.config",
     "BindingError": "kvgraph.errors",
@@ -44,6 +45,7 @@ _EXPORTS = {
     "KVCacheStrategy": "kvgraph.contract.params",
     "KVGraphError": "kvgraph.errors",
     "KernelError": "kvgraph.errors",
+    "Logprob": "kvgraph.runtime.logprobs",
     "Manifest": "kvgraph.contract.manifest",
     "MissingDependencyError": "kvgraph.errors",
     "ModelError": "kvgraph.errors",
@@ -61,7 +63,7 @@ _EXPORTS = {
     "ParamsError": "kvgraph.errors",
     "RaggedKVCacheInputs": "kvgraph.contract.inputs",
     "RequestError": "kvgraph.errors",
-    "SamplingParams": "kvgraph.runtime.sampling",
+    "SamplingParams": "kvgraph.runtime.sampling_params",
     "Session": "kvgraph.runtime.sessions.base",
     "SessionInterface": "kvgraph.contract.inputs",
     "StoreError": "kvgraph.errors",
@@ -70,6 +72,7 @@ _EXPORTS = {
     "TextContext": "kvgraph.kv.requests",
     "TierConfig": "kvgraph.runtime.config",
     "Token": "kvgraph.runtime.sampling",
+    "TokenLogprobs": "kvgraph.runtime.logprobs",
     "TransferError": "kvgraph.errors",
     "UnsupportedError": "kvgraph.errors",
     "compile": "kvgraph.build",
@@ -143,12 +146,15 @@ if TYPE_CHECKING:
     from kvgraph.kv.tiers.store import PageStore as PageStore
     from kvgraph.runtime.artifact import Artifact as Artifact
     from kvgraph.runtime.artifact import load as load
+    from kvgraph.runtime.async_engine import AsyncEngine as AsyncEngine
     from kvgraph.runtime.config import BatchConfig as BatchConfig
     from kvgraph.runtime.config import CacheConfig as CacheConfig
     from kvgraph.runtime.config import TierConfig as TierConfig
     from kvgraph.runtime.engine import Engine as Engine
-    from kvgraph.runtime.sampling import SamplingParams as SamplingParams
+    from kvgraph.runtime.logprobs import Logprob as Logprob
+    from kvgraph.runtime.logprobs import TokenLogprobs as TokenLogprobs
     from kvgraph.runtime.sampling import Token as Token
+    from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
     from kvgraph.runtime.sessions.base import Session as Session
     from kvgraph.runtime.text import Completion as Completion
 # end of generated

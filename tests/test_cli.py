@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,18 @@ def test_generate_streams_the_text_alone(artifact: Path) -> None:
 
 def test_generate_json(artifact: Path) -> None:
     completion = json.loads(generate(artifact, "--max-new-tokens", 8, "--json"))
-    assert sorted(completion) == ["error", "finish_reason", "request_id", "text", "token_ids"]
+    assert list(completion) == [field.name for field in fields(kvgraph.Completion)]
     assert completion["error"] is None
     assert completion["finish_reason"] == "length"
     assert len(completion["token_ids"]) == 8
     assert completion["text"] + "\n" == generate(artifact, "--max-new-tokens", 8)
+
+
+def test_generate_stops(artifact: Path) -> None:
+    whole = generate(artifact, "--max-new-tokens", 8).strip("\n")
+    asked = ("--max-new-tokens", 8, "--stop", "never this", "--stop", whole[5:8])
+    assert generate(artifact, *asked) == whole[:5] + "\n"
+    assert json.loads(generate(artifact, *asked, "--json"))["stop_reason"] == whole[5:8]
 
 
 def test_a_seed_repeats(artifact: Path) -> None:

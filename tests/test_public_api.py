@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = [
     "Artifact",
     "ArtifactError",
+    "AsyncEngine",
     "BatchCharacteristics",
     "BatchConfig",
     "BindingError",
@@ -50,6 +51,7 @@ PUBLIC = [
     "KVCacheStrategy",
     "KVGraphError",
     "KernelError",
+    "Logprob",
     "Manifest",
     "MissingDependencyError",
     "ModelError",
@@ -76,6 +78,7 @@ PUBLIC = [
     "TextContext",
     "TierConfig",
     "Token",
+    "TokenLogprobs",
     "TransferError",
     "UnsupportedError",
     "compile",
@@ -97,12 +100,15 @@ FLAGS = {
     "--from-artifact --json --max-batch --max-tokens --output --page-size --quality --quality-text "
     "--target --weights",
     "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
-    "--num-pages --prefix --remote --seed --session --temperature --threads --top-k --top-p "
+    "--num-pages --prefix --remote --seed --session --stop --temperature --threads --top-k --top-p "
     "--verify",
     "inspect": "--json",
     "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
     "--target --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads --verify",
+    "serve": "--api-key-file --cache-memory --disk --disk-bytes --drain-seconds --host "
+    "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-queued-requests "
+    "--max-queued-tokens --metrics-prefix --num-pages --port --remote --threads",
     "verify": "--json",
 }
 

@@ -34,6 +34,9 @@ def generate(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     seed: Seed = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this; may be given 16 times.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     session: SessionName = None,
     num_pages: NumPages = None,
@@ -66,6 +69,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        stop=stop or (),
         ignore_eos=ignore_eos,
     )
     with stderr.status("loading the artifact"):

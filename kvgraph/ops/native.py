@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from kvgraph.errors import KernelError
 from kvgraph.ops.header import ABI_VERSION, DTYPE_CODES
 from kvgraph.ops.spec import Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS
+
+Draw = tuple[float, float, float, int, float, int]
+"""temperature, top-p, a number in [0, 1), top-k, min-p, and the address of an Edits or 0."""
 
 NativeOperand = tuple[int, str, tuple[int, ...]] | None
 """(address, dtype name, shape) of dense row-major memory; None: left out."""
@@ -38,7 +41,10 @@ ADDRESS = struct.Struct("P")
 TYPE_AND_SHAPE = struct.Struct(f"ii{MAX_RANK}q")
 TENSOR_BYTES = ADDRESS.size + TYPE_AND_SHAPE.size
 CALL = struct.Struct("IIPPIIPPPI4x")
-DRAW = struct.Struct("dddq")
+DRAW = struct.Struct("dddqdP")
+SCORED = struct.Struct("qii")
+MOST_LOGPROBS = 20
+LOGPROB = np.dtype([("token", np.int32), ("rank", np.int32), ("logprob", np.float64)])
 MESSAGE = ctypes.c_char * MESSAGE_BYTES
 
 
@@ -102,16 +108,35 @@ def set_num_threads(count: int) -> None:
     library().dll.kvg_cpu_set_num_threads(count)
 
 
-def sample(
-    logits_RV: Array, draws: Sequence[tuple[float, float, float, int]]
-) -> tuple[list[int], list[int]]:
-    """A token of each row of dense float32 logits `[rows, vocab]`, rows in parallel; and of how
-    many tokens of each the order was found for it.
+class Edits(ctypes.Structure):
+    """kvg_edits of abi.h: what one row of logits becomes first. Addresses that must stay valid."""
 
-    `draws`: temperature, top-p, a number in [0, 1), top-k of each row (abi.h). KernelError names
-    the row and the field that is out of its range.
+    _fields_: ClassVar = [
+        *[(name, ctypes.c_void_p) for name in ("mask", "banned", "biased", "bias", "tokens")],
+        *[(name, ctypes.c_int64) for name in ("num_banned", "num_biased", "num_tokens")],
+        ("num_prompt", ctypes.c_int64),
+        *[(name, ctypes.c_double) for name in ("repetition", "presence", "frequency")],
+    ]
+
+
+def sample(logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
+    """A token of each row of dense float32 logits `[rows, vocab]`, rows in parallel; and of how
+    many tokens of each the order was found for it. -1 of a row without a logit above -infinity.
+
+    KernelError names the row and the field that is out of its range (abi.h).
     """
     return library().sample(logits_RV, draws)
+
+
+def logprobs(
+    logits_RV: Array, asked: Sequence[tuple[int, int, int]]
+) -> list[list[tuple[int, int, float]]]:
+    """(token, rank, log-probability) of each asked (row, token, most): of the token, then of the
+    `most` likeliest of the row, then of nothing, MOST_LOGPROBS + 1 in all (abi.h).
+
+    KernelError names what is out of its range.
+    """
+    return library().logprobs(logits_RV, asked)
 
 
 def num_threads() -> int:
@@ -151,16 +176,20 @@ class Library:
             ctypes.c_size_t,
         ]
 
-    def sample(
-        self, logits_RV: Array, draws: Sequence[tuple[float, float, float, int]]
-    ) -> tuple[list[int], list[int]]:
+        self.dll.kvg_cpu_logprobs.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+        ]
+
+    def sample(self, logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
         """As `sample` of this module."""
-        dense = logits_RV.dtype == np.float32 and logits_RV.flags.c_contiguous
-        if not dense or logits_RV.ndim != 2:
-            raise KernelError(
-                f"sample: expected dense float32 logits [rows, vocab], got {logits_RV.dtype} "
-                f"{logits_RV.shape} with strides {logits_RV.strides}"
-            )
+        _require_dense("sample", logits_RV)
         rows, vocab = logits_RV.shape
         if len(draws) != rows:
             raise KernelError(f"sample: expected draws of {rows} rows, got {len(draws)}")
@@ -171,6 +200,18 @@ class Library:
             raise KernelError(message.value.decode(errors="replace"))
         found = list(drawn)
         return found[::2], found[1::2]
+
+    def logprobs(
+        self, logits_RV: Array, asked: Sequence[tuple[int, int, int]]
+    ) -> list[list[tuple[int, int, float]]]:
+        """As `logprobs` of this module."""
+        _require_dense("logprobs", logits_RV)
+        packed = b"".join([SCORED.pack(*each) for each in asked])
+        found, message = np.empty((len(asked), MOST_LOGPROBS + 1), LOGPROB), MESSAGE()
+        given = (logits_RV.ctypes.data, *logits_RV.shape, packed, len(asked), found.ctypes.data)
+        if self.dll.kvg_cpu_logprobs(*given, message, MESSAGE_BYTES):
+            raise KernelError(message.value.decode(errors="replace"))
+        return cast(list[list[tuple[int, int, float]]], found.tolist())
 
     def call(
         self, spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
@@ -279,6 +320,15 @@ def _described(spec: OpSpec, operand: Operand, array: Array) -> NativeOperand:
     if operand.name in spec.mutated and not array.flags.writeable:
         raise KernelError(f"{spec.name}: {operand.name}: expected writable memory, got read-only")
     return array.ctypes.data, str(array.dtype), array.shape
+
+
+def _require_dense(call: str, logits_RV: Array) -> None:
+    dense = logits_RV.dtype == np.float32 and logits_RV.flags.c_contiguous
+    if not dense or logits_RV.ndim != 2:
+        raise KernelError(
+            f"{call}: expected dense float32 logits [rows, vocab], got {logits_RV.dtype} "
+            f"{logits_RV.shape} with strides {logits_RV.strides}"
+        )
 
 
 def _dtype(spec: OpSpec, out: Operand, operands: Sequence[NativeOperand]) -> str:

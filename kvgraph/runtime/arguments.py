@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
+from difflib import get_close_matches
 from pathlib import PurePath
 from typing import SupportsIndex, TypeVar, cast
 
@@ -18,20 +19,28 @@ T = TypeVar("T")
 
 BOOLEANS = (bool, np.bool_)
 
+MOST_BIASES = 1024
+LARGEST_BIAS = 100.0
+"""As OpenAI's."""
 
-def integer(name: str, value: object, least: int, *, or_else: str = "") -> int:
-    """`value` as an int of `least` or more; `or_else` is what is allowed besides."""
+
+def integer(
+    name: str, value: object, least: int, most: int | None = None, *, or_else: str = ""
+) -> int:
+    """`value` as an int of `least` to `most`; `or_else` is what is allowed besides."""
     number = _index(value)
     if number is None:
         raise RequestError(f"{name}: expected an integer >= {least}{or_else}, got {said(value)}")
     if number < least:
         raise RequestError(f"{name}: expected >= {least}{or_else}, got {number}")
+    if most is not None and number > most:
+        raise RequestError(f"{name}: expected at most {most}{or_else}, got {number}")
     return number
 
 
-def optional_integer(name: str, value: object, least: int) -> int | None:
-    """`value` as an int of `least` or more, or None."""
-    return None if value is None else integer(name, value, least, or_else=" or None")
+def optional_integer(name: str, value: object, least: int, most: int | None = None) -> int | None:
+    """`value` as an int of `least` to `most`, or None."""
+    return None if value is None else integer(name, value, least, most, or_else=" or None")
 
 
 def number(name: str, value: object) -> float:
@@ -63,6 +72,54 @@ def integers(name: str, values: object, least: int) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name}: expected integers >= {least}, got {said(values)}")
     return tuple([integer(name, value, least) for value in values])
+
+
+def texts(name: str, values: object, most: int) -> tuple[str, ...]:
+    """`values`, one text or up to `most`, as a tuple; none of them is empty."""
+    given = (values,) if isinstance(values, str) else values
+    if not isinstance(given, list | tuple):
+        raise RequestError(f"{name}: expected text, or a list of it, got {said(values)}")
+    if len(given) > most:
+        raise RequestError(f"{name}: expected at most {most}, got {len(given)}")
+    for text in given:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{name}: expected text that is not empty, got {said(text)}")
+    return tuple(given)
+
+
+def biases(name: str, values: object) -> dict[int, float] | None:
+    """`values` as token id -> what is added to its logit; None where there is none."""
+    if values is None:
+        return None
+    instance(name, values, Mapping, "token ids with numbers")
+    given = cast(Mapping[object, object], values)
+    if len(given) > MOST_BIASES:
+        raise RequestError(f"{name}: expected at most {MOST_BIASES} tokens, got {len(given)}")
+    own = {}
+    for token, value in given.items():
+        token_id = integer(name, token, 0)
+        bias = number(f"{name}[{token_id}]", value)
+        if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+            raise RequestError(f"{name}[{token_id}]: expected in [-100, 100], got {bias}")
+        own[token_id] = bias
+    return own
+
+
+def require_fields(
+    kind: type, values: Sequence[object], given: Mapping[str, object], aliases: Mapping[str, str]
+) -> None:
+    """What dataclass `kind` is made of has its fields' names: TypeError with the nearest one.
+
+    RequestError where a field has a value and its alias another.
+    """
+    names = list(getattr(kind, "__dataclass_fields__"))  # noqa: B009
+    for name in given.keys() - names:
+        nearest = get_close_matches(name, names, 1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise TypeError(f"{kind.__name__}: expected one of its fields, got {name!r}{hint}")
+    for alias, name in aliases.items():
+        if given.get(alias) is not None and (name in given or name in names[: len(values)]):
+            raise RequestError(f"{name}, {alias}: expected one of the two, got both")
 
 
 def token_ids(prompt: Iterable[object]) -> list[int]:

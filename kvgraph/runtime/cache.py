@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
+from kvgraph.contract.dims import BATCH_SIZE, NUM_LOGITS, TOTAL_SEQ_LEN
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import RequestError
@@ -20,6 +20,7 @@ from kvgraph.kv.tiers.open import StoreOpener
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
 from kvgraph.runtime.config import BatchConfig, CacheConfig, TierConfig
+from kvgraph.runtime.logprobs import SCORED_TOKENS
 from kvgraph.runtime.prefix_file import Prefix, PrefixStore, read_prefix
 from kvgraph.runtime.scheduler import Scheduler
 from kvgraph.runtime.sessions.base import Session
@@ -56,7 +57,9 @@ def make_cache(
             params, session, pages, max_batch_size=most, max_seq_len=longest, **options
         )
     session.require_symbols(kv.input_symbols()[0])
-    scheduler = Scheduler(kv, rows, tokens)
+    # Besides a row for each request; a graph may be built for less.
+    scored = min(SCORED_TOKENS, session.limits.get(NUM_LOGITS, rows + SCORED_TOKENS) - rows)
+    scheduler = Scheduler(kv, rows, tokens, scored)
     if not captures:
         return kv, scheduler, None
     assert isinstance(kv, PagedKVCacheManager)

@@ -23,11 +23,13 @@ from kvgraph.runtime.config import (
     configured,
     require_known,
 )
+from kvgraph.runtime.outcome import Outcome, outcome_of
 from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
-from kvgraph.runtime.scheduler import Batch, Outcome, Request, outcome_of
+from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
-from kvgraph.runtime.text import Completion, TextCodec, completion_of
+from kvgraph.runtime.stats import EngineStats, cache_stats
+from kvgraph.runtime.text import Completion, TextCodec, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
 
 MOST_WAIT_SECONDS = 0.05
@@ -188,11 +190,21 @@ class Engine(Chats):
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Generate for all prompts together; completions in the prompts' order.
+        """Generate for all prompts together; completions in the prompts' order, `n` of each.
 
         RequestError as of `submit`, with the prompt's index, before any of them runs.
         """
         return self._generate(prompts, sampling)
+
+    def stats(self) -> EngineStats:
+        """What runs now, and counters since the start. Any thread may ask, at any time."""
+        rows = self.scheduler
+        waiting = len(rows.waiting) + len(rows.loading)
+        done = self.generated_tokens, rows.preemptions, self.failed_requests, self.repairs
+        return EngineStats(len(rows.running), waiting, *done, **cache_stats(self.kv))
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.artifact.folder.name}: {self.stats()}>"
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
@@ -303,7 +315,7 @@ class Engine(Chats):
         finally:
             self._abandoned.extend(requests)
             self._settle()
-        return [completion_of(request_id, generated) for request_id, generated in tokens.items()]
+        return completions_of(tokens, [r.stats for r in requests], [r.index for r in requests])
 
     def _request(
         self,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from secrets import token_bytes
 from typing import cast
 
 from kvgraph.contract.manifest import ModelInfo
 from kvgraph.errors import RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance, one_for_each, sequence, token_ids
+from kvgraph.runtime.edits import edits_of
+from kvgraph.runtime.logprobs import PromptScores
 from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from kvgraph.runtime.scheduler import Request, Scheduler
+from kvgraph.runtime.stopping import StopStrings
 from kvgraph.runtime.text import TextCodec
 
 
@@ -36,19 +40,28 @@ class RequestBuilder:
         """A request of text or token ids; None samples as the defaults do."""
         sampling = SamplingParams() if sampling is None else sampling
         instance("sampling", sampling, SamplingParams, "SamplingParams")
+        if sampling.n > 1:
+            raise RequestError(f"n: expected 1 of a single request, got {sampling.n}; use generate")
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         is_text = isinstance(prompt, str) and prompt != ""
         tokens = self.text.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
         self._check(request_id, tokens)
+        self._check_bias(request_id, sampling.logit_bias or {})
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= set(self.model.eos_token_ids)
+        scores = self._scores(request_id, sampling.prompt_logprobs, len(tokens))
+        # No other request has pages of a new salt: the whole prompt is computed.
+        salt = cache_salt if scores is None else cache_salt + token_bytes(16)
+        context = TextContext(request_id, tokens, cache_salt=salt)
+        ends = [token for token in stops if token < self.model.vocab_size]
         request = Request(
-            TextContext(request_id, tokens, cache_salt=cache_salt),
-            TokenSource(sampling),
+            context,
+            TokenSource(sampling, edits_of(sampling, context, ends)),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
-            self.text.stream(len(tokens)),
+            self.text.stream(len(tokens), stops_of(sampling)),
+            scores,
         )
         self.scheduler.require_room(request)
         return request
@@ -59,17 +72,39 @@ class RequestBuilder:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Of each prompt one; of several, RequestError names the index of one that cannot be."""
+        """Of each prompt `n`; of several, RequestError names the index of one that cannot be."""
         listed = sequence("prompts", "text", prompts)
         requests = []
         each = one_for_each("sampling", sampling, len(listed))
         for at, (prompt, params) in enumerate(zip(listed, each, strict=True)):
             try:
-                requests.append(self.request(new_id(), prompt, params))
+                requests += self._copies(new_id, prompt, params)
             except RequestError as error:
                 if len(listed) == 1:
                     raise
                 raise RequestError(f"prompts[{at}]: {error}") from error
+        return requests
+
+    def _copies(
+        self,
+        new_id: Callable[[], str],
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+    ) -> list[Request]:
+        """`n` requests of one prompt. The first asks about the prompt, for all of them."""
+        if not isinstance(sampling, SamplingParams) or sampling.n == 1:
+            return [self.request(new_id(), prompt, sampling)]
+        seed = sampling.seed
+        requests: list[Request] = []
+        for i in range(sampling.n):
+            own = replace(sampling, n=1, seed=None if seed is None else seed + i)
+            if i == 0:
+                request = self.request(new_id(), prompt, own)
+                prompt = request.context.tokens.tolist()
+            else:
+                request = self.request(new_id(), prompt, replace(own, prompt_logprobs=None))
+            request.index = i
+            requests.append(request)
         return requests
 
     def _check(self, request_id: str, tokens: list[int]) -> None:
@@ -87,3 +122,29 @@ class RequestBuilder:
                 f"request {request_id!r}: expected token ids in [0, {self.model.vocab_size}), "
                 f"got {low if low < 0 else high}"
             )
+
+    def _scores(self, request_id: str, most: int | None, length: int) -> PromptScores | None:
+        if most is None:
+            return None
+        if self.scheduler.scored_tokens < 1:
+            raise RequestError(
+                f"request {request_id!r}: prompt_logprobs: expected None, as the graph gives "
+                f"logits of one token a row, got {most}; lower max_batch_size"
+            )
+        return PromptScores(most, [None] * length)
+
+    def _check_bias(self, request_id: str, biases: Mapping[int, float]) -> None:
+        greatest = max(biases, default=0)
+        if greatest >= self.model.vocab_size:
+            raise RequestError(
+                f"request {request_id!r}: logit_bias: expected token ids in "
+                f"[0, {self.model.vocab_size}), got {greatest}"
+            )
+
+
+def stops_of(sampling: SamplingParams) -> StopStrings | None:
+    """None where no text ends a request."""
+    if not sampling.stop:
+        return None
+    includes, least = sampling.include_stop_str_in_output, sampling.min_new_tokens
+    return StopStrings(sampling.stop, includes=includes, least=least)

@@ -20,24 +20,23 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import NamedTuple
+from time import perf_counter
 
 import numpy as np
 
 from kvgraph.contract.inputs import ModelInputs
-from kvgraph.contract.tokenizer import is_panic
 from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
-from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, TokenSource, sample
+from kvgraph.runtime.logprobs import SCORED_TOKENS, PromptScores
+from kvgraph.runtime.sampling import FinishReason, TokenSource
+from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
 """Waiting requests that the tiers are asked about before they come to the head of the queue."""
 
 _ARRIVAL = attrgetter("arrival")
-
-NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
 
 
 @dataclass(eq=False, slots=True)
@@ -50,15 +49,19 @@ class Request:
     max_length: int
     """Tokens of prompt and output together at which it ends."""
     text: TextStream | None = None
+    scores: PromptScores | None = None
+    index: int = 0
+    """Which of its prompt's completions it is."""
     finish_reason: FinishReason | None = None
     arrival: int = 0
     """Its place among all that were submitted."""
+    stats: RequestStats = field(default_factory=RequestStats)
     request_id: str = field(init=False)
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = str(self.context.request_id)
-        self.prompt_length = self.context.current_length
+        self.prompt_length = self.stats.prompt_tokens = self.context.current_length
 
     def reason_after(self, token: int) -> FinishReason | None:
         """Why it ends with `token` as its next one, if it does."""
@@ -87,13 +90,15 @@ class Request:
 class Batch:
     """One step: its rows, its graph inputs, and the rows whose last token gets logits.
 
-    `requests`: contexts per replica, as the cache manager takes them.
+    `requests`: contexts per replica, as the cache manager takes them. `scored`: rows of whose
+    prompt the tokens at these positions get logits too, behind those of `sampled`.
     """
 
     rows: list[Request]
     requests: list[list[TextContext]]
     inputs: ModelInputs
     sampled: list[Request]
+    scored: Sequence[tuple[Request, range]] = ()
 
     def update(
         self, tokens: Sequence[int | None], reasons: Sequence[FinishReason | None] | None = None
@@ -113,66 +118,16 @@ class Batch:
             reasons = [
                 "error" if token is None else row.reason_after(token) for row, token in pairs
             ]
+        now = perf_counter()
         for row, token, reason in zip(self.sampled, tokens, reasons, strict=True):
             if token is not None:
                 row.context.update(token)
             row.finish_reason = reason
-
-
-class Outcome(NamedTuple):
-    """A step's result before any request has it, for each sampled row of `batch`.
-
-    `tokens`: None of a row that failed; `lengths`: of the rows before it; `generated`: what callers
-    get.
-    """
-
-    batch: Batch
-    tokens: list[int | None]
-    reasons: list[FinishReason | None]
-    lengths: list[int]
-    generated: list[Token]
-
-
-def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
-    """Sample, and decode where rows have text; the logits' first rows are those of `batch.sampled`.
-
-    Each row's source and text have gone on by a token: `rewind_output` undoes that.
-    """
-    rows = batch.sampled
-    tokens = sample(logits_RV[: len(rows)], [row.source for row in rows])
-    generated = tokens_with_text(rows, tokens)
-    reasons = [token.finish_reason for token in generated]
-    if "error" in reasons:
-        tokens = [None if token.error else token.token_id for token in generated]
-    return Outcome(batch, tokens, reasons, [row.context.current_length for row in rows], generated)
-
-
-def tokens_with_text(rows: Sequence[Request], tokens: Sequence[int | None]) -> list[Token]:
-    """Each row's token with the text that it completes."""
-    generated = []
-    for row, token in zip(rows, tokens, strict=True):
-        if token is None:
-            generated.append(_failure(row, NO_NUMBER))
-            continue
-        reason, stream, text = row.reason_after(token), row.text, ""
-        if stream is not None and reason != "stop":
-            try:
-                decoder = stream.decoder or stream.start(row.context)
-                text = decoder.step(stream.tokenizer, token) or ""
-            except MemoryError:
-                raise
-            except BaseException as error:
-                if not isinstance(error, Exception) and not is_panic(error):
-                    raise
-                why = f"expected the text of token {token} from the tokenizer, got {error}"
-                generated.append(_failure(row, why))
-                continue
-        generated.append(Token(row.request_id, token, text, reason))
-    return generated
-
-
-def _failure(row: Request, why: str) -> Token:
-    return Token(row.request_id, NO_TOKEN, "", "error", f"request {row.request_id!r}: {why}")
+            stats = row.stats
+            if stats.first_token is None:
+                stats.first_token = now
+            if reason:
+                stats.ended = now
 
 
 @dataclass(eq=False)
@@ -180,12 +135,14 @@ class Scheduler:
     """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
 
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
+    `scored_tokens` bounds those of prompts whose log-probabilities are asked for.
     Every queue is in the order of arrival.
     """
 
     kv: KVCacheManager
     max_batch_size: int
     max_batch_tokens: int
+    scored_tokens: int = SCORED_TOKENS
     waiting: deque[Request] = field(default_factory=deque)
     loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -271,6 +228,7 @@ class Scheduler:
         for request in [r for r in self.loading if r.context.request_id in ended]:
             self.loading.remove(request)
             if ended[request.context.request_id]:
+                request.stats.start(request.context.processed_length)
                 insort(self.running, request, key=_ARRIVAL)
             else:
                 self.kv.release(request.context.request_id)
@@ -280,7 +238,7 @@ class Scheduler:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
         preempted = False
         while True:
-            rows = _within_budget(self.running, budget)
+            rows = _within_budget(self.running, budget, self.scored_tokens)
             try:
                 self.kv.alloc_batch([[row.context for row in rows]])
                 return rows, preempted
@@ -316,8 +274,13 @@ class Scheduler:
             if coming and self.kv.missing_page(context) in coming:
                 held += 1
                 continue
+            most = budget
+            if request.scores is not None:
+                most = min(budget, self.scored_tokens - _scored([*rows, *admitted]))
+                if most < 1:
+                    break
             self.kv.claim(context.request_id)
-            context.active_length = min(context.active_length, budget)
+            context.active_length = min(context.active_length, most)
             try:
                 self.kv.alloc(context)
             except InsufficientPagesError:
@@ -328,6 +291,7 @@ class Scheduler:
             if self.kv.is_loading(context.request_id):
                 insort(self.loading, request, key=_ARRIVAL)
                 continue
+            request.stats.start(context.processed_length)
             budget -= context.active_length
             insort(self.running, request, key=_ARRIVAL)
             admitted.append(request)
@@ -339,25 +303,41 @@ class Scheduler:
         return len(self.running) + len(self.loading)
 
 
-def _within_budget(running: Iterable[Request], budget: int) -> list[Request]:
-    """Oldest first, each with its active length cut to what is left of the budget."""
+def _within_budget(running: Iterable[Request], budget: int, room: int) -> list[Request]:
+    """Oldest first, each with its active length cut to what is left of the budget, and of the
+    `room` for tokens of prompts that get logits."""
     rows = []
     for row in running:
         if budget <= 0:
             break
         context = row.context
         rest = context.current_length - context.processed_length
+        if row.scores is not None and row.scores.is_due(context):
+            if room <= 0:
+                continue
+            rest = min(rest, room)
+            room -= min(rest, budget)
         context.active_length = active = rest if rest < budget else budget
         budget -= active
         rows.append(row)
     return rows
 
 
+def _scored(rows: Iterable[Request]) -> int:
+    """Tokens of prompts that get logits in a step of `rows`."""
+    return sum([len(row.scores.span(row.context)) for row in rows if row.scores is not None])
+
+
 def _batch(rows: list[Request]) -> Batch:
     contexts = [row.context for row in rows]
     end, offsets, indices, sampled = 0, [0], [], []
+    scored: list[tuple[Request, range]] = []
+    in_prompt: list[int] = []
     for row, context in zip(rows, contexts, strict=True):
         active = context.active_length
+        if row.scores is not None and (span := row.scores.span(context)):
+            scored.append((row, span))
+            in_prompt += [end + position - context.processed_length for position in span]
         end += active
         offsets.append(end)
         if context.processed_length + active == context.current_length:
@@ -365,6 +345,6 @@ def _batch(rows: list[Request]) -> Batch:
             sampled.append(row)
     tokens = np.concatenate([context.active_tokens for context in contexts])
     # A step of nothing but chunks still needs one row of logits: dims are at least 1.
-    logits_indices = np.array(indices or [0], np.int32)
+    logits_indices = np.array(indices + in_prompt or [0], np.int32)
     inputs = ModelInputs(tokens, np.array(offsets, np.int32), logits_indices)
-    return Batch(rows, [contexts], inputs, sampled)
+    return Batch(rows, [contexts], inputs, sampled, scored)

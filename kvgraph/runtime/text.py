@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,10 @@ from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
+from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import FinishReason, Token
+from kvgraph.runtime.stats import RequestStats
+from kvgraph.runtime.stopping import StopStrings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,9 +48,19 @@ class TextCodec:
             self.tokenizer, text, self._path, ArtifactError, special_tokens=special_tokens
         )
 
-    def stream(self, prompt_length: int) -> TextStream | None:
-        """The text behind a prompt of so many tokens; None without a tokenizer."""
-        return None if self.tokenizer is None else TextStream(self.tokenizer, prompt_length)
+    def stream(self, prompt_length: int, stops: StopStrings | None = None) -> TextStream | None:
+        """The text behind a prompt of so many tokens; None without a tokenizer.
+
+        RequestError where `stops` need one.
+        """
+        if self.tokenizer is not None:
+            return TextStream(self.tokenizer, prompt_length, stops)
+        if stops is not None:
+            raise RequestError(
+                f"stop: expected no strings without a tokenizer, and {self._path.parent} has no "
+                f"{NAME}; use stop_token_ids"
+            )
+        return None
 
 
 class TextStream:
@@ -58,22 +71,31 @@ class TextStream:
 
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
+    `stops` are given each piece by the caller, who hands over what they give.
     """
 
-    __slots__ = ("_first", "decoder", "tokenizer")
+    __slots__ = ("_first", "_prompt_length", "decoder", "stops", "tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_length: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_length: int, stops: StopStrings | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.stops = stops
+        self._prompt_length = prompt_length
         self._first = max(0, prompt_length - SEEN_BY_DECODER)
         self.decoder: DecodeStream | None = None
 
     def start(self, context: TextContext) -> DecodeStream:
-        """The decoder of the tokens that come behind those of `context`."""
+        """The decoder of the tokens that come behind those of `context`; `stops` are there too."""
         from tokenizers.decoders import DecodeStream
 
         decoder = DecodeStream(skip_special_tokens=True)
-        for token in context.tokens[self._first :].tolist():
-            decoder.step(self.tokenizer, token)
+        if self.stops is not None:
+            self.stops.rewind()
+        for at, token in enumerate(context.tokens[self._first :].tolist(), self._first):
+            piece = decoder.step(self.tokenizer, token)
+            if self.stops is not None and at >= self._prompt_length:
+                self.stops.step(piece or "", at + 1 - self._prompt_length)
         self.decoder = decoder
         return decoder
 
@@ -86,8 +108,12 @@ class TextStream:
 class Completion:
     """A finished request: what was generated behind the prompt.
 
-    `finish_reason` is "stop" (a stop or end token), "length" (`max_new_tokens`, or the model's
-    longest context) or "error": then `error` says why, and the rest is what came before it.
+    `finish_reason` is "stop" (a stop string, a stop or end token), "length" (`max_new_tokens`, or
+    the model's longest context) or "error": then `error` says why, and the rest is what came before
+    it. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended it; else
+    None. `token_ids` are all that were generated, those of a stop string too.
+    `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
+    Both None where SamplingParams do not ask. `index`: which of the prompt's `n` completions it is.
     """
 
     request_id: str
@@ -95,16 +121,67 @@ class Completion:
     text: str
     finish_reason: FinishReason
     error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that came from the prefix cache."""
+    queue_seconds: float | None = None
+    """From its submission to the step that had its first tokens."""
+    first_token_seconds: float | None = None
+    """From its submission to its first token."""
+    total_seconds: float | None = None
+    prefill_tokens_per_second: float | None = None
+    """Tokens of the prompt that were computed, by the time from its first step to its first token;
+    other requests share that time."""
+    decode_tokens_per_second: float | None = None
+    """Tokens behind the first one, by the time from the first one to the last."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_reason: str | int | None = None
+    index: int = 0
 
 
-def completion_of(request_id: str, tokens: Sequence[Token]) -> Completion:
+def completions_of(
+    tokens: Mapping[str, Sequence[Token]], stats: Sequence[RequestStats], indices: Sequence[int]
+) -> list[Completion]:
+    """Of requests that have ended, whose tokens are all of theirs, in the order of `indices`."""
+    done: list[Completion] = []
+    for (request_id, generated), own, index in zip(tokens.items(), stats, indices, strict=True):
+        about_prompt = done[-1].prompt_logprobs if index else generated[0].prompt_logprobs
+        done.append(completion_of(request_id, generated, own, index, about_prompt))
+    return done
+
+
+def completion_of(
+    request_id: str,
+    tokens: Sequence[Token],
+    stats: RequestStats,
+    index: int = 0,
+    prompt_logprobs: list[TokenLogprobs | None] | None = None,
+) -> Completion:
     """All tokens of a request that has ended."""
     last = tokens[-1]
     assert last.finish_reason is not None
+    generated = [token.token_id for token in tokens if not token.error]
+    logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
     return Completion(
         request_id,
-        [token.token_id for token in tokens if not token.error],
+        generated,
         "".join([token.text for token in tokens]),
         last.finish_reason,
         last.error,
+        stats.prompt_tokens,
+        stats.cached_tokens,
+        stats.queue_seconds,
+        stats.first_token_seconds,
+        stats.total_seconds,
+        _rate(stats.prompt_tokens - stats.cached_tokens, stats.prefill_seconds),
+        _rate(len(generated) - 1, stats.decode_seconds),
+        logprobs or None,
+        prompt_logprobs,
+        last.stop_reason,
+        index,
     )
+
+
+def _rate(count: int, seconds: float | None) -> float | None:
+    return count / seconds if seconds and count > 0 else None

@@ -14,6 +14,7 @@
 #include "cpu/check.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
+#include "cpu/sampling_edits.h"
 #include "kvgraph/abi.h"
 
 namespace {
@@ -27,12 +28,17 @@ constexpr double kColdest = 1e-30, kWarmest = std::numeric_limits<float>::max();
 // A row on its way to a token; one for each thread, which keeps its memory.
 class Row {
  public:
+  // The token, or -1 where no logit is above -infinity.
   int32_t draw(const float* logits, int64_t vocab, const kvg_draw& draw);
   size_t ranked() const { return keys_.size(); }
+  // found[0]: of `asked.token`; then of the `asked.most` likeliest tokens.
+  void score(const float* logits, int64_t vocab, const kvg_scored& asked, kvg_logprob* found);
 
  private:
   bool find_head(int64_t most);
   void order();
+  int32_t draw_any();
+  void take_all();
   int32_t draw_from_ids();
   int32_t draw_from_head();
   int32_t draw_from_all();
@@ -40,6 +46,7 @@ class Row {
   double weight(int64_t rank);
   int64_t kept(double bound, double* mass);
   int64_t rank(double target, int64_t most);
+  int64_t place(int32_t token) const;
 
   int64_t count() const { return static_cast<int64_t>(ids_.size()); }
   int32_t id(int64_t rank) const { return ids_[static_cast<size_t>(rank)]; }
@@ -53,28 +60,48 @@ class Row {
   int64_t weighed_;
   std::vector<float> maxima_;
   std::vector<uint64_t> keys_, sorted_;
+  kvg::Editor editor_;
 };
 
 int32_t Row::draw(const float* logits, int64_t vocab, const kvg_draw& draw) {
-  logits_ = logits, vocab_ = vocab, draw_ = draw, total_ = -1;
+  logits_ = draw.edits ? editor_.edit(logits, vocab, *draw.edits) : logits;
+  vocab_ = vocab, draw_ = draw, total_ = -1;
   keys_.clear();
-  if (draw.temperature == 0) return static_cast<int32_t>(kvg::kernels().argmax(logits, vocab));
-  top_k_ = draw.top_k > 0 ? std::min(draw.top_k, vocab) : vocab;
+  const int32_t token = draw.temperature == 0
+                            ? static_cast<int32_t>(kvg::kernels().argmax(logits_, vocab))
+                            : draw_any();
+  return logits_[token] > -kvg::kInfinity ? token : -1;
+}
+
+int32_t Row::draw_any() {
+  top_k_ = draw_.top_k > 0 ? std::min(draw_.top_k, vocab_) : vocab_;
   for (const int64_t most : kHeads) {
-    if (most < top_k_ && top_k_ < vocab) continue;
+    if (most < top_k_ && top_k_ < vocab_) continue;
     if (!find_head(std::min(most, top_k_))) break;
     const int32_t token = draw_from_ids();
     if (token >= 0) return token;
   }
-  ids_.resize(static_cast<size_t>(vocab));
-  std::iota(ids_.begin(), ids_.end(), 0);
+  take_all();
   return draw_from_ids();
+}
+
+void Row::take_all() {
+  ids_.resize(static_cast<size_t>(vocab_));
+  std::iota(ids_.begin(), ids_.end(), 0);
 }
 
 // The token, or -1 where ids_ do not decide it.
 int32_t Row::draw_from_ids() {
   order();
   if (!std::isfinite(logits_[id(0)])) return id(0);
+  if (draw_.min_p > 0) {
+    const int64_t most = std::min(count(), top_k_);
+    int64_t likely = 0;
+    while (likely < most && weight(likely) >= draw_.min_p) ++likely;
+    if (likely == count() && likely < top_k_) return -1;
+    ids_.resize(static_cast<size_t>(likely));
+    return draw_from_all();
+  }
   return count() < top_k_ ? draw_from_head() : draw_from_all();
 }
 
@@ -87,7 +114,7 @@ bool Row::find_head(int64_t most) {
   const int64_t groups = (vocab_ + width - 1) / width, room = 4 * wanted;
   if (2 * groups < 3 * most) return false;
   maxima_.resize(static_cast<size_t>(groups));
-  if (top_k_ == vocab_ && total_ < 0) {
+  if (top_k_ == vocab_ && total_ < 0 && draw_.min_p == 0) {
     const auto warmth = static_cast<float>(std::clamp(draw_.temperature, kColdest, kWarmest));
     total_ = kernels.weigh_groups(logits_, vocab_, width, maxima_.data(), warmth);
   } else {
@@ -186,7 +213,54 @@ int64_t Row::rank(double target, int64_t most) {
   return r;
 }
 
-void check(const kvg_draw& draw, size_t row) {
+void Row::score(const float* logits, int64_t vocab, const kvg_scored& asked, kvg_logprob* found) {
+  logits_ = logits, vocab_ = vocab, top_k_ = vocab, total_ = -1;
+  draw_ = {}, draw_.temperature = 1;
+  if (!find_head(std::max(asked.most, 1))) take_all();
+  order();
+  if (total_ < 0)
+    for (total_ = 0; weighed_ < count();) total_ += weight(weighed_);
+  const float top = logits_[id(0)];
+  const auto logprob = [&](int32_t token) {
+    const float logit = logits_[token];
+    if (!(logit > -kvg::kInfinity)) return -static_cast<double>(kvg::kInfinity);
+    if (std::isinf(top)) return logit == top ? 0 : -static_cast<double>(kvg::kInfinity);
+    return static_cast<double>(logit) - static_cast<double>(top) - std::log(total_);
+  };
+  found[0] = {asked.token, static_cast<int32_t>(place(asked.token)) + 1, logprob(asked.token)};
+  for (int32_t r = 0; r < asked.most; ++r)
+    found[r + 1] = r < count() ? kvg_logprob{id(r), r + 1, logprob(id(r))} : kvg_logprob{-1, 0, 0};
+}
+
+// How many tokens come before this one in the order of the row.
+int64_t Row::place(int32_t token) const {
+  const auto number = [](float x) { return x >= -kvg::kInfinity ? x : -kvg::kInfinity; };
+  const float logit = number(logits_[token]);
+  int64_t before = 0;
+  for (int64_t i = 0; i < vocab_; ++i) before += logits_[i] > logit;
+  for (int64_t i = 0; i < token; ++i) before += number(logits_[i]) == logit;
+  return before;
+}
+
+void check_vocab(const char* name, int64_t vocab) {
+  if (vocab < 1 || vocab > INT32_MAX)
+    kvg::refuse("%s: expected a vocabulary of 1 to 2^31 - 1 tokens, got %lld", name,
+                static_cast<long long>(vocab));
+}
+
+void check(const kvg_scored& asked, size_t at, size_t rows, int64_t vocab) {
+  const auto expect = [at](int64_t got, int64_t least, int64_t end, const char* field) {
+    if (got < least || got >= end)
+      kvg::refuse("logprobs: %zu: %s: expected %lld to %lld, got %lld", at, field,
+                  static_cast<long long>(least), static_cast<long long>(end - 1),
+                  static_cast<long long>(got));
+  };
+  expect(asked.row, 0, static_cast<int64_t>(rows), "row");
+  expect(asked.token, 0, vocab, "token");
+  expect(asked.most, 0, KVG_MOST_LOGPROBS + 1, "most");
+}
+
+void check(const kvg_draw& draw, size_t row, int64_t vocab) {
   const auto expect = [row](bool fits, const char* field, const char* expected, double got) {
     if (!fits) kvg::refuse("sample: row %zu: %s: expected %s, got %g", row, field, expected, got);
   };
@@ -195,6 +269,8 @@ void check(const kvg_draw& draw, size_t row) {
   expect(draw.top_p > 0 && draw.top_p <= 1, "top_p", "in (0, 1]", draw.top_p);
   expect(draw.uniform >= 0 && draw.uniform < 1, "uniform", "in [0, 1)", draw.uniform);
   expect(draw.top_k >= 0, "top_k", ">= 0", static_cast<double>(draw.top_k));
+  expect(draw.min_p >= 0 && draw.min_p <= 1, "min_p", "in [0, 1]", draw.min_p);
+  if (draw.edits) kvg::check(*draw.edits, row, vocab);
 }
 
 }  // namespace
@@ -204,15 +280,28 @@ extern "C" int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, si
                                   size_t message_size) {
   return kvg::entry(message, message_size, [&] {
     kvg::kernels();  // refuses here, not in a task
-    if (vocab < 1 || vocab > INT32_MAX)
-      kvg::refuse("sample: expected a vocabulary of 1 to 2^31 - 1 tokens, got %lld",
-                  static_cast<long long>(vocab));
-    for (size_t row = 0; row < rows; ++row) check(draws[row], row);
+    check_vocab("sample", vocab);
+    for (size_t row = 0; row < rows; ++row) check(draws[row], row, vocab);
     const kvg_call call = {};
     kvg::parallel_for(call, rows, [&](size_t row) {
       static thread_local Row x;
       const int32_t token = x.draw(logits + static_cast<int64_t>(row) * vocab, vocab, draws[row]);
       drawn[row] = {token, static_cast<int32_t>(x.ranked())};
+    });
+  });
+}
+
+extern "C" int32_t kvg_cpu_logprobs(const float* logits, size_t rows, int64_t vocab,
+                                    const kvg_scored* asked, size_t count, kvg_logprob* found,
+                                    char* message, size_t message_size) {
+  return kvg::entry(message, message_size, [&] {
+    kvg::kernels();  // refuses here, not in a task
+    check_vocab("logprobs", vocab);
+    for (size_t i = 0; i < count; ++i) check(asked[i], i, rows, vocab);
+    const kvg_call call = {};
+    kvg::parallel_for(call, count, [&](size_t i) {
+      static thread_local Row x;
+      x.score(logits + asked[i].row * vocab, vocab, asked[i], found + i * (KVG_MOST_LOGPROBS + 1));
     });
   });
 }

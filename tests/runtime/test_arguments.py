@@ -57,11 +57,37 @@ def refused(message: str) -> Any:
         ("stop_token_ids", (-1,), "expected >= 0, got -1"),
         ("ignore_eos", "no", "expected True or False, got str 'no'"),
         ("ignore_eos", None, "expected True or False, got NoneType None"),
+        ("min_p", "0.1", "expected a number, got str '0.1'"),
+        ("repetition_penalty", None, "expected a number, got NoneType None"),
+        ("presence_penalty", True, "expected a number, got bool True"),
+        ("frequency_penalty", [1], "expected a number, got list [1]"),
+        ("min_new_tokens", 1.5, INDEX.format(0, "float 1.5")),
+        ("stop", 5, "expected text, or a list of it, got int 5"),
+        ("stop", {"a"}, "expected text, or a list of it, got set {'a'}"),
+        ("stop", "", "expected text that is not empty, got str ''"),
+        ("stop", ["a", ""], "expected text that is not empty, got str ''"),
+        ("stop", ["a", 5], "expected text that is not empty, got int 5"),
+        ("stop", ["a"] * 17, "expected at most 16, got 17"),
+        ("include_stop_str_in_output", 1, "expected True or False, got int 1"),
+        ("logprobs", "5", "expected an integer >= 0 or None, got str '5'"),
+        ("logprobs", 21, "expected at most 20 or None, got 21"),
+        ("n", 0, "expected >= 1, got 0"),
+        ("n", 129, "expected at most 128, got 129"),
+        ("n", 2.0, INDEX.format(1, "float 2.0")),
+        ("prompt_logprobs", True, "expected an integer >= 0 or None, got bool True"),
+        ("prompt_logprobs", -1, "expected >= 0 or None, got -1"),
+        ("logit_bias", [(1, 2.0)], "expected token ids with numbers, got list [(1, 2.0)]"),
+        ("logit_bias", {"1": 2.0}, INDEX.format(0, "str '1'")),
     ],
 )
 def test_sampling(field: str, value: Any, message: str) -> None:
     with refused(f"{field}: {message}"):
         SamplingParams(**{field: value})
+
+
+def test_a_bias_that_is_no_number() -> None:
+    with refused("logit_bias[7]: expected a number, got str 'much'"):
+        SamplingParams(logit_bias={7: "much"})  # type: ignore[dict-item]
 
 
 def test_numpy_scalars_are_numbers(engine: Engine) -> None:
@@ -95,6 +121,10 @@ def test_numpy_scalars_are_numbers(engine: Engine) -> None:
         ({"prompt": [True]}, "prompt: expected text or token ids, got bool True at position 0"),
         ({"prompt": np.array(5)}, "prompt: expected text or token ids, got ndarray array(5)"),
         ({"sampling": {"top_k": 1}}, "sampling: expected SamplingParams, got dict {'top_k': 1}"),
+        (
+            {"sampling": SamplingParams(n=2)},
+            "n: expected 1 of a single request, got 2; use generate",
+        ),
         ({"request_id": 5}, "request_id: expected text, got int 5"),
         ({"request_id": b"5"}, "request_id: expected text, got bytes b'5'"),
         ({"request_id": ["5"]}, "request_id: expected text, got list ['5']"),

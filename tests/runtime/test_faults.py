@@ -46,6 +46,21 @@ REQUESTS = {
     "top-p": ([7] * 14, SamplingParams(max_new_tokens=8, temperature=1.5, top_p=0.9, seed=4)),
     "long": (list(range(300, 360)), SamplingParams(max_new_tokens=3, temperature=1, seed=5)),
     "stops": ([9, 8], SamplingParams(max_new_tokens=12, stop_token_ids=(1725,))),
+    "asks": (
+        list(range(200, 220)),
+        SamplingParams(
+            max_new_tokens=7,
+            temperature=0.5,
+            seed=6,
+            min_p=0.01,
+            repetition_penalty=1.3,
+            frequency_penalty=0.5,
+            min_new_tokens=2,
+            stop=(" needs", " values\ufffd c"),  # held back over three tokens
+            logprobs=2,
+            prompt_logprobs=1,
+        ),
+    ),
 }
 TIERS = pytest.mark.parametrize(
     "options", [{}, {"total_num_host_pages": 8}], ids=["pool", "host tier"]
@@ -83,7 +98,7 @@ def undisturbed(artifact: Artifact) -> Said:
     submit_all(engine)
     said, _ = drain(engine)
     assert engine.scheduler.preemptions > 0
-    assert [tokens[-1].finish_reason for tokens in said.values()] == ["length"] * 4 + ["stop"]
+    assert [tokens[-1].finish_reason for tokens in said.values()] == ["length"] * 4 + ["stop"] * 2
     assert_whole(engine)
     return said
 

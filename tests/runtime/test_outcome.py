@@ -13,7 +13,7 @@ import kvgraph
 from kvgraph import Engine, GenerationError, SamplingParams
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.prefix import write_prefix
-from kvgraph.runtime.sampling import NO_TOKEN
+from kvgraph.runtime.sampling import NO_TOKEN, Token
 from tests.runtime.test_faults import Recalling, assert_whole
 
 SAMPLINGS = {
@@ -79,7 +79,7 @@ def test_what_a_step_says_of_a_failure(artifact: Artifact) -> None:
     engine.submit(BAD, SAMPLINGS["greedy"], request_id="bad")
     tokens = [engine.step()[0] for _ in range(4)]
     assert [token.finish_reason for token in tokens] == [None, None, None, "error"]
-    assert tokens[3] == ("bad", NO_TOKEN, "", "error", WHY.format("bad"))
+    assert tokens[3] == Token("bad", NO_TOKEN, "", "error", WHY.format("bad"))
     assert not engine.busy
     assert_whole(engine)
 

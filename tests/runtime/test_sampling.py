@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvgraph.errors import RequestError
-from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import SamplingParams, TokenSource
 
 PROBABILITIES = (0.05, 0.4, 0.15, 0.25, 0.1, 0.05)
 LOGITS = np.log(np.array(PROBABILITIES, np.float32)) + 3
@@ -268,11 +273,61 @@ def test_no_more_than_a_vocabulary_is_kept() -> None:
         ({"top_p": 1.01}, r"top_p: expected in \(0, 1\], got 1.01"),
         ({"top_p": math.nan}, r"top_p: expected in \(0, 1\], got nan"),
         ({"seed": -1}, r"seed: expected >= 0 or None, got -1"),
+        ({"min_p": -0.1}, r"min_p: expected in \[0, 1\], got -0.1"),
+        ({"min_p": 1.1}, r"min_p: expected in \[0, 1\], got 1.1"),
+        ({"repetition_penalty": 0}, r"repetition_penalty: expected > 0 and finite, got 0.0"),
+        ({"presence_penalty": 2.1}, r"presence_penalty: expected in \[-2, 2\], got 2.1"),
+        ({"frequency_penalty": math.nan}, r"frequency_penalty: expected in \[-2, 2\], got nan"),
+        ({"logit_bias": {3: 101}}, r"logit_bias\[3\]: expected in \[-100, 100\], got 101.0"),
+        ({"logit_bias": {3: math.nan}}, r"logit_bias\[3\]: expected in \[-100, 100\], got nan"),
+        ({"logit_bias": {-1: 1}}, r"logit_bias: expected >= 0, got -1"),
+        (
+            {"logit_bias": dict.fromkeys(range(1025), 1)},
+            r"logit_bias: expected at most 1024 tokens, got 1025",
+        ),
+        ({"min_new_tokens": -1}, r"min_new_tokens: expected >= 0, got -1"),
+        ({"max_tokens": 0}, r"max_new_tokens: expected >= 1, got 0"),
+        (
+            {"max_tokens": 3, "min_tokens": 4},
+            r"min_new_tokens: expected at most max_new_tokens=3, got 4",
+        ),
+        (
+            {"max_new_tokens": 64, "max_tokens": 64},
+            r"max_new_tokens, max_tokens: expected one of the two, got both",
+        ),
+        (
+            {"min_new_tokens": 1, "min_tokens": 1},
+            r"min_new_tokens, min_tokens: expected one of the two, got both",
+        ),
     ],
 )
 def test_bad_parameters(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}$"):
         SamplingParams(**fields)
+
+
+def test_other_names_of_the_limits() -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=2)
+    assert params == SamplingParams(max_new_tokens=9, min_new_tokens=2)
+    assert replace(params, top_k=3) == SamplingParams(9, top_k=3, min_tokens=2)
+    assert pickle.loads(pickle.dumps(params)) == copy.copy(params) == params
+    assert hash(params) == hash(SamplingParams(9, min_new_tokens=2, logit_bias={1: 2.0}))
+    with pytest.raises(RequestError, match="max_new_tokens, max_tokens: expected one of the two"):
+        SamplingParams(9, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_token", "; did you mean 'max_tokens'?"),
+        ("repetition_penality", "; did you mean 'repetition_penalty'?"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_field(name: str, hint: str) -> None:
+    message = f"SamplingParams: expected one of its fields, got {name!r}{hint}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        SamplingParams(**{name: 1})
 
 
 def test_logits_of_other_memory_are_taken_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,27 +13,12 @@ from hypothesis import strategies as st
 
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
-from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from tests.support.isa import forced_isa
+from tests.support.sampling import sorted_whole
 
 ISAS = ["avx2", "avx512", "avx512_bf16"]
-
-
-def sorted_whole(logits_RV: Any, draws: list[tuple[SamplingParams, float]]) -> list[int]:
-    """The definition: every row sorted, weighed and summed whole, in float64."""
-    chosen = []
-    for row, (params, uniform) in zip(logits_RV, draws, strict=True):
-        order = np.argsort(-row, kind="stable")
-        scaled = row[order].astype(np.float64) / max(params.temperature, 1e-30)
-        weights = np.exp(scaled - scaled[0])
-        weights[params.top_k or len(row) :] = 0
-        reached = np.cumsum(weights)
-        before = np.concatenate([[0], reached[:-1]])
-        weights[(before >= params.top_p * reached[-1]) & (np.arange(len(row)) > 0)] = 0
-        total = np.cumsum(weights)
-        rank = int((total <= uniform * total[-1]).sum())
-        chosen.append(int(order[min(rank, int((weights > 0).sum()) - 1)]))
-    return chosen
 
 
 class Given(TokenSource):
@@ -77,6 +63,7 @@ def long_rows(kind: str, vocab: int, count: int, seed: int) -> Any:
                 "temperature": st.sampled_from([1e-300, 0.01, 0.7, 1.0, 2.0, 60.0, 1e30, 1e300]),
                 "top_k": st.sampled_from([0, 1, 5, 127, 128, 129, 1000, 1024, 1025, 10**6]),
                 "top_p": st.sampled_from([1.0, 0.999, 0.95, 0.5, 1e-3]),
+                "min_p": st.sampled_from([0.0, 0.0, 1e-30, 1e-4, 0.1, 1.0]),
             }
         ),
         min_size=1,
@@ -102,7 +89,8 @@ def test_long_rows_are_sampled_as_if_sorted_whole(
 def test_every_instruction_set_draws_the_same(isa: str, kind: str, vocab: int) -> None:
     logits = long_rows(kind, vocab, 24, vocab)
     settings = [{"top_k": 40}, {"top_p": 0.9}, {}, {"temperature": 0.0}]
-    params = [SamplingParams(**({"temperature": 0.8} | fields)) for fields in settings] * 6
+    params = [SamplingParams(**({"temperature": 0.8} | fields)) for fields in settings] * 4
+    params += [replace(p, min_p=0.05) for p in params[:8]]
     numbers = np.random.default_rng(0).random(len(params)).tolist()
     with forced_isa(isa):
         tokens = sample(logits, [Given(*draw) for draw in zip(params, numbers, strict=True)])
@@ -122,7 +110,7 @@ def test_rows_with_likely_tokens_are_seldom_ranked_whole(
 ) -> None:
     logits = long_rows(kind, 32000, 64, 3)
     numbers = np.random.default_rng(3).random(64).tolist()
-    draws = [(0.7, fields.get("top_p", 1.0), u, fields.get("top_k", 0)) for u in numbers]
+    draws = [(0.7, fields.get("top_p", 1.0), u, fields.get("top_k", 0), 0.0, 0) for u in numbers]
     _, ranked = native.sample(logits, draws)
     whole = ranked.count(32000)
     assert whole <= most
@@ -168,17 +156,20 @@ def test_a_nan_is_no_token(isa: str, fields: dict[str, Any]) -> None:
         ("top_p", 0.0, r"row 1: top_p: expected in \(0, 1\], got 0"),
         ("uniform", 1.0, r"row 1: uniform: expected in \[0, 1\), got 1"),
         ("top_k", -2, r"row 1: top_k: expected >= 0, got -2"),
+        ("min_p", -0.1, r"row 1: min_p: expected in \[0, 1\], got -0.1"),
+        ("min_p", math.nan, r"row 1: min_p: expected in \[0, 1\], got nan"),
     ],
 )
 def test_bad_draws(field: str, value: float, message: str) -> None:
-    fields = {"temperature": 1.0, "top_p": 0.9, "uniform": 0.5, "top_k": 7}
-    draws = [tuple(fields.values()), tuple((fields | {field: value}).values())]
+    fields: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "uniform": 0.5, "top_k": 7}
+    fields |= {"min_p": 0.0, "edits": 0}
+    draws: Any = [tuple(fields.values()), tuple((fields | {field: value}).values())]
     with pytest.raises(KernelError, match=f"^sample: {message}$"):
         native.sample(np.zeros((2, 9), np.float32), draws)
 
 
 def test_bad_memory() -> None:
-    logits, draws = np.zeros((2, 9), np.float32), [(1.0, 1.0, 0.0, 0)] * 2
+    logits, draws = np.zeros((2, 9), np.float32), [(1.0, 1.0, 0.0, 0, 0.0, 0)] * 2
     with pytest.raises(KernelError, match=r"dense float32 logits \[rows, vocab\], got float64"):
         native.sample(logits.astype(np.float64), draws)
     with pytest.raises(KernelError, match=r"got float32 \(2, 5\) with strides \(36, 8\)"):

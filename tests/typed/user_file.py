@@ -66,7 +66,7 @@ def engine(folder: Path) -> None:
     batch = kvgraph.BatchConfig(max_batch_size=2)
     with kvgraph.Engine(artifact, batch=batch, num_pages=8, disk=folder / "pages") as running:
         assert_type(running.session, kvgraph.Session)
-        done = running.generate(["one", [1, 2]], kvgraph.SamplingParams(max_new_tokens=4))
+        done = running.generate(["one", [1, 2]], kvgraph.SamplingParams(max_tokens=4, stop="end"))
         assert_type(done, list[kvgraph.Completion])
         assert_type(done[0].token_ids, list[int])
         assert_type(running.step(), list[kvgraph.Token])

@@ -64,25 +64,66 @@ KVG_EXPORT int32_t kvg_cpu_update_and_attend(const kvg_call* call, char* message
                                              size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t message_size);
 
+// What a row of logits becomes before a token is drawn from it, in the order of the fields. Token ids
+// are of [0, vocab). Refused beyond these ranges.
+typedef struct kvg_edits {
+  const uint32_t* mask;   // [(vocab + 31) / 32]; token 32 w + b may be drawn where bit b of word w
+                          // is 1; NULL: all may
+  const int32_t* banned;  // [num_banned]: may not be drawn
+  const int32_t* biased;  // [num_biased]
+  const float* bias;      // [num_biased]: added to the logits of `biased`
+  const int32_t* tokens;  // [num_tokens]: the prompt, then the output: what is punished
+  int64_t num_banned, num_biased, num_tokens;
+  int64_t num_prompt;  // 0 to num_tokens
+  double repetition;   // > 0, finite; a logit above 0 of a token of prompt or output is divided by it,
+                       // another is multiplied
+  double presence;     // finite; taken off the logit of each token of the output
+  double frequency;    // finite; as often as the output has the token
+} kvg_edits;
+
 // How a token is drawn from one row of logits. Refused beyond these ranges.
 typedef struct kvg_draw {
-  double temperature;  // >= 0, finite; 0: the greatest logit, and the rest has no effect
+  double temperature;  // >= 0, finite; 0: the greatest logit, and the fields up to `edits` have no
+                       // effect
   double top_p;        // (0, 1]
   double uniform;      // [0, 1)
   int64_t top_k;       // >= 0; 0: all
+  double min_p;        // [0, 1]: keeps tokens of at least this share of the likeliest's probability
+  const kvg_edits* edits;  // NULL: none
 } kvg_draw;
 
 typedef struct kvg_drawn {
-  int32_t token;
+  int32_t token;   // -1: no logit of the row, as edited, is above -infinity
   int32_t ranked;  // of how many of the row's tokens the order was found
 } kvg_drawn;
 
 // One token of each of `rows` dense rows [vocab]: the inverse transform of `uniform` over the tokens
-// that top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as
-// -infinity; where the greatest logit is infinite, or there is none, the lowest such id is drawn.
+// that min-p, then top-k, then top-p keep, likeliest first, of equal ones the lowest id first. A NaN
+// counts as -infinity; where the greatest logit is infinite, the lowest such id is drawn. The logits
+// are not changed.
 KVG_EXPORT int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, size_t rows,
                                   int64_t vocab, kvg_drawn* drawn, char* message,
                                   size_t message_size);
+
+#define KVG_MOST_LOGPROBS 20
+
+typedef struct kvg_scored {
+  int64_t row;
+  int32_t token;
+  int32_t most;  // 0 to KVG_MOST_LOGPROBS: of how many of the row's likeliest tokens besides
+} kvg_scored;
+
+typedef struct kvg_logprob {
+  int32_t token;    // -1: the vocabulary has no more
+  int32_t rank;     // 1: the likeliest; of equal ones the lowest id is first
+  double logprob;   // to 1e-5
+} kvg_logprob;
+
+// log_softmax of dense rows [vocab], as far as each of `count` entries asks for it: of its token, then
+// of the likeliest ones, in found[KVG_MOST_LOGPROBS + 1] for each. A NaN counts as -infinity.
+KVG_EXPORT int32_t kvg_cpu_logprobs(const float* logits, size_t rows, int64_t vocab,
+                                    const kvg_scored* asked, size_t count, kvg_logprob* found,
+                                    char* message, size_t message_size);
 
 // Threads of the library's own pool, the caller's included, used where a call gives no
 // parallel_for. Default: the processors that this process may run on. 0 restores the default.

@@ -1,0 +1,132 @@
+"""How a caller asks for tokens to be chosen; all of it is checked here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
+
+from kvgraph.errors import RequestError
+from kvgraph.ops.native import MOST_LOGPROBS
+from kvgraph.runtime.arguments import (
+    biases,
+    flag,
+    integer,
+    integers,
+    number,
+    optional_integer,
+    require_fields,
+    texts,
+)
+
+MOST_STOPS = 16
+MOST_COMPLETIONS = 128
+
+ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+"""vLLM's and OpenAI's names for fields of SamplingParams."""
+
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: 0 <= x < math.inf, ">= 0 and finite"),
+    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "> 0 and finite"),
+    "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
+    "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
+}
+"""Field of SamplingParams -> whether a number fits, and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and when it ends.
+
+    `temperature` 0 is greedy (`min_p`, `top_k`, `top_p`, `seed` then have no effect). `min_p` keeps
+    the tokens of at least that share of the likeliest one's probability; `top_k` 0 keeps all;
+    `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it. With a `seed` a
+    request's tokens do not depend on its batch.
+
+    Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, at the model's own
+    end tokens unless `ignore_eos`, or with a string of `stop` (one, or at most 16): the text ends
+    before it, or behind it with `include_stop_str_in_output`; text that may become a stop string is
+    held back. The first one that is complete counts. None of these tokens comes before
+    `min_new_tokens` others, and no stop string counts in fewer tokens.
+    `max_tokens` and `min_tokens` are other names for the two limits: they are read as
+    `max_new_tokens` and `min_new_tokens`.
+
+    `logit_bias` (token id -> number in [-100, 100], at most 1024) is added to the logits.
+    `repetition_penalty` divides the logits above 0 of tokens of prompt and output, and multiplies
+    the others. `frequency_penalty` is taken off a token's logit as often as the output has it,
+    `presence_penalty` once. The order is vLLM's: tokens that may not come, bias, penalties;
+    temperature, min-p, top-k, top-p.
+
+    `logprobs` asks for the log-probability and rank of each token, and for that many of the
+    likeliest ones (0 to 20); `prompt_logprobs` asks the same about the prompt's tokens. Both are of
+    the model's own distribution, before all of the above. A request with `prompt_logprobs` computes
+    its whole prompt, without pages of the prefix cache, in chunks of at most 128 tokens.
+
+    `n` (1 to 128): completions of each prompt that `Engine.generate` gives, which share the pages
+    of the prompt. With a `seed`, number i has seed + i.
+
+    RequestError names a field of another type, or out of its range; TypeError an unknown one.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: InitVar[int | None] = None
+    min_tokens: InitVar[int | None] = None
+
+    if not TYPE_CHECKING:  # checkers read the fields
+
+        def __new__(cls, *values: object, **given: object) -> SamplingParams:
+            require_fields(cls, values, given, ALIASES)
+            return object.__new__(cls)
+
+    def __post_init__(self, max_tokens: int | None, min_tokens: int | None) -> None:
+        most = self.max_new_tokens if max_tokens is None else max_tokens
+        least = self.min_new_tokens if min_tokens is None else min_tokens
+        own: dict[str, object] = {
+            "max_new_tokens": integer("max_new_tokens", most, 1),
+            "min_new_tokens": integer("min_new_tokens", least, 0),
+            "top_k": integer("top_k", self.top_k, 0),
+            "n": integer("n", self.n, 1, MOST_COMPLETIONS),
+            "seed": optional_integer("seed", self.seed, 0),
+            "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
+            "stop": texts("stop", self.stop, MOST_STOPS),
+            "include_stop_str_in_output": flag(
+                "include_stop_str_in_output", self.include_stop_str_in_output
+            ),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "logit_bias": biases("logit_bias", self.logit_bias),
+            "logprobs": optional_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
+            "prompt_logprobs": optional_integer(
+                "prompt_logprobs", self.prompt_logprobs, 0, MOST_LOGPROBS
+            ),
+        }
+        for name, (fits, expected) in NUMBERS.items():
+            own[name] = given = number(name, getattr(self, name))
+            if not fits(given):
+                raise RequestError(f"{name}: expected {expected}, got {given}")
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, "
+                f"got {self.min_new_tokens}"
+            )

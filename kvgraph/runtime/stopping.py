@@ -1,0 +1,69 @@
+"""Where a text ends: at strings that its request names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Ends one request's text at the first of its stop strings that is complete.
+
+    Of two that are complete with one character the longer counts. It reads character by character,
+    so the borders of tokens do not matter. None counts before the request has `least` tokens.
+    `held`: the end of the text, which may be the beginning of a stop string: not handed over yet.
+    """
+
+    __slots__ = ("_borders", "_firsts", "_includes", "_least", "_matched", "_stops", "held")
+
+    def __init__(self, stops: Sequence[str], *, includes: bool = False, least: int = 0) -> None:
+        self._stops = stops
+        self._includes = includes
+        self._least = least
+        self._firsts = {stop[0] for stop in stops}
+        self._borders = [borders(stop) for stop in stops]
+        self.rewind()
+
+    def rewind(self) -> None:
+        """No text has come."""
+        self.held = ""
+        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+
+    def step(self, piece: str, count: int, *, ends: bool = False) -> tuple[str, str | None]:
+        """What may be handed over of the text with `piece`, of token number `count`; and the stop
+        string that it ends with, if it does. Where the request `ends` here, nothing is held back.
+        """
+        if not self.held and self._firsts.isdisjoint(piece):
+            return piece, None
+        text = self.held + piece
+        for end, character in enumerate(piece, len(self.held) + 1):
+            stop = self._match(character)
+            if stop is not None and count >= self._least:
+                return text[: end if self._includes else end - len(stop)], stop
+        cut = len(text) if ends else len(text) - max(self._matched)
+        self.held = text[cut:]
+        return text[:cut], None
+
+    def _match(self, character: str) -> str | None:
+        """The longest stop string that this character completes (Knuth, Morris and Pratt)."""
+        longest = ""
+        for i, stop in enumerate(self._stops):
+            matched, of_stop = self._matched[i], self._borders[i]
+            while matched and stop[matched] != character:
+                matched = of_stop[matched]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                longest = max(longest, stop, key=len)
+                matched = of_stop[matched]
+            self._matched[i] = matched
+        return longest or None
+
+
+def borders(text: str) -> list[int]:
+    """For each n the most characters, less than n, that `text[:n]` both begins and ends with."""
+    found = [0, 0]
+    for character in text[1:]:
+        length = found[-1]
+        while length and text[length] != character:
+            length = found[length]
+        found.append(length + (text[length] == character))
+    return found
