@@ -39,7 +39,7 @@ def test_generate_without_torch_onnx_transformers(
             text=True,
             check=True,
             cwd=tmp_path,
-            env={"PATH": ""},
+            env={"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")},
         )
         return done.stdout
 

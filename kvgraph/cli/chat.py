@@ -21,6 +21,7 @@ from kvgraph.cli.options import (
     Threads,
     TopK,
     TopP,
+    Verify,
 )
 from kvgraph.errors import KVGraphError, RequestError
 
@@ -42,11 +43,13 @@ def chat(
     session: SessionName = None,
     num_pages: NumPages = None,
     threads: Threads = None,
+    verify: Verify = False,
 ) -> None:
     """Chat with a model: each line is a message, each answer streams to stdout.
 
     /clear begins a new talk, /quit or Ctrl-D ends it. Ctrl-C stops an answer.
     """
+    from kvgraph.runtime.artifact import load
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.sampling import SamplingParams
 
@@ -59,7 +62,7 @@ def chat(
     )
     with stderr.status("loading the artifact"):
         engine = Engine(
-            artifact,
+            load(artifact, verify=verify or None),
             session=session,
             num_pages=num_pages,
             max_batch_size=1,

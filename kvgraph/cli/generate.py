@@ -21,6 +21,7 @@ from kvgraph.cli.options import (
     Threads,
     TopK,
     TopP,
+    Verify,
 )
 from kvgraph.contract.plain import to_plain
 
@@ -53,9 +54,11 @@ def generate(
         str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
     ] = None,
     threads: Threads = None,
+    verify: Verify = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout."""
+    from kvgraph.runtime.artifact import load
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.prefix_file import read_prefix
     from kvgraph.runtime.sampling import SamplingParams
@@ -72,7 +75,7 @@ def generate(
     with stderr.status("loading the artifact"):
         bound = read_prefix(prefix) if prefix else None
         engine = Engine(
-            artifact,
+            load(artifact, verify=verify or None),
             session=session,
             num_pages=num_pages,
             max_batch_size=1,

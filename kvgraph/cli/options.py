@@ -17,6 +17,9 @@ CacheDtype = StrEnum("CacheDtype", POOLS)  # type: ignore[misc]
 
 ArtifactFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Hash every file, those that have not changed too.")
+]
 
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
