@@ -94,17 +94,13 @@ class RequestBuilder:
         """`n` requests of one prompt. The first asks about the prompt, for all of them."""
         if not isinstance(sampling, SamplingParams) or sampling.n == 1:
             return [self.request(new_id(), prompt, sampling)]
-        seed = sampling.seed
-        requests: list[Request] = []
+        own, requests = replace(sampling, n=1), []
         for i in range(sampling.n):
-            own = replace(sampling, n=1, seed=None if seed is None else seed + i)
-            if i == 0:
-                request = self.request(new_id(), prompt, own)
-                prompt = request.context.tokens.tolist()
-            else:
-                request = self.request(new_id(), prompt, replace(own, prompt_logprobs=None))
-            request.index = i
-            requests.append(request)
+            requests.append(self.request(new_id(), prompt, own))
+            requests[i].index = i
+            prompt = requests[0].context.tokens.tolist()
+            seed = None if sampling.seed is None else sampling.seed + i + 1
+            own = replace(own, seed=seed, prompt_logprobs=None)
         return requests
 
     def _check(self, request_id: str, tokens: list[int]) -> None:
