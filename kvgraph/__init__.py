@@ -14,6 +14,7 @@ from kvgraph._torch import register_with_torch
 _EXPORTS = {
     "Artifact": "kvgraph.runtime.artifact",
     "ArtifactError": "kvgraph.errors",
+    "AsyncEngine": "kvgraph.runtime.async_engine",
     "BatchCharacteristics": "kvgraph.contract.inputs",
     "BatchConfig": "kvgraph.runtime.config",
     "BindingError": "kvgraph.errors",
@@ -145,6 +146,7 @@ if TYPE_CHECKING:
     from kvgraph.kv.tiers.store import PageStore as PageStore
     from kvgraph.runtime.artifact import Artifact as Artifact
     from kvgraph.runtime.artifact import load as load
+    from kvgraph.runtime.async_engine import AsyncEngine as AsyncEngine
     from kvgraph.runtime.config import BatchConfig as BatchConfig
     from kvgraph.runtime.config import CacheConfig as CacheConfig
     from kvgraph.runtime.config import TierConfig as TierConfig

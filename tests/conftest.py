@@ -44,6 +44,29 @@ NOT_FAST = (
 )
 """Files of those folders that need torch, or half a minute."""
 
+SLOWEST = (
+    "test_ladder",
+    "compiler/test_pack_linear",
+    "runtime/test_cache_kinds",
+    "compiler/test_check",
+    "runtime/test_cuda_session",
+    "compiler/test_tensorrt_target",
+    "test_docs",
+    "compiler/test_passes",
+    "kernels/test_matrix",
+    "kernels/test_aot",
+    "compiler/test_fuse_rope",
+    "compiler/test_plan",
+    "compiler/test_onnx_cuda_target",
+    "compiler/test_cuda_target",
+    "test_deploy",
+    "compiler/test_weightless",
+    "compiler/test_own_module",
+    "compiler/test_tokens_apart",
+    "test_adding_op",
+)
+"""Files that begin first, so that no process waits at the end for another one's."""
+
 # Tests run one process for each core, and their models are tiny.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # An export makes many objects that live on: collecting at every 700 is 10 % of a compile's time.
@@ -69,6 +92,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     name = collection_path.relative_to(TESTS).as_posix()
     return not name.startswith(FAST) or name.startswith(NOT_FAST)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(TESTS).with_suffix("").as_posix()
+        return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
+
+    items.sort(key=place)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

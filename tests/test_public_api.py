@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = [
     "Artifact",
     "ArtifactError",
+    "AsyncEngine",
     "BatchCharacteristics",
     "BatchConfig",
     "BindingError",
@@ -102,6 +103,9 @@ FLAGS = {
     "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
     "--target --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads",
+    "serve": "--api-key-file --cache-memory --disk --disk-bytes --drain-seconds --host "
+    "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-queued-requests "
+    "--max-queued-tokens --metrics-prefix --num-pages --port --remote --threads",
     "verify": "--json",
 }
 

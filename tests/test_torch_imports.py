@@ -57,9 +57,10 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     [
         "import torch, kvgraph",
         "import kvgraph, torch",
+        "import kvgraph, kvgraph.ops\nkvgraph.ops.linear\nimport torch",
         "import kvgraph, importlib.util\nimportlib.util.find_spec('torch')\nimport torch",
     ],
-    ids=["torch first", "kvgraph first", "torch looked up"],
+    ids=["torch first", "kvgraph first", "an op first", "torch looked up"],
 )
 def test_a_saved_program_loads_and_runs(imports: str, program: Path) -> None:
     done = run(imports + USE, program)

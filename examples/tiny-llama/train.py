@@ -26,6 +26,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 SEED = 1234
 BATCH_TOKENS = 2048
+CHAT_TEMPLATE = Path(__file__).resolve().with_name("chat_template.jinja")  # written by hand
 WINDOWS = {256: 0.72, 512: 0.16, 1024: 0.08, 2048: 0.04}  # window length -> share of the batches
 PEAK_LR, WARMUP, WEIGHT_DECAY, CLIP = 3e-3, 100, 0.5, 1.0
 
@@ -58,7 +59,8 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
     )
     names = {"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 2048}
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names)
+    template = CHAT_TEMPLATE.read_text()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template, **names)
 
 
 def build_model(tok: PreTrainedTokenizerFast) -> LlamaForCausalLM:

@@ -50,7 +50,9 @@ def emit(
     """Copy the model's travelling files, hash everything, write the manifest."""
     model, signature = traced.model, traced.signature
     for name, source in model.files.items():
-        shutil.copyfile(source, folder / name)
+        copy = folder / name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, copy)
     files = hash_all(folder)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,

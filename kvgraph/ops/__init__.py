@@ -112,6 +112,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in FUNCTIONS:
+            import torch  # noqa: F401  first: its import registers the ops (kvgraph/_torch.py)
+
             from kvgraph.ops import torch_ops
 
             return getattr(torch_ops, name)

@@ -14,6 +14,7 @@ from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.cache import make_cache
+from kvgraph.runtime.chat import Chats, ChatTemplates
 from kvgraph.runtime.config import (
     BatchConfig,
     CacheConfig,
@@ -27,6 +28,7 @@ from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
 from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.stats import EngineStats, cache_stats
 from kvgraph.runtime.text import Completion, TextCodec, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
 
@@ -34,7 +36,7 @@ MOST_WAIT_SECONDS = 0.05
 """How long an engine without anything to run waits for tiers before it looks again."""
 
 
-class Engine:
+class Engine(Chats):
     """Runs ragged batches over an artifact: prefill, chunks and decode rows in one graph.
 
         engine = Engine("tiny.kvg")
@@ -80,6 +82,7 @@ class Engine:
         self.session = session
         self.kv, self.scheduler, self._buckets = make_cache(artifact, session, cache, tiers, batch)
         self._text = TextCodec(artifact.folder)
+        self._templates = ChatTemplates(artifact.folder)
         self._builder = RequestBuilder(self.model, self._text, self.scheduler)
         self._turns = Turns("Engine")
         self._ids = itertools.count()
@@ -193,6 +196,16 @@ class Engine:
         """
         return self._generate(prompts, sampling)
 
+    def stats(self) -> EngineStats:
+        """What runs now, and counters since the start. Any thread may ask, at any time."""
+        rows = self.scheduler
+        waiting = len(rows.waiting) + len(rows.loading)
+        done = self.generated_tokens, rows.preemptions, self.failed_requests, self.repairs
+        return EngineStats(len(rows.running), waiting, *done, **cache_stats(self.kv))
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.artifact.folder.name}: {self.stats()}>"
+
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
         return self._text.tokenize(text, special_tokens=special_tokens)
@@ -302,7 +315,7 @@ class Engine:
         finally:
             self._abandoned.extend(requests)
             self._settle()
-        return completions_of(tokens, [request.index for request in requests])
+        return completions_of([(tokens[r.request_id], r.stats, r.index) for r in requests])
 
     def _request(
         self,

@@ -10,10 +10,11 @@ from typing import cast
 from kvgraph.contract.manifest import ModelInfo
 from kvgraph.errors import RequestError
 from kvgraph.kv.requests import TextContext
-from kvgraph.runtime.arguments import instance, one_for_each, sequence, token_ids
+from kvgraph.runtime.arguments import one_for_each, sequence, token_ids
 from kvgraph.runtime.edits import edits_of
 from kvgraph.runtime.logprobs import PromptScores
-from kvgraph.runtime.sampling import SamplingParams, TokenSource
+from kvgraph.runtime.sampling import TokenSource
+from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.scheduler import Request, Scheduler
 from kvgraph.runtime.stopping import StopStrings
 from kvgraph.runtime.text import TextCodec
@@ -39,9 +40,7 @@ class RequestBuilder:
     ) -> Request:
         """A request of text or token ids; None samples as the defaults do."""
         sampling = SamplingParams() if sampling is None else sampling
-        instance("sampling", sampling, SamplingParams, "SamplingParams")
-        if sampling.n > 1:
-            raise RequestError(f"n: expected 1 of a single request, got {sampling.n}; use generate")
+        require_single(sampling)
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         is_text = isinstance(prompt, str) and prompt != ""
         tokens = self.text.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)

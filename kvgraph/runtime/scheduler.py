@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
+from time import perf_counter
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.logprobs import SCORED_TOKENS, PromptScores
 from kvgraph.runtime.sampling import FinishReason, TokenSource
+from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
@@ -53,12 +55,13 @@ class Request:
     finish_reason: FinishReason | None = None
     arrival: int = 0
     """Its place among all that were submitted."""
+    stats: RequestStats = field(default_factory=RequestStats)
     request_id: str = field(init=False)
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = str(self.context.request_id)
-        self.prompt_length = self.context.current_length
+        self.prompt_length = self.stats.prompt_tokens = self.context.current_length
 
     def reason_after(self, token: int) -> FinishReason | None:
         """Why it ends with `token` as its next one, if it does."""
@@ -115,10 +118,16 @@ class Batch:
             reasons = [
                 "error" if token is None else row.reason_after(token) for row, token in pairs
             ]
+        now = perf_counter()
         for row, token, reason in zip(self.sampled, tokens, reasons, strict=True):
             if token is not None:
                 row.context.update(token)
             row.finish_reason = reason
+            stats = row.stats
+            if stats.first_token is None:
+                stats.first_token = now
+            if reason:
+                stats.ended = now
 
 
 @dataclass(eq=False)
@@ -219,6 +228,7 @@ class Scheduler:
         for request in [r for r in self.loading if r.context.request_id in ended]:
             self.loading.remove(request)
             if ended[request.context.request_id]:
+                request.stats.start(request.context.processed_length)
                 insort(self.running, request, key=_ARRIVAL)
             else:
                 self.kv.release(request.context.request_id)
@@ -281,6 +291,7 @@ class Scheduler:
             if self.kv.is_loading(context.request_id):
                 insort(self.loading, request, key=_ARRIVAL)
                 continue
+            request.stats.start(context.processed_length)
             budget -= context.active_length
             insort(self.running, request, key=_ARRIVAL)
             admitted.append(request)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import FinishReason, Token
+from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -120,6 +121,19 @@ class Completion:
     text: str
     finish_reason: FinishReason
     error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that came from the prefix cache."""
+    queue_seconds: float | None = None
+    """From its submission to the step that had its first tokens."""
+    first_token_seconds: float | None = None
+    """From its submission to its first token."""
+    total_seconds: float | None = None
+    prefill_tokens_per_second: float | None = None
+    """Tokens of the prompt that were computed, by the time from its first step to its first token;
+    other requests share that time."""
+    decode_tokens_per_second: float | None = None
+    """Tokens behind the first one, by the time from the first one to the last."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: str | int | None = None
@@ -127,34 +141,46 @@ class Completion:
 
 
 def completions_of(
-    tokens: Mapping[str, Sequence[Token]], indices: Sequence[int]
+    ended: Iterable[tuple[Sequence[Token], RequestStats, int]],
 ) -> list[Completion]:
-    """Of requests that have ended, whose tokens are all of theirs, in the order of `indices`."""
+    """Of requests that have ended: all of their tokens, their figures, and which of their prompt's
+    completions they are. The first of these was asked about the prompt, for all."""
     done: list[Completion] = []
-    for (request_id, generated), index in zip(tokens.items(), indices, strict=True):
-        about_prompt = done[-1].prompt_logprobs if index else generated[0].prompt_logprobs
-        done.append(completion_of(request_id, generated, index, about_prompt))
+    for tokens, stats, index in ended:
+        completion = completion_of(tokens[-1].request_id, tokens, stats, index)
+        if index:
+            completion = replace(completion, prompt_logprobs=done[-1].prompt_logprobs)
+        done.append(completion)
     return done
 
 
 def completion_of(
-    request_id: str,
-    tokens: Sequence[Token],
-    index: int,
-    prompt_logprobs: list[TokenLogprobs | None] | None,
+    request_id: str, tokens: Sequence[Token], stats: RequestStats, index: int = 0
 ) -> Completion:
     """All tokens of a request that has ended."""
     last = tokens[-1]
     assert last.finish_reason is not None
+    generated = [token.token_id for token in tokens if not token.error]
     logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
     return Completion(
         request_id,
-        [token.token_id for token in tokens if not token.error],
+        generated,
         "".join([token.text for token in tokens]),
         last.finish_reason,
         last.error,
+        stats.prompt_tokens,
+        stats.cached_tokens,
+        stats.queue_seconds,
+        stats.first_token_seconds,
+        stats.total_seconds,
+        _rate(stats.prompt_tokens - stats.cached_tokens, stats.prefill_seconds),
+        _rate(len(generated) - 1, stats.decode_seconds),
         logprobs or None,
-        prompt_logprobs,
+        tokens[0].prompt_logprobs,
         last.stop_reason,
         index,
     )
+
+
+def _rate(count: int, seconds: float | None) -> float | None:
+    return count / seconds if seconds and count > 0 else None

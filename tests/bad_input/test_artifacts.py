@@ -21,6 +21,7 @@ from tests.support.command_line import run
 
 
 FILES = (
+    "chat_template.jinja",
     "generation_config.json",
     "model.onnx",
     "special_tokens_map.json",

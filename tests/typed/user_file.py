@@ -70,6 +70,10 @@ def engine(folder: Path) -> None:
         assert_type(done, list[kvgraph.Completion])
         assert_type(done[0].token_ids, list[int])
         assert_type(running.step(), list[kvgraph.Token])
+        messages = [{"role": "user", "content": "one"}]
+        assert_type(running.chat(messages, tools=[{"type": "function"}]), kvgraph.Completion)
+        assert_type(running.apply_chat_template(messages), list[int])
+        running.chat(messages, chat_templates="x")  # type: ignore
         running.generate("one", sampling=3)  # type: ignore
 
 

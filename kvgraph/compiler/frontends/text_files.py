@@ -17,11 +17,14 @@ NAMES = (
     "chat_template.jinja",
 )
 TOKENIZER, _, _, GENERATION, _ = NAMES
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder of them, in which transformers keeps those that are not the default."""
 
 
 def text_files(folder: Path) -> dict[str, Path]:
-    """Those of NAMES that are in `folder`: name in the artifact -> path here."""
-    return {name: folder / name for name in NAMES if (folder / name).is_file()}
+    """Those of NAMES that are in `folder`, and templates: name in the artifact -> path here."""
+    more = [f"{MORE_TEMPLATES}/{p.name}" for p in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+    return {name: folder / name for name in (*NAMES, *more) if (folder / name).is_file()}
 
 
 def require_tokenizer(path: Path) -> None:

@@ -1,0 +1,99 @@
+"""The command `kvgraph serve`."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvgraph.cli.options import ArtifactFolder, NumPages, Threads
+from kvgraph.errors import MissingDependencyError, RequestError
+
+NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
+
+
+def serve(
+    artifact: ArtifactFolder,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 8000,
+    max_queued_requests: Annotated[
+        int, typer.Option(min=0, help="Requests that wait for a row of the batch.")
+    ] = 64,
+    max_queued_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens of prompts that wait [default: 16 steps of prefill]."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of API keys, one a line [default: no key].")
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="Time for running requests after SIGTERM.")
+    ] = 30.0,
+    metrics_prefix: Annotated[
+        str, typer.Option(help="Of metrics' names; `vllm:` makes dashboards for vLLM work.")
+    ] = "kvgraph:",
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts into the log.")
+    ] = False,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 64,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="New tokens of a step [default: the session's].")
+    ] = None,
+    num_pages: NumPages = None,
+    cache_memory: Annotated[str, typer.Option(help="Memory of the pool, such as 4GiB.")] = "1GiB",
+    host_memory: Annotated[
+        str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
+    ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
+    ] = None,
+    disk_bytes: Annotated[str, typer.Option(help="Size limit of --disk.")] = "16GiB",
+    remote: Annotated[
+        str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
+    for name in NEEDED:
+        if find_spec(name) is None:
+            raise MissingDependencyError(
+                f"{name}: needed to serve, not installed; pip install 'kvgraph[serve]'"
+            )
+    from kvgraph.runtime.artifact import load
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.serve.options import ServeOptions
+    from kvgraph.serve.server import serve as listen
+
+    options = ServeOptions(
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        api_keys=_read_keys(api_key_file) if api_key_file else (),
+        drain_seconds=drain_seconds,
+        metrics_prefix=metrics_prefix,
+        log_prompts=log_prompts,
+    )
+    make = partial(
+        Engine,
+        load(artifact),
+        num_threads=threads,
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
+        num_pages=num_pages,
+        cache_memory=cache_memory,
+        host_memory=host_memory or 0,
+        disk=disk,
+        disk_bytes=disk_bytes,
+        remote=remote,
+    )
+    listen(artifact.name.removesuffix(".kvg"), make, options, host=host, port=port)
+
+
+def _read_keys(path: Path) -> tuple[str, ...]:
+    """RequestError for a file without keys: it would let everyone in."""
+    keys = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    if not keys:
+        raise RequestError(f"{path}: expected an API key on a line, got none")
+    return keys

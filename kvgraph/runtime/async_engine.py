@@ -1,0 +1,310 @@
+"""AsyncEngine: one engine for all tasks of an event loop.
+
+tasks of the loop --submissions, cancellations--> inbox --> the engine's thread: step, step, ...
+      ^-------- all tokens of a step, in one call of the loop --------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import TypeVar
+
+from kvgraph.errors import GenerationError, RequestError
+from kvgraph.runtime.arguments import instance
+from kvgraph.runtime.engine import Engine
+from kvgraph.runtime.sampling import NO_TOKEN, SamplingParams, Token
+from kvgraph.runtime.scheduler import Request
+from kvgraph.runtime.text import Completion, completion_of
+
+T = TypeVar("T")
+
+LONG_TEXT = 16_384
+"""Characters above which a prompt is tokenized in a thread of its own: more than about 5 ms."""
+
+
+class TokenStream:
+    """The tokens of one request: `async for tokens in stream` gives all since the last time.
+
+    Each list has at least one token; the last token has a `finish_reason`. One task reads a
+    stream. A task that reads several gives them one `news`, which each of them sets.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, request: Request, most_unread: int | None, news: asyncio.Event
+    ) -> None:
+        self.request_id = request.request_id
+        self.stats = request.stats
+        self.has_ended = False
+        """Whether its last token has come; it may be unread."""
+        self._engine = engine
+        self._most_unread = most_unread
+        self._unread: list[Token] = []
+        self._news = news
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> list[Token]:
+        while not self._unread:
+            if self.has_ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self.take()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether tokens have come that nobody has taken."""
+        return bool(self._unread)
+
+    def take(self) -> list[Token]:
+        """All tokens since the last time, without waiting."""
+        tokens, self._unread = self._unread, []
+        return tokens
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it has ended."""
+        self._engine._cancel(self)
+
+    def _give(self, tokens: list[Token]) -> None:
+        self._unread += tokens
+        self.has_ended = bool(tokens[-1].finish_reason)
+        self._news.set()
+        if self._most_unread is not None and len(self._unread) > self._most_unread:
+            self.cancel()
+            self._unread = [failed(self.request_id, _unread(self.request_id, self._most_unread))]
+
+
+class AsyncEngine:
+    """Runs an engine in a thread of its own, for the tasks of one event loop.
+
+        async with AsyncEngine(Engine("tiny.kvg")) as engine:
+            async for piece in engine.stream("The import statement"):
+                print(piece, end="", flush=True)
+
+    The engine is its thread's from `start` (or `async with`) to `close`. Leaving a stream cancels
+    its request. Where a step raises, it is tried again; where it raises twice, all open requests
+    end with finish_reason "error", and the engine goes on with those that come.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.after_step: Callable[[list[Token]], None] = lambda tokens: None
+        """Called in the engine's thread after each step with its tokens."""
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._streams: dict[str, TokenStream] = {}
+        self._ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: Thread | None = None
+        self._is_closed = False  # no submission from here on: said by a task
+        self._is_stopped = False  # no step from here on: said in the thread
+
+    # -- for tasks of the loop
+
+    async def start(self) -> None:
+        """Hand the engine to its thread. RequestError if that has happened."""
+        if self._thread is not None:
+            raise RequestError("AsyncEngine.start: expected one start, got a second one")
+        self._loop = asyncio.get_running_loop()
+        self._thread = Thread(target=self._run, name="kvgraph-engine", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End the thread, and close the engine. What is open ends with finish_reason "error"."""
+        self._is_closed = True
+        for stream in list(self._streams.values()):
+            stream.cancel()
+            why = f"request {stream.request_id!r}: the engine was closed"
+            stream._give([failed(stream.request_id, why)])
+        if self._thread is None:
+            self.engine.close()
+        else:
+            self._inbox.put(self._stop)
+            await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    async def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: bytes = b"",
+        most_unread: int | None = None,
+        news: asyncio.Event | None = None,
+    ) -> TokenStream:
+        """Queue a prompt (text or token ids). RequestError as of `Engine.submit`, at once.
+
+        A stream with more than `most_unread` unread tokens is cancelled: its reader is too slow,
+        and its last token has finish_reason "error".
+        """
+        self._require_running("submit")
+        if request_id is None:
+            request_id = f"async-{next(self._ids)}"
+        instance("request_id", request_id, str, "text")
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            prompt = await asyncio.to_thread(self.engine.tokenize, prompt)
+        if request_id in self._streams:
+            raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
+        request = self.engine._builder.request(request_id, prompt, sampling, cache_salt)
+        stream = self._streams[request_id] = TokenStream(
+            self, request, most_unread, news or asyncio.Event()
+        )
+        self._inbox.put(lambda: self._begin(request))
+        return stream
+
+    async def stream(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+    ) -> AsyncIterator[str]:
+        """Pieces of text as they come. Leaving early cancels the request.
+
+        GenerationError where the request fails on its own.
+        """
+        stream = await self.submit(prompt, sampling)
+        try:
+            async for tokens in stream:
+                if error := tokens[-1].error:
+                    raise GenerationError(error)
+                if text := "".join([token.text for token in tokens]):
+                    yield text
+        finally:
+            stream.cancel()
+
+    async def generate(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+    ) -> Completion:
+        """Generate for one prompt; prompts of several tasks run together."""
+        stream = await self.submit(prompt, sampling)
+        generated: list[Token] = []
+        try:
+            async for tokens in stream:
+                generated += tokens
+        finally:
+            stream.cancel()
+        return completion_of(stream.request_id, generated, stream.stats)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """What `function` gives of the engine, called in its thread between two steps."""
+        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            try:
+                give, value = found.set_result, function(self.engine)
+            except Exception as error:
+                give, value = found.set_exception, error  # type: ignore[assignment]
+            loop.call_soon_threadsafe(lambda: found.done() or give(value))
+
+        self._require_running("call")
+        self._inbox.put(run)
+        return await found  # type: ignore[no-any-return]
+
+    def _require_running(self, call: str) -> None:
+        if self._thread is None or self._is_closed:
+            raise RequestError(f"AsyncEngine.{call}: expected a running engine, got a stopped one")
+
+    def _cancel(self, stream: TokenStream) -> None:
+        stream.has_ended = True
+        stream._news.set()
+        if self._streams.pop(stream.request_id, None) is not None:
+            self._inbox.put(lambda: self._end(stream.request_id))
+
+    def _deliver(self, tokens: Sequence[Token]) -> None:
+        """All tokens of a step, each to its stream; tokens of a cancelled request have none."""
+        given: dict[str, list[Token]] = {}
+        for token in tokens:
+            given.setdefault(token.request_id, []).append(token)
+        for request_id, mine in given.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                if mine[-1].finish_reason:
+                    del self._streams[request_id]
+                stream._give(mine)
+
+    # -- in the engine's thread
+
+    def _run(self) -> None:
+        """Steps while there is something to run; what the inbox holds goes first."""
+        raised = False
+        while self._handle_inbox():
+            try:
+                tokens = self.engine.step()
+                raised = False
+            except Exception as error:
+                tokens = self._fail_all(error) if raised else []
+                raised = not raised
+            self.after_step(tokens)
+            self._post(tokens)
+        self.engine.close()
+
+    def _handle_inbox(self) -> bool:
+        """False once the engine is to stop. Waits while there is nothing to run."""
+        while not self._is_stopped:
+            try:
+                handle = self._inbox.get(block=not self.engine.busy)
+            except Empty:
+                return True
+            handle()
+        return False
+
+    def _begin(self, request: Request) -> None:
+        try:
+            self.engine._begin(request)
+        except Exception as error:
+            self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
+
+    def _end(self, request_id: str) -> None:
+        if request_id in self.engine._open:
+            self.engine.cancel(request_id)
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+
+    def _fail_all(self, error: Exception) -> list[Token]:
+        """Every open request ends: its step has failed twice."""
+        why = f"a step failed twice: {type(error).__name__}: {error}"
+        ended = []
+        for request_id in list(self.engine._open):
+            self.engine.cancel(request_id)
+            ended.append(failed(request_id, f"request {request_id!r}: {why}"))
+        return ended
+
+    def _post(self, tokens: Sequence[Token]) -> None:
+        assert self._loop is not None
+        if not tokens:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, tokens)
+        except RuntimeError:  # the loop is closed: nobody is left to read
+            self._is_stopped = True
+
+
+def failed(request_id: str, why: str) -> Token:
+    """The last token of a request that failed on its own."""
+    return Token(request_id, NO_TOKEN, "", "error", why)
+
+
+def _unread(request_id: str, most: int) -> str:
+    return (
+        f"request {request_id!r}: expected its reader to keep up, got more than {most} unread "
+        "tokens; it is cancelled"
+    )

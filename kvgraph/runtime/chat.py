@@ -1,0 +1,247 @@
+"""Chats: messages become the text of a prompt, by the artifact's own template."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+
+from kvgraph.contract.files import open_regular
+from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.runtime.arguments import flag, instance, said
+from kvgraph.runtime.messages import (
+    has_parts,
+    joined_text,
+    plain_messages,
+    plain_object,
+    plain_objects,
+)
+from kvgraph.runtime.sampling_params import SamplingParams, require_single
+from kvgraph.runtime.text import Completion, TextCodec
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.templates import Jinja
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+
+TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+"""Variables of a template that the tokenizer's files set."""
+
+PROBE = "a probe"
+
+
+class ChatFields(TypedDict, total=False):
+    """How messages are rendered: keywords of `ChatTemplates.render`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class Chats(ABC):
+    """An engine's methods for messages: dicts with role and content, in OpenAI's form.
+
+    The keywords are the fields of `ChatFields`.
+    """
+
+    _templates: ChatTemplates
+    _text: TextCodec
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> Completion:
+        """Generate the answer to a chat; for its pieces, `stream(apply_chat_template(messages))`.
+
+        `tools` are shown to the model; its answer is text in any case, and is not parsed.
+        RequestError as of `submit` and `apply_chat_template`.
+        """
+        if sampling is not None:
+            require_single(sampling)
+        return self.generate([self.apply_chat_template(messages, **fields)], sampling)[0]
+
+    def apply_chat_template(self, messages: Messages, **fields: Unpack[ChatFields]) -> list[int]:
+        """Token ids of a chat in the form that the artifact's template gives it.
+
+        Special tokens are those that the template writes, in messages too: none is added.
+        `add_generation_prompt` (default: True): whether the text ends where an answer begins.
+        `chat_template`: a template, or the name of one of the artifact's. `chat_template_kwargs`:
+        more variables of the template. RequestError: what is no message, a template that refuses
+        the messages or fails at them; ArtifactError: no template, or a damaged one.
+        """
+        return self._text.tokenize(self._templates.render(messages, **fields), special_tokens=False)
+
+
+class ChatTemplates:
+    """The chat templates of the artifact in `folder`, which are read when they are first used."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a chat.
+
+        `tools` are JSON schemas of functions. `add_generation_prompt`: whether the text ends where
+        an answer begins. `chat_template`: a template, or the name of one of the artifact's.
+        `chat_template_kwargs`: more variables of the template, `documents` among them. Parts of a
+        message's content are joined where the template takes text alone.
+        RequestError: what is no message, or a template that refuses the messages or fails at them.
+        ArtifactError: no template, or one that is damaged.
+        """
+        chat = plain_messages(messages)
+        if tools is not None:
+            tools = plain_objects("tools", tools)
+        more = {} if chat_template_kwargs is None else chat_template_kwargs
+        own = plain_object("chat_template_kwargs", more)
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in own:
+                raise RequestError(f"chat_template_kwargs: expected no {name!r}, got one")
+        variables = {"documents": None} | self._tokens | own
+        variables["tools"] = tools
+        variables["add_generation_prompt"] = flag("add_generation_prompt", add_generation_prompt)
+        source = self._source(chat_template, tools is not None)
+        if has_parts(chat) and not self._renders_parts(source, variables):
+            chat = joined_text(chat)
+        try:
+            return self._jinja.render(source, variables | {"messages": chat})
+        except ValueError as error:
+            raise RequestError(
+                f"messages: expected a chat that its template takes, got from the template: {error}"
+            ) from error
+
+    def _source(self, given: str | None, has_tools: bool) -> str:
+        """The template that is asked for, which compiles."""
+        if given is None:
+            given = "tool_use" if has_tools and "tool_use" in self._sources else "default"
+            if given not in self._sources:
+                raise ArtifactError(
+                    f"{self._folder}: expected a chat template in {TEMPLATE} or {CONFIG}, got "
+                    f"{self._names}; pass chat_template"
+                )
+        instance("chat_template", given, str, "text or None")
+        source = self._sources.get(given)
+        if source is None and "{" not in given:  # a text without a variable is no template
+            raise RequestError(
+                f"chat_template: expected a template, or the name of one of the artifact's "
+                f"({self._names}), got {said(given)}"
+            )
+        try:
+            self._jinja.compile(given if source is None else source)
+        except ValueError as error:
+            failed = f"expected a template in Jinja, got one that does not parse ({error})"
+            if source is None:
+                raise RequestError(f"chat_template: {failed}") from error
+            raise ArtifactError(f"{self._folder}: chat template {given!r}: {failed}") from error
+        return given if source is None else source
+
+    def _renders_parts(self, source: str, variables: Mapping[str, Any]) -> bool:
+        """Whether a list of one part is rendered as its text is, or text is not rendered at all."""
+        try:
+            text, parts = (
+                self._jinja.render(
+                    source, {**variables, "messages": [{"role": "user", "content": content}]}
+                )
+                for content in (PROBE, [{"type": "text", "text": PROBE}])
+            )
+        except ValueError:
+            return False
+        return parts == text or PROBE not in text
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self._sources) or "none"
+
+    @cached_property
+    def _jinja(self) -> Jinja:
+        from kvgraph.runtime.templates import Jinja  # a prompt of text needs none
+
+        return Jinja()
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        return self._read(CONFIG)
+
+    @cached_property
+    def _sources(self) -> dict[str, str]:
+        """Name -> template; files of their own come before those in the tokenizer's."""
+        path = self._folder / TEMPLATE
+        sources = {"default": _text(path)} if path.exists() else {}
+        for path in sorted((self._folder / MORE_TEMPLATES).glob("*.jinja")):
+            sources[path.stem] = _text(path)
+        given = self._config.get("chat_template")
+        if sources or given is None:
+            return sources
+        try:
+            sources = (
+                {"default": given}
+                if isinstance(given, str)
+                else {entry["name"]: entry["template"] for entry in given}
+            )
+            if all(isinstance(text, str) for item in sources.items() for text in item):
+                return sources
+        except (TypeError, KeyError):
+            pass  # the sentence below
+        raise ArtifactError(
+            f"{self._folder / CONFIG}: chat_template: expected text, or templates with names, got "
+            f"{said(given)}"
+        )
+
+    @cached_property
+    def _tokens(self) -> dict[str, str]:
+        """Special tokens by their names, from where transformers takes them."""
+        fields = self._config
+        if "added_tokens_decoder" not in fields:
+            fields = fields | self._read(SPECIAL_TOKENS)
+        contents = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name in TOKENS
+            if (token := fields.get(name)) is not None
+        }
+        return {name: token for name, token in contents.items() if isinstance(token, str)}
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """The fields of a JSON file; none where it is missing."""
+        path = self._folder / name
+        if not path.exists():
+            return {}
+        try:
+            fields = json.loads(_text(path))
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"{path}: expected JSON, got a damaged file ({error})") from error
+        if not isinstance(fields, dict):
+            raise ArtifactError(f"{path}: expected fields, got {said(fields)}")
+        return fields
+
+
+def _text(path: Path) -> str:
+    try:
+        with open_regular(path) as file:
+            return file.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path}: expected text in UTF-8, got {error}") from error

@@ -1,0 +1,99 @@
+"""Checks of a chat's messages, in OpenAI's form; all raise RequestError."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias, cast
+
+from kvgraph.errors import RequestError
+from kvgraph.runtime.arguments import instance, said, sequence
+
+Message: TypeAlias = dict[str, Any]
+
+
+def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Copies of the messages, of plain JSON values, as templates take them.
+
+    Fields that are None are left out, and arguments of tool calls are objects: templates write
+    them as JSON.
+    """
+    listed = sequence("messages", "message", messages)
+    if not listed:
+        raise RequestError("messages: expected one or more, got none")
+    return [_message(f"messages[{at}]", message) for at, message in enumerate(listed)]
+
+
+def plain_objects(name: str, values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of mappings, of plain JSON values."""
+    return [
+        plain_object(f"{name}[{at}]", value)
+        for at, value in enumerate(sequence(name, "of them", values))
+    ]
+
+
+def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a mapping, of plain JSON values: a template reaches no method of a caller's."""
+    instance(name, value, Mapping, "names and values")
+    for key in value:
+        instance(f"{name}: names", key, str, "text")
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(value)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{name}: expected values of JSON, got another ({error})") from error
+    return copy
+
+
+def joined_text(messages: list[Message]) -> list[Message]:
+    """The messages with their parts joined, a line for each, for templates that take text alone."""
+    return [
+        message | {"content": "\n".join(part["text"] for part in content)}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def has_parts(messages: list[Message]) -> bool:
+    """Whether a message's content is a list of parts."""
+    return any(isinstance(message.get("content"), list) for message in messages)
+
+
+def _message(where: str, given: Mapping[str, Any]) -> Message:
+    fields = plain_object(where, given).items()
+    message = {name: value for name, value in fields if value is not None}
+    instance(f"{where}.role", message.get("role"), str, "text")
+    content = message.get("content")
+    if isinstance(content, list):
+        for at, part in enumerate(content):
+            _require_text(f"{where}.content[{at}]", part)
+    elif content is not None or not message.get("tool_calls"):
+        instance(f"{where}.content", content, str, "text or a list of text parts")
+    if "tool_calls" in message:
+        _read_arguments(f"{where}.tool_calls", message["tool_calls"])
+    return message
+
+
+def _require_text(where: str, part: object) -> None:
+    if not isinstance(part, dict):
+        raise RequestError(f"{where}: expected a part with type and text, got {said(part)}")
+    if part.get("type") != "text":
+        raise RequestError(f"{where}.type: expected 'text', got {part.get('type')!r}")
+    instance(f"{where}.text", part.get("text"), str, "text")
+
+
+def _read_arguments(where: str, calls: object) -> None:
+    """Arguments that are JSON text, as OpenAI's are, become the object in it."""
+    instance(where, calls, list, "a list of tool calls")
+    for at, call in enumerate(cast(list[object], calls)):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise RequestError(f"{where}[{at}]: expected a call of a function, got {said(call)}")
+        if not isinstance(arguments := function.get("arguments"), str):
+            continue
+        with suppress(ValueError, RecursionError):  # the sentence below
+            function["arguments"] = json.loads(arguments)
+        if not isinstance(function["arguments"], dict):
+            name = f"{where}[{at}].function.arguments"
+            raise RequestError(f"{name}: expected a JSON object, got {said(arguments)}")

@@ -1,0 +1,95 @@
+"""What is answered, as OpenAI's clients read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
+from kvgraph.runtime.sampling import Token
+from kvgraph.serve.generation import Choice, Generation
+
+DONE = b"data: [DONE]\n\n"
+
+encoded = msgspec.json.Encoder().encode
+
+
+def event(body: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encoded(body) + b"\n\n"
+
+
+def usage_of(generation: Generation) -> dict[str, Any]:
+    prompt, generated = generation.prompt_tokens, generation.generated_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+    }
+
+
+def text_of(tokens: Iterable[Token]) -> str:
+    return "".join([token.text for token in tokens])
+
+
+class Spelling:
+    """How single tokens read."""
+
+    def __init__(self, decode: Any) -> None:
+        self._decode = decode
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        text = self._known.get(token)
+        if text is None:
+            text = self._known[token] = self._decode([token])
+        return text
+
+
+def completion_logprobs(
+    scores: Sequence[TokenLogprobs | None], ids: Sequence[int], spell: Spelling, start: int = 0
+) -> dict[str, Any]:
+    """Of /v1/completions; `start`: characters before the first token."""
+    tokens = [spell(token) for token in ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if one is None else one.chosen.logprob for one in scores],
+        "top_logprobs": [None if one is None else _top(one, spell) for one in scores],
+        "text_offset": offsets,
+    }
+
+
+def _top(scores: TokenLogprobs, spell: Spelling) -> dict[str, float]:
+    """The likeliest tokens, and the one that is there; the first of two that read the same."""
+    top: dict[str, float] = {}
+    for one in (*scores.top, scores.chosen):
+        top.setdefault(spell(one.token_id), one.logprob)
+    return top
+
+
+def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> dict[str, Any]:
+    """Of /v1/chat/completions."""
+    return {
+        "content": [
+            {**_spelled(one.chosen, spell), "top_logprobs": [_spelled(t, spell) for t in one.top]}
+            for one in scores
+            if one is not None
+        ]
+    }
+
+
+def _spelled(one: Logprob, spell: Spelling) -> dict[str, Any]:
+    text = spell(one.token_id)
+    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+
+
+def finish_reason(choice: Choice) -> str | None:
+    """OpenAI's word; a request that failed on its own has ended too."""
+    return choice.finish_reason

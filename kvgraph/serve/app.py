@@ -1,0 +1,304 @@
+"""The routes of a server, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvgraph import __version__
+from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.serve.answers import encoded
+from kvgraph.serve.chats import answer_chat, chat_events, chat_job
+from kvgraph.serve.completions import answer_completion, completion_events, completion_job
+from kvgraph.serve.errors import ServeError, error_body
+from kvgraph.serve.generation import Generation
+from kvgraph.serve.jobs import Job
+from kvgraph.serve.log import log_request
+from kvgraph.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decoded,
+)
+from kvgraph.serve.service import Service
+from kvgraph.serve.state import state_of
+
+OPEN_PATHS = ("/", "/health", "/ready")
+"""Answered without a key."""
+
+JSON = "application/json"
+
+Events = Callable[[Job, Generation], AsyncIterator[bytes]]
+Answer = Callable[[Job, Generation], Awaitable[dict[str, Any]]]
+
+
+def make_app(service: Service) -> Starlette:
+    """The application; `service` may still be loading."""
+    endpoints = Endpoints(service)
+    routes = [
+        Route("/", endpoints.page),
+        Route("/health", endpoints.health),
+        Route("/ready", endpoints.ready),
+        Route("/version", endpoints.version),
+        Route("/metrics", endpoints.metrics),
+        Route("/state", endpoints.state),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {
+        ServeError: _refused,
+        404: _not_found,
+        405: _wrong_method,
+        ClientDisconnect: _gone,
+        500: _failed,
+    }
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+class Endpoints:
+    """One method for each route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._keys = [key.encode() for key in service.options.api_keys]
+        self._created = int(time.time())
+
+    # -- the server itself
+
+    async def page(self, request: Request) -> Response:
+        text = resources.files("kvgraph.serve").joinpath("page.html").read_text()
+        return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+
+    async def health(self, request: Request) -> Response:
+        return Response(b"{}", media_type=JSON)
+
+    async def ready(self, request: Request) -> Response:
+        self._service.require_ready()
+        return Response(b"{}", media_type=JSON)
+
+    async def version(self, request: Request) -> Response:
+        self._require_key(request)
+        return Response(encoded({"version": __version__}), media_type=JSON)
+
+    async def metrics(self, request: Request) -> Response:
+        self._require_key(request)
+        text = self._service.require_loaded().metrics.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def state(self, request: Request) -> Response:
+        """What the page at / shows."""
+        self._require_key(request)
+        served = self._service.require_loaded()
+        return Response(encoded(await state_of(served)), media_type=JSON)
+
+    async def models(self, request: Request) -> Response:
+        self._require_key(request)
+        served = self._service.require_loaded()
+        model = {
+            "id": self._service.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvgraph",
+            "max_model_len": served.longest,
+        }
+        return Response(encoded({"object": "list", "data": [model]}), media_type=JSON)
+
+    async def tokenize(self, request: Request) -> Response:
+        self._require_key(request)
+        served = self._service.require_loaded()
+        given = decoded(await self._body(request), TokenizeRequest)
+        if (given.prompt is None) == (given.messages is None):
+            raise ServeError(400, "tokenize: expected one of prompt and messages")
+        try:
+            if given.messages is not None:
+                tokens = await asyncio.to_thread(
+                    served.engine.apply_chat_template,
+                    given.messages,
+                    add_generation_prompt=given.add_generation_prompt,
+                )
+            else:
+                tokens = await served.tokenize(given.prompt or "", given.add_special_tokens)
+        except (RequestError, ArtifactError) as error:
+            raise ServeError(400, str(error)) from error
+        found = {"tokens": tokens, "count": len(tokens), "max_model_len": served.longest}
+        return Response(encoded(found), media_type=JSON)
+
+    async def detokenize(self, request: Request) -> Response:
+        self._require_key(request)
+        served = self._service.require_loaded()
+        given = decoded(await self._body(request), DetokenizeRequest)
+        return Response(encoded({"prompt": served.detokenize(given.tokens)}), media_type=JSON)
+
+    # -- what it is for
+
+    async def completions(self, request: Request) -> Response:
+        self._require_key(request)
+        self._service.require_ready()
+        given = decoded(await self._body(request), CompletionRequest)
+        job = await completion_job(self._service, given)
+        return await self._run(request, job, answer_completion, completion_events)
+
+    async def chat(self, request: Request) -> Response:
+        self._require_key(request)
+        self._service.require_ready()
+        given = decoded(await self._body(request), ChatRequest)
+        job = await chat_job(self._service, given)
+        return await self._run(request, job, answer_chat, chat_events)
+
+    async def _run(self, request: Request, job: Job, answer: Answer, events: Events) -> Response:
+        served = self._service.require_ready()
+        generation = Generation(served.engine_async, served.admission, served.metrics)
+        options = self._service.options
+        started = time.perf_counter()
+
+        def log(status: int) -> None:
+            log_request(request.url.path, status, job, generation, started, options.log_prompts)
+
+        try:
+            await generation.start(job.prompts, job.params, job.salt, options.max_unread_tokens)
+        except ServeError as error:
+            log(error.status)
+            raise
+        if job.streams:
+            frames = events(job, generation)
+            return EventStream(frames, generation, options.send_seconds, lambda: log(200))
+        try:
+            body = await _unless_gone(request, answer(job, generation))
+        except ServeError as error:
+            log(error.status)
+            raise
+        finally:
+            generation.close()
+        log(200)
+        return Response(encoded(body), media_type=JSON)
+
+    def _require_key(self, request: Request) -> None:
+        if not self._keys:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        key = given.strip().encode() if scheme.lower() == "bearer" else b""
+        # Every key is compared, so that the time tells nothing.
+        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        if True not in matches:
+            raise ServeError(401, "authorization: expected Bearer and a key of this server")
+
+    async def _body(self, request: Request) -> bytes:
+        most = self._service.options.max_body_bytes
+        said = request.headers.get("content-length", "")
+        parts, size = [], int(said) if said.isdigit() else 0
+        if size <= most:
+            size = 0
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    break
+                parts.append(part)
+        if size > most:
+            raise ServeError(413, f"body: expected at most {most} bytes, got {size} or more")
+        return b"".join(parts)
+
+
+class EventStream(Response):
+    """Server-sent events, until they end, the client leaves, or it takes nothing for a while."""
+
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        generation: Generation,
+        send_seconds: float,
+        log: Callable[[], None],
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._frames = frames
+        self._generation = generation
+        self._send_seconds = send_seconds
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        headers += [pair for pair in self.raw_headers if pair[0] in KEPT_HEADERS]
+        sending = asyncio.ensure_future(self._send(send, headers))
+        leaving = asyncio.ensure_future(_gone_from(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._generation.close()
+            leaving.cancel()
+            sending.cancel()
+            with suppress(asyncio.CancelledError, TimeoutError, OSError):
+                await sending
+            self._log()
+
+    async def _send(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for frame in self._frames:
+            async with asyncio.timeout(self._send_seconds):
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+KEPT_HEADERS = (b"cache-control", b"x-accel-buffering")
+
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'",
+    "cache-control": "no-store",
+}
+
+
+async def _gone_from(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless_gone(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """What `work` gives; it is cancelled when the client leaves."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone_from(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ServeError(499, "the client left")
+        return working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def _refused(request: Request, error: ServeError) -> Response:
+    return Response(error.body(), error.status, headers=error.headers())
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    body = error_body(404, f"{request.url.path}: expected a path of this server, got another")
+    return Response(body, 404, media_type=JSON)
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    body = error_body(405, f"{request.url.path}: expected another method than {request.method}")
+    return Response(body, 405, media_type=JSON)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A mistake of this server; its log has the traceback."""
+    body = error_body(500, f"{request.url.path}: the server failed: {type(error).__name__}")
+    return Response(body, 500, media_type=JSON)
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,115 @@
+"""/v1/chat/completions: messages, and the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.runtime.sampling import Token
+from kvgraph.serve.answers import DONE, chat_logprobs, event, text_of, usage_of
+from kvgraph.serve.errors import ServeError
+from kvgraph.serve.generation import Choice, Generation, salt_of
+from kvgraph.serve.jobs import Job, each_seeded, require_output_room
+from kvgraph.serve.protocol import ChatRequest, sampling_of
+from kvgraph.serve.service import Served, Service
+
+OBJECT = "chat.completion"
+
+
+async def chat_job(service: Service, given: ChatRequest) -> Job:
+    """ServeError for messages that the template refuses, and what does not fit."""
+    served = service.require_ready()
+    if given.num_each > service.options.max_choices:
+        raise ServeError(
+            400, f"n: expected at most {service.options.max_choices}, got {given.num_each}"
+        )
+    served.admission.require_room(given.num_each, 0)  # before any text is rendered
+    prompt = await _rendered(served, given)
+    wanted = given.max_completion_tokens or given.max_tokens
+    fits = require_output_room(prompt, wanted, served.longest)
+    top = (given.top_logprobs or 0) if given.logprobs else None
+    params = sampling_of(given, max_tokens=fits, logprobs=top, prompt_logprobs=None)
+    return Job(
+        "chatcmpl",
+        given.model or service.name,
+        [prompt],
+        each_seeded(params, given.num_each),
+        salt_of(given.cache_salt),
+        bool(given.stream),
+        bool(given.stream_options and given.stream_options.include_usage),
+        served.spell,
+        bool(given.logprobs),
+        texts=given.messages,
+    )
+
+
+async def _rendered(served: Served, given: ChatRequest) -> list[int]:
+    """In a thread: a template is the artifact's own program."""
+    try:
+        return await asyncio.to_thread(
+            served.engine.apply_chat_template,
+            given.messages,
+            tools=given.tools,
+            add_generation_prompt=given.add_generation_prompt is not False,
+            chat_template_kwargs=given.chat_template_kwargs,
+        )
+    except (RequestError, ArtifactError) as error:
+        raise ServeError(400, str(error), param="messages") from error
+
+
+async def answer_chat(job: Job, generation: Generation) -> dict[str, Any]:
+    """All choices at once. ServeError (500) where one failed on its own."""
+    generated: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
+    async for fresh in generation:
+        for choice in fresh:
+            generated[choice.index] += choice.tokens
+    choices = [_whole(job, choice, generated[choice.index]) for choice in generation.choices]
+    return {**job.head(OBJECT), "choices": choices, "usage": usage_of(generation)}
+
+
+def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, Any]:
+    if tokens[-1].error:
+        raise ServeError(500, tokens[-1].error)
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": text_of(tokens)},
+        "logprobs": _logprobs(job, tokens),
+        "finish_reason": tokens[-1].finish_reason,
+    }
+
+
+def _logprobs(job: Job, tokens: list[Token]) -> dict[str, Any] | None:
+    if not job.logprobs:
+        return None
+    return chat_logprobs([token.logprobs for token in tokens], job.spell)
+
+
+async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
+    """A frame that names the role, then one for each piece."""
+    head = job.head(f"{OBJECT}.chunk")
+    for choice in generation.choices:
+        delta = {"role": "assistant", "content": ""}
+        yield event({**head, "choices": [_piece(choice.index, delta, None, None)]})
+    async for fresh in generation:
+        for choice in fresh:
+            tokens = choice.tokens
+            if error := tokens[-1].error:
+                yield event({"error": {"message": error, "type": "server_error", "code": 500}})
+                continue
+            text, reason = text_of(tokens), tokens[-1].finish_reason
+            if not (text or reason or job.logprobs):
+                continue
+            delta = {"content": text} if text else {}
+            piece = _piece(choice.index, delta, _logprobs(job, tokens), reason)
+            yield event({**head, "choices": [piece]})
+    if job.sends_usage:
+        yield event({**head, "choices": [], "usage": usage_of(generation)})
+    yield DONE
+
+
+def _piece(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,50 @@
+"""What a server refuses, in OpenAI's form."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ServeError(Exception):
+    """A request that is answered with `status` and one sentence.
+
+    `retry_after`: seconds after which it may fit.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        return error_body(self.status, self.message, self.param)
+
+    def headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json"}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+KINDS = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "body_too_large"),
+    429: ("rate_limit_error", "queue_full"),
+    500: ("server_error", "server_error"),
+    503: ("server_error", "not_ready"),
+}
+"""Status -> OpenAI's `type` and `code` of an error; others are the caller's mistake."""
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    kind, code = KINDS.get(status, ("invalid_request_error", None))
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return msgspec.json.encode({"error": error})

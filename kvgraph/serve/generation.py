@@ -1,0 +1,143 @@
+"""One request's generations: all its prompts, `n` times each, as one stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from kvgraph.errors import RequestError
+from kvgraph.runtime.async_engine import AsyncEngine, TokenStream
+from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.serve.errors import ServeError
+from kvgraph.serve.load import Admission
+from kvgraph.serve.metrics import Metrics
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of a request's generations."""
+
+    index: int
+    prompt: list[int]
+    stream: TokenStream
+    tokens: list[Token] = field(default_factory=list)
+    num_generated: int = 0
+    has_started: bool = False
+    is_over: bool = False
+    last_news: float = 0.0
+    """When its last tokens came, in seconds of `time.perf_counter`."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.tokens[-1].finish_reason if self.tokens else None
+
+
+class Generation:
+    """Choices that run; `async for` gives those that have news: tokens since the last time.
+
+    Leave it with `close`: what has not ended is cancelled.
+    """
+
+    def __init__(self, engine: AsyncEngine, admission: Admission, metrics: Metrics) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._metrics = metrics
+        self._news = asyncio.Event()
+        self.choices: list[Choice] = []
+        self.arrived = perf_counter()
+
+    async def start(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salt: bytes, most: int
+    ) -> None:
+        """Submit each prompt with each of `params`; all of them or, with a ServeError, none.
+
+        `most`: unread tokens of a choice at which it is cancelled.
+        """
+        each = [(prompt, one) for prompt in prompts for one in params]
+        self._admission.require_room(len(each), sum([len(prompt) for prompt, _ in each]))
+        try:
+            for index, (prompt, one) in enumerate(each):
+                stream = await self._engine.submit(
+                    prompt, one, cache_salt=salt, most_unread=most, news=self._news
+                )
+                self.choices.append(Choice(index, prompt, stream))
+                self._admission.enter(len(prompt))
+                self._metrics.submitted(len(prompt))
+        except RequestError as error:
+            self.close()
+            raise ServeError(400, str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[Choice]:
+        """Choices that have news, whose `tokens` are those since the last time."""
+        while True:
+            fresh = [choice for choice in self.choices if choice.stream.has_news]
+            if fresh:
+                break
+            if all(choice.is_over for choice in self.choices):
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        now = perf_counter()
+        for choice in fresh:
+            choice.tokens = choice.stream.take()
+            self._count(choice, now)
+        return fresh
+
+    def _count(self, choice: Choice, now: float) -> None:
+        last = choice.tokens[-1]
+        count = len(choice.tokens) - (last.error is not None)
+        if not choice.has_started:
+            choice.has_started = True
+            self._admission.start(len(choice.prompt))
+            self._metrics.first_token(choice.stream.stats, count)
+        else:
+            self._metrics.next_tokens(count, now - choice.last_news)
+        choice.last_news = now
+        choice.num_generated += count
+        if last.finish_reason:
+            choice.is_over = True
+            self._admission.leave()
+            self._metrics.ended(choice.stream.stats, choice.num_generated, last.finish_reason)
+
+    def close(self) -> None:
+        """Cancel what has not ended. Idempotent."""
+        for choice in self.choices:
+            if not choice.is_over:
+                choice.is_over = True
+                choice.stream.cancel()
+                self._admission.leave()
+                if not choice.has_started:
+                    self._admission.start(len(choice.prompt))
+                self._metrics.ended(choice.stream.stats, choice.num_generated, "abort")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once, however many choices it has."""
+        prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}
+        return sum(prompts.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        first: dict[int, int] = {}
+        for choice in self.choices:
+            first.setdefault(id(choice.prompt), choice.stream.stats.cached_tokens)
+        return sum(first.values())
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum([choice.num_generated for choice in self.choices])
+
+
+def salt_of(text: str | None) -> bytes:
+    """Prefixes are shared among requests of one salt."""
+    return hashlib.sha256(text.encode()).digest() if text else b""

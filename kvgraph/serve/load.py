@@ -1,0 +1,121 @@
+"""What the engine is doing, as its thread says after each step; and who may come in besides.
+
+Decisions are made on the event loop, before any header is sent: from the last snapshot, less what
+was handed over since. The engine's own `alloc` has the last word; nothing is scheduled here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from kvgraph.runtime.engine import Engine
+from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.stats import EngineStats
+from kvgraph.serve.errors import ServeError
+from kvgraph.serve.options import ServeOptions
+
+SMOOTHING = 0.1
+"""Share of the newest measurement in a moving average."""
+
+MOST_RETRY_SECONDS = 60
+UNKNOWN_PREFILL_RATE = 500.0
+"""Tokens/s before any prompt was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine at the end of a step."""
+
+    stats: EngineStats
+    prefill_rate: float = UNKNOWN_PREFILL_RATE
+    """Tokens/s of prompts, in steps that had any."""
+    finish_seconds: float = 0.0
+    """Between the ends of two requests."""
+    step_seconds: float = 0.0
+
+
+class LoadMeter:
+    """Measures steps; `load` is the last snapshot, which any thread may read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.load = Load(engine.stats())
+        self._last = self._last_end = perf_counter()
+
+    def after_step(self, tokens: Sequence[Token]) -> None:
+        """In the engine's thread."""
+        now, old, stats = perf_counter(), self.load, self._engine.stats()
+        seconds, self._last = now - self._last, now
+        computed = _computed(stats) - _computed(old.stats)
+        rate = old.prefill_rate
+        # After a pause a step's beginning is unknown: its rate would be too low.
+        if computed > 0 and old.stats.num_running:
+            rate += SMOOTHING * (computed / seconds - rate)
+        between = old.finish_seconds
+        if ended := sum([token.finish_reason is not None for token in tokens]):
+            between += SMOOTHING * ((now - self._last_end) / ended - between)
+            self._last_end = now
+        self.load = Load(stats, rate, between, seconds)
+
+
+def _computed(stats: EngineStats) -> int:
+    return stats.prompt_tokens - stats.cached_tokens
+
+
+class Admission:
+    """Counts what was handed to the engine and has no token yet: the queue."""
+
+    def __init__(self, engine: Engine, options: ServeOptions, load: Callable[[], Load]) -> None:
+        self._load = load
+        self._rows = engine.scheduler.max_batch_size
+        self._page_size = engine.kv.params.page_size
+        self._most_requests = options.max_queued_requests
+        most = options.max_queued_tokens
+        self._most_tokens = 16 * engine.scheduler.max_batch_tokens if most is None else most
+        self.num_open = 0
+        self.num_queued = 0
+        self.queued_tokens = 0
+
+    def require_room(self, count: int, tokens: int) -> None:
+        """A ServeError (429) where `count` more requests of `tokens` tokens do not fit the queue.
+
+        What an empty queue cannot hold is let through: it is refused by its size, or never.
+        """
+        too_many = self.num_open + count > self._rows + self._most_requests
+        too_long = self.queued_tokens + tokens > self._most_tokens
+        if self.num_open and (too_many or too_long):
+            raise ServeError(
+                429,
+                f"queue: expected at most {self._most_requests} requests and {self._most_tokens} "
+                f"tokens of prompts waiting, got {count} and {tokens} more to "
+                f"{max(0, self.num_open - self._rows)} and {self.queued_tokens}; try again later",
+                retry_after=self.retry_after(count, tokens),
+            )
+
+    def retry_after(self, count: int, tokens: int) -> int:
+        """Whole seconds until the request may fit: prompts are computed, rows end, pages free."""
+        load = self._load()
+        prefill = max(0, self.queued_tokens + tokens - self._most_tokens) / load.prefill_rate
+        ends = max(0, self.num_open + count - self._rows - self._most_requests)
+        free = load.stats.num_free_pages
+        if free is not None and load.stats.num_running:
+            needed = math.ceil((self.queued_tokens + tokens) / self._page_size)
+            held = max(1, (load.stats.num_pages or 0) - free) / load.stats.num_running
+            ends = max(ends, math.ceil(max(0, needed - free) / held))
+        return min(MOST_RETRY_SECONDS, max(1, math.ceil(max(prefill, ends * load.finish_seconds))))
+
+    def enter(self, tokens: int) -> None:
+        self.num_open += 1
+        self.num_queued += 1
+        self.queued_tokens += tokens
+
+    def start(self, tokens: int) -> None:
+        """It has its first token, or ends without one."""
+        self.num_queued -= 1
+        self.queued_tokens -= tokens
+
+    def leave(self) -> None:
+        self.num_open -= 1

@@ -1,0 +1,38 @@
+"""One line of JSON for each request, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from kvgraph.serve.answers import encoded
+from kvgraph.serve.generation import Generation
+from kvgraph.serve.jobs import Job
+
+
+def log_request(
+    path: str, status: int, job: Job, generation: Generation, started: float, prompts: bool
+) -> None:
+    """Times in seconds; no text of a prompt unless `prompts`."""
+    first = generation.choices[0].stream.stats if generation.choices else None
+    line: dict[str, Any] = {
+        "time": round(time.time(), 3),
+        "request": job.id,
+        "path": path,
+        "status": status,
+        "prompt_tokens": sum(map(len, job.prompts)),
+        "cached_tokens": generation.cached_tokens,
+        "generated_tokens": generation.generated_tokens,
+        "reasons": [choice.finish_reason or "abort" for choice in generation.choices],
+        "queue_seconds": first and first.queue_seconds,
+        "first_token_seconds": first and first.first_token_seconds,
+        "seconds": round(time.perf_counter() - started, 6),
+    }
+    if prompts:
+        line["prompts"] = job.texts
+    write_line(line)
+
+
+def write_line(line: dict[str, Any]) -> None:
+    sys.stderr.write(encoded(line).decode() + "\n")

@@ -1,0 +1,30 @@
+"""What a server allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Limits of a server, and whom it serves.
+
+    Requests wait in a queue of at most `max_queued_requests` behind those that the engine's batch
+    has rows for, and of at most `max_queued_tokens` tokens of prompts (None: 16 steps of prefill).
+    """
+
+    max_queued_requests: int = 64
+    max_queued_tokens: int | None = None
+    api_keys: tuple[str, ...] = ()
+    """One of them is asked of every request but those for /, /health and /ready; none: no key."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+    metrics_prefix: str = "kvgraph:"
+    log_prompts: bool = False
+    max_body_bytes: int = 4 << 20
+    max_choices: int = 128
+    """Of one request: its prompts times `n`."""
+    max_unread_tokens: int = 4096
+    """A stream whose reader is so many tokens behind is cancelled."""
+    send_seconds: float = 60.0
+    """A connection that takes nothing for so long is closed."""

@@ -1,0 +1,113 @@
+"""Listens, loads meanwhile, and ends as it is told: SIGTERM drains, a second one cuts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from kvgraph.runtime.engine import Engine
+from kvgraph.serve.app import make_app
+from kvgraph.serve.log import write_line
+from kvgraph.serve.options import ServeOptions
+from kvgraph.serve.service import Service
+
+SWITCH_SECONDS = 0.0005
+"""How long one thread may keep Python from the other. The engine's needs it between two steps; at
+Python's own 5 ms a busy event loop would add a tenth to a step of 50 ms."""
+
+CLOSING_SECONDS = 5
+"""For connections that are open when the last request has ended."""
+
+
+def serve(
+    name: str,
+    make: Callable[[], Engine],
+    options: ServeOptions,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+) -> None:
+    """Serve the engine that `make` gives until SIGTERM or SIGINT; port 0 takes a free one.
+
+    OSError for an address that cannot be had. What `make` raises ends the server, and is raised
+    here.
+    """
+    listening = _listen(host, port)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    service = Service(name, make, options)
+    config = uvicorn.Config(
+        make_app(service),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+        server_header=False,
+    )
+    write_line({"event": "listening", "url": "http://{}:{}".format(*listening.getsockname()[:2])})
+    asyncio.run(_Server(config, service).main(listening))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise OSError(
+            f"{host}:{port}: expected an address to listen at, got {error}; "
+            "choose another with --host and --port"
+        ) from error
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._failure: BaseException | None = None
+
+    async def main(self, listening: socket.socket) -> None:
+        """Load and answer at once."""
+        loading = asyncio.ensure_future(self._load())
+        try:
+            await self.serve([listening])
+        finally:
+            loading.cancel()
+            await self._service.close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _load(self) -> None:
+        try:
+            await self._service.load()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._failure = error
+            self.should_exit = True
+            return
+        write_line({"event": "ready", "model": self._service.name})
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's, called in the event loop's thread at a signal."""
+        if self._service.is_draining:
+            self.should_exit = True
+            return
+        self._service.is_draining = True
+        write_line({"event": "draining", "signal": signal.Signals(sig).name})
+        asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Running requests go on for `drain_seconds`; then they end with an error."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._service.options.drain_seconds
+        while self._service.num_open and loop.time() < end and not self.should_exit:
+            await asyncio.sleep(0.01)
+        await self._service.close()
+        self.should_exit = True

@@ -1,0 +1,122 @@
+"""What the routes serve: an artifact that is loaded in the background, and later let go of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.runtime.async_engine import LONG_TEXT, AsyncEngine
+from kvgraph.runtime.engine import Engine
+from kvgraph.serve.answers import Spelling
+from kvgraph.serve.errors import ServeError
+from kvgraph.serve.load import Admission, LoadMeter
+from kvgraph.serve.metrics import Metrics
+from kvgraph.serve.options import ServeOptions
+
+
+@dataclass(slots=True)
+class Served:
+    """An engine that runs, and what is known of it."""
+
+    engine: Engine
+    engine_async: AsyncEngine
+    meter: LoadMeter
+    admission: Admission
+    metrics: Metrics
+    spell: Spelling
+    longest: int
+    """Tokens of the longest context that model and pool can hold."""
+
+    async def tokenize(self, text: str, special_tokens: bool = True) -> list[int]:
+        """On the loop where that is quick. ServeError for a text that is not Unicode."""
+        try:
+            if len(text) <= LONG_TEXT:
+                return self.engine.tokenize(text, special_tokens=special_tokens)
+            return await asyncio.to_thread(
+                self.engine.tokenize, text, special_tokens=special_tokens
+            )
+        except (RequestError, ArtifactError) as error:
+            raise ServeError(400, str(error), param="prompt") from error
+
+    def detokenize(self, tokens: list[int]) -> str:
+        """ServeError without a tokenizer, or for a token that it has not."""
+        tokenizer = self.engine._text.tokenizer
+        if tokenizer is None:
+            raise ServeError(400, "tokens: expected an artifact with a tokenizer, got none")
+        size = self.engine.model.vocab_size
+        if tokens and max(tokens) >= size:
+            raise ServeError(
+                400,
+                f"tokens: expected token ids in [0, {size}), got {max(tokens)}",
+                param="tokens",
+            )
+        text: str = tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+
+class Service:
+    """`make` gives the engine, in a thread: the server answers meanwhile."""
+
+    def __init__(self, name: str, make: Callable[[], Engine], options: ServeOptions) -> None:
+        self.name = name
+        self.options = options
+        self.served: Served | None = None
+        self.is_draining = False
+        self._make = make
+
+    async def load(self) -> None:
+        engine = await asyncio.to_thread(self._make)
+        shared = AsyncEngine(engine)
+        meter = LoadMeter(engine)
+        shared.after_step = meter.after_step
+        stats = lambda: meter.load.stats  # noqa: E731
+        metrics = Metrics(self.options.metrics_prefix, self.name, engine, stats)
+        admission = Admission(engine, self.options, lambda: meter.load)
+        await shared.start()
+        spell = Spelling(_decoder(engine))
+        self.served = Served(
+            engine, shared, meter, admission, metrics, spell, longest_context(engine)
+        )
+
+    async def close(self) -> None:
+        if self.served is not None:
+            await self.served.engine_async.close()
+
+    def require_loaded(self) -> Served:
+        """ServeError (503) while the artifact is read."""
+        if self.served is None:
+            raise ServeError(503, "the artifact is being loaded; try again", retry_after=1)
+        return self.served
+
+    def require_ready(self) -> Served:
+        """ServeError (503) while the artifact is read, and once the server is to end."""
+        if self.is_draining:
+            raise ServeError(503, "the server takes no more requests: it ends", retry_after=1)
+        return self.require_loaded()
+
+    @property
+    def num_open(self) -> int:
+        return 0 if self.served is None else self.served.admission.num_open
+
+
+def longest_context(engine: Engine) -> int:
+    """Tokens of prompt and output that a request may have: of the model, and in the pool."""
+    low, high = 1, engine.model.max_seq_len
+    chunk = engine.scheduler.max_batch_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            engine.kv.require_room("longest", middle - 1, chunk)
+            low = middle
+        except RequestError:
+            high = middle - 1
+    return low
+
+
+def _decoder(engine: Engine) -> Callable[[list[int]], str]:
+    tokenizer = engine._text.tokenizer
+    if tokenizer is None:
+        return lambda tokens: f"token_id:{tokens[0]}"
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)

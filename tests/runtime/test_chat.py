@@ -1,0 +1,107 @@
+"""Chats of an engine: the template of the artifact makes the prompt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+import kvgraph
+from kvgraph import Engine, SamplingParams
+from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.runtime.artifact import Artifact
+from tests.runtime.scripted import assert_empty, greedy, scripted
+from tests.support.artifacts import TINY_LLAMA, Compiled
+
+BOS, EOS = 0, 1
+CHAT = [
+    {"role": "system", "content": "Answer from the language reference."},
+    {"role": "user", "content": "What is a class?"},
+    {"role": "assistant", "content": " A class definition."},
+    {"role": "user", "content": "And a function?"},
+]
+TEXT = (
+    "<s>Answer from the language reference.\n\nQuestion: What is a class?\n\n"
+    "Answer: A class definition.</s>\n\nQuestion: And a function?\n\nAnswer:"
+)
+
+
+@pytest.fixture(scope="module")
+def artifact(compiled: Compiled) -> Artifact:
+    return kvgraph.load(compiled("tiny-llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(artifact: Artifact) -> Engine:
+    return Engine(artifact, num_pages=200)
+
+
+def test_token_ids_are_those_of_transformers(engine: Engine) -> None:
+    theirs = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    assert theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == TEXT
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(CHAT, add_generation_prompt=prompt)["input_ids"]
+        assert engine.apply_chat_template(CHAT, add_generation_prompt=prompt) == expected
+
+
+def test_the_template_alone_writes_the_first_token(engine: Engine) -> None:
+    """A prompt of text gets it from the tokenizer."""
+    assert engine.tokenize(TEXT)[:2] == [BOS, BOS]
+    tokens = engine.apply_chat_template(CHAT)
+    assert (tokens[0], tokens.count(BOS)) == (BOS, 1)
+
+
+def test_chat_is_generate_behind_the_template(engine: Engine) -> None:
+    prompt = engine.apply_chat_template(CHAT)
+    done = engine.chat(CHAT, greedy(20))
+    assert len(done.token_ids) == 20
+    assert done.token_ids == engine.generate([prompt], greedy(20))[0].token_ids
+    assert "".join(engine.stream(prompt, greedy(20))) == done.text
+    assert_empty(engine)
+
+
+def test_a_longer_chat_begins_with_the_shorter_and_its_answer(engine: Engine) -> None:
+    """So the pages of one turn serve the next."""
+    render = engine._templates.render
+    longer = [*CHAT, {"role": "assistant", "content": " A name. "}, CHAT[1]]
+    assert render(longer).startswith(f"{TEXT} A name. </s>")
+
+
+def test_an_answer_ends_at_the_end_of_a_turn(artifact: Artifact, engine: Engine) -> None:
+    prompt = engine.apply_chat_template(CHAT)
+    answer = engine.tokenize(" A function", special_tokens=False)
+    done = scripted(artifact, [*prompt, *answer, EOS, 5, 5]).chat(CHAT)
+    assert (done.text, done.finish_reason) == (" A function", "stop")
+
+
+def test_a_chat_beyond_the_context_is_refused(engine: Engine) -> None:
+    long = [{"role": "user", "content": "word " * 3000}]
+    with pytest.raises(RequestError, match="expected a prompt of at most 2047 tokens"):
+        engine.chat(long, SamplingParams())
+    with pytest.raises(
+        RequestError, match="messages: expected a chat that its template takes, got"
+    ):
+        engine.chat([{"role": "tool", "content": "x"}])
+    assert_empty(engine)
+
+
+def test_an_artifact_without_a_template(compiled: Compiled) -> None:
+    engine = Engine(compiled("llama"), num_pages=16)
+    with pytest.raises(
+        ArtifactError, match=r"expected a chat template in chat_template\.jinja or "
+    ):
+        engine.chat(CHAT)
+    with pytest.raises(ArtifactError, match="for a text prompt, got none; pass token"):
+        engine.chat(CHAT, chat_template="{{ messages[0].content }}")
+
+
+def test_text_alone_needs_no_jinja(compiled: Compiled) -> None:
+    """It costs a start nothing."""
+    code = (
+        "import sys, kvgraph; e = kvgraph.Engine(sys.argv[1], num_pages=16); e.generate(['a']); "
+        "assert 'jinja2' not in sys.modules; e.chat([{'role': 'user', 'content': 'a'}]); "
+        "assert 'jinja2' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(compiled("tiny-llama"))], check=True)
