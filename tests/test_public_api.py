@@ -94,6 +94,8 @@ FLAGS = {
     "cache clear": "--json",
     "cache stat": "--json",
     "cache verify": "--json",
+    "chat": "--max-new-tokens --num-pages --seed --session --system --temperature --threads "
+    "--top-k --top-p",
     "compile": "--backend --cache --cache-dtype --check --dtype --dump-passes --force "
     "--from-artifact --json --max-batch --max-tokens --output --page-size --quality --quality-text "
     "--target --weights",

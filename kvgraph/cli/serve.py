@@ -12,7 +12,7 @@ import typer
 from kvgraph.cli.options import ArtifactFolder, NumPages, Threads
 from kvgraph.errors import MissingDependencyError, RequestError
 
-NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 
 
 def serve(
