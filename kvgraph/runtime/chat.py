@@ -19,7 +19,7 @@ from kvgraph.runtime.messages import (
     plain_object,
     plain_tools,
 )
-from kvgraph.runtime.sampling import SamplingParams
+from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.text import Completion, TextCodec
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class Chats(ABC):
         Keywords and errors as of `apply_chat_template`, and errors as of `submit`. An answer is
         text: calls of `tools` in it are not parsed.
         """
+        if sampling is not None:
+            require_single(sampling)
         return self.generate([self.apply_chat_template(messages, **fields)], sampling)[0]
 
     def apply_chat_template(self, messages: Messages, **fields: Unpack[ChatFields]) -> list[int]:

@@ -24,6 +24,7 @@ from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, Toke
 from kvgraph.runtime.scheduler import Batch, Request
 
 NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
+NOT_ALLOWED = "expected a logit above -inf of a token that may come, got NaN or -inf for every one"
 
 
 class Outcome(NamedTuple):
@@ -87,11 +88,11 @@ def tokens_with_text(rows: Sequence[Request], tokens: Sequence[int | None]) -> l
     generated = []
     for row, token in zip(rows, tokens, strict=True):
         if token is None:
-            generated.append(_failure(row, NO_NUMBER))
+            generated.append(_failure(row, NO_NUMBER if row.source.edits is None else NOT_ALLOWED))
             continue
         reason, stream, text = row.reason_after(token), row.text, ""
         stop: str | int | None = None
-        if stream is not None and (reason != "stop" or stream.stops):
+        if stream is not None and (reason != "stop" or stream.stops is not None):
             try:
                 decoder = stream.decoder or stream.start(row.context)
                 if reason != "stop":

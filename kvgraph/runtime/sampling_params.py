@@ -12,6 +12,7 @@ from kvgraph.ops.native import MOST_LOGPROBS
 from kvgraph.runtime.arguments import (
     biases,
     flag,
+    instance,
     integer,
     integers,
     number,
@@ -130,3 +131,10 @@ class SamplingParams:
                 f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, "
                 f"got {self.min_new_tokens}"
             )
+
+
+def require_single(sampling: SamplingParams) -> None:
+    """RequestError unless these are SamplingParams of one completion."""
+    instance("sampling", sampling, SamplingParams, "SamplingParams")
+    if sampling.n > 1:
+        raise RequestError(f"n: expected 1 of a single request, got {sampling.n}; use generate")
