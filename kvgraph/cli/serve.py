@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli.options import ArtifactFolder, NumPages, Threads
+from kvgraph.cli.options import ArtifactFolder, NumPages, Threads, Verify
 from kvgraph.errors import MissingDependencyError, RequestError
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
@@ -58,6 +58,7 @@ def serve(
         str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
     ] = None,
     threads: Threads = None,
+    verify: Verify = False,
 ) -> None:
     """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
     for name in NEEDED:
@@ -80,7 +81,7 @@ def serve(
     )
     make = partial(
         Engine,
-        load(artifact),
+        load(artifact, verify=verify or None),
         num_threads=threads,
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
