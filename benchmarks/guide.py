@@ -5,8 +5,8 @@ tokenizer of 32,000 tokens that is trained here on the standard library). A batc
 the same batch with a grammar in every row, sampled at temperature 1 from the model's own logits.
 Random weights give a flat distribution: texts are noise within their grammar, which costs the
 matcher more than plain words. Wall time; medians over the steps behind the first WARM ones. "masks"
-and "forced tokens" are what a guided step adds; the share is of the free rows' step. Every text that
-ended must be whole by a matcher of its own. The goal: at most 3 %.
+and "forced tokens" are what guides add to a step; the share is of the free rows' step. Every text
+must follow its grammar by a matcher of its own. The goal: at most 3 %.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if (folder := args.artifact) is None:
             tokenizer = stack.enter_context(trained())
-            folder = stack.enter_context(built(tokenizer))
+            folder = stack.enter_context(built(tokenizer=tokenizer))
         with Engine(folder, max_batch_size=args.batch) as engine:
             rows = {name: measure(engine, args.batch, more) for name, more in SETTINGS.items()}
     print(json.dumps(rows, indent=2) if args.json else f"{__doc__.strip()}\n\n{table(rows)}")

@@ -22,7 +22,8 @@ import numpy as np
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits, edits_of
 from kvgraph.runtime.logprobs import score
-from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from tests.support.sampling import chosen, edited, words
 
 PROMPT, OUTPUT, ROUNDS, LIKELY = 512, 4096, 25, 100

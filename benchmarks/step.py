@@ -87,7 +87,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def built(tokenizer: Path = TOKENIZER) -> Iterator[Path]:
+def built(weights: str | None = None, *, tokenizer: Path = TOKENIZER) -> Iterator[Path]:
     """An artifact of SHAPE: 1 GB of disk while it is needed, twice that while it is compiled."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,7 +97,7 @@ def built(tokenizer: Path = TOKENIZER) -> Iterator[Path]:
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(checkpoint)
         shutil.copyfile(tokenizer, checkpoint / "tokenizer.json")
-        kvgraph.compile(checkpoint, out)
+        kvgraph.compile(checkpoint, out, weights=weights)
         shutil.rmtree(checkpoint)
         yield out
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_generate_streams_the_text_alone(artifact: Path) -> None:
 
 def test_generate_json(artifact: Path) -> None:
     completion = json.loads(generate(artifact, "--max-new-tokens", 8, "--json"))
-    assert sorted(completion) == sorted(kvgraph.Completion.__dataclass_fields__)
+    assert list(completion) == [field.name for field in fields(kvgraph.Completion)]
     assert completion["error"] is None
     assert completion["finish_reason"] == "length"
     assert len(completion["token_ids"]) == 8
@@ -228,7 +229,7 @@ def plain(text: str) -> str:
 
 def test_help_lists_the_commands() -> None:
     text = plain(succeed("--help").out)
-    for command in ("compile", "generate", "inspect", "plan", "verify"):
+    for command in ("chat", "compile", "generate", "inspect", "plan", "verify"):
         assert re.search(rf"^ +{command} +[A-Z]", text, re.MULTILINE)
         assert f"kvgraph {command} [OPTIONS]" in plain(succeed(command, "--help").out)
 

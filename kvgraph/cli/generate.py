@@ -10,26 +10,35 @@ from typing import Annotated
 import typer
 
 from kvgraph.cli.console import print_json, stderr
-from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads
-from kvgraph.contract.backends import SESSIONS
+from kvgraph.cli.options import (
+    ArtifactFolder,
+    Json,
+    MaxNewTokens,
+    NumPages,
+    Seed,
+    SessionName,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    Verify,
+)
 from kvgraph.contract.plain import to_plain
 
 
 def generate(
     artifact: ArtifactFolder,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_new_tokens: MaxNewTokens = 64,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this; may be given 16 times.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
-    session: Annotated[
-        str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")
-    ] = None,
+    session: SessionName = None,
     num_pages: NumPages = None,
     prefix: Annotated[
         Path | None, typer.Option(help="File of kvgraph prefill; PROMPT continues its text.")
@@ -45,9 +54,11 @@ def generate(
         str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
     ] = None,
     threads: Threads = None,
+    verify: Verify = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout."""
+    from kvgraph.runtime.artifact import load
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.prefix_file import read_prefix
     from kvgraph.runtime.sampling import SamplingParams
@@ -64,7 +75,7 @@ def generate(
     with stderr.status("loading the artifact"):
         bound = read_prefix(prefix) if prefix else None
         engine = Engine(
-            artifact,
+            load(artifact, verify=verify or None),
             session=session,
             num_pages=num_pages,
             max_batch_size=1,

@@ -12,7 +12,7 @@ import typer
 from kvgraph.cli.options import ArtifactFolder, NumPages, Threads
 from kvgraph.errors import MissingDependencyError, RequestError
 
-NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 
 
 def serve(
@@ -42,6 +42,9 @@ def serve(
     max_batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="New tokens of a step [default: the session's].")
     ] = None,
+    max_prefill_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompts in a step in which others decode.")
+    ] = 48,
     num_pages: NumPages = None,
     cache_memory: Annotated[str, typer.Option(help="Memory of the pool, such as 4GiB.")] = "1GiB",
     host_memory: Annotated[
@@ -81,6 +84,7 @@ def serve(
         num_threads=threads,
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
+        max_prefill_tokens=max_prefill_tokens,
         num_pages=num_pages,
         cache_memory=cache_memory,
         host_memory=host_memory or 0,

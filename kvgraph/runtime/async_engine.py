@@ -202,7 +202,8 @@ class AsyncEngine:
                 generated += tokens
         finally:
             stream.cancel()
-        return completion_of(stream.request_id, generated, stream.stats)
+        about_prompt = generated[0].prompt_logprobs
+        return completion_of(stream.request_id, generated, stream.stats, 0, about_prompt)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """What `function` gives of the engine, called in its thread between two steps."""

@@ -315,7 +315,7 @@ class Engine(Chats):
         finally:
             self._abandoned.extend(requests)
             self._settle()
-        return completions_of([(tokens[r.request_id], r.stats, r.index) for r in requests])
+        return completions_of(tokens, [r.stats for r in requests], [r.index for r in requests])
 
     def _request(
         self,

@@ -1,14 +1,27 @@
-"""What a step gives before any request has it: tokens, their text and log-probabilities."""
+"""What a step gives before any request has it: tokens, their text and log-probabilities.
+
+Tokens are drawn by the kernel `kvgraph.ops.native.sample`.
+
+Decision: a kernel, not NumPy. 64 rows of 32,000 logits like a trained model's, of a step of 40 ms
+and less: 205 ms with every row sorted; 2 to 5 by the likeliest tokens of each alone, 1.1 to 1.6
+with a kernel to find these; all of it in the kernel, 0.22 (top-k) to 0.39 (top-p, temperature), and
+0.15 greedy. One greedy row is NumPy's: a call of the kernel is 50 us more there, for a step sweeps
+the caches of what it needs, and 1 % of a step of 5 ms.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvgraph.contract.tokenizer import is_panic
+from kvgraph.ops import native
 from kvgraph.runtime.guide import Guide, set_masks
 from kvgraph.runtime.logprobs import score
-from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, sample
+from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, TokenSource
 from kvgraph.runtime.scheduler import NOTHING_FORCED, Batch, Request
 
 NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
@@ -52,6 +65,29 @@ def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
     lengths = [row.context.current_length for row in rows]
     outcome = Outcome(batch, tokens, reasons, lengths, generated)
     return jump(outcome, ahead) if ahead else outcome
+
+
+def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None]:
+    """One token for each row of `logits [rows, vocab]`; the logits are not changed, and not copied
+    where they are dense float32.
+
+    A sampled row's token is the inverse transform of its one random number over the tokens that
+    min-p, top-k and top-p keep, likeliest first, of equal ones the lowest id first. A NaN counts as
+    -Inf. None for a row whose logits, as edited, are all -Inf.
+    """
+    if len(sources) == 1 and sources[0].params.temperature == 0 and not sources[0].edits:
+        token = int(logits_RV[0].argmax())
+        if logits_RV[0, token] > -math.inf:  # else the first NaN of them, or of nothing but -Inf
+            return [token]
+    vocab = logits_RV.shape[1]
+    draws = []
+    for source in sources:
+        p, edits = source.params, source.edits
+        address = edits.address() if edits else 0
+        number = source.uniform() if p.temperature > 0 else 0.0
+        draws.append((p.temperature, p.top_p, number, min(p.top_k, vocab), p.min_p, address))
+    tokens = native.sample(np.ascontiguousarray(logits_RV, np.float32), draws)[0]
+    return [token if token >= 0 else None for token in tokens]
 
 
 def tokens_with_text(

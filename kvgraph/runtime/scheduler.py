@@ -146,7 +146,8 @@ class Scheduler:
     """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
 
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
-    `scored_tokens` bounds those of prompts whose log-probabilities are asked for.
+    `scored_tokens` bounds those of prompts whose log-probabilities are asked for,
+    `max_prefill_tokens` those of all prompts where another row decodes (None: it does not).
     Every queue is in the order of arrival.
     """
 
@@ -154,6 +155,7 @@ class Scheduler:
     max_batch_size: int
     max_batch_tokens: int
     scored_tokens: int = SCORED_TOKENS
+    max_prefill_tokens: int | None = None
     waiting: deque[Request] = field(default_factory=deque)
     loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -196,8 +198,7 @@ class Scheduler:
         self._settle_loads()
         rows, preempted = self._continue_running(self.max_batch_tokens)
         if self.waiting and not preempted:
-            budget = self.max_batch_tokens - sum([row.context.active_length for row in rows])
-            rows += self._admit(budget, rows)
+            rows += self._admit(self._budget_left(rows), rows)
         assert rows or self._is_held(), "the oldest always fits: submit() refused it otherwise"
         return _batch(rows) if rows else None
 
@@ -249,13 +250,29 @@ class Scheduler:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
         preempted = False
         while True:
-            rows = _within_budget(self.running, budget, self.scored_tokens)
+            prompts = self._prompt_budget(self.running, budget)
+            rows = _within_budget(self.running, budget, self.scored_tokens, prompts)
             try:
                 self.kv.alloc_batch([[row.context for row in rows]])
                 return rows, preempted
             except InsufficientPagesError:
                 self._preempt(self.loading or self.running)
                 preempted = True
+
+    def _prompt_budget(self, rows: Iterable[Request], budget: int) -> int:
+        """Tokens of prompts in a step with `rows`."""
+        if self.max_prefill_tokens is not None and any(map(_decodes, rows)):
+            return min(budget, self.max_prefill_tokens)
+        return budget
+
+    def _budget_left(self, rows: Sequence[Request]) -> int:
+        """Tokens that may join `rows`, which have their active lengths."""
+        lengths = [row.context.active_length for row in rows]
+        left = self.max_batch_tokens - sum(lengths)
+        if self.max_prefill_tokens is None:
+            return left
+        prompts = sum([length for length in lengths if length > 1])
+        return min(left, self._prompt_budget(rows, self.max_batch_tokens) - prompts)
 
     def _preempt(self, candidates: list[Request]) -> None:
         """Release the newest and queue it first; its tokens are recomputed, not lost."""
@@ -314,9 +331,15 @@ class Scheduler:
         return len(self.running) + len(self.loading)
 
 
-def _within_budget(running: Iterable[Request], budget: int, room: int) -> list[Request]:
-    """Oldest first, each with its active length cut to what is left of the budget, and of the
-    `room` for tokens of prompts that get logits."""
+def _decodes(row: Request) -> bool:
+    return row.context.current_length - row.context.processed_length == 1
+
+
+def _within_budget(
+    running: Iterable[Request], budget: int, room: int, prompts: int
+) -> list[Request]:
+    """Oldest first, each with its active length cut to what is left of the budget, of that for
+    `prompts`, and of the `room` for tokens of prompts that get logits."""
     rows = []
     for row in running:
         if budget <= 0:
@@ -327,7 +350,12 @@ def _within_budget(running: Iterable[Request], budget: int, room: int) -> list[R
             if room <= 0:
                 continue
             rest = min(rest, room)
-            room -= min(rest, budget)
+            room -= min(rest, budget, prompts)
+        if rest > 1:
+            if prompts <= 0:
+                continue
+            rest = min(rest, prompts)
+            prompts -= min(rest, budget)
         context.active_length = active = rest if rest < budget else budget
         budget -= active
         rows.append(row)

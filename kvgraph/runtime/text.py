@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,21 +142,22 @@ class Completion:
 
 
 def completions_of(
-    ended: Iterable[tuple[Sequence[Token], RequestStats, int]],
+    tokens: Mapping[str, Sequence[Token]], stats: Sequence[RequestStats], indices: Sequence[int]
 ) -> list[Completion]:
-    """Of requests that have ended: all of their tokens, their figures, and which of their prompt's
-    completions they are. The first of these was asked about the prompt, for all."""
+    """Of requests that have ended, whose tokens are all of theirs, in the order of `indices`."""
     done: list[Completion] = []
-    for tokens, stats, index in ended:
-        completion = completion_of(tokens[-1].request_id, tokens, stats, index)
-        if index:
-            completion = replace(completion, prompt_logprobs=done[-1].prompt_logprobs)
-        done.append(completion)
+    for (request_id, generated), own, index in zip(tokens.items(), stats, indices, strict=True):
+        about_prompt = done[-1].prompt_logprobs if index else generated[0].prompt_logprobs
+        done.append(completion_of(request_id, generated, own, index, about_prompt))
     return done
 
 
 def completion_of(
-    request_id: str, tokens: Sequence[Token], stats: RequestStats, index: int = 0
+    request_id: str,
+    tokens: Sequence[Token],
+    stats: RequestStats,
+    index: int = 0,
+    prompt_logprobs: list[TokenLogprobs | None] | None = None,
 ) -> Completion:
     """All tokens of a request that has ended."""
     last = tokens[-1]
@@ -177,7 +178,7 @@ def completion_of(
         _rate(stats.prompt_tokens - stats.cached_tokens, stats.prefill_seconds),
         _rate(len(generated) - 1, stats.decode_seconds),
         logprobs or None,
-        tokens[0].prompt_logprobs,
+        prompt_logprobs,
         last.stop_reason,
         index,
     )

@@ -21,7 +21,8 @@ from kvgraph.errors import KernelError, RequestError
 from kvgraph.ops import native
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.edits import LogitEdits, edits_of
-from kvgraph.runtime.sampling import TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import TokenSource
 from tests.runtime.scripted import greedy, scripted
 from tests.runtime.test_sampling_kernel import Given, long_rows
 from tests.support.sampling import chosen, edited, words

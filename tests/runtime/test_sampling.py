@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvgraph.errors import RequestError
-from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import SamplingParams, TokenSource
 
 PROBABILITIES = (0.05, 0.4, 0.15, 0.25, 0.1, 0.05)
 LOGITS = np.log(np.array(PROBABILITIES, np.float32)) + 3

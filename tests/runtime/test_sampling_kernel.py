@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvgraph.errors import KernelError
 from kvgraph.ops import native
-from kvgraph.runtime.sampling import SamplingParams, TokenSource, sample
+from kvgraph.runtime.outcome import sample
+from kvgraph.runtime.sampling import SamplingParams, TokenSource
 from tests.support.isa import forced_isa
 from tests.support.sampling import sorted_whole
 
