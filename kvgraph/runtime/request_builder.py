@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from secrets import token_bytes
 from typing import cast
 
@@ -11,7 +11,8 @@ from kvgraph.contract.manifest import ModelInfo
 from kvgraph.errors import RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import one_for_each, sequence, token_ids
-from kvgraph.runtime.edits import edits_of
+from kvgraph.runtime.edits import LogitEdits, edits_of
+from kvgraph.runtime.guide import Guide, Guides
 from kvgraph.runtime.logprobs import PromptScores
 from kvgraph.runtime.sampling import TokenSource
 from kvgraph.runtime.sampling_params import SamplingParams, require_single
@@ -30,6 +31,10 @@ class RequestBuilder:
     model: ModelInfo
     text: TextCodec
     scheduler: Scheduler
+    guides: Guides = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guides = Guides(self.model, self.text.folder, self.text.tokenizer)
 
     def request(
         self,
@@ -54,13 +59,19 @@ class RequestBuilder:
         salt = cache_salt if scores is None else cache_salt + token_bytes(16)
         context = TextContext(request_id, tokens, cache_salt=salt)
         ends = [token for token in stops if token < self.model.vocab_size]
+        guide: Guide | None = None
+        edits = edits_of(sampling, context, ends)
+        if sampling.grammar is not None:
+            edits = LogitEdits(sampling, context)  # the guide knows when a request may end
+            guide = self.guides.guide(sampling.grammar, sampling, context, stops, edits)
         request = Request(
             context,
-            TokenSource(sampling, edits_of(sampling, context, ends)),
+            TokenSource(sampling, edits),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
             self.text.stream(len(tokens), stops_of(sampling)),
             scores,
+            guide,
         )
         self.scheduler.require_room(request)
         return request

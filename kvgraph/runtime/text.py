@@ -28,6 +28,7 @@ class TextCodec:
     """The tokenizer of the artifact in `folder`; without one, prompts are token ids."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._path = folder / NAME
         self.tokenizer: Tokenizer | None = None
         if self._path.is_file():
