@@ -27,7 +27,8 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
         )
     served.admission.require_room(given.num_each, 0)  # before any text is rendered
     prompt = await _rendered(served, given)
-    wanted = given.max_completion_tokens or given.max_tokens
+    wanted = given.max_completion_tokens
+    wanted = given.max_tokens if wanted is None else wanted
     fits = require_output_room(prompt, wanted, served.longest)
     top = (given.top_logprobs or 0) if given.logprobs else None
     params = sampling_of(given, max_tokens=fits, logprobs=top, prompt_logprobs=None)
