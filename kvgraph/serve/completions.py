@@ -26,9 +26,8 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     given.require_supported()
     count = len(given.prompts) * given.num_each
     if count > service.options.max_choices:
-        raise ServeError(
-            400, f"n: expected at most {service.options.max_choices} choices, got {count}"
-        )
+        most = service.options.max_choices
+        raise ServeError(400, f"n: expected at most {most} choices, got {count}", param="n")
     served.admission.require_room(count, 0)  # before any text is tokenized
     prompts = [
         await served.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -36,7 +35,9 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     ]
     drops_output = given.max_tokens == 0
     if drops_output and not given.echo:
-        raise ServeError(400, "max_tokens: expected at least 1 without echo, got 0")
+        raise ServeError(
+            400, "max_tokens: expected at least 1 without echo, got 0", param="max_tokens"
+        )
     wanted = DEFAULT_MAX_TOKENS if given.max_tokens is None else max(1, given.max_tokens)
     for prompt in prompts:
         fits = 1 if drops_output else wanted

@@ -16,7 +16,7 @@ import httpx
 
 COMMAND = (sys.executable, "-m", "kvgraph", "serve")
 LIMITED = (sys.executable, "-m", "tests.serve.limited")
-SECONDS = 120.0
+SECONDS = 60.0
 """A wait that is longer has failed."""
 
 

@@ -132,20 +132,24 @@ def test_metrics_count(server: Server) -> None:
 
 def test_keys_and_dashboards(artifact: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("first\n\nsecond\n")
+    keys.write_text("key-one\n\nkey-two\n")
     options = ("--threads", 1, "--api-key-file", keys, "--metrics-prefix", "vllm:")
     with serving(tmp_path / "log", artifact, *options) as server:
         for path in ("/", "/health", "/ready"):
             assert server.client.get(path).status_code == 200
-        for wrong in ({}, {"authorization": "Bearer third"}, {"authorization": "Basic first"}):
+        for wrong in (
+            {},
+            {"authorization": "Bearer key-three"},
+            {"authorization": "Basic key-one"},
+        ):
             for path in ("/v1/models", "/metrics", "/version", "/state"):
                 answer = server.client.get(path, headers=wrong)
                 assert "expected Bearer" in refusal(answer, 401)
                 assert answer.headers["www-authenticate"] == "Bearer"
             for path in POSTED:
                 refusal(server.client.post(path, content=b"no JSON", headers=wrong), 401)
-        for key in ("first", "second"):
+        for key in ("key-one", "key-two"):
             server.client.headers["authorization"] = f"Bearer {key}"
             server.complete("The")
         assert metrics(server.client)["vllm:generation_tokens_total"] == 16
-        assert "first" not in server.log()
+        assert "key-" not in server.log()
