@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from kvgraph.cli.options import ArtifactFolder, NumPages, Threads, Verify
 from kvgraph.errors import MissingDependencyError, RequestError
 
+METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 
 
@@ -71,6 +73,11 @@ def serve(
     from kvgraph.serve.options import ServeOptions
     from kvgraph.serve.server import serve as listen
 
+    if not METRIC_NAME.fullmatch(f"{metrics_prefix}x"):
+        raise RequestError(
+            "--metrics-prefix: expected letters, digits, _ and :, not a digit first, got "
+            f"{metrics_prefix!r}"
+        )
     options = ServeOptions(
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
@@ -98,7 +105,11 @@ def serve(
 
 def _read_keys(path: Path) -> tuple[str, ...]:
     """RequestError for a file without keys: it would let everyone in."""
-    keys = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    try:
+        lines = path.read_text("ascii").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: expected API keys in ASCII, got {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise RequestError(f"{path}: expected an API key on a line, got none")
     return keys
