@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -255,6 +256,8 @@ class AsyncEngine:
                 raised = not raised
             self.after_step(tokens)
             self._post(tokens)
+        with suppress(Exception):  # what was cancelled since the last step
+            self.engine._settle()
         self.engine.close()
 
     def _handle_inbox(self) -> bool:
