@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,11 @@ from kvgraph.cli.options import (
     Verify,
 )
 from kvgraph.contract.plain import to_plain
+from kvgraph.errors import GenerationError
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.sampling_params import SamplingParams
 
 
 def generate(
@@ -89,16 +94,34 @@ def generate(
     asked: str | list[int] = prompt
     if bound is not None:
         asked = bound.tokens + engine.tokenize(prompt, special_tokens=False)
-    start = time.perf_counter()
     if json:
         print_json(to_plain(engine.generate([asked], sampling)[0]))
     else:
-        for piece in engine.stream(asked, sampling):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        seconds = time.perf_counter() - start
-        count = engine.generated_tokens
-        stderr.print(f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s)")
+        _write(engine, asked, sampling)
     with stderr.status("storing pages"):
         engine.close()
+
+
+def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) -> None:
+    """Text as it comes; then figures of prompt and generation on stderr."""
+    times = [time.perf_counter()]
+    engine.submit(prompt, sampling)
+    while engine.busy:
+        for token in engine.step():
+            if token.error:
+                raise GenerationError(token.error)
+            times.append(time.perf_counter())
+            sys.stdout.write(token.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    length = len(engine.tokenize(prompt) if isinstance(prompt, str) else prompt)
+    cached, first = engine.stats().cached_tokens, times[1] - times[0]
+    stderr.print(
+        f"prompt: {length} tokens, {cached} cached, {first:.2f} s "
+        f"({(length - cached) / first:.1f} tokens/s)",
+        highlight=False,
+    )
+    count, seconds = len(times) - 1, times[-1] - times[1]
+    rate = f" ({(count - 1) / seconds:.1f} tokens/s)" if count > 1 else ""
+    stderr.print(f"generated: {count} tokens, {seconds:.2f} s{rate}", highlight=False)
