@@ -13,8 +13,10 @@ prefix is shared; tokens are counted by `usage`. Parts:
             median and 99th percentile
   overload  16 streams run; then four times as many requests as fit arrive for --seconds: time to
             an answer of 429, and the streams' 99th percentile before and meanwhile
+  soak      --requests requests over tiny-llama, 64 at a time, of which 30 % are left at a random
+            moment: pages that did not come back, resident memory after a tenth and at the end
 
-Reference: with `streams`, every answer's text is what the engine gives for its prompt.
+Reference: with `streams` and `soak`, every answer's text is what the engine gives for its prompt.
 """
 
 from __future__ import annotations
@@ -25,21 +27,23 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
+import kvgraph
+from benchmarks.serve_client import NEW, Answer, arriving, ask, resident, server, together
+from benchmarks.start import TINY_LLAMA
 from benchmarks.step import SHAPE, built
 
-STREAMS, PROMPT, NEW = 32, 64, 128
-PARTS = ("streams", "first", "load", "overload")
+STREAMS, PROMPT = 32, 64
+PARTS = ("streams", "first", "load", "overload", "soak")
 LONG_PROMPTS = (64, 512)
 VOCAB: int = SHAPE["vocab_size"]
 
@@ -64,35 +68,25 @@ for line in sys.stdin:
 """
 
 
-@dataclass(slots=True)
-class Answer:
-    """One request, as its client saw it: seconds of `time.perf_counter`."""
-
-    sent: float
-    status: int = 0
-    head: float = 0.0
-    """When the answer's status came."""
-    news: list[float] = field(default_factory=list)
-    """When frames with text came."""
-    text: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def gaps(self) -> list[float]:
-        return [b - a for a, b in zip(self.news, self.news[1:], strict=False)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("artifact", nargs="?", type=Path)
     parser.add_argument("--part", action="append", choices=PARTS, help="[default: all]")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60, help="of load and of overload")
+    parser.add_argument("--requests", type=int, default=10_000, help="of soak")
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
-        artifact = args.artifact or stack.enter_context(served_shape())
-        figures = measure(artifact, args.part or PARTS, args.repeats, args.seconds)
+        parts = args.part or PARTS
+        figures = {}
+        if set(parts) - {"soak"}:
+            artifact = args.artifact or stack.enter_context(served_shape())
+            figures = measure(artifact, parts, args.repeats, args.seconds)
+        if "soak" in parts:
+            tiny = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny.kvg"
+            kvgraph.compile(TINY_LLAMA, tiny, page_size=16)
+            figures["soak"] = soak(tiny, random.Random(0), args.requests)
     print(json.dumps(figures, indent=2) if args.json else f"{__doc__.strip()}\n\n{table(figures)}")
 
 
@@ -129,7 +123,7 @@ def measure(
 
 def streams(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
     own, served, equal = [], [], 0
-    with engine(artifact) as ask, server(artifact) as port:
+    with engine(artifact) as ask, server(artifact) as (port, _):
         asyncio.run(together(port, prompts_of(rng, 2), NEW))
         for _ in range(repeats):
             prompts = prompts_of(rng, STREAMS)
@@ -151,7 +145,7 @@ def streams(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float
 def first(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
     """In blocks of 20: a request right behind one of the other process finds the caches cold."""
     own, served = [], []
-    with engine(artifact) as ask_engine, server(artifact) as port:
+    with engine(artifact) as ask_engine, server(artifact) as (port, _):
         for _ in range(repeats):
             prompts = [prompts_of(rng, 1) for _ in range(44)]
             block = [ask_engine(prompt)[0] * 1e3 for prompt in prompts[:22]]
@@ -169,7 +163,7 @@ def load(artifact: Path, rng: random.Random, seconds: float) -> dict[str, float]
     with engine(artifact) as ask_engine:
         many = [longer(rng) for _ in range(3 * STREAMS)]
         rate = 0.8 * len(many) / ask_engine(many)[0]
-    with server(artifact) as port:
+    with server(artifact) as (port, _):
         answers = asyncio.run(arriving(port, rng, rate, seconds, longer))
     done = [answer for answer in answers if answer.usage]
     gaps = sorted(gap * 1e3 for answer in done for gap in answer.gaps)
@@ -202,7 +196,7 @@ def overload(artifact: Path, rng: random.Random, rate: float, seconds: float) ->
         return kept, came, begin
 
     options = ["--max-queued-requests", "8", "--max-batch-size", str(STREAMS)]
-    with server(artifact, *options) as port:
+    with server(artifact, *options) as (port, _):
         kept, came, begin = asyncio.run(run(port))
     refused = sorted((a.head - a.sent) * 1e3 for a in came if a.status == 429)
     before, meanwhile = [], []
@@ -221,99 +215,48 @@ def overload(artifact: Path, rng: random.Random, rate: float, seconds: float) ->
     }
 
 
-# -- the client
+def soak(artifact: Path, rng: random.Random, count: int) -> dict[str, float]:
+    """Prompts of 4 to 200 tokens of 100 kinds, so that many share pages."""
+    kinds = [[rng.randrange(3, 900) for _ in range(rng.randint(4, 200))] for _ in range(100)]
+    with engine(artifact, 32) as ask_engine:
+        _, texts = ask_engine(kinds)
+
+    async def one(port: int, turn: asyncio.Semaphore) -> bool | None:
+        async with turn:
+            kind = rng.randrange(len(kinds))
+            asking = asyncio.ensure_future(ask(port, kinds[kind], 32))
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.uniform(0, 0.3))
+                asking.cancel()
+            answer = await asking
+            return answer.text == texts[kind] if answer.usage else None
+
+    async def run(port: int, count: int) -> list[bool | None]:
+        turn = asyncio.Semaphore(64)
+        return await asyncio.gather(*(one(port, turn) for _ in range(count)))
+
+    # A pool that is short of pages: requests wait, and are preempted.
+    with server(artifact, "--num-pages", "300") as (port, process):
+        asyncio.run(run(port, count // 10))
+        begun = resident(process)
+        answers = asyncio.run(run(port, count))
+        time.sleep(1)
+        state = json.loads(urlopen(f"http://127.0.0.1:{port}/state").read())
+        return {
+            "answered": sum(answer is not None for answer in answers),
+            "left": sum(answer is None for answer in answers),
+            "answers unlike the engine's": sum(answer is False for answer in answers),
+            "pages not back": state["num_pages"] - state["num_free_pages"],
+            "resident after a tenth, MiB": begun,
+            "resident at the end, MiB": resident(process),
+        }
 
 
-async def together(port: int, prompts: list[list[int]], new: int) -> list[Answer]:
-    return list(await asyncio.gather(*(ask(port, prompt, new) for prompt in prompts)))
-
-
-async def arriving(
-    port: int,
-    rng: random.Random,
-    rate: float,
-    seconds: float,
-    prompt: Callable[[random.Random], list[int]],
-    wait: bool = True,
-) -> list[Answer]:
-    """Requests at random moments, `rate` a second on the average; afterwards those that run are
-    waited for, or left."""
-    asked = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        asked.append(asyncio.ensure_future(ask(port, prompt(rng), NEW)))
-        await asyncio.sleep(rng.expovariate(rate))
-    if not wait:
-        for each in asked:
-            each.cancel()
-    return list(await asyncio.gather(*asked))
-
-
-async def ask(port: int, prompt: list[int], new: int) -> Answer:
-    """One stream; what came of it, where it is cancelled."""
-    body = {
-        "prompt": prompt,
-        "max_tokens": new,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    text = json.dumps(body).encode()
-    answer = Answer(time.perf_counter())
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(text)}\r\n\r\n"
-        answer.sent = time.perf_counter()
-        writer.write(head.encode() + text)
-        answer.status = int((await reader.readline()).split()[1])
-        answer.head = time.perf_counter()
-        while answer.status == 200 and (line := await reader.readline()):
-            if line.startswith(b"data: {"):
-                read(answer, json.loads(line[6:]))
-            elif line.startswith(b"data: [DONE]"):
-                break
-        writer.close()
-    except asyncio.CancelledError:
-        pass
-    return answer
-
-
-def read(answer: Answer, frame: dict[str, Any]) -> None:
-    if frame["choices"]:
-        answer.news.append(time.perf_counter())
-        answer.text += frame["choices"][0]["text"]
-    if frame.get("usage"):
-        answer.usage = frame["usage"]
-
-
-# -- the processes
+# -- the engine alone, and prompts
 
 
 @contextlib.contextmanager
-def server(artifact: Path, *options: str) -> Iterator[int]:
-    """Its port."""
-    command = [sys.executable, "-m", "kvgraph", "serve", str(artifact), "--port", "0"]
-    command += ["--drain-seconds", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    port = 0
-    for line in process.stderr:
-        said = json.loads(line)
-        port = int(said["url"].rpartition(":")[2]) if said.get("url") else port
-        if said.get("event") == "ready":
-            break
-    drained = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-    try:
-        yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        drained.wait(30)
-
-
-@contextlib.contextmanager
-def engine(artifact: Path) -> Iterator[Any]:
+def engine(artifact: Path, new: int = NEW) -> Iterator[Any]:
     """Asks an engine in a process of its own."""
     process = subprocess.Popen(
         [sys.executable, "-c", ENGINE],
@@ -324,7 +267,7 @@ def engine(artifact: Path) -> Iterator[Any]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps({"artifact": str(artifact), "new": NEW}) + "\n")
+    process.stdin.write(json.dumps({"artifact": str(artifact), "new": new}) + "\n")
     process.stdin.flush()
     assert process.stdout.readline() == "ready\n"
 

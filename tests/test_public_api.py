@@ -109,7 +109,7 @@ FLAGS = {
     "serve": "--api-key-file --cache-memory --disk --disk-bytes --drain-seconds --host "
     "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens "
     "--max-queued-requests --max-queued-tokens --metrics-prefix --num-pages --port --remote "
-    "--threads",
+    "--threads --verify",
     "verify": "--json",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli.options import ArtifactFolder, NumPages, Threads
+from kvgraph.cli.options import ArtifactFolder, NumPages, Threads, Verify
 from kvgraph.errors import MissingDependencyError, RequestError
 
+METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 
 
@@ -58,6 +60,7 @@ def serve(
         str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
     ] = None,
     threads: Threads = None,
+    verify: Verify = False,
 ) -> None:
     """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
     for name in NEEDED:
@@ -70,6 +73,11 @@ def serve(
     from kvgraph.serve.options import ServeOptions
     from kvgraph.serve.server import serve as listen
 
+    if not METRIC_NAME.fullmatch(f"{metrics_prefix}x"):
+        raise RequestError(
+            "--metrics-prefix: expected letters, digits, _ and :, not a digit first, got "
+            f"{metrics_prefix!r}"
+        )
     options = ServeOptions(
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
@@ -80,7 +88,7 @@ def serve(
     )
     make = partial(
         Engine,
-        load(artifact),
+        load(artifact, verify=verify or None),
         num_threads=threads,
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
@@ -97,7 +105,11 @@ def serve(
 
 def _read_keys(path: Path) -> tuple[str, ...]:
     """RequestError for a file without keys: it would let everyone in."""
-    keys = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    try:
+        lines = path.read_text("ascii").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: expected API keys in ASCII, got {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise RequestError(f"{path}: expected an API key on a line, got none")
     return keys

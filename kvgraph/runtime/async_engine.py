@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -255,6 +256,8 @@ class AsyncEngine:
                 raised = not raised
             self.after_step(tokens)
             self._post(tokens)
+        with suppress(Exception):  # what was cancelled since the last step
+            self.engine._settle()
         self.engine.close()
 
     def _handle_inbox(self) -> bool:
@@ -274,8 +277,9 @@ class AsyncEngine:
             self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
 
     def _end(self, request_id: str) -> None:
-        if request_id in self.engine._open:
-            self.engine.cancel(request_id)
+        """The next step lets go of the request: a step that raises is tried again."""
+        if (request := self.engine._open.get(request_id)) is not None:
+            self.engine._abandoned.append(request)
 
     def _stop(self) -> None:
         self._is_stopped = True
@@ -285,7 +289,7 @@ class AsyncEngine:
         why = f"a step failed twice: {type(error).__name__}: {error}"
         ended = []
         for request_id in list(self.engine._open):
-            self.engine.cancel(request_id)
+            self._end(request_id)
             ended.append(failed(request_id, f"request {request_id!r}: {why}"))
         return ended
 

@@ -9,7 +9,7 @@ import msgspec
 
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.generation import Choice, Generation
+from kvgraph.serve.generation import Generation
 
 DONE = b"data: [DONE]\n\n"
 
@@ -21,8 +21,9 @@ def event(body: object) -> bytes:
     return b"data: " + encoded(body) + b"\n\n"
 
 
-def usage_of(generation: Generation) -> dict[str, Any]:
-    prompt, generated = generation.prompt_tokens, generation.generated_tokens
+def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, Any]:
+    prompt = generation.prompt_tokens
+    generated = 0 if drops_output else generation.generated_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -49,17 +50,24 @@ class Spelling:
         return text
 
 
-def completion_logprobs(
-    scores: Sequence[TokenLogprobs | None], ids: Sequence[int], spell: Spelling, start: int = 0
-) -> dict[str, Any]:
-    """Of /v1/completions; `start`: characters before the first token."""
-    tokens = [spell(token) for token in ids]
+def offsets_of(pieces: Iterable[str], start: int) -> list[int]:
+    """Where each piece begins in a text that has `start` characters before them."""
     offsets = []
-    for token in tokens:
+    for piece in pieces:
         offsets.append(start)
-        start += len(token)
+        start += len(piece)
+    return offsets
+
+
+def completion_logprobs(
+    scores: Sequence[TokenLogprobs | None],
+    ids: Sequence[int],
+    offsets: list[int],
+    spell: Spelling,
+) -> dict[str, Any]:
+    """Of /v1/completions; `offsets`: where each token begins in the text that is answered."""
     return {
-        "tokens": tokens,
+        "tokens": [spell(token) for token in ids],
         "token_logprobs": [None if one is None else one.chosen.logprob for one in scores],
         "top_logprobs": [None if one is None else _top(one, spell) for one in scores],
         "text_offset": offsets,
@@ -88,8 +96,3 @@ def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> di
 def _spelled(one: Logprob, spell: Spelling) -> dict[str, Any]:
     text = spell(one.token_id)
     return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
-
-
-def finish_reason(choice: Choice) -> str | None:
-    """OpenAI's word; a request that failed on its own has ended too."""
-    return choice.finish_reason

@@ -104,7 +104,10 @@ class Endpoints:
         """What the page at / shows."""
         self._require_key(request)
         served = self._service.require_loaded()
-        return Response(encoded(await state_of(served)), media_type=JSON)
+        try:
+            return Response(encoded(await state_of(served)), media_type=JSON)
+        except RequestError as error:  # the engine was closed: the server ends
+            raise ServeError(503, str(error), retry_after=1) from error
 
     async def models(self, request: Request) -> Response:
         self._require_key(request)
@@ -142,7 +145,8 @@ class Endpoints:
         self._require_key(request)
         served = self._service.require_loaded()
         given = decoded(await self._body(request), DetokenizeRequest)
-        return Response(encoded({"prompt": served.detokenize(given.tokens)}), media_type=JSON)
+        text = await asyncio.to_thread(served.detokenize, given.tokens)
+        return Response(encoded({"prompt": text}), media_type=JSON)
 
     # -- what it is for
 

@@ -22,12 +22,12 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     """ServeError for messages that the template refuses, and what does not fit."""
     served = service.require_ready()
     if given.num_each > service.options.max_choices:
-        raise ServeError(
-            400, f"n: expected at most {service.options.max_choices}, got {given.num_each}"
-        )
+        most = service.options.max_choices
+        raise ServeError(400, f"n: expected at most {most}, got {given.num_each}", param="n")
     served.admission.require_room(given.num_each, 0)  # before any text is rendered
     prompt = await _rendered(served, given)
-    wanted = given.max_completion_tokens or given.max_tokens
+    wanted = given.max_completion_tokens
+    wanted = given.max_tokens if wanted is None else wanted
     fits = require_output_room(prompt, wanted, served.longest)
     top = (given.top_logprobs or 0) if given.logprobs else None
     params = sampling_of(given, max_tokens=fits, logprobs=top, prompt_logprobs=None)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.answers import DONE, completion_logprobs, event, text_of, usage_of
+from kvgraph.serve.answers import DONE, completion_logprobs, event, offsets_of, text_of, usage_of
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Job, each_seeded, require_output_room
+from kvgraph.serve.jobs import Echo, Job, each_seeded, require_output_room
 from kvgraph.serve.protocol import CompletionRequest, sampling_of
-from kvgraph.serve.service import Service
+from kvgraph.serve.service import Served, Service
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -25,9 +26,8 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     given.require_supported()
     count = len(given.prompts) * given.num_each
     if count > service.options.max_choices:
-        raise ServeError(
-            400, f"n: expected at most {service.options.max_choices} choices, got {count}"
-        )
+        most = service.options.max_choices
+        raise ServeError(400, f"n: expected at most {most} choices, got {count}", param="n")
     served.admission.require_room(count, 0)  # before any text is tokenized
     prompts = [
         await served.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -35,7 +35,9 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     ]
     drops_output = given.max_tokens == 0
     if drops_output and not given.echo:
-        raise ServeError(400, "max_tokens: expected at least 1 without echo, got 0")
+        raise ServeError(
+            400, "max_tokens: expected at least 1 without echo, got 0", param="max_tokens"
+        )
     wanted = DEFAULT_MAX_TOKENS if given.max_tokens is None else max(1, given.max_tokens)
     for prompt in prompts:
         fits = 1 if drops_output else wanted
@@ -49,12 +51,10 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         logprobs=given.logprobs,
         prompt_logprobs=given.logprobs if given.echo else None,
     )
-    texts = None
+    echo = None
     if given.echo:
-        texts = [
-            prompt if isinstance(prompt, str) else served.detokenize(prompt)
-            for prompt in given.prompts
-        ]
+        texts = zip(given.prompts, prompts, strict=True)
+        echo = [await _echo(served, *pair, offsets=given.logprobs is not None) for pair in texts]
     return Job(
         "cmpl",
         given.model or service.name,
@@ -65,10 +65,19 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         bool(given.stream_options and given.stream_options.include_usage),
         served.spell,
         given.logprobs is not None,
-        texts,
+        echo,
         drops_output,
         given.prompts,
     )
+
+
+async def _echo(served: Served, given: str | list[int], tokens: list[int], offsets: bool) -> Echo:
+    text = given if isinstance(given, str) else served.detokenize(tokens, special_tokens=False)
+    if not offsets:
+        return Echo(text)
+    pieces = await asyncio.to_thread(served.pieces, tokens)
+    # A tokenizer that normalizes gives other pieces than the text has.
+    return Echo(text, [min(at, len(text)) for at in offsets_of(pieces, 0)])
 
 
 async def answer_completion(job: Job, generation: Generation) -> dict[str, Any]:
@@ -78,73 +87,60 @@ async def answer_completion(job: Job, generation: Generation) -> dict[str, Any]:
         for choice in fresh:
             generated[choice.index] += choice.tokens
     choices = [_whole(job, choice, generated[choice.index]) for choice in generation.choices]
-    return {**job.head(OBJECT), "choices": choices, "usage": usage_of(generation)}
+    return {**job.head(OBJECT), "choices": choices, "usage": _usage(job, generation)}
 
 
 def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, Any]:
     if tokens[-1].error:
         raise ServeError(500, tokens[-1].error)
-    reason = tokens[-1].finish_reason
-    echo = "" if job.echo is None else job.echo[choice.index // len(job.params)]
-    kept = [] if job.drops_output else tokens
-    return {
-        "index": choice.index,
-        "text": echo + text_of(kept),
-        "logprobs": _logprobs(job, choice, tokens, kept, echo),
-        "finish_reason": "length" if job.drops_output else reason,
-    }
+    return _piece(job, choice, tokens, None)
 
 
-def _logprobs(
-    job: Job, choice: Choice, tokens: list[Token], kept: list[Token], echo: str
-) -> dict[str, Any] | None:
-    if not job.logprobs:
-        return None
-    scores = [token.logprobs for token in kept]
-    ids = [token.token_id for token in kept]
-    if job.echo is None:
-        return completion_logprobs(scores, ids, job.spell, len(echo))
-    return completion_logprobs(
-        [*(tokens[0].prompt_logprobs or ()), *scores], [*choice.prompt, *ids], job.spell
-    )
+def _usage(job: Job, generation: Generation) -> dict[str, Any]:
+    return usage_of(generation, drops_output=job.drops_output)
 
 
 async def completion_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
     """A frame for each piece; several tokens come in one where the reader is slower."""
     head = job.head(OBJECT)
-    begun: set[int] = set()
     lengths: dict[int, int] = {}
     async for fresh in generation:
         for choice in fresh:
-            tokens = choice.tokens
-            if error := tokens[-1].error:
+            if error := choice.tokens[-1].error:
                 yield event({"error": {"message": error, "type": "server_error", "code": 500}})
                 continue
-            is_first = choice.index not in begun
-            begun.add(choice.index)
-            echo = ""
-            if job.echo is not None and is_first:
-                echo = job.echo[choice.index // len(job.params)]
-            kept = [] if job.drops_output else tokens
-            text = echo + text_of(kept)
-            reason = tokens[-1].finish_reason
-            if not (text or reason or job.logprobs):
-                continue
-            logprobs = None
-            if job.logprobs:
-                start = lengths.get(choice.index, 0)
-                if is_first:
-                    logprobs = _logprobs(job, choice, tokens, kept, "")
-                else:
-                    logprobs = completion_logprobs(
-                        [token.logprobs for token in kept],
-                        [token.token_id for token in kept],
-                        job.spell,
-                        start,
-                    )
-                lengths[choice.index] = start + len(text)
-            piece = {"index": choice.index, "text": text, "logprobs": logprobs}
-            yield event({**head, "choices": [{**piece, "finish_reason": reason}]})
+            piece = _piece(job, choice, choice.tokens, lengths.get(choice.index))
+            lengths[choice.index] = lengths.get(choice.index, 0) + len(piece["text"])
+            if piece["text"] or piece["finish_reason"] or job.logprobs:
+                yield event({**head, "choices": [piece]})
     if job.sends_usage:
-        yield event({**head, "choices": [], "usage": usage_of(generation)})
+        yield event({**head, "choices": [], "usage": _usage(job, generation)})
     yield DONE
+
+
+def _piece(job: Job, choice: Choice, tokens: list[Token], length: int | None) -> dict[str, Any]:
+    """What `tokens` add to a choice whose text has `length` characters; None: the first ones."""
+    echo = Echo()
+    if length is None and job.echo is not None:
+        echo = job.echo[choice.index // len(job.params)]
+    kept = [] if job.drops_output else tokens
+    return {
+        "index": choice.index,
+        "text": echo.text + text_of(kept),
+        "logprobs": _logprobs(job, choice, kept, echo, length),
+        "finish_reason": "length" if job.drops_output else tokens[-1].finish_reason,
+    }
+
+
+def _logprobs(
+    job: Job, choice: Choice, kept: list[Token], echo: Echo, length: int | None
+) -> dict[str, Any] | None:
+    if not job.logprobs:
+        return None
+    scores = [token.logprobs for token in kept]
+    ids = [token.token_id for token in kept]
+    offsets = offsets_of([token.text for token in kept], len(echo.text) + (length or 0))
+    if echo.offsets:
+        scores = [*(choice.prompt_logprobs or ()), *scores]
+        ids, offsets = [*choice.prompt, *ids], [*echo.offsets, *offsets]
+    return completion_logprobs(scores, ids, offsets, job.spell)

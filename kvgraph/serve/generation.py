@@ -10,6 +10,7 @@ from time import perf_counter
 
 from kvgraph.errors import RequestError
 from kvgraph.runtime.async_engine import AsyncEngine, TokenStream
+from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.serve.errors import ServeError
@@ -25,6 +26,7 @@ class Choice:
     prompt: list[int]
     stream: TokenStream
     tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_generated: int = 0
     has_started: bool = False
     is_over: bool = False
@@ -98,6 +100,7 @@ class Generation:
         count = len(choice.tokens) - (last.error is not None)
         if not choice.has_started:
             choice.has_started = True
+            choice.prompt_logprobs = choice.tokens[0].prompt_logprobs
             self._admission.start(len(choice.prompt))
             self._metrics.first_token(choice.stream.stats, count)
         else:

@@ -13,6 +13,15 @@ from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as the answer repeats it."""
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+    """Where each token of the prompt begins in `text`, where log-probabilities are asked for."""
+
+
 @dataclass(slots=True)
 class Job:
     """`prompts`, each generated for with each of `params`."""
@@ -27,8 +36,8 @@ class Job:
     sends_usage: bool
     spell: Spelling
     logprobs: bool
-    echo: list[str] | None = None
-    """The text of each prompt, where the answer repeats it."""
+    echo: list[Echo] | None = None
+    """Of each prompt, where the answer repeats it."""
     drops_output: bool = False
     """Whether only the prompt was asked for."""
     texts: Sequence[Any] = ()

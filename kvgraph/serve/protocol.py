@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvgraph.errors import RequestError
-from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
 from kvgraph.serve.errors import ServeError
 
 Ignored = Any
@@ -97,7 +97,7 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
             raise ServeError(
                 400, f"best_of: expected n={self.num_each}, got {self.best_of}", param="best_of"
             )
-        if not self.prompt:
+        if not all([self.prompt, *self.prompts]):
             raise ServeError(400, "prompt: expected a prompt, got an empty one", param="prompt")
 
 
@@ -183,10 +183,17 @@ def sampling_of(
         given["top_k"] = 0
     if request.logit_bias is not None:
         given["logit_bias"] = {_token_id(name): by for name, by in request.logit_bias.items()}
+    for name in given.keys() - getattr(SamplingParams, "__dataclass_fields__").keys():  # noqa: B009
+        raise ServeError(
+            400, f"{name}: expected none, as the engine has no such option", param=name
+        )
     try:
         return SamplingParams(**given)
     except RequestError as error:
-        raise ServeError(400, str(error), param=str(error).partition(":")[0]) from error
+        message = str(error)
+        for name, own in ALIASES.items():
+            message = message.replace(own, name)
+        raise ServeError(400, message, param=message.partition(":")[0]) from error
 
 
 COPIED = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.async_engine import LONG_TEXT, AsyncEngine
@@ -40,11 +41,9 @@ class Served:
         except (RequestError, ArtifactError) as error:
             raise ServeError(400, str(error), param="prompt") from error
 
-    def detokenize(self, tokens: list[int]) -> str:
+    def detokenize(self, tokens: list[int], *, special_tokens: bool = True) -> str:
         """ServeError without a tokenizer, or for a token that it has not."""
-        tokenizer = self.engine._text.tokenizer
-        if tokenizer is None:
-            raise ServeError(400, "tokens: expected an artifact with a tokenizer, got none")
+        tokenizer = self._tokenizer()
         size = self.engine.model.vocab_size
         if tokens and max(tokens) >= size:
             raise ServeError(
@@ -52,8 +51,20 @@ class Served:
                 f"tokens: expected token ids in [0, {size}), got {max(tokens)}",
                 param="tokens",
             )
-        text: str = tokenizer.decode(tokens, skip_special_tokens=False)
+        text: str = tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
         return text
+
+    def pieces(self, tokens: list[int]) -> list[str]:
+        """The text of each token, without special tokens; a character comes with its last byte."""
+        from tokenizers.decoders import DecodeStream
+
+        tokenizer, decoder = self._tokenizer(), DecodeStream(skip_special_tokens=True)
+        return [decoder.step(tokenizer, token) or "" for token in tokens]
+
+    def _tokenizer(self) -> Any:
+        if (tokenizer := self.engine._text.tokenizer) is None:
+            raise ServeError(400, "tokens: expected an artifact with a tokenizer, got none")
+        return tokenizer
 
 
 class Service:

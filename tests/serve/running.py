@@ -1,0 +1,147 @@
+"""Servers in processes of their own, as users start them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+COMMAND = (sys.executable, "-m", "kvgraph", "serve")
+LIMITED = (sys.executable, "-m", "tests.serve.limited")
+SECONDS = 60.0
+"""A wait that is longer has failed."""
+
+
+class Server:
+    """A process that serves, and a client of it."""
+
+    def __init__(self, command: list[Any], log: Path) -> None:
+        self._log = log
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                list(map(str, command)), stdin=subprocess.PIPE, stderr=stderr
+            )
+        try:
+            self.url = self.event("listening")["url"]
+        except BaseException:
+            self._end()
+            raise
+        self.client = httpx.Client(base_url=self.url, timeout=SECONDS)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.client.post(path, json=body, headers=headers)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """The answer of /v1/completions, greedy unless told."""
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 8} | fields
+        return answered(self.post("/v1/completions", body))
+
+    def chat(self, text: str, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 8} | fields
+        return answered(self.post("/v1/chat/completions", body))
+
+    def events(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """All frames of a stream, which ends as it must."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            return frames(answer.iter_lines())
+
+    def state(self) -> dict[str, Any]:
+        return answered(self.client.get("/state"))
+
+    def wait_until_idle(self) -> None:
+        """Every request is gone, and every page is back."""
+        wait_for(lambda: self._is_idle(), f"requests are left: {self.state()}")
+
+    def _is_idle(self) -> bool:
+        now = self.state()
+        rows = now["num_running"] + now["num_waiting"] + now["num_queued"]
+        return rows == 0 and now["num_free_pages"] == now["num_pages"]
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def event(self, name: str) -> dict[str, Any]:
+        """The line of the log that tells of it, once it is there."""
+        wait_for(lambda: self._event(name) or self.process.poll() is not None, f"no {name!r}")
+        found = self._event(name)
+        assert found is not None, self.log()
+        return found
+
+    def _event(self, name: str) -> dict[str, Any] | None:
+        lines = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+        return next((line for line in lines if line.get("event") == name), None)
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.event("draining")
+
+    def close(self) -> None:
+        """Ends as a server must, whatever it was asked."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            assert self.process.wait(SECONDS) == 0, self.log()
+            assert "Traceback" not in self.log(), self.log()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+
+
+@contextmanager
+def serving(log: Path, *arguments: Any, command: tuple[str, ...] = COMMAND) -> Iterator[Server]:
+    """A server that is ready: `kvgraph serve ARGUMENTS` at a free port."""
+    server = Server([*command, *arguments, *(("--port", 0) if command is COMMAND else ())], log)
+    try:
+        server.event("ready")
+        yield server
+    finally:
+        server.close()
+
+
+def answered(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def refusal(answer: httpx.Response, status: int) -> str:
+    """The sentence of an error in OpenAI's form."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    message: str = error["message"]
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def frames(lines: Iterator[str]) -> list[dict[str, Any]]:
+    """The events of a stream up to its [DONE], which is there."""
+    data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(one) for one in data[:-1]]
+
+
+def wait_for(condition: Any, otherwise: str) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.02)

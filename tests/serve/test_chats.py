@@ -1,0 +1,83 @@
+"""/v1/chat/completions: the engine's own answers, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvgraph import Engine, SamplingParams
+from tests.serve.running import Server, answered
+
+PATH = "/v1/chat/completions"
+MESSAGES = [
+    {"role": "system", "content": "You answer in one sentence."},
+    {"role": "user", "content": "What does the import statement do?"},
+]
+BODY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+
+
+def test_an_answer_is_the_engines_own(server: Server, engine: Engine) -> None:
+    answer = answered(server.post(PATH, BODY))
+    done = engine.chat(MESSAGES, SamplingParams(max_tokens=12))
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": done.text},
+            "logprobs": None,
+            "finish_reason": done.finish_reason,
+        }
+    ]
+    count = len(engine.apply_chat_template(MESSAGES))
+    assert answer["usage"]["prompt_tokens"] == count
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["object"] == "chat.completion"
+    again = answered(server.post(PATH, BODY))
+    assert again["choices"] == answer["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (count - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "seed": 3, "temperature": 1}])
+def test_a_stream_is_the_whole_answer(server: Server, fields: dict[str, Any]) -> None:
+    body = {**BODY, **fields, "logprobs": True, "top_logprobs": 1}
+    whole = answered(server.post(PATH, body))
+    *frames, last = server.events(PATH, {**body, "stream_options": {"include_usage": True}})
+    assert {frame["object"] for frame in frames} == {"chat.completion.chunk"}
+    for choice in whole["choices"]:
+        first, *others = [
+            one for f in frames for one in f["choices"] if one["index"] == choice["index"]
+        ]
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        text = "".join([one["delta"].get("content", "") for one in others])
+        assert text == choice["message"]["content"]
+        assert others[-1]["finish_reason"] == choice["finish_reason"]
+        scores = [token for one in others for token in one["logprobs"]["content"]]
+        tokens = [token["token"] for token in scores]
+        assert tokens == [token["token"] for token in choice["logprobs"]["content"]]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+def test_logprobs(server: Server) -> None:
+    choice = answered(server.post(PATH, {**BODY, "logprobs": True, "top_logprobs": 2}))["choices"]
+    content = choice[0]["logprobs"]["content"]
+    assert len(content) == 12
+    for token in content:
+        assert bytes(token["bytes"]).decode() == token["token"]
+        assert len(token["top_logprobs"]) == 2
+        assert token["logprob"] <= token["top_logprobs"][0]["logprob"] <= 0
+
+
+def test_without_a_limit_it_has_all_room_that_is_left(server: Server, engine: Engine) -> None:
+    body = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
+    usage = answered(server.post(PATH, body))["usage"]
+    assert usage["total_tokens"] == engine.model.max_seq_len
+
+
+def test_parts_of_text_are_text(server: Server, engine: Engine) -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " it?"}]
+    messages = [{"role": "user", "content": parts}]
+    answer = answered(server.post(PATH, {**BODY, "messages": messages}))
+    assert answer["choices"][0]["message"]["content"] == (
+        engine.chat(messages, SamplingParams(max_tokens=12)).text
+    )

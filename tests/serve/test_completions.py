@@ -1,0 +1,180 @@
+"""/v1/completions: the engine's own answers, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvgraph import Engine, SamplingParams
+from tests.serve.running import Server, answered
+
+PROMPT = "The import statement combines two operations; it searches for the named module, then"
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+def expected(engine: Engine, prompt: Any, **fields: Any) -> tuple[str, str]:
+    done = engine.generate([prompt], SamplingParams(**fields))[0]
+    return done.text, done.finish_reason
+
+
+def texts(frames: list[dict[str, Any]]) -> dict[int, str]:
+    """Of each choice, what its frames say together."""
+    found: dict[int, str] = {}
+    for frame in frames:
+        for choice in frame["choices"]:
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found
+
+
+def test_an_answer_is_the_engines_own(server: Server, engine: Engine) -> None:
+    answer = server.complete(PROMPT, max_tokens=12, model="any name")
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == expected(engine, PROMPT, max_tokens=12)
+    assert (answer["object"], answer["model"]) == ("text_completion", "any name")
+    count = len(engine.tokenize(PROMPT))
+    assert answer["usage"] == {
+        "prompt_tokens": count,
+        "completion_tokens": 12,
+        "total_tokens": count + 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    again = server.complete(PROMPT, max_tokens=12)
+    assert again["choices"] == answer["choices"]
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (count - 1) // 16 * 16 > 0
+
+
+def test_salts_share_no_pages(server: Server) -> None:
+    prompt = "Salted: " + PROMPT
+    for salt, is_known in (("a", False), ("b", False), (None, False), ("a", True), ("b", True)):
+        usage = server.complete(prompt, cache_salt=salt)["usage"]
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == is_known
+
+
+def test_an_end_token_ends_it(server: Server, engine: Engine) -> None:
+    token = engine.generate([PROMPT], SamplingParams(max_tokens=4))[0].token_ids[-1]
+    choice = server.complete(PROMPT, stop_token_ids=[token])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == expected(
+        engine, PROMPT, stop_token_ids=(token,)
+    )
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_are_not_in_the_text(server: Server, engine: Engine, stream: bool) -> None:
+    whole, _ = expected(engine, PROMPT, max_tokens=12)
+    stop = whole[8:11]
+    body = {"prompt": PROMPT, **GREEDY, "stop": [stop]}
+    text, reason = expected(engine, PROMPT, max_tokens=12, stop=[stop])
+    assert (text, reason) == (whole[: whole.index(stop)], "stop")
+    if stream:
+        frames = server.events("/v1/completions", body)
+        assert (texts(frames), frames[-1]["choices"][0]["finish_reason"]) == ({0: text}, reason)
+    else:
+        choice = answered(server.post("/v1/completions", body))["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (text, reason)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"echo": True},
+        {"logprobs": 2},
+        {"logprobs": 0, "echo": True},
+        {"prompt": [PROMPT, "The"], "n": 2, "seed": 5, "temperature": 1},
+        {"prompt": [0, 341, 1097], "echo": True, "max_tokens": 0},
+    ],
+)
+def test_a_stream_is_the_whole_answer(server: Server, fields: dict[str, Any]) -> None:
+    body = {"prompt": PROMPT, **GREEDY, **fields}
+    whole = answered(server.post("/v1/completions", body))
+    *frames, last = server.events(
+        "/v1/completions", {**body, "stream_options": {"include_usage": True}}
+    )
+    assert texts(frames) == {one["index"]: one["text"] for one in whole["choices"]}
+    for choice in whole["choices"]:
+        mine = [one for f in frames for one in f["choices"] if one["index"] == choice["index"]]
+        assert [one["finish_reason"] for one in mine][-1] == choice["finish_reason"]
+        assert not any(one["finish_reason"] for one in mine[:-1])
+        for name in ("tokens", "text_offset") if choice["logprobs"] else ():
+            together = [value for one in mine for value in one["logprobs"][name]]
+            assert together == choice["logprobs"][name]
+    assert last["choices"] == []
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][name] == whole["usage"][name]
+    assert len({frame["id"] for frame in [*frames, last]}) == 1
+
+
+def test_prompts_have_their_own_answers(server: Server, engine: Engine) -> None:
+    prompts = ["The", PROMPT, "An import"]
+    ids = [engine.tokenize(prompt) for prompt in prompts]
+    own = [expected(engine, prompt, max_tokens=8)[0] for prompt in prompts]
+    for given in (prompts, ids):
+        answer = server.complete(given)
+        assert [choice["text"] for choice in answer["choices"]] == own
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        assert answer["usage"]["completion_tokens"] == 24
+    assert server.complete(ids[1])["choices"][0]["text"] == own[1]
+
+
+def test_n_choices_have_seeds_that_follow(server: Server, engine: Engine) -> None:
+    answer = server.complete(PROMPT, n=3, seed=7, temperature=1, max_tokens=8)
+    own = [
+        expected(engine, PROMPT, seed=seed, temperature=1.0, max_tokens=8)[0] for seed in (7, 8, 9)
+    ]
+    assert [choice["text"] for choice in answer["choices"]] == own
+    assert len(set(own)) == 3
+    assert answer["usage"]["prompt_tokens"] == len(engine.tokenize(PROMPT))
+    assert answer["usage"]["completion_tokens"] == 24
+
+
+def test_logprobs_are_the_engines(server: Server, engine: Engine) -> None:
+    choice = server.complete(PROMPT, logprobs=3)["choices"][0]
+    done = engine.generate([PROMPT], SamplingParams(max_tokens=8, logprobs=3))[0]
+    assert done.logprobs is not None
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == pytest.approx([s.chosen.logprob for s in done.logprobs])
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    for top, token in zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True):
+        assert token in top
+        assert 1 <= len(top) <= 4
+    assert_offsets(choice)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+@pytest.mark.parametrize("kind", ["text", "ids", "bytes"])
+def test_echo_scores_the_prompt(server: Server, engine: Engine, kind: str, max_tokens: int) -> None:
+    text = "Zoë imports £5 — naïvely" if kind == "bytes" else "The import statement is"
+    ids = engine.tokenize(text)
+    answer = server.complete(
+        ids if kind == "ids" else text, echo=True, logprobs=1, max_tokens=max_tokens
+    )
+    choice = answer["choices"][0]
+    assert choice["text"].startswith(text)  # and no <s>, which the tokenizer puts in front
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(ids) + max_tokens
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    done = engine.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=1))[0]
+    scores = [one.chosen.logprob for one in done.prompt_logprobs or () if one is not None]
+    assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(scores)
+    assert_offsets(choice)
+
+
+def assert_offsets(choice: dict[str, Any]) -> None:
+    """Each token that is text stands in the text where its offset says."""
+    offsets, text = choice["logprobs"]["text_offset"], choice["text"]
+    assert offsets == sorted(offsets)
+    for token, at in zip(choice["logprobs"]["tokens"], offsets, strict=True):
+        if not token.startswith("<") and "\N{REPLACEMENT CHARACTER}" not in token:
+            assert text[at : at + len(token)] == token
+
+
+def test_what_is_ignored_changes_nothing(server: Server) -> None:
+    plain = server.complete(PROMPT)["choices"]
+    extra = {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "n": 1}
+    assert server.complete(PROMPT, **extra, best_of=1, logit_bias={}, top_k=-1)["choices"] == plain

@@ -1,0 +1,240 @@
+"""A server from its start to its end, and clients that leave, stall, or are too many."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.running import (
+    LIMITED,
+    SECONDS,
+    Server,
+    answered,
+    frames,
+    refusal,
+    serving,
+    wait_for,
+)
+from tests.support.command_line import run
+
+LONG = {"prompt": "The import", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+WAITING = {**LONG, "stream": True}
+
+
+@contextmanager
+def limited(tmp_path: Path, artifact: Path, **options: Any) -> Iterator[Server]:
+    with serving(tmp_path / "log", artifact, json.dumps(options), command=LIMITED) as server:
+        yield server
+
+
+@contextmanager
+def stream_of(server: Server, body: dict[str, Any] = WAITING) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun; leaving it closes the connection."""
+    with (
+        httpx.Client(base_url=server.url, timeout=SECONDS) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def test_not_ready_until_it_is_loaded(artifact: Path, tmp_path: Path) -> None:
+    command = [*LIMITED, artifact, json.dumps({"waits": True})]
+    server = Server(command, tmp_path / "log")
+    try:
+        wait_for(lambda: is_alive(server), "no answer")
+        for path in ("/ready", "/v1/models", "/metrics", "/state"):
+            answer = server.client.get(path)
+            assert "being loaded" in refusal(answer, 503)
+            assert int(answer.headers["retry-after"]) >= 1
+        refusal(server.post("/v1/completions", {"prompt": "The"}), 503)
+        assert server.client.get("/version").status_code == 200
+        assert server.process.stdin is not None
+        server.process.stdin.write(b"\n")
+        server.process.stdin.flush()
+        server.event("ready")
+        assert server.client.get("/ready").status_code == 200
+        server.complete("The")
+    finally:
+        server.close()
+
+
+def is_alive(server: Server) -> bool:
+    return server.client.get("/health").status_code == 200
+
+
+def test_a_server_that_drains_finishes_what_runs(artifact: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", artifact, "--threads", 1) as server:
+        whole = server.complete(**{**LONG, "max_tokens": 1000})["choices"][0]["text"]
+        with stream_of(server, {**WAITING, "max_tokens": 1000}) as lines:
+            server.terminate()
+            assert "it ends" in refusal(server.client.get("/ready"), 503)
+            refusal(server.post("/v1/completions", {"prompt": "The"}), 503)
+            assert server.client.get("/health").status_code == 200
+            told = [frame["choices"][0] for frame in frames(lines)]
+        assert told[-1]["finish_reason"] == "length"
+        assert len(told) > 1
+        assert whole.endswith("".join([choice["text"] for choice in told]))
+        assert server.process.wait(SECONDS) == 0
+
+
+def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
+    arguments = (artifact, "--threads", 1, "--drain-seconds", 0)
+    with serving(tmp_path / "log", *arguments) as server:
+        with stream_of(server) as lines:
+            server.terminate()
+            last = frames(lines)[-1]
+        assert "the engine was closed" in last["error"]["message"]
+        assert server.process.wait(SECONDS) == 0
+
+
+def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", artifact, "--threads", 1) as server:
+        with stream_of(server) as lines:
+            server.terminate()
+            server.process.send_signal(signal.SIGTERM)
+            assert "error" in frames(lines)[-1]
+        assert server.process.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_gives_back_the_pages(server: Server, stream: bool) -> None:
+    before = server.state()["generated_tokens"]
+    text = json.dumps({**LONG, "n": 32, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+    with socket.create_connection(address(server)) as connection:
+        connection.sendall(head.encode() + text)
+        wait_for(lambda: server.state()["num_running"] == 32, "they do not run")
+    server.wait_until_idle()
+    assert server.state()["generated_tokens"] - before < 32 * 2000
+
+
+def address(server: Server) -> tuple[str, int]:
+    url = httpx.URL(server.url)
+    assert url.port is not None
+    return url.host, url.port
+
+
+def test_a_slow_reader_is_cut(artifact: Path, tmp_path: Path) -> None:
+    """It takes nothing; the stream's pages come back, and others are served meanwhile."""
+    options = {"send_seconds": 0.2, "max_unread_tokens": 100}
+    with limited(tmp_path, artifact, **options) as server:
+        body = json.dumps({**WAITING, "n": 40, "logprobs": 20}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.socket() as stalled:
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.connect(address(server))
+            stalled.sendall(head.encode() + body)
+            wait_for(lambda: server.state()["num_running"] > 0, "it does not run")
+            server.complete("The")
+            server.wait_until_idle()
+        assert server.state()["generated_tokens"] < 40 * 2000
+
+
+def test_a_full_queue_refuses_before_any_header(artifact: Path, tmp_path: Path) -> None:
+    arguments = ("--max-batch-size", 1, "--max-queued-requests", 1, "--threads", 1)
+    with serving(tmp_path / "log", artifact, *arguments) as server:
+        with stream_of(server, {**WAITING, "n": 2}):  # one of them waits
+            for stream in (True, False):
+                answer = server.post("/v1/completions", {"prompt": "The", "stream": stream})
+                assert "expected at most 1 requests" in refusal(answer, 429)
+                assert 1 <= int(answer.headers["retry-after"]) <= 60
+            messages = [{"role": "user", "content": "Hi"}]
+            refusal(server.post("/v1/chat/completions", {"messages": messages}), 429)
+        server.wait_until_idle()
+        server.complete("The")
+
+
+def test_prompts_that_wait_are_bounded(artifact: Path, tmp_path: Path) -> None:
+    arguments = ("--max-batch-size", 1, "--max-queued-tokens", 100, "--threads", 1)
+    with serving(tmp_path / "log", artifact, *arguments) as server:
+        server.complete([5] * 500)  # alone it is let through
+        with stream_of(server):
+            answer = server.post("/v1/completions", {"prompt": [5] * 101})
+            assert "got 1 and 101 more to 0 and 0" in refusal(answer, 429)
+
+
+def test_what_never_fits_is_refused(artifact: Path, tmp_path: Path) -> None:
+    arguments = ("--num-pages", 8, "--threads", 1)
+    with serving(tmp_path / "log", artifact, *arguments) as server:
+        longest = answered(server.client.get("/v1/models"))["data"][0]["max_model_len"]
+        assert 64 < longest <= 8 * 16 + 1
+        usage = server.complete([5] * 64, max_tokens=longest - 64, ignore_eos=True)["usage"]
+        assert usage["total_tokens"] == longest
+        body = {"prompt": [5] * 64, "max_tokens": longest - 63}
+        sentence = refusal(server.post("/v1/completions", body), 400)
+        assert f"at most {longest} tokens" in sentence
+        assert f"64 of prompt and {longest - 63} of output" in sentence
+
+
+def test_a_pool_that_is_too_small_for_all_serves_all(artifact: Path, tmp_path: Path) -> None:
+    """Requests wait and are preempted; every answer is the one that it gets alone."""
+    with serving(tmp_path / "log", artifact, "--num-pages", 12, "--threads", 1) as server:
+        prompts = [[5 + i] * 20 for i in range(8)]
+        fields = {"max_tokens": 60, "ignore_eos": True}
+        alone = [server.complete(prompt, **fields)["choices"][0]["text"] for prompt in prompts]
+        together = server.complete(prompts, **fields)["choices"]
+        assert [choice["text"] for choice in together] == alone
+        server.wait_until_idle()
+
+
+def test_a_taken_port_is_one_sentence(server: Server, artifact: Path) -> None:
+    port = server.url.rpartition(":")[2]
+    outcome = run("serve", artifact, "--port", port)
+    assert outcome.code == 2
+    assert f"127.0.0.1:{port}: expected an address to listen at" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--metrics-prefix", "my metrics"), "--metrics-prefix: expected letters"),
+        (("--api-key-file", "{folder}/empty"), "expected an API key on a line, got none"),
+        (("--api-key-file", "{folder}/none"), "No such file"),
+        (("--host", "256.0.0.1", "--port", "0"), "expected an address to listen at"),
+        (("--cache-memory", "much", "--port", "0"), "cache_memory"),
+    ],
+)
+def test_options_that_cannot_be(
+    artifact: Path, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / "empty").write_text("\n\n")
+    outcome = run("serve", artifact, *[one.format(folder=tmp_path) for one in arguments])
+    assert outcome.code == 2
+    assert sentence in outcome.err
+    assert outcome.err.strip().splitlines()[-1].startswith("kvgraph: ")
+
+
+def test_an_artifact_that_does_not_load(
+    artifact: Path, tmp_path: Path, compiled: Callable[..., Path]
+) -> None:
+    outcome = run("serve", tmp_path)
+    assert outcome.code == 2
+    assert "manifest.json" in outcome.err
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in artifact.iterdir():
+        if path.is_file():
+            (damaged / path.name).write_bytes(path.read_bytes())
+    (damaged / "weights.safetensors").write_bytes(b"damaged")
+    outcome = run("serve", damaged, "--port", 0)
+    assert outcome.code == 2
+    assert "weights.safetensors" in outcome.err
+
+
+def test_an_engine_that_cannot_be_made_ends_the_server(artifact: Path, tmp_path: Path) -> None:
+    """It is found out while the server listens."""
+    outcome = run("serve", artifact, "--port", 0, "--num-pages", 10**12)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("kvgraph: ")
+    assert "Traceback" not in outcome.err

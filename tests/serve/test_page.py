@@ -1,0 +1,81 @@
+"""The page at /, in headless Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.browser import COMMAND, Browser
+from tests.serve.running import SECONDS, Server, serving
+
+pytestmark = pytest.mark.skipif(COMMAND is None, reason="needs Chromium: apt install chromium")
+
+SEND = """
+document.getElementById("text").value = {text!r};
+document.getElementById("send").click();
+"""
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+def text_of(name: str) -> str:
+    return f"document.getElementById({name!r}).textContent"
+
+
+def test_a_chat_answers(server: Server, browser: Browser, artifact: Path) -> None:
+    browser.open(server.url)
+    browser.wait(f"{text_of('model')} === {artifact.name!r}")
+    for count in (1, 2):
+        browser.value(SEND.format(text="What does import do?"))
+        browser.wait(f"document.querySelectorAll('.assistant').length === {count}")
+        browser.wait("!document.getElementById('send').disabled")
+        answers = "[...document.querySelectorAll('.assistant')].map((box) => box.textContent)"
+        assert all(browser.value(answers))
+    assert browser.value("document.querySelectorAll('.user').length") == 2
+    assert browser.value("document.querySelectorAll('.error').length") == 0
+
+
+def test_stop_cancels_the_answer(server: Server, browser: Browser) -> None:
+    browser.open(server.url)
+    browser.value(SEND.format(text="Tell me all."))
+    browser.wait("document.querySelector('.assistant').textContent")
+    browser.value("document.getElementById('stop').click()")
+    browser.wait("!document.getElementById('send').disabled")
+    server.wait_until_idle()
+    assert browser.value("document.querySelectorAll('.error').length") == 0
+
+
+def test_figures_move(server: Server, browser: Browser) -> None:
+    """They tell of other clients' requests too."""
+    browser.open(server.url)
+    browser.wait(f"{text_of('held')}.startsWith('0 of ')")
+    body = {"prompt": "The", "n": 8, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=server.url, timeout=SECONDS) as client,
+        client.stream("POST", "/v1/completions", json=body),
+    ):
+        browser.wait(f"{text_of('running')} === '8'")
+        assert browser.value("document.querySelectorAll('#rows tr').length") == 8
+        assert int(browser.value(text_of("held")).split()[0]) > 0
+        assert browser.value("document.getElementById('used').offsetWidth") > 0
+        browser.wait(f"Number({text_of('rate')}) > 0")
+    browser.wait(f"{text_of('held')}.startsWith('0 of ')")
+    assert browser.value(text_of("running")) == "0"
+
+
+def test_it_asks_for_the_key(artifact: Path, tmp_path: Path, browser: Browser) -> None:
+    (tmp_path / "keys").write_text("mine")
+    arguments = ("--threads", 1, "--api-key-file", tmp_path / "keys")
+    with serving(tmp_path / "log", artifact, *arguments) as server:
+        browser.open(f"{server.url}/health")
+        browser.value("sessionStorage.setItem('key', 'mine')")
+        browser.open(server.url)
+        browser.wait(f"{text_of('model')} === {artifact.name!r}")
+        browser.wait(f"{text_of('running')} === '0'")

@@ -1,0 +1,155 @@
+"""The routes around completions: tokens, metrics, state, keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import kvgraph
+from kvgraph import Engine
+from tests.serve.running import Server, answered, refusal, serving
+
+TEXT = "The import statement — naïvely"
+POSTED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    """Name and labels but for the model's -> value."""
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    return {
+        sample.name
+        + "".join(sorted(set(sample.labels.values()) - {sample.labels["model_name"]})): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_tokens_of_a_text_and_back(server: Server, engine: Engine) -> None:
+    found = answered(server.post("/tokenize", {"prompt": TEXT}))
+    ids = engine.tokenize(TEXT)
+    assert found == {"tokens": ids, "count": len(ids), "max_model_len": 2048}
+    plain = answered(server.post("/tokenize", {"prompt": TEXT, "add_special_tokens": False}))
+    assert plain["tokens"] == engine.tokenize(TEXT, special_tokens=False)
+    for tokens, text in ((ids, "<s>" + TEXT), (plain["tokens"], TEXT), ([], "")):
+        assert answered(server.post("/detokenize", {"tokens": tokens})) == {"prompt": text}
+
+
+def test_tokens_of_messages(server: Server, engine: Engine) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    for asks in (True, False):
+        body = {"messages": messages, "add_generation_prompt": asks}
+        assert answered(server.post("/tokenize", body))["tokens"] == (
+            engine.apply_chat_template(messages, add_generation_prompt=asks)
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("/tokenize", {}, "expected one of prompt and messages"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "expected one of prompt and messages"),
+        ("/tokenize", {"messages": [{}]}, "messages[0].role: expected text"),
+        ("/tokenize", {"text": "a"}, "unknown field `text`"),
+        ("/detokenize", {"tokens": [2048]}, "expected token ids in [0, 2048), got 2048"),
+        ("/detokenize", {"tokens": [-1]}, "Expected `int` >= 0"),
+        ("/detokenize", {"tokens": ["a"]}, "Expected `int`, got `str`"),
+    ],
+)
+def test_tokens_that_are_none(server: Server, path: str, body: object, sentence: str) -> None:
+    assert sentence in refusal(server.post(path, body), 400)
+
+
+def test_who_serves(server: Server, artifact: Path) -> None:
+    assert answered(server.client.get("/version")) == {"version": kvgraph.__version__}
+    model = answered(server.client.get("/v1/models"))["data"][0]
+    assert model["object"] == "model"
+    assert model["max_model_len"] == 2048
+    assert model["id"] == server.complete("The")["model"] == artifact.name
+    for path in ("/health", "/ready"):
+        assert answered(server.client.get(path)) == {}
+
+
+def test_a_page_without_outside_resources(server: Server) -> None:
+    page = server.client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+
+
+def test_the_state_tells_what_runs(server: Server) -> None:
+    body = {"prompt": "The", "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 2}
+    before = server.state()
+    with server.client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        state = server.state()
+        assert state["num_running"] == len(state["rows"]) == 2
+        held = state["num_pages"] - state["num_free_pages"]
+        assert held >= max(row["pages"] for row in state["rows"]) > 0
+        assert state["rows"][0]["tokens"] > state["rows"][0]["prompt_tokens"] == 2
+    server.wait_until_idle()
+    assert server.state()["generated_tokens"] > before["generated_tokens"]
+
+
+def test_metrics_count(server: Server) -> None:
+    server.wait_until_idle()
+    before = metrics(server.client)
+    prompt = "Metrics count what is asked for, and what is answered; they count it once each."
+    usage = [server.complete(prompt, max_tokens=5)["usage"] for _ in range(2)]
+    refusal(server.post("/v1/completions", {"prompt": 5}), 400)
+    after = metrics(server.client)
+    change = {name: value - before.get(name, 0) for name, value in after.items()}
+    prompts = 2 * usage[0]["prompt_tokens"]
+    cached = usage[1]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    for name, value in {
+        "prompt_tokens_total": prompts,
+        "generation_tokens_total": 10,
+        "request_success_totallength": 2,
+        "prefix_cache_queries_total": prompts,
+        "prefix_cache_hits_total": cached,
+        "num_preemptions_total": 0,
+        "time_to_first_token_seconds_count": 2,
+        "e2e_request_latency_seconds_count": 2,
+        "request_queue_time_seconds_count": 2,
+        "request_prefill_time_seconds_count": 2,
+        "request_decode_time_seconds_count": 2,
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+    }.items():
+        assert change[f"kvgraph:{name}"] == value, name
+    assert change["kvgraph:inter_token_latency_seconds_count"] <= 8  # several may come at once
+    assert any("cache_config_info" in name for name in after)
+
+
+def test_keys_and_dashboards(artifact: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-one\n\nkey-two\n")
+    options = ("--threads", 1, "--api-key-file", keys, "--metrics-prefix", "vllm:")
+    with serving(tmp_path / "log", artifact, *options) as server:
+        for path in ("/", "/health", "/ready"):
+            assert server.client.get(path).status_code == 200
+        for wrong in (
+            {},
+            {"authorization": "Bearer key-three"},
+            {"authorization": "Basic key-one"},
+        ):
+            for path in ("/v1/models", "/metrics", "/version", "/state"):
+                answer = server.client.get(path, headers=wrong)
+                assert "expected Bearer" in refusal(answer, 401)
+                assert answer.headers["www-authenticate"] == "Bearer"
+            for path in POSTED:
+                refusal(server.client.post(path, content=b"no JSON", headers=wrong), 401)
+        for key in ("key-one", "key-two"):
+            server.client.headers["authorization"] = f"Bearer {key}"
+            server.complete("The")
+        assert metrics(server.client)["vllm:generation_tokens_total"] == 16
+        assert "key-" not in server.log()
