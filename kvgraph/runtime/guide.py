@@ -20,6 +20,7 @@ from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedErro
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits
 from kvgraph.runtime.grammars import Grammar
+from kvgraph.runtime.machine import default_threads
 from kvgraph.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Guides:
                 f"{field}: expected a tokenizer that llguidance takes, got that of {self._folder} "
                 f"({_reason(error)})"
             ) from error
-        self._vocabulary = Vocabulary(tokenizer, LLExecutor(), (size + 31) // 32)
+        self._vocabulary = Vocabulary(tokenizer, LLExecutor(default_threads()), (size + 31) // 32)
         return self._vocabulary
 
 
