@@ -52,6 +52,20 @@ def test_stop_cancels_the_answer(server: Server, browser: Browser) -> None:
     assert browser.value("document.querySelectorAll('.error').length") == 0
 
 
+def test_a_message_that_is_refused_is_forgotten(server: Server, browser: Browser) -> None:
+    browser.open(server.url)
+    browser.value(SEND.format(text="word " * 3000))
+    browser.wait("document.querySelectorAll('.error').length === 1")
+    assert "2048 tokens" in browser.value("document.querySelector('.error').textContent")
+    assert browser.value("document.querySelectorAll('.assistant').length") == 0
+    browser.wait("!document.getElementById('send').disabled")
+    browser.value(SEND.format(text="Hi"))
+    browser.wait("document.querySelectorAll('.assistant').length === 1")
+    browser.wait("!document.getElementById('send').disabled")
+    assert browser.value("document.querySelectorAll('.error').length") == 1
+    assert browser.value("document.documentElement.scrollHeight <= window.innerHeight")
+
+
 def test_figures_move(server: Server, browser: Browser) -> None:
     """They tell of other clients' requests too."""
     browser.open(server.url)
@@ -74,8 +88,11 @@ def test_it_asks_for_the_key(artifact: Path, tmp_path: Path, browser: Browser) -
     (tmp_path / "keys").write_text("mine")
     arguments = ("--threads", 1, "--api-key-file", tmp_path / "keys")
     with serving(tmp_path / "log", artifact, *arguments) as server:
-        browser.open(f"{server.url}/health")
-        browser.value("sessionStorage.setItem('key', 'mine')")
         browser.open(server.url)
+        for key in ("another", "mine"):
+            browser.wait("!document.getElementById('unlock').hidden")
+            browser.value(f"document.getElementById('key').value = {key!r}")
+            browser.value("document.querySelector('#unlock button').click()")
         browser.wait(f"{text_of('model')} === {artifact.name!r}")
         browser.wait(f"{text_of('running')} === '0'")
+        assert browser.value("document.getElementById('unlock').hidden")
