@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -274,9 +275,10 @@ class AsyncEngine:
             self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
 
     def _end(self, request_id: str) -> None:
-        """The next step lets go of the request: a step that raises is tried again."""
+        """Stop a request. Where that raises, the next step does it."""
         if (request := self.engine._open.get(request_id)) is not None:
-            self.engine._abandoned.append(request)
+            with suppress(Exception):
+                self.engine._leave(request)
 
     def _stop(self) -> None:
         self._is_stopped = True
