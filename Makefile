@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | check | check-kernels | docs | format | generate
+# make demo | test | test-fast | test-all | test-browser | check | check-kernels | docs | format | generate
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-all check check-kernels docs format generate clean
+.PHONY: demo test test-fast test-all test-browser check check-kernels docs format generate clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
@@ -30,6 +30,10 @@ test-fast: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(PYTEST)
+
+# The server's page, in headless Chromium: apt install chromium.
+test-browser: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/serve/test_page.py
 
 check: $(VENV)/.installed
 	$(BIN)/python -m tools.check

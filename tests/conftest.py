@@ -60,6 +60,7 @@ SLOWEST = (
     "compiler/test_onnx_cuda_target",
     "compiler/test_cuda_target",
     "test_deploy",
+    "serve/test_lifecycle",
     "compiler/test_weightless",
     "compiler/test_own_module",
     "compiler/test_tokens_apart",

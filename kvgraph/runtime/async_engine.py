@@ -284,9 +284,10 @@ class AsyncEngine:
             self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
 
     def _end(self, request_id: str) -> None:
-        """The next step lets go of the request: a step that raises is tried again."""
+        """Stop a request. Where that raises, the next step does it."""
         if (request := self.engine._open.get(request_id)) is not None:
-            self.engine._abandoned.append(request)
+            with suppress(Exception):
+                self.engine._leave(request)
 
     def _stop(self) -> None:
         self._is_stopped = True

@@ -131,6 +131,25 @@ def test_a_cancelled_task_cancels_its_request(engine: Engine) -> None:
     assert engine.generated_tokens < 400
 
 
+def test_a_cancellation_that_raises_happens_with_the_next_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, cancel = [MemoryError("no memory to cancel")], engine.scheduler.cancel
+
+    def failing(request_id: str) -> None:
+        if failures:
+            raise failures.pop()
+        cancel(request_id)
+
+    async def task(shared: AsyncEngine) -> list[int]:
+        monkeypatch.setattr(engine.scheduler, "cancel", failing)
+        (await shared.submit(PROMPTS[0], greedy(400))).cancel()
+        return (await shared.generate(PROMPTS[1], TEN)).token_ids
+
+    assert len(use(engine, task)) == 10
+    assert not failures
+
+
 def test_a_bad_request_is_refused_at_once_and_harms_no_other(engine: Engine) -> None:
     async def task(shared: AsyncEngine) -> list[Any]:
         bad = [shared.generate(prompt) for prompt in ("", [1, 10**9], [5] * 5000, None)]

@@ -69,9 +69,10 @@ def test_local_completions(server: Server, engine: Engine, artifact: Path, tmp_p
 
 
 def score(engine: Engine, question: str, choice: str) -> float:
-    """Log-probability of a choice behind a question, by the engine itself."""
-    count = len(engine.tokenize(question))
+    """Log-probability of a choice behind a question, by the engine; lm-eval adds no <s>."""
+    count = len(engine.tokenize(question, special_tokens=False))
+    tokens = engine.tokenize(question + choice, special_tokens=False)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    scores = engine.generate([question + choice], params)[0].prompt_logprobs
+    scores = engine.generate([tokens], params)[0].prompt_logprobs
     assert scores is not None
     return sum([one.chosen.logprob for one in scores[count:] if one is not None])
