@@ -111,8 +111,8 @@ class Completion:
 
     `finish_reason` is "stop" (a stop string, a stop or end token, the end of its grammar), "length"
     (`max_new_tokens`, or the model's longest context) or "error": then `error` says why, and the
-    rest is what came before it. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended it; else
-    None. `token_ids` are all that were generated, those of a stop string too.
+    rest is what came before it. `stop_reason` is the stop string, or the token of `stop_token_ids`,
+    that ended it; else None. `token_ids` are all that were generated, those of a stop string too.
     `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
     Both None where SamplingParams do not ask. `index`: which of the prompt's `n` completions it is.
     """
