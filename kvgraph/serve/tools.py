@@ -79,13 +79,14 @@ class Tools:
             found = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(found, dict) or found.get("name") not in self._schemas:
+        name = found.get("name") if isinstance(found, dict) else None
+        if not isinstance(name, str) or name not in self._schemas:
             return None
         arguments = found.get("arguments", found.get("parameters"))
         if not isinstance(arguments, dict):
             return None
         compact = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-        function = {"name": found["name"], "arguments": compact}
+        function = {"name": name, "arguments": compact}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
     def may_be_call(self, text: str) -> bool:
