@@ -96,7 +96,8 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.after_step: Callable[[list[Token]], None] = lambda tokens: None
-        """Called in the engine's thread after each step with its tokens."""
+        """Called in the engine's thread after each step with its tokens, and without any where a
+        cancellation leaves nothing to run."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
         self._ids = itertools.count()
@@ -288,6 +289,8 @@ class AsyncEngine:
         if (request := self.engine._open.get(request_id)) is not None:
             with suppress(Exception):
                 self.engine._leave(request)
+            if not self.engine.busy:
+                self.after_step([])
 
     def _stop(self) -> None:
         self._is_stopped = True

@@ -96,6 +96,7 @@ def test_the_state_tells_what_runs(server: Server) -> None:
         assert state["rows"][0]["tokens"] > state["rows"][0]["prompt_tokens"] == 2
     server.wait_until_idle()
     assert server.state()["generated_tokens"] > before["generated_tokens"]
+    assert metrics(server.client)["kvgraph:num_requests_running"] == 0
 
 
 def test_metrics_count(server: Server) -> None:
