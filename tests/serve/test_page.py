@@ -35,9 +35,10 @@ def test_a_chat_answers(server: Server, browser: Browser, artifact: Path) -> Non
     for count in (1, 2):
         browser.value(SEND.format(text="What does import do?"))
         browser.wait(f"document.querySelectorAll('.assistant').length === {count}")
+        browser.wait("[...document.querySelectorAll('.assistant')].at(-1).textContent")
+        # Random, and as long as the context: a next message may find no room.
+        browser.value("document.getElementById('stop').click()")
         browser.wait("!document.getElementById('send').disabled")
-        answers = "[...document.querySelectorAll('.assistant')].map((box) => box.textContent)"
-        assert all(browser.value(answers))
     assert browser.value("document.querySelectorAll('.user').length") == 2
     assert browser.value("document.querySelectorAll('.error').length") == 0
 
