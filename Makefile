@@ -97,6 +97,9 @@ bench-sampling: $(VENV)/.installed
 bench-start: $(VENV)/.installed
 	$(BENCH).start $(ARTIFACT)
 
+bench-serve: $(VENV)/.installed
+	$(BENCH).serve $(ARTIFACT)
+
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'

@@ -87,7 +87,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def built() -> Iterator[Path]:
+def built(weights: str | None = None, *, tokenizer: Path = TOKENIZER) -> Iterator[Path]:
     """An artifact of SHAPE: 1 GB of disk while it is needed, twice that while it is compiled."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -96,8 +96,8 @@ def built() -> Iterator[Path]:
         checkpoint, out = Path(name) / "checkpoint", Path(name) / "artifact"
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(checkpoint)
-        shutil.copyfile(TOKENIZER, checkpoint / "tokenizer.json")
-        kvgraph.compile(checkpoint, out)
+        shutil.copyfile(tokenizer, checkpoint / "tokenizer.json")
+        kvgraph.compile(checkpoint, out, weights=weights)
         shutil.rmtree(checkpoint)
         yield out
 

@@ -70,6 +70,8 @@ SLOWEST = (
 
 # Tests run one process for each core, and their models are tiny.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is kept for a user, of artifacts that tests make.
+os.environ["XDG_CACHE_HOME"] = str(artifacts.STORE.with_name("cache"))
 # An export makes many objects that live on: collecting at every 700 is 10 % of a compile's time.
 gc.set_threshold(100_000, 50, 50)
 

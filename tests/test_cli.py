@@ -154,7 +154,9 @@ def test_generate_streams_the_text_alone(artifact: Path) -> None:
     engine = kvgraph.Engine(artifact)
     completion = engine.generate([PROMPT], kvgraph.SamplingParams(max_new_tokens=20))[0]
     assert outcome.out == completion.text + "\n"
-    assert re.fullmatch(r"20 tokens in \d+\.\d\d s \(\d+\.\d tokens/s\)\n", outcome.err)
+    figures = r"\d+\.\d\d s \(\d+\.\d tokens/s\)\n"
+    prompt = rf"prompt: 4 tokens, 0 cached, {figures}"
+    assert re.fullmatch(prompt + rf"generated: 20 tokens, {figures}", outcome.err)
 
 
 def test_generate_json(artifact: Path) -> None:
@@ -206,7 +208,7 @@ def process(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]
 def test_a_process_writes_text_to_stdout_and_all_else_to_stderr(artifact: Path) -> None:
     done = process("generate", artifact, PROMPT, "--max-new-tokens", 12, check=True)
     assert done.stdout == generate(artifact, "--max-new-tokens", 12)
-    assert re.fullmatch(r"12 tokens in .* tokens/s\)\n", done.stderr)
+    assert re.fullmatch(r"prompt: .*\ngenerated: 12 tokens, .* tokens/s\)\n", done.stderr)
 
 
 def test_a_reader_that_leaves_early_sees_no_traceback(artifact: Path) -> None:
@@ -229,7 +231,7 @@ def plain(text: str) -> str:
 
 def test_help_lists_the_commands() -> None:
     text = plain(succeed("--help").out)
-    for command in ("compile", "generate", "inspect", "plan", "verify"):
+    for command in ("chat", "compile", "generate", "inspect", "plan", "verify"):
         assert re.search(rf"^ +{command} +[A-Z]", text, re.MULTILINE)
         assert f"kvgraph {command} [OPTIONS]" in plain(succeed(command, "--help").out)
 

@@ -31,9 +31,15 @@ def test_generate_without_torch_onnx_transformers(
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
     subprocess.run([*pip, f"{ROOT}[onnx]"], check=True)
 
-    def run(*command: str) -> str:
+    def run(*command: str, stdin: str = "") -> str:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=tmp_path, env={"PATH": ""}
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=tmp_path,
+            env={"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")},
         )
         return done.stdout
 
@@ -44,6 +50,8 @@ def test_generate_without_torch_onnx_transformers(
     artifact = str(compiled("tiny-llama"))
     text = run(command, "generate", artifact, "The import statement", "--max-new-tokens", "16")
     assert len(text.split()) >= 5
+    answers = run(command, "chat", artifact, "--max-new-tokens", "4", stdin="A class\n" * 2)
+    assert answers.count("\n") >= 2
     assert "intact" in run(command, "verify", artifact)
 
     compiling = (command, "compile", str(tmp_path), "-o", str(tmp_path / "out"))

@@ -94,22 +94,26 @@ FLAGS = {
     "cache clear": "--json",
     "cache stat": "--json",
     "cache verify": "--json",
+    "chat": "--max-new-tokens --num-pages --seed --session --system --temperature --threads "
+    "--top-k --top-p --verify",
     "compile": "--backend --cache --cache-dtype --check --dtype --dump-passes --force "
     "--from-artifact --json --max-batch --max-tokens --output --page-size --quality --quality-text "
     "--target --weights",
     "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
-    "--num-pages --prefix --remote --seed --session --stop --temperature --threads --top-k --top-p",
+    "--num-pages --prefix --remote --seed --session --stop --temperature --threads --top-k --top-p "
+    "--verify",
     "inspect": "--json",
     "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
     "--target --weights",
-    "prefill": "--json --num-pages --output --prompt-file --threads",
+    "prefill": "--json --num-pages --output --prompt-file --threads --verify",
     "serve": "--api-key-file --cache-memory --disk --disk-bytes --drain-seconds --host "
-    "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-queued-requests "
-    "--max-queued-tokens --metrics-prefix --num-pages --port --remote --threads",
+    "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens "
+    "--max-queued-requests --max-queued-tokens --metrics-prefix --num-pages --port --remote "
+    "--threads --verify",
     "verify": "--json",
 }
 
-ENVIRONMENT = {"KVGRAPH_CPU_ISA"}
+ENVIRONMENT = {"KVGRAPH_CPU_ISA", "XDG_CACHE_HOME"}
 """Environment variables that kvgraph reads."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli import bench, cache, compile, generate, inspect, plan, prefill, serve, verify
+from kvgraph.cli import bench, cache, chat, compile, generate, inspect, plan, prefill, serve, verify
 from kvgraph.cli.console import stderr, stdout
 from kvgraph.errors import KVGraphError
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 for command in (
     compile.compile,
     generate.generate,
+    chat.chat,
     serve.serve,
     prefill.prefill,
     inspect.inspect,

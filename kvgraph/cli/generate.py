@@ -5,31 +5,45 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvgraph.cli.console import print_json, stderr
-from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads
-from kvgraph.contract.backends import SESSIONS
+from kvgraph.cli.options import (
+    ArtifactFolder,
+    Json,
+    MaxNewTokens,
+    NumPages,
+    Seed,
+    SessionName,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    Verify,
+)
 from kvgraph.contract.plain import to_plain
+from kvgraph.errors import GenerationError
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.sampling_params import SamplingParams
 
 
 def generate(
     artifact: ArtifactFolder,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_new_tokens: MaxNewTokens = 64,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this; may be given 16 times.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
-    session: Annotated[
-        str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")
-    ] = None,
+    session: SessionName = None,
     num_pages: NumPages = None,
     prefix: Annotated[
         Path | None, typer.Option(help="File of kvgraph prefill; PROMPT continues its text.")
@@ -45,9 +59,11 @@ def generate(
         str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
     ] = None,
     threads: Threads = None,
+    verify: Verify = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout."""
+    from kvgraph.runtime.artifact import load
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.prefix_file import read_prefix
     from kvgraph.runtime.sampling import SamplingParams
@@ -64,7 +80,7 @@ def generate(
     with stderr.status("loading the artifact"):
         bound = read_prefix(prefix) if prefix else None
         engine = Engine(
-            artifact,
+            load(artifact, verify=verify or None),
             session=session,
             num_pages=num_pages,
             max_batch_size=1,
@@ -78,16 +94,34 @@ def generate(
     asked: str | list[int] = prompt
     if bound is not None:
         asked = bound.tokens + engine.tokenize(prompt, special_tokens=False)
-    start = time.perf_counter()
     if json:
         print_json(to_plain(engine.generate([asked], sampling)[0]))
     else:
-        for piece in engine.stream(asked, sampling):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        seconds = time.perf_counter() - start
-        count = engine.generated_tokens
-        stderr.print(f"{count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s)")
+        _write(engine, asked, sampling)
     with stderr.status("storing pages"):
         engine.close()
+
+
+def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) -> None:
+    """Text as it comes; then figures of prompt and generation on stderr."""
+    times = [time.perf_counter()]
+    engine.submit(prompt, sampling)
+    while engine.busy:
+        for token in engine.step():
+            if token.error:
+                raise GenerationError(token.error)
+            times.append(time.perf_counter())
+            sys.stdout.write(token.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    length = len(engine.tokenize(prompt) if isinstance(prompt, str) else prompt)
+    cached, first = engine.stats().cached_tokens, times[1] - times[0]
+    stderr.print(
+        f"prompt: {length} tokens, {cached} cached, {first:.2f} s "
+        f"({(length - cached) / first:.1f} tokens/s)",
+        highlight=False,
+    )
+    count, seconds = len(times) - 1, times[-1] - times[1]
+    rate = f" ({(count - 1) / seconds:.1f} tokens/s)" if count > 1 else ""
+    stderr.print(f"generated: {count} tokens, {seconds:.2f} s{rate}", highlight=False)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvgraph.contract.backends import SESSIONS
 from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, WEIGHTS
 
 Dtype = StrEnum("Dtype", ACTIVATIONS)  # type: ignore[misc]  # the members are in the table
@@ -16,6 +17,9 @@ CacheDtype = StrEnum("CacheDtype", POOLS)  # type: ignore[misc]
 
 ArtifactFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Hash every file, those that have not changed too.")
+]
 
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Activations and weights [default: the checkpoint's].")
@@ -32,3 +36,12 @@ NumPages = Annotated[
     int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")]
+
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+SessionName = Annotated[
+    str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")
+]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvgraph.cli.console import print_json, size_text, stderr, stdout
-from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads
+from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify
 from kvgraph.errors import RequestError
 
 
@@ -18,9 +18,11 @@ def prefill(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: NAME.kvp.")],
     num_pages: NumPages = None,
     threads: Threads = None,
+    verify: Verify = False,
     json: Json = False,
 ) -> None:
     """Compute a fixed prefix, such as a system prompt, for `generate --prefix`."""
+    from kvgraph.runtime.artifact import load
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.prefix import write_prefix
 
@@ -29,7 +31,8 @@ def prefill(
     except UnicodeDecodeError as error:
         raise RequestError(f"{prompt_file}: expected text in UTF-8, got {error}") from error
     with stderr.status("loading the artifact"):
-        engine = Engine(artifact, num_pages=num_pages, max_batch_size=1, num_threads=threads)
+        loaded = load(artifact, verify=verify or None)
+        engine = Engine(loaded, num_pages=num_pages, max_batch_size=1, num_threads=threads)
     with stderr.status("computing the prefix"):
         written = write_prefix(engine, text, output)
     figures = {

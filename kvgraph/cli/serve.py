@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli.options import ArtifactFolder, NumPages, Threads
+from kvgraph.cli.options import ArtifactFolder, NumPages, Threads, Verify
 from kvgraph.errors import MissingDependencyError, RequestError
 
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
-NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 
 
 def serve(
@@ -44,6 +44,9 @@ def serve(
     max_batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="New tokens of a step [default: the session's].")
     ] = None,
+    max_prefill_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompts in a step in which others decode.")
+    ] = 48,
     num_pages: NumPages = None,
     cache_memory: Annotated[str, typer.Option(help="Memory of the pool, such as 4GiB.")] = "1GiB",
     host_memory: Annotated[
@@ -57,6 +60,7 @@ def serve(
         str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
     ] = None,
     threads: Threads = None,
+    verify: Verify = False,
 ) -> None:
     """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
     for name in NEEDED:
@@ -84,10 +88,11 @@ def serve(
     )
     make = partial(
         Engine,
-        load(artifact),
+        load(artifact, verify=verify or None),
         num_threads=threads,
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
+        max_prefill_tokens=max_prefill_tokens,
         num_pages=num_pages,
         cache_memory=cache_memory,
         host_memory=host_memory or 0,

@@ -15,7 +15,7 @@ from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS, SPECS
 
 ABI_VERSION = 1
-"""Of the C entry points; raised when a struct of abi.h or the operands of an op change."""
+"""Of the C entry points of ops; raised when kvg_call or the operands of an op change."""
 
 DTYPE_CODES = {dtype.name: dtype.code for dtype in ALL if dtype.code}
 

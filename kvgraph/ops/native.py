@@ -113,8 +113,8 @@ class Edits(ctypes.Structure):
 
     _fields_: ClassVar = [
         *[(name, ctypes.c_void_p) for name in ("mask", "banned", "biased", "bias", "tokens")],
-        *[(name, ctypes.c_int64) for name in ("num_banned", "num_biased", "num_tokens")],
-        ("num_prompt", ctypes.c_int64),
+        *[(name, ctypes.c_int64) for name in ("num_words", "num_banned", "num_biased")],
+        *[(name, ctypes.c_int64) for name in ("num_tokens", "num_prompt")],
         *[(name, ctypes.c_double) for name in ("repetition", "presence", "frequency")],
     ]
 

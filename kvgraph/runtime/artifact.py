@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from kvgraph.contract.backends import find_backend
 from kvgraph.contract.devices import HOST
-from kvgraph.contract.manifest import read_manifest, verify_files
+from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder
+from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
 
 if TYPE_CHECKING:
@@ -77,18 +78,20 @@ class Artifact(ArtifactFolder):
         require_machine(self.manifest.target, f"{self.folder / 'manifest.json'}")
 
 
-def load(folder: str | Path, *, verify: bool = True) -> Artifact:
+def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     """Read the manifest of `folder`, check that this machine can run it, and hash its files.
 
-    `verify=False` skips the hashes (sizes too); the checks of the manifest stay. Raises
-    ArtifactError with one sentence that names the file or field and both values.
+    Files that this user's cache folder says were intact, and that have not changed since, are not
+    hashed again, unless `verify` is True. False skips the hashes (sizes too); the checks of the
+    manifest stay. Raises ArtifactError with one sentence that names the file or field and both
+    values.
     """
     folder = Path(folder)
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_machine()
     artifact.require_consistent()
-    if verify:
-        verify_files(folder, artifact.manifest)
+    if verify is not False:
+        require_intact(folder, artifact.manifest, again=verify is True)
     return artifact
 
 
@@ -97,5 +100,5 @@ def verify(folder: str | Path) -> Artifact:
     folder = Path(folder)
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()
-    verify_files(folder, artifact.manifest)
+    require_intact(folder, artifact.manifest, again=True)
     return artifact

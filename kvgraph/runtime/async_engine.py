@@ -101,6 +101,7 @@ class AsyncEngine:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
         self._ids = itertools.count()
+        self._compiling = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
         self._is_closed = False  # no submission from here on: said by a task
@@ -167,9 +168,15 @@ class AsyncEngine:
         instance("request_id", request_id, str, "text")
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             prompt = await asyncio.to_thread(self.engine.tokenize, prompt)
+        given = request_id, prompt, sampling, cache_salt
+        if isinstance(sampling, SamplingParams) and sampling.grammar is not None:
+            async with self._compiling:  # one at a time: an engine keeps what it has compiled
+                request = await asyncio.to_thread(self.engine._builder.request, *given)
+        else:
+            request = self.engine._builder.request(*given)
+        self._require_running("submit")
         if request_id in self._streams:
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
-        request = self.engine._builder.request(request_id, prompt, sampling, cache_salt)
         stream = self._streams[request_id] = TokenStream(
             self, request, most_unread, news or asyncio.Event()
         )
@@ -257,6 +264,8 @@ class AsyncEngine:
                 raised = not raised
             self.after_step(tokens)
             self._post(tokens)
+        with suppress(Exception):  # what was cancelled since the last step
+            self.engine._settle()
         self.engine.close()
 
     def _handle_inbox(self) -> bool:

@@ -17,9 +17,9 @@ from kvgraph.runtime.messages import (
     joined_text,
     plain_messages,
     plain_object,
-    plain_objects,
+    plain_tools,
 )
-from kvgraph.runtime.sampling import SamplingParams
+from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.text import Completion, TextCodec
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls",
 """Variables of a template that the tokenizer's files set."""
 
 PROBE = "a probe"
+"""A message that shows what a template takes."""
 
 
 class ChatFields(TypedDict, total=False):
@@ -71,19 +72,22 @@ class Chats(ABC):
     ) -> Completion:
         """Generate the answer to a chat; for its pieces, `stream(apply_chat_template(messages))`.
 
-        `tools` are shown to the model; its answer is text in any case, and is not parsed.
-        RequestError as of `submit` and `apply_chat_template`.
+        Keywords and errors as of `apply_chat_template`, and errors as of `submit`. An answer is
+        text: calls of `tools` in it are not parsed.
         """
+        if sampling is not None:
+            require_single(sampling)
         return self.generate([self.apply_chat_template(messages, **fields)], sampling)[0]
 
     def apply_chat_template(self, messages: Messages, **fields: Unpack[ChatFields]) -> list[int]:
         """Token ids of a chat in the form that the artifact's template gives it.
 
         Special tokens are those that the template writes, in messages too: none is added.
-        `add_generation_prompt` (default: True): whether the text ends where an answer begins.
-        `chat_template`: a template, or the name of one of the artifact's. `chat_template_kwargs`:
-        more variables of the template. RequestError: what is no message, a template that refuses
-        the messages or fails at them; ArtifactError: no template, or a damaged one.
+        `tools`: JSON schemas of functions. `add_generation_prompt` (default: True): whether the
+        text ends where an answer begins. `chat_template`: a template, or the name of one of the
+        artifact's. `chat_template_kwargs`: more variables of the template.
+        RequestError: what is no message, a template that refuses the messages or fails at them.
+        ArtifactError: no template, or a damaged one.
         """
         return self._text.tokenize(self._templates.render(messages, **fields), special_tokens=False)
 
@@ -114,7 +118,7 @@ class ChatTemplates:
         """
         chat = plain_messages(messages)
         if tools is not None:
-            tools = plain_objects("tools", tools)
+            tools = plain_tools(tools)
         more = {} if chat_template_kwargs is None else chat_template_kwargs
         own = plain_object("chat_template_kwargs", more)
         for name in ("messages", "tools", "add_generation_prompt"):

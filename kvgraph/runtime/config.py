@@ -100,16 +100,20 @@ class BatchConfig:
     `max_batch_size`: most requests in a step. `max_batch_tokens`: most new tokens of a step; a
     longer prompt is processed in chunks. None: the session's `step_tokens`. What was compiled may
     bound both further; over a padded cache requests run one after the other.
+    `max_prefill_tokens`: most tokens of prompts in a step in which other requests decode, so that
+    their next token does not wait for a whole prompt. None: no such limit.
     """
 
     max_batch_size: int = 64
     max_batch_tokens: int | None = None
+    max_prefill_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _normalize(
             self,
             max_batch_size=integer("max_batch_size", self.max_batch_size, 1),
             max_batch_tokens=optional_integer("max_batch_tokens", self.max_batch_tokens, 1),
+            max_prefill_tokens=optional_integer("max_prefill_tokens", self.max_prefill_tokens, 1),
         )
 
 
@@ -127,6 +131,7 @@ class ConfigFields(TypedDict, total=False):
     prefixes: Sequence[str | Path | Prefix]
     max_batch_size: int
     max_batch_tokens: int | None
+    max_prefill_tokens: int | None
 
 
 Config = TypeVar("Config", CacheConfig, TierConfig, BatchConfig)

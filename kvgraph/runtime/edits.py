@@ -54,8 +54,10 @@ class LogitEdits:
         if self._punishes:
             edits.tokens = self._context.tokens.ctypes.data
             edits.num_tokens = length
-        edits.mask = None if mask is None else mask.ctypes.data
-        if mask is None and not (edits.num_banned or edits.num_biased or self._punishes):
+        edits.mask, edits.num_words = None, 0
+        if mask is not None:
+            edits.mask, edits.num_words = mask.ctypes.data, mask.size
+        elif not (edits.num_banned or edits.num_biased or self._punishes):
             return 0
         return ctypes.addressof(edits)
 

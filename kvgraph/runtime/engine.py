@@ -243,7 +243,7 @@ class Engine(Chats):
         """Every request gets its token. Where this is interrupted, `_repair` does the rest."""
         self._is_whole = False
         self._outcome = outcome  # from here on the step has happened
-        outcome.batch.update(outcome.tokens, outcome.reasons)  # requests grow first
+        outcome.batch.update(outcome.tokens, outcome.reasons, outcome.forced)  # they grow first
         self.kv.step(outcome.batch.requests)  # then full pages join the prefix cache
         if any(outcome.reasons):
             self.scheduler.retire()
@@ -286,7 +286,7 @@ class Engine(Chats):
             for row, token, length in zip(
                 outcome.batch.sampled, outcome.tokens, outcome.lengths, strict=True
             ):
-                row.redo(token, length)
+                row.redo(token, length, outcome.forced.get(row.request_id, ()))
             self._record(outcome)
         self.kv.rebuild()
         if self._buckets is not None:

@@ -25,12 +25,10 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     return [_message(f"messages[{at}]", message) for at, message in enumerate(listed)]
 
 
-def plain_objects(name: str, values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of mappings, of plain JSON values."""
-    return [
-        plain_object(f"{name}[{at}]", value)
-        for at, value in enumerate(sequence(name, "of them", values))
-    ]
+def plain_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of JSON schemas of functions, of plain JSON values."""
+    listed = sequence("tools", "tool", tools)
+    return [plain_object(f"tools[{at}]", tool) for at, tool in enumerate(listed)]
 
 
 def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +77,7 @@ def _require_text(where: str, part: object) -> None:
     if not isinstance(part, dict):
         raise RequestError(f"{where}: expected a part with type and text, got {said(part)}")
     if part.get("type") != "text":
-        raise RequestError(f"{where}.type: expected 'text', got {part.get('type')!r}")
+        raise RequestError(f"{where}.type: expected 'text', got {said(part.get('type'))}")
     instance(f"{where}.text", part.get("text"), str, "text")
 
 

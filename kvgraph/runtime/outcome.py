@@ -12,25 +12,27 @@ the caches of what it needs, and 1 % of a step of 5 ms.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvgraph.contract.tokenizer import is_panic
 from kvgraph.ops import native
+from kvgraph.runtime.guide import Guide, set_masks
 from kvgraph.runtime.logprobs import score
 from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, TokenSource
-from kvgraph.runtime.scheduler import Batch, Request
+from kvgraph.runtime.scheduler import NOTHING_FORCED, Batch, Request
 
 NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
+NOT_ALLOWED = "expected a logit above -inf of a token that may come, got NaN or -inf for every one"
 
 
 class Outcome(NamedTuple):
     """A step's result before any request has it, for each sampled row of `batch`.
 
     `tokens`: None of a row that failed; `lengths`: of the rows before it; `generated`: what callers
-    get.
+    get; `forced`: by request, the tokens behind its own that its grammar forces.
     """
 
     batch: Batch
@@ -38,6 +40,7 @@ class Outcome(NamedTuple):
     reasons: list[FinishReason | None]
     lengths: list[int]
     generated: list[Token]
+    forced: Mapping[str, Sequence[int]] = NOTHING_FORCED
 
 
 def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
@@ -47,8 +50,11 @@ def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
     Each row's source and text have gone on by a token: `rewind_output` undoes that.
     """
     rows = batch.sampled
+    if guides := [row.guide for row in rows if row.guide is not None]:
+        set_masks(guides)
     tokens = sample(logits_RV[: len(rows)], [row.source for row in rows])
-    generated = tokens_with_text(rows, tokens)
+    ahead: dict[str, list[Token]] = {}
+    generated = tokens_with_text(rows, tokens, ahead)
     if batch.scored:
         score_prompts(batch, logits_RV)
     if any(row.source.asks for row in rows):
@@ -56,7 +62,9 @@ def outcome_of(batch: Batch, logits_RV: Logits) -> Outcome:
     reasons = [token.finish_reason for token in generated]
     if "error" in reasons:
         tokens = [None if token.error else token.token_id for token in generated]
-    return Outcome(batch, tokens, reasons, [row.context.current_length for row in rows], generated)
+    lengths = [row.context.current_length for row in rows]
+    outcome = Outcome(batch, tokens, reasons, lengths, generated)
+    return jump(outcome, ahead) if ahead else outcome
 
 
 def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None]:
@@ -82,37 +90,88 @@ def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None
     return [token if token >= 0 else None for token in tokens]
 
 
-def tokens_with_text(rows: Sequence[Request], tokens: Sequence[int | None]) -> list[Token]:
-    """Each row's token with the text that it completes."""
+def tokens_with_text(
+    rows: Sequence[Request],
+    tokens: Sequence[int | None],
+    ahead: dict[str, list[Token]] | None = None,
+) -> list[Token]:
+    """Each row's token with the text that it completes; those that it forces get `ahead`."""
     generated = []
     for row, token in zip(rows, tokens, strict=True):
         if token is None:
-            generated.append(_failure(row, NO_NUMBER))
-            continue
-        reason, stream, text = row.reason_after(token), row.text, ""
-        stop: str | int | None = None
-        if stream is not None and (reason != "stop" or stream.stops):
-            try:
-                decoder = stream.decoder or stream.start(row.context)
-                if reason != "stop":
-                    text = decoder.step(stream.tokenizer, token) or ""
-                if stream.stops is not None:
-                    count = row.context.current_length + 1 - row.prompt_length
-                    text, stop = stream.stops.step(text, count, ends=reason is not None)
-            except MemoryError:
-                raise
-            except BaseException as error:
-                if not isinstance(error, Exception) and not is_panic(error):
-                    raise
-                why = f"expected the text of token {token} from the tokenizer, got {error}"
-                generated.append(_failure(row, why))
-                continue
-        if stop is None and reason == "stop" and token in row.source.params.stop_token_ids:
-            stop = token
-        elif stop is not None:
-            reason = "stop"
-        generated.append(Token(row.request_id, token, text, reason, stop_reason=stop))
+            generated.append(_failure(row, _no_token(row)))
+        elif row.guide is None or ahead is None:
+            generated.append(_with_text(row, token))
+        else:
+            first, *rest = _run(row, row.guide, token)
+            generated.append(first)
+            if rest:
+                ahead[row.request_id] = rest
     return generated
+
+
+def _run(row: Request, guide: Guide, token: int) -> list[Token]:
+    """A drawn token and those that it forces, up to the one that ends the request."""
+    if row.reason_after(token) == "stop":
+        return [_with_text(row, token)]
+    forced, is_complete = guide.advance(token)
+    told: list[Token] = []
+    for behind, each in enumerate([token, *forced]):
+        told.append(_with_text(row, each, behind, is_last=is_complete and behind == len(forced)))
+        if told[-1].finish_reason:
+            break
+    return told
+
+
+def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = False) -> Token:
+    """A token, `behind` so many of the same step, with the text that it completes.
+
+    `is_last`: nothing can follow it, so the request ends, and its text counts.
+    """
+    reason, stream, text = row.reason_after(token, behind), row.text, ""
+    is_text = reason != "stop"
+    if is_last:
+        reason = "stop"
+    stop: str | int | None = None
+    if stream is not None and (is_text or stream.stops is not None):
+        try:
+            decoder = stream.decoder or stream.start(row.context)
+            if is_text:
+                text = decoder.step(stream.tokenizer, token) or ""
+            if stream.stops is not None:
+                count = row.context.current_length + behind + 1 - row.prompt_length
+                text, stop = stream.stops.step(text, count, ends=reason is not None)
+        except MemoryError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            why = f"expected the text of token {token} from the tokenizer, got {error}"
+            return _failure(row, why)
+    if stop is None and not is_text and token in row.source.params.stop_token_ids:
+        stop = token
+    elif stop is not None:
+        reason = "stop"
+    return Token(row.request_id, token, text, reason, stop_reason=stop)
+
+
+def jump(outcome: Outcome, ahead: Mapping[str, Sequence[Token]]) -> Outcome:
+    """The outcome with the tokens `ahead` of those that were drawn, without logits of their own.
+
+    Random numbers go on behind them, as behind drawn ones.
+    """
+    batch, tokens, reasons, lengths, generated, _ = outcome
+    tokens, every = list(tokens), list[Token]()
+    for at, (row, token) in enumerate(zip(batch.sampled, generated, strict=True)):
+        rest = ahead.get(row.request_id, ())
+        every += [token, *rest]
+        if rest:
+            row.source.rewind(lengths[at] + 1 + len(rest) - row.prompt_length)
+            reasons[at] = rest[-1].finish_reason
+            if rest[-1].error:
+                tokens[at] = None
+    forced = {name: [token.token_id for token in rest] for name, rest in ahead.items()}
+    return Outcome(batch, tokens, reasons, lengths, every, forced)
 
 
 def score_prompts(batch: Batch, logits_RV: Logits) -> None:
@@ -144,6 +203,12 @@ def tokens_with_logprobs(
         if row.scores is not None and row.context.current_length == row.prompt_length:
             told[i] = told[i]._replace(prompt_logprobs=row.scores.found)
     return told
+
+
+def _no_token(row: Request) -> str:
+    if row.guide is not None and (why := row.guide.error):
+        return why
+    return NO_NUMBER if row.source.edits is None else NOT_ALLOWED
 
 
 def _failure(row: Request, why: str) -> Token:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from secrets import token_bytes
 from typing import cast
 
 from kvgraph.contract.manifest import ModelInfo
 from kvgraph.errors import RequestError
 from kvgraph.kv.requests import TextContext
-from kvgraph.runtime.arguments import instance, one_for_each, sequence, token_ids
-from kvgraph.runtime.edits import edits_of
+from kvgraph.runtime.arguments import one_for_each, sequence, token_ids
+from kvgraph.runtime.edits import LogitEdits, edits_of
+from kvgraph.runtime.guide import Guide, Guides
 from kvgraph.runtime.logprobs import PromptScores
-from kvgraph.runtime.sampling import SamplingParams, TokenSource
+from kvgraph.runtime.sampling import TokenSource
+from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.scheduler import Request, Scheduler
 from kvgraph.runtime.stopping import StopStrings
 from kvgraph.runtime.text import TextCodec
@@ -29,6 +31,10 @@ class RequestBuilder:
     model: ModelInfo
     text: TextCodec
     scheduler: Scheduler
+    guides: Guides = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guides = Guides(self.model, self.text.folder, self.text.tokenizer)
 
     def request(
         self,
@@ -39,9 +45,7 @@ class RequestBuilder:
     ) -> Request:
         """A request of text or token ids; None samples as the defaults do."""
         sampling = SamplingParams() if sampling is None else sampling
-        instance("sampling", sampling, SamplingParams, "SamplingParams")
-        if sampling.n > 1:
-            raise RequestError(f"n: expected 1 of a single request, got {sampling.n}; use generate")
+        require_single(sampling)
         # An empty text is empty even where the tokenizer puts a token of its own in front.
         is_text = isinstance(prompt, str) and prompt != ""
         tokens = self.text.tokenize(cast(str, prompt)) if is_text else token_ids(prompt)
@@ -55,13 +59,19 @@ class RequestBuilder:
         salt = cache_salt if scores is None else cache_salt + token_bytes(16)
         context = TextContext(request_id, tokens, cache_salt=salt)
         ends = [token for token in stops if token < self.model.vocab_size]
+        guide: Guide | None = None
+        edits = edits_of(sampling, context, ends)
+        if sampling.grammar is not None:
+            edits = LogitEdits(sampling, context)  # the guide knows when a request may end
+            guide = self.guides.guide(sampling.grammar, sampling, context, stops, edits)
         request = Request(
             context,
-            TokenSource(sampling, edits_of(sampling, context, ends)),
+            TokenSource(sampling, edits),
             frozenset(stops),
             min(len(tokens) + sampling.max_new_tokens, self.model.max_seq_len),
             self.text.stream(len(tokens), stops_of(sampling)),
             scores,
+            guide,
         )
         self.scheduler.require_room(request)
         return request
@@ -94,17 +104,13 @@ class RequestBuilder:
         """`n` requests of one prompt. The first asks about the prompt, for all of them."""
         if not isinstance(sampling, SamplingParams) or sampling.n == 1:
             return [self.request(new_id(), prompt, sampling)]
-        seed = sampling.seed
-        requests: list[Request] = []
+        own, requests = replace(sampling, n=1), []
         for i in range(sampling.n):
-            own = replace(sampling, n=1, seed=None if seed is None else seed + i)
-            if i == 0:
-                request = self.request(new_id(), prompt, own)
-                prompt = request.context.tokens.tolist()
-            else:
-                request = self.request(new_id(), prompt, replace(own, prompt_logprobs=None))
-            request.index = i
-            requests.append(request)
+            requests.append(self.request(new_id(), prompt, own))
+            requests[i].index = i
+            prompt = requests[0].context.tokens.tolist()
+            seed = None if sampling.seed is None else sampling.seed + i + 1
+            own = replace(own, seed=seed, prompt_logprobs=None)
         return requests
 
     def _check(self, request_id: str, tokens: list[int]) -> None:

@@ -14,8 +14,8 @@ from kvgraph.runtime.sampling_params import SamplingParams as SamplingParams
 Logits = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length", "error"]
-"""Why a request ended: at a stop string, a stop or end token, at its longest, or by a failure that
-was its own."""
+"""Why a request ended: at a stop string, a stop or end token or the end of its grammar, at its
+longest, or by a failure that was its own."""
 
 NO_TOKEN = -1
 """Stands for a token where a request failed before it had one."""

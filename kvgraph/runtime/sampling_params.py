@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import RequestError
 from kvgraph.ops.native import MOST_LOGPROBS
 from kvgraph.runtime.arguments import (
     biases,
     flag,
+    instance,
     integer,
     integers,
     number,
@@ -19,6 +20,7 @@ from kvgraph.runtime.arguments import (
     require_fields,
     texts,
 )
+from kvgraph.runtime.grammars import KINDS, Grammar, grammar_of
 
 MOST_STOPS = 16
 MOST_COMPLETIONS = 128
@@ -68,6 +70,12 @@ class SamplingParams:
     `n` (1 to 128): completions of each prompt that `Engine.generate` gives, which share the pages
     of the prompt. With a `seed`, number i has seed + i.
 
+    `guided_json` (a JSON schema, as a dict or text; True or {} for any object), `guided_regex` or
+    `guided_grammar` (Lark or GBNF) say what the text looks like; at most one of them. JSON has no
+    free whitespace. The request ends with "stop" as soon as nothing can follow; before that, end
+    tokens come exactly where the text is complete. A text cut by `max_new_tokens` or a stop string
+    is not complete. Where only an end is possible, it comes before `min_new_tokens` others.
+
     RequestError names a field of another type, or out of its range; TypeError an unknown one.
     """
 
@@ -89,6 +97,9 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    guided_json: Mapping[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
     max_tokens: InitVar[int | None] = None
     min_tokens: InitVar[int | None] = None
 
@@ -119,6 +130,8 @@ class SamplingParams:
                 "prompt_logprobs", self.prompt_logprobs, 0, MOST_LOGPROBS
             ),
         }
+        if grammar := grammar_of({kind: getattr(self, kind) for kind in KINDS}):
+            own[grammar.kind] = grammar.text
         for name, (fits, expected) in NUMBERS.items():
             own[name] = given = number(name, getattr(self, name))
             if not fits(given):
@@ -130,3 +143,18 @@ class SamplingParams:
                 f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, "
                 f"got {self.min_new_tokens}"
             )
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text must look like."""
+        for kind in KINDS:
+            if (text := getattr(self, kind)) is not None:
+                return Grammar(kind, text)
+        return None
+
+
+def require_single(sampling: SamplingParams) -> None:
+    """RequestError unless these are SamplingParams of one completion."""
+    instance("sampling", sampling, SamplingParams, "SamplingParams")
+    if sampling.n > 1:
+        raise RequestError(f"n: expected 1 of a single request, got {sampling.n}; use generate")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -28,6 +28,7 @@ from kvgraph.contract.inputs import ModelInputs
 from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.requests import TextContext
+from kvgraph.runtime.guide import Guide
 from kvgraph.runtime.logprobs import SCORED_TOKENS, PromptScores
 from kvgraph.runtime.sampling import FinishReason, TokenSource
 from kvgraph.runtime.stats import RequestStats
@@ -35,6 +36,8 @@ from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
 """Waiting requests that the tiers are asked about before they come to the head of the queue."""
+
+NOTHING_FORCED: Mapping[str, Sequence[int]] = {}
 
 _ARRIVAL = attrgetter("arrival")
 
@@ -50,6 +53,7 @@ class Request:
     """Tokens of prompt and output together at which it ends."""
     text: TextStream | None = None
     scores: PromptScores | None = None
+    guide: Guide | None = None
     index: int = 0
     """Which of its prompt's completions it is."""
     finish_reason: FinishReason | None = None
@@ -63,26 +67,29 @@ class Request:
         self.request_id = str(self.context.request_id)
         self.prompt_length = self.stats.prompt_tokens = self.context.current_length
 
-    def reason_after(self, token: int) -> FinishReason | None:
-        """Why it ends with `token` as its next one, if it does."""
+    def reason_after(self, token: int, behind: int = 0) -> FinishReason | None:
+        """Why it ends with `token` as its next one, or `behind` so many next ones, if it does."""
         if token in self.stop_tokens:
             return "stop"
-        return "length" if self.context.current_length + 1 >= self.max_length else None
+        return "length" if self.context.current_length + behind + 1 >= self.max_length else None
 
     def rewind_output(self) -> None:
         """Its random numbers and its text go on behind the tokens that it has."""
         self.source.rewind(self.context.current_length - self.prompt_length)
         if self.text is not None:
             self.text.rewind()
+        if self.guide is not None:
+            self.guide.rewind()
 
-    def redo(self, token: int | None, length: int) -> None:
-        """Have `token` behind `length` tokens, which an interrupted `update` may have appended.
+    def redo(self, token: int | None, length: int, forced: Sequence[int] = ()) -> None:
+        """Have `token` and those that it forced behind `length` tokens; an interrupted `update`
+        may have appended them.
 
         Nothing is processed then.
         """
         self.context.rewind()
         if token is not None and self.context.current_length == length:
-            self.context.update(token)
+            self.context.update(token, *forced)
             self.context.rewind()
 
 
@@ -101,12 +108,16 @@ class Batch:
     scored: Sequence[tuple[Request, range]] = ()
 
     def update(
-        self, tokens: Sequence[int | None], reasons: Sequence[FinishReason | None] | None = None
+        self,
+        tokens: Sequence[int | None],
+        reasons: Sequence[FinishReason | None] | None = None,
+        forced: Mapping[str, Sequence[int]] = NOTHING_FORCED,
     ) -> None:
         """All active tokens are processed; `tokens` (one per sampled row) are appended.
 
         A row without one has failed: it ends, and what this step made of it is not cached.
-        `reasons` are those of `reason_after`, where they are known already.
+        `reasons` are those of `reason_after`, where they are known already; `forced` are appended
+        behind the tokens of these requests.
         """
         if len(self.sampled) < len(self.rows):
             sampled = set(map(id, self.sampled))
@@ -121,7 +132,7 @@ class Batch:
         now = perf_counter()
         for row, token, reason in zip(self.sampled, tokens, reasons, strict=True):
             if token is not None:
-                row.context.update(token)
+                row.context.update(token, *(forced.get(row.request_id, ()) if forced else ()))
             row.finish_reason = reason
             stats = row.stats
             if stats.first_token is None:
@@ -135,7 +146,8 @@ class Scheduler:
     """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
 
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
-    `scored_tokens` bounds those of prompts whose log-probabilities are asked for.
+    `scored_tokens` bounds those of prompts whose log-probabilities are asked for,
+    `max_prefill_tokens` those of all prompts where another row decodes (None: it does not).
     Every queue is in the order of arrival.
     """
 
@@ -143,6 +155,7 @@ class Scheduler:
     max_batch_size: int
     max_batch_tokens: int
     scored_tokens: int = SCORED_TOKENS
+    max_prefill_tokens: int | None = None
     waiting: deque[Request] = field(default_factory=deque)
     loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -185,8 +198,7 @@ class Scheduler:
         self._settle_loads()
         rows, preempted = self._continue_running(self.max_batch_tokens)
         if self.waiting and not preempted:
-            budget = self.max_batch_tokens - sum([row.context.active_length for row in rows])
-            rows += self._admit(budget, rows)
+            rows += self._admit(self._budget_left(rows), rows)
         assert rows or self._is_held(), "the oldest always fits: submit() refused it otherwise"
         return _batch(rows) if rows else None
 
@@ -238,13 +250,29 @@ class Scheduler:
         """Rows that run on, each with its pages; the newest are preempted while pages are short."""
         preempted = False
         while True:
-            rows = _within_budget(self.running, budget, self.scored_tokens)
+            prompts = self._prompt_budget(self.running, budget)
+            rows = _within_budget(self.running, budget, self.scored_tokens, prompts)
             try:
                 self.kv.alloc_batch([[row.context for row in rows]])
                 return rows, preempted
             except InsufficientPagesError:
                 self._preempt(self.loading or self.running)
                 preempted = True
+
+    def _prompt_budget(self, rows: Iterable[Request], budget: int) -> int:
+        """Tokens of prompts in a step with `rows`."""
+        if self.max_prefill_tokens is not None and any(map(_decodes, rows)):
+            return min(budget, self.max_prefill_tokens)
+        return budget
+
+    def _budget_left(self, rows: Sequence[Request]) -> int:
+        """Tokens that may join `rows`, which have their active lengths."""
+        lengths = [row.context.active_length for row in rows]
+        left = self.max_batch_tokens - sum(lengths)
+        if self.max_prefill_tokens is None:
+            return left
+        prompts = sum([length for length in lengths if length > 1])
+        return min(left, self._prompt_budget(rows, self.max_batch_tokens) - prompts)
 
     def _preempt(self, candidates: list[Request]) -> None:
         """Release the newest and queue it first; its tokens are recomputed, not lost."""
@@ -303,9 +331,15 @@ class Scheduler:
         return len(self.running) + len(self.loading)
 
 
-def _within_budget(running: Iterable[Request], budget: int, room: int) -> list[Request]:
-    """Oldest first, each with its active length cut to what is left of the budget, and of the
-    `room` for tokens of prompts that get logits."""
+def _decodes(row: Request) -> bool:
+    return row.context.current_length - row.context.processed_length == 1
+
+
+def _within_budget(
+    running: Iterable[Request], budget: int, room: int, prompts: int
+) -> list[Request]:
+    """Oldest first, each with its active length cut to what is left of the budget, of that for
+    `prompts`, and of the `room` for tokens of prompts that get logits."""
     rows = []
     for row in running:
         if budget <= 0:
@@ -316,7 +350,12 @@ def _within_budget(running: Iterable[Request], budget: int, room: int) -> list[R
             if room <= 0:
                 continue
             rest = min(rest, room)
-            room -= min(rest, budget)
+            room -= min(rest, budget, prompts)
+        if rest > 1:
+            if prompts <= 0:
+                continue
+            rest = min(rest, prompts)
+            prompts -= min(rest, budget)
         context.active_length = active = rest if rest < budget else budget
         budget -= active
         rows.append(row)

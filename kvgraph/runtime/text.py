@@ -28,6 +28,7 @@ class TextCodec:
     """The tokenizer of the artifact in `folder`; without one, prompts are token ids."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._path = folder / NAME
         self.tokenizer: Tokenizer | None = None
         if self._path.is_file():
@@ -108,10 +109,10 @@ class TextStream:
 class Completion:
     """A finished request: what was generated behind the prompt.
 
-    `finish_reason` is "stop" (a stop string, a stop or end token), "length" (`max_new_tokens`, or
-    the model's longest context) or "error": then `error` says why, and the rest is what came before
-    it. `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended it; else
-    None. `token_ids` are all that were generated, those of a stop string too.
+    `finish_reason` is "stop" (a stop string, a stop or end token, the end of its grammar), "length"
+    (`max_new_tokens`, or the model's longest context) or "error": then `error` says why, and the
+    rest is what came before it. `stop_reason` is the stop string, or the token of `stop_token_ids`,
+    that ended it; else None. `token_ids` are all that were generated, those of a stop string too.
     `logprobs`: of each token; `prompt_logprobs`: of each token of the prompt, None of the first.
     Both None where SamplingParams do not ask. `index`: which of the prompt's `n` completions it is.
     """

@@ -232,6 +232,8 @@ class EventStream(Response):
         self._generation = generation
         self._send_seconds = send_seconds
         self._log = log
+        self._num_sent = 0
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -239,20 +241,33 @@ class EventStream(Response):
         sending = asyncio.ensure_future(self._send(send, headers))
         leaving = asyncio.ensure_future(_gone_from(receive))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await self._ended(sending, leaving)
         finally:
             self._generation.close()
             leaving.cancel()
             sending.cancel()
-            with suppress(asyncio.CancelledError, TimeoutError, OSError):
+            with suppress(asyncio.CancelledError, OSError):
                 await sending
             self._log()
+
+    async def _ended(self, *parts: asyncio.Future[None]) -> None:
+        """One of the parts has, or a frame was not taken for a whole period."""
+        stuck_at = None
+        while True:
+            done, _ = await asyncio.wait(
+                parts, timeout=self._send_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done or (self._is_sending and stuck_at == self._num_sent):
+                return
+            stuck_at = self._num_sent
 
     async def _send(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for frame in self._frames:
-            async with asyncio.timeout(self._send_seconds):
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+            self._is_sending = True
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+            self._is_sending = False
+            self._num_sent += 1
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

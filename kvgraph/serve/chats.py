@@ -14,6 +14,7 @@ from kvgraph.serve.generation import Choice, Generation, salt_of
 from kvgraph.serve.jobs import Job, each_seeded, require_output_room
 from kvgraph.serve.protocol import ChatRequest, sampling_of
 from kvgraph.serve.service import Served, Service
+from kvgraph.serve.tools import Tools
 
 OBJECT = "chat.completion"
 
@@ -25,12 +26,18 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
         most = service.options.max_choices
         raise ServeError(400, f"n: expected at most {most}, got {given.num_each}", param="n")
     served.admission.require_room(given.num_each, 0)  # before any text is rendered
-    prompt = await _rendered(served, given)
+    tools = Tools(given)
+    prompt = await _rendered(served, given, tools)
     wanted = given.max_completion_tokens
     wanted = given.max_tokens if wanted is None else wanted
     fits = require_output_room(prompt, wanted, served.longest)
-    top = (given.top_logprobs or 0) if given.logprobs else None
-    params = sampling_of(given, max_tokens=fits, logprobs=top, prompt_logprobs=None)
+    params = sampling_of(
+        given,
+        max_tokens=fits,
+        logprobs=(given.top_logprobs or 0) if given.logprobs else None,
+        prompt_logprobs=None,
+        schema=tools.schema() or given.schema(),
+    )
     return Job(
         "chatcmpl",
         given.model or service.name,
@@ -42,16 +49,17 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
         served.spell,
         bool(given.logprobs),
         texts=given.messages,
+        tools=tools,
     )
 
 
-async def _rendered(served: Served, given: ChatRequest) -> list[int]:
+async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[int]:
     """In a thread: a template is the artifact's own program."""
     try:
         return await asyncio.to_thread(
             served.engine.apply_chat_template,
             given.messages,
-            tools=given.tools,
+            tools=given.tools if tools else None,
             add_generation_prompt=given.add_generation_prompt is not False,
             chat_template_kwargs=given.chat_template_kwargs,
         )
@@ -72,11 +80,15 @@ async def answer_chat(job: Job, generation: Generation) -> dict[str, Any]:
 def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, Any]:
     if tokens[-1].error:
         raise ServeError(500, tokens[-1].error)
+    text, reason = text_of(tokens), tokens[-1].finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if job.tools and (call := job.tools.call_in(text)):
+        message |= {"content": None, "tool_calls": [call]}
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": text_of(tokens)},
+        "message": message,
         "logprobs": _logprobs(job, tokens),
-        "finish_reason": tokens[-1].finish_reason,
+        "finish_reason": "tool_calls" if "tool_calls" in message else reason,
     }
 
 
@@ -87,11 +99,12 @@ def _logprobs(job: Job, tokens: list[Token]) -> dict[str, Any] | None:
 
 
 async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
-    """A frame that names the role, then one for each piece."""
+    """A frame that names the role, then one for each piece; a call comes as one."""
     head = job.head(f"{OBJECT}.chunk")
-    for choice in generation.choices:
-        delta = {"role": "assistant", "content": ""}
-        yield event({**head, "choices": [_piece(choice.index, delta, None, None)]})
+    held = {choice.index: "" for choice in generation.choices} if job.tools else {}
+    for index in range(len(generation.choices)):
+        delta: dict[str, Any] = {"role": "assistant", "content": ""}
+        yield event({**head, "choices": [_piece(index, delta, None, None)]})
     async for fresh in generation:
         for choice in fresh:
             tokens = choice.tokens
@@ -99,14 +112,30 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
                 yield event({"error": {"message": error, "type": "server_error", "code": 500}})
                 continue
             text, reason = text_of(tokens), tokens[-1].finish_reason
-            if not (text or reason or job.logprobs):
-                continue
             delta = {"content": text} if text else {}
-            piece = _piece(choice.index, delta, _logprobs(job, tokens), reason)
+            if choice.index in held:
+                delta = _held(job, held, choice.index, text, reason is not None)
+            if not (delta or reason or job.logprobs):
+                continue
+            why = "tool_calls" if "tool_calls" in delta else reason
+            piece = _piece(choice.index, delta, _logprobs(job, tokens), why)
             yield event({**head, "choices": [piece]})
     if job.sends_usage:
         yield event({**head, "choices": [], "usage": usage_of(generation)})
     yield DONE
+
+
+def _held(job: Job, held: dict[int, str], index: int, text: str, is_over: bool) -> dict[str, Any]:
+    """What a client gets of a text that may be a call: nothing, until it is known."""
+    text = held[index] + text
+    assert job.tools is not None
+    if not is_over and job.tools.may_be_call(text):
+        held[index] = text
+        return {}
+    del held[index]
+    if is_over and (call := job.tools.call_in(text)):
+        return {"tool_calls": [{"index": 0, **call}]}
+    return {"content": text} if text else {}
 
 
 def _piece(

@@ -67,7 +67,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         given.logprobs is not None,
         echo,
         drops_output,
-        given.prompts,
+        texts=given.prompts,
     )
 
 

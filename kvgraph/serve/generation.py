@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from kvgraph.errors import RequestError
+from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
 from kvgraph.runtime.async_engine import AsyncEngine, TokenStream
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
@@ -69,7 +69,7 @@ class Generation:
                 self.choices.append(Choice(index, prompt, stream))
                 self._admission.enter(len(prompt))
                 self._metrics.submitted(len(prompt))
-        except RequestError as error:
+        except (RequestError, UnsupportedError, MissingDependencyError) as error:
             self.close()
             raise ServeError(400, str(error)) from error
         except BaseException:

@@ -11,6 +11,7 @@ from typing import Any
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError
+from kvgraph.serve.tools import Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Job:
     """Of each prompt, where the answer repeats it."""
     drops_output: bool = False
     """Whether only the prompt was asked for."""
+    tools: Tools | None = None
     texts: Sequence[Any] = ()
     """What was given, for the log."""
     id: str = field(init=False)

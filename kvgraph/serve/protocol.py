@@ -118,16 +118,17 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: Ignored = None
     verbosity: Ignored = None
 
-    def guided(self) -> dict[str, Any]:
-        """`guided_json` of a `response_format`."""
+    def schema(self) -> dict[str, Any] | None:
+        """What a `response_format` asks for; ServeError for another one than OpenAI's."""
         given = self.response_format
         if given is None or given.get("type") == "text":
-            return {}
+            return None
         if given.get("type") == "json_object":
-            return {"guided_json": {"type": "object"}}
-        schema = (given.get("json_schema") or {}) if given.get("type") == "json_schema" else None
-        if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
-            return {"guided_json": schema["schema"]}
+            return {"type": "object"}
+        named = given.get("json_schema") if given.get("type") == "json_schema" else None
+        schema = named.get("schema") if isinstance(named, dict) else None
+        if isinstance(schema, dict):
+            return schema
         raise ServeError(
             400,
             "response_format: expected type text, json_object, or json_schema with a schema, "
@@ -166,16 +167,24 @@ def decoded(body: bytes, kind: type[Body]) -> Body:
 
 
 def sampling_of(
-    request: Sampled, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    request: Sampled,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    schema: dict[str, Any] | None = None,
 ) -> SamplingParams:
-    """ServeError where a value is out of its range."""
+    """`schema`: what the text must be. ServeError where a value is out of its range."""
     given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
-        **(request.guided() if isinstance(request, ChatRequest) else {}),
     }
+    if schema is not None:
+        if request.guided_json is not None:
+            raise ServeError(400, "guided_json: expected none besides response_format or tools")
+        given["guided_json"] = schema
     for name in COPIED:
         if (value := getattr(request, name)) is not None:
             given[name] = value
@@ -183,10 +192,6 @@ def sampling_of(
         given["top_k"] = 0
     if request.logit_bias is not None:
         given["logit_bias"] = {_token_id(name): by for name, by in request.logit_bias.items()}
-    for name in given.keys() - getattr(SamplingParams, "__dataclass_fields__").keys():  # noqa: B009
-        raise ServeError(
-            400, f"{name}: expected none, as the engine has no such option", param=name
-        )
     try:
         return SamplingParams(**given)
     except RequestError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
@@ -52,7 +53,8 @@ def serve(
         server_header=False,
     )
     write_line({"event": "listening", "url": "http://{}:{}".format(*listening.getsockname()[:2])})
-    asyncio.run(_Server(config, service).main(listening))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_Server(config, service).main(listening))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -33,6 +33,10 @@ void check_number(const char* field, bool fits, const char* expected, double got
 }  // namespace
 
 void check(const kvg_edits& edits, size_t row, int64_t vocab) {
+  const int64_t words = (vocab + kBits - 1) / kBits;
+  if (edits.mask && edits.num_words < words)
+    refuse("sample: row %zu: num_words: expected at least %lld, got %lld", row,
+           static_cast<long long>(words), static_cast<long long>(edits.num_words));
   check_ids("banned", edits.banned, edits.num_banned, row, vocab);
   check_ids("biased", edits.biased, edits.num_biased, row, vocab);
   check_ids("tokens", edits.tokens, edits.num_tokens, row, vocab);

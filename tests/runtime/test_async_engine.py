@@ -91,7 +91,7 @@ def test_one_call_of_the_loop_carries_a_steps_tokens(engine: Engine) -> None:
 def test_a_stream_is_the_completions_text(engine: Engine) -> None:
     async def task(shared: AsyncEngine) -> tuple[str, str]:
         pieces = [piece async for piece in shared.stream(PROMPTS[0], TEN)]
-        assert len(pieces) > 3
+        assert len(pieces) > 1
         return "".join(pieces), (await shared.generate(PROMPTS[0], TEN)).text
 
     text, expected = use(engine, task)

@@ -140,7 +140,7 @@ def test_arguments_in_json_are_rendered_as_objects(tmp_path: Path) -> None:
         ([USER | {1: 2}], r"messages\[0\]: names: expected text, got int 1"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\]\.content\[0\]\.type: expected 'text', got 'image_url'",
+            r"messages\[0\]\.content\[0\]\.type: expected 'text', got str 'image_url'",
         ),
         ([{"role": "user", "content": ["x"]}], r"content\[0\]: expected a part with type and text"),
         (
@@ -163,7 +163,7 @@ def test_messages_that_are_none(messages: Any, message: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": "x"}, "tools: expected a sequence"),
+        ({"tools": "x"}, r"tools: expected a sequence, got one tool; use \[tool\]"),
         ({"tools": [print]}, r"tools\[0\]: expected names and values, got builtin"),
         ({"add_generation_prompt": 1}, "add_generation_prompt: expected True or False, got int 1"),
         ({"chat_template": 1}, "chat_template: expected text or None, got int 1"),

@@ -72,7 +72,9 @@ def test_all_know_about_the_prompt(engine: Engine) -> None:
     assert all(each.prompt_logprobs == plain.prompt_logprobs for each in done)
 
 
-def test_a_stream_is_one_completion(engine: Engine) -> None:
+def test_a_stream_and_a_chat_are_one_completion(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"^n: expected 1 of a single request, got 2; use"):
         next(engine.stream([5], greedy(2, n=2)))
+    with pytest.raises(RequestError, match=r"^n: expected 1 of a single request, got 3; use"):
+        engine.chat([{"role": "user", "content": "Hello"}], greedy(2, n=3))
     assert not engine.busy

@@ -129,15 +129,16 @@ def test_a_row_of_which_nothing_is_allowed_has_no_token(temperature: float) -> N
     assert drawn(SamplingParams(), edits, [1, 2, 3]) == 2
 
 
-IDS = "expected token ids in [0, 9), got {}"
+IDS = "expected token ids in [0, 40), got {}"
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("banned", [3, 9], "banned: " + IDS.format(9)),
+        ("banned", [3, 40], "banned: " + IDS.format(40)),
         ("biased", [-1], "biased: " + IDS.format(-1)),
         ("tokens", [8, 7, 100], "tokens: " + IDS.format(100)),
+        ("mask", [0], "num_words: expected at least 2, got 1"),
         ("num_prompt", 1, "num_prompt: expected 0 to 0, got 1"),
         ("num_banned", -1, "num_banned: expected >= 0, got -1"),
         ("repetition", 0.0, "repetition: expected > 0 and finite, got 0"),
@@ -149,12 +150,12 @@ def test_bad_edits(field: str, value: Any, message: str) -> None:
     edits = native.Edits(repetition=1)
     if isinstance(value, list):
         ids = np.array(value, np.int32)
-        setattr(edits, f"num_{field}", ids.size)
+        setattr(edits, "num_words" if field == "mask" else f"num_{field}", ids.size)
         value = ids.ctypes.data
     setattr(edits, field, value)
     draws = [(0.0, 1.0, 0.0, 0, 0.0, 0), (0.0, 1.0, 0.0, 0, 0.0, ctypes.addressof(edits))]
     with pytest.raises(KernelError, match=f"^{re.escape(f'sample: row 1: {message}')}$"):
-        native.sample(np.zeros((2, 9), np.float32), draws)
+        native.sample(np.zeros((2, 40), np.float32), draws)
 
 
 # -- in an engine
@@ -204,6 +205,24 @@ def test_end_tokens_wait_for_the_least_length(artifact: Artifact) -> None:
     done = engine.generate([[0]], stops)[0]
     assert len(done.token_ids) == 5
     assert done.finish_reason == "length"
+
+
+def test_a_request_that_may_say_nothing_ends_alone(artifact: Artifact) -> None:
+    engine = scripted(artifact, [0, 5, 6, 7])
+    good = engine.submit([0], greedy(3))
+    bad = engine.submit([0], greedy(3, presence_penalty=1.0))
+    edits = engine._open[bad].source.edits
+    assert edits is not None
+    edits.mask = np.zeros(-(-engine.model.vocab_size // 32), np.uint32)
+    tokens = engine.step()
+    while engine.busy:
+        tokens += engine.step()
+    assert [token.token_id for token in tokens if token.request_id == good] == [5, 6, 7]
+    failed = [token.error for token in tokens if token.request_id == bad]
+    assert failed == [
+        f"request {bad!r}: expected a logit above -inf of a token that may come, "
+        "got NaN or -inf for every one"
+    ]
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused_alone(artifact: Artifact) -> None:

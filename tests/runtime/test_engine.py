@@ -330,3 +330,27 @@ def test_request_ids(roomy: Engine) -> None:
 def test_bad_options(artifact: Artifact, options: dict[str, Any], message: str) -> None:
     with pytest.raises(kvgraph.KVGraphError, match=message):
         Engine(artifact, **({"num_pages": 4} | options))
+
+
+# -- prompts beside rows that decode
+
+
+def test_a_prompt_is_computed_in_small_chunks_beside_a_row_that_decodes(artifact: Artifact) -> None:
+    engine = scripted(artifact, range(2, 200), max_prefill_tokens=8)
+    engine.submit(list(range(2, 42)), greedy(20))
+    engine.step()
+    assert engine.session.steps == [40]  # type: ignore[attr-defined]  # alone: no limit
+    for first in (50, 100):
+        engine.submit(list(range(first, first + 20)), greedy(4))
+    while engine.busy:
+        engine.step()
+    steps = engine.session.steps[1:]  # type: ignore[attr-defined]
+    assert steps[:6] == [9, 9, 9, 10, 10, 3]  # eight of prompts, and a token of each other row
+
+
+def test_small_chunks_give_the_same_tokens(artifact: Artifact) -> None:
+    prompts = [list(range(5 + i, 45 + 7 * i)) for i in range(6)]
+    sampling = greedy(12)
+    expected = ids(Engine(artifact, num_pages=200).generate(prompts, sampling))
+    bounded = Engine(artifact, num_pages=200, max_prefill_tokens=3, max_batch_size=4)
+    assert ids(bounded.generate(prompts, sampling)) == expected

@@ -37,7 +37,8 @@ STEP = Engine.step.__code__
 Line = tuple[str, int]
 Said = dict[str, list[Token]]
 
-# Prompts that share pages, chunks, a pool that runs dry, and every kind of sampling and end.
+# Prompts that share pages, chunks, a pool that runs dry, and every kind of sampling and end, forced
+# tokens.
 OPTIONS: dict[str, Any] = {"num_pages": 6, "max_batch_size": 4, "max_batch_tokens": 24}
 SHARED = list(range(100, 145))
 REQUESTS = {
@@ -59,6 +60,15 @@ REQUESTS = {
             stop=(" needs", " values\ufffd c"),  # held back over three tokens
             logprobs=2,
             prompt_logprobs=1,
+        ),
+    ),
+    "guided": (
+        list(range(66, 76)),
+        SamplingParams(
+            max_new_tokens=20,
+            temperature=1,
+            seed=7,
+            guided_regex=r'\{"name":"[ab]{2}","first":1[0-9]\}',
         ),
     ),
 }
@@ -98,7 +108,7 @@ def undisturbed(artifact: Artifact) -> Said:
     submit_all(engine)
     said, _ = drain(engine)
     assert engine.scheduler.preemptions > 0
-    assert [tokens[-1].finish_reason for tokens in said.values()] == ["length"] * 4 + ["stop"] * 2
+    assert [tokens[-1].finish_reason for tokens in said.values()] == ["length"] * 4 + ["stop"] * 3
     assert_whole(engine)
     return said
 

@@ -67,18 +67,18 @@ KVG_EXPORT int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t me
 // What a row of logits becomes before a token is drawn from it, in the order of the fields. Token ids
 // are of [0, vocab). Refused beyond these ranges.
 typedef struct kvg_edits {
-  const uint32_t* mask;   // [(vocab + 31) / 32]; token 32 w + b may be drawn where bit b of word w
-                          // is 1; NULL: all may
+  const uint32_t* mask;   // [num_words]; bit b of word w is 1 where token 32 w + b may be drawn;
+                          // NULL: all may
   const int32_t* banned;  // [num_banned]: may not be drawn
   const int32_t* biased;  // [num_biased]
   const float* bias;      // [num_biased]: added to the logits of `biased`
   const int32_t* tokens;  // [num_tokens]: the prompt, then the output: what is punished
+  int64_t num_words;      // (vocab + 31) / 32 or more
   int64_t num_banned, num_biased, num_tokens;
   int64_t num_prompt;  // 0 to num_tokens
-  double repetition;   // > 0, finite; a logit above 0 of a token of prompt or output is divided by it,
-                       // another is multiplied
+  double repetition;   // > 0, finite; a token's logit above 0 is divided by it, another multiplied
   double presence;     // finite; taken off the logit of each token of the output
-  double frequency;    // finite; as often as the output has the token
+  double frequency;    // finite; the same, as often as the output has the token
 } kvg_edits;
 
 // How a token is drawn from one row of logits. Refused beyond these ranges.
@@ -114,9 +114,9 @@ typedef struct kvg_scored {
 } kvg_scored;
 
 typedef struct kvg_logprob {
-  int32_t token;    // -1: the vocabulary has no more
-  int32_t rank;     // 1: the likeliest; of equal ones the lowest id is first
-  double logprob;   // to 1e-5
+  int32_t token;   // -1: the vocabulary has no more
+  int32_t rank;    // 1: the likeliest; of equal ones the lowest id is first
+  double logprob;  // to 1e-5
 } kvg_logprob;
 
 // log_softmax of dense rows [vocab], as far as each of `count` entries asks for it: of its token, then

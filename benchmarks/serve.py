@@ -1,0 +1,308 @@
+"""The server beside its engine: `python -m benchmarks.serve [ARTIFACT] [--part PART ...] [--json]`.
+
+Method: the server is a process of its own, the client another one on the same machine (asyncio over
+plain sockets, which costs less than an HTTP library); the artifact is a Llama of 246M parameters in
+int8 with random weights, compiled here where none is given. Prompts are random tokens, so that no
+prefix is shared; tokens are counted by `usage`. Parts:
+
+  streams   32 streams of 128 tokens behind prompts of 64, against `Engine.generate` of the same in
+            a process without a server; turn by turn, medians
+  first     time to the first token of one request at an idle server, less `Engine.stream`'s own
+  load      requests with prompts of 64 to 512 tokens, 128 new, that arrive at random (Poisson) at
+            80 % of what the engine alone completes of them: time between two tokens of a stream,
+            median and 99th percentile
+  overload  16 streams run; then four times as many requests as fit arrive for --seconds: time to
+            an answer of 429, and the streams' 99th percentile before and meanwhile
+  soak      --requests requests over tiny-llama, 64 at a time, of which 30 % are left at a random
+            moment: pages that did not come back, resident memory after a tenth and at the end
+
+Reference: with `streams` and `soak`, every answer's text is what the engine gives for its prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import kvgraph
+from benchmarks.serve_client import NEW, Answer, arriving, ask, resident, server, together
+from benchmarks.start import TINY_LLAMA
+from benchmarks.step import SHAPE, built
+
+STREAMS, PROMPT = 32, 64
+PARTS = ("streams", "first", "load", "overload", "soak")
+LONG_PROMPTS = (64, 512)
+VOCAB: int = SHAPE["vocab_size"]
+
+ENGINE = """
+import json, sys, time
+import kvgraph
+job = json.loads(sys.stdin.readline())
+engine = kvgraph.Engine(job["artifact"], max_batch_size=64)
+params = kvgraph.SamplingParams(max_new_tokens=job["new"], ignore_eos=True)
+engine.generate([[5, 6, 7]], params)
+print("ready", flush=True)
+for line in sys.stdin:
+    prompts = json.loads(line)
+    start = time.perf_counter()
+    if len(prompts) == 1:
+        next(engine.stream(prompts[0], params))
+        found = [time.perf_counter() - start, []]
+    else:
+        done = engine.generate(prompts, params)
+        found = [time.perf_counter() - start, [each.text for each in done]]
+    print(json.dumps(found), flush=True)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("artifact", nargs="?", type=Path)
+    parser.add_argument("--part", action="append", choices=PARTS, help="[default: all]")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60, help="of load and of overload")
+    parser.add_argument("--requests", type=int, default=10_000, help="of soak")
+    parser.add_argument("--json", action="store_true", help="figures as JSON")
+    args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        parts = args.part or PARTS
+        figures = {}
+        if set(parts) - {"soak"}:
+            artifact = args.artifact or stack.enter_context(served_shape())
+            figures = measure(artifact, parts, args.repeats, args.seconds)
+        if "soak" in parts:
+            tiny = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny.kvg"
+            kvgraph.compile(TINY_LLAMA, tiny, page_size=16)
+            figures["soak"] = soak(tiny, random.Random(0), args.requests)
+    print(json.dumps(figures, indent=2) if args.json else f"{__doc__.strip()}\n\n{table(figures)}")
+
+
+@contextlib.contextmanager
+def served_shape() -> Iterator[Path]:
+    """Every token of the model's vocabulary is a word: each has a text, whatever is generated."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.decoder = decoders.Replace("w", " w")
+    with tempfile.TemporaryDirectory() as name:
+        words.save(str(Path(name) / "tokenizer.json"))
+        with built("int8", tokenizer=Path(name) / "tokenizer.json") as artifact:
+            yield artifact
+
+
+def measure(
+    artifact: Path, parts: Sequence[str], repeats: int, seconds: float
+) -> dict[str, dict[str, float]]:
+    figures: dict[str, dict[str, float]] = {}
+    rng = random.Random(0)
+    if "streams" in parts or "overload" in parts:
+        figures["streams"] = streams(artifact, rng, repeats)
+    if "first" in parts:
+        figures["first"] = first(artifact, rng, repeats)
+    if "load" in parts:
+        figures["load"] = load(artifact, rng, seconds)
+    if "overload" in parts:
+        rate = 4 * figures["streams"]["server tokens/s"] / NEW
+        figures["overload"] = overload(artifact, rng, rate, seconds)
+    return figures
+
+
+def streams(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
+    own, served, equal = [], [], 0
+    with engine(artifact) as ask, server(artifact) as (port, _):
+        asyncio.run(together(port, prompts_of(rng, 2), NEW))
+        for _ in range(repeats):
+            prompts = prompts_of(rng, STREAMS)
+            seconds, texts = ask(prompts)
+            own.append(STREAMS * NEW / seconds)
+            start = time.perf_counter()
+            answers = asyncio.run(together(port, prompts, NEW))
+            seconds = time.perf_counter() - start
+            served.append(sum(a.usage["completion_tokens"] for a in answers) / seconds)
+            equal += sum(a.text == text for a, text in zip(answers, texts, strict=True))
+    return {
+        "engine tokens/s": statistics.median(own),
+        "server tokens/s": statistics.median(served),
+        "share": statistics.median(b / a for a, b in zip(own, served, strict=True)),
+        "answers equal to the engine's": equal / (repeats * STREAMS),
+    }
+
+
+def first(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
+    """In blocks of 20: a request right behind one of the other process finds the caches cold."""
+    own, served = [], []
+    with engine(artifact) as ask_engine, server(artifact) as (port, _):
+        for _ in range(repeats):
+            prompts = [prompts_of(rng, 1) for _ in range(44)]
+            block = [ask_engine(prompt)[0] * 1e3 for prompt in prompts[:22]]
+            own += block[2:]
+            answers = [asyncio.run(together(port, prompt, 2))[0] for prompt in prompts[22:]]
+            served += [(answer.news[0] - answer.sent) * 1e3 for answer in answers[2:]]
+    return {
+        "engine ms": statistics.median(own),
+        "server ms": statistics.median(served),
+        "added ms": statistics.median(served) - statistics.median(own),
+    }
+
+
+def load(artifact: Path, rng: random.Random, seconds: float) -> dict[str, float]:
+    with engine(artifact) as ask_engine:
+        many = [longer(rng) for _ in range(3 * STREAMS)]
+        rate = 0.8 * len(many) / ask_engine(many)[0]
+    with server(artifact) as (port, _):
+        answers = asyncio.run(arriving(port, rng, rate, seconds, longer))
+    done = [answer for answer in answers if answer.usage]
+    gaps = sorted(gap * 1e3 for answer in done for gap in answer.gaps)
+    waits = sorted((answer.news[0] - answer.sent) * 1e3 for answer in done)
+    return {
+        "requests/s": rate,
+        "answered": len(done) / len(answers),
+        "between tokens, median ms": quantile(gaps, 0.5),
+        "between tokens, 99th percentile ms": quantile(gaps, 0.99),
+        "99th percentile / median": quantile(gaps, 0.99) / quantile(gaps, 0.5),
+        "first token, median ms": quantile(waits, 0.5),
+        "first token, 99th percentile ms": quantile(waits, 0.99),
+    }
+
+
+def overload(artifact: Path, rng: random.Random, rate: float, seconds: float) -> dict[str, float]:
+    """The rows of the batch are full before: what runs is as large as it gets."""
+
+    async def run(port: int) -> tuple[list[Answer], list[Answer], float]:
+        prompts = prompts_of(rng, STREAMS)
+        running = [asyncio.ensure_future(ask(port, prompt, 2048)) for prompt in prompts]
+        await asyncio.sleep(seconds / 3)
+        begin = time.perf_counter()
+        came = await arriving(
+            port, rng, rate, seconds, lambda rng: prompts_of(rng, 1)[0], wait=False
+        )
+        for each in running:
+            each.cancel()
+        kept = [answer for answer in await asyncio.gather(*running) if answer]
+        return kept, came, begin
+
+    options = ["--max-queued-requests", "8", "--max-batch-size", str(STREAMS)]
+    with server(artifact, *options) as (port, _):
+        kept, came, begin = asyncio.run(run(port))
+    refused = sorted((a.head - a.sent) * 1e3 for a in came if a.status == 429)
+    before, meanwhile = [], []
+    for answer in kept:
+        for at, gap in zip(answer.news[1:], answer.gaps, strict=True):
+            (before if at < begin else meanwhile).append(gap * 1e3)
+    before, meanwhile = sorted(before), sorted(meanwhile)
+    return {
+        "requests/s": rate,
+        "refused (429)": len(refused) / len(came),
+        "429 after, median ms": quantile(refused, 0.5),
+        "429 after, 99th percentile ms": quantile(refused, 0.99),
+        "streams before, 99th percentile ms": quantile(before, 0.99),
+        "streams meanwhile, 99th percentile ms": quantile(meanwhile, 0.99),
+        "meanwhile / before": quantile(meanwhile, 0.99) / quantile(before, 0.99),
+    }
+
+
+def soak(artifact: Path, rng: random.Random, count: int) -> dict[str, float]:
+    """Prompts of 4 to 200 tokens of 100 kinds, so that many share pages."""
+    kinds = [[rng.randrange(3, 900) for _ in range(rng.randint(4, 200))] for _ in range(100)]
+    with engine(artifact, 32) as ask_engine:
+        _, texts = ask_engine(kinds)
+
+    async def one(port: int, turn: asyncio.Semaphore) -> bool | None:
+        async with turn:
+            kind = rng.randrange(len(kinds))
+            asking = asyncio.ensure_future(ask(port, kinds[kind], 32))
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.uniform(0, 0.3))
+                asking.cancel()
+            answer = await asking
+            return answer.text == texts[kind] if answer.usage else None
+
+    async def run(port: int, count: int) -> list[bool | None]:
+        turn = asyncio.Semaphore(64)
+        return await asyncio.gather(*(one(port, turn) for _ in range(count)))
+
+    # A pool that is short of pages: requests wait, and are preempted.
+    with server(artifact, "--num-pages", "300") as (port, process):
+        asyncio.run(run(port, count // 10))
+        begun = resident(process)
+        answers = asyncio.run(run(port, count))
+        time.sleep(1)
+        state = json.loads(urlopen(f"http://127.0.0.1:{port}/state").read())
+        return {
+            "answered": sum(answer is not None for answer in answers),
+            "left": sum(answer is None for answer in answers),
+            "answers unlike the engine's": sum(answer is False for answer in answers),
+            "pages not back": state["num_pages"] - state["num_free_pages"],
+            "resident after a tenth, MiB": begun,
+            "resident at the end, MiB": resident(process),
+        }
+
+
+# -- the engine alone, and prompts
+
+
+@contextlib.contextmanager
+def engine(artifact: Path, new: int = NEW) -> Iterator[Any]:
+    """Asks an engine in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENGINE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps({"artifact": str(artifact), "new": new}) + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "ready\n"
+
+    def ask_engine(prompts: list[list[int]]) -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(prompts) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    try:
+        yield ask_engine
+    finally:
+        process.stdin.close()
+        process.wait(30)
+
+
+def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
+    return [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(count)]
+
+
+def longer(rng: random.Random) -> list[int]:
+    return [rng.randrange(3, VOCAB) for _ in range(rng.randint(*LONG_PROMPTS))]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def table(figures: dict[str, dict[str, float]]) -> str:
+    lines = []
+    for part, rows in figures.items():
+        lines += [part, *(f"  {name:40} {value:10.3f}" for name, value in rows.items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A server in a process of its own, and a client of it that costs little: asyncio over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NEW = 128
+"""Tokens that a request generates."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request, as its client saw it: seconds of `time.perf_counter`."""
+
+    sent: float
+    status: int = 0
+    head: float = 0.0
+    """When the answer's status came."""
+    news: list[float] = field(default_factory=list)
+    """When frames with text came."""
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.news, self.news[1:], strict=False)]
+
+
+async def together(port: int, prompts: list[list[int]], new: int) -> list[Answer]:
+    return list(await asyncio.gather(*(ask(port, prompt, new) for prompt in prompts)))
+
+
+async def arriving(
+    port: int,
+    rng: random.Random,
+    rate: float,
+    seconds: float,
+    prompt: Callable[[random.Random], list[int]],
+    wait: bool = True,
+) -> list[Answer]:
+    """Requests at random moments, `rate` a second on the average; afterwards those that run are
+    waited for, or left."""
+    asked = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        asked.append(asyncio.ensure_future(ask(port, prompt(rng), NEW)))
+        await asyncio.sleep(rng.expovariate(rate))
+    if not wait:
+        for each in asked:
+            each.cancel()
+    return list(await asyncio.gather(*asked))
+
+
+async def ask(port: int, prompt: list[int], new: int) -> Answer:
+    """One stream; what came of it, where it is cancelled."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": new,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text = json.dumps(body).encode()
+    answer = Answer(time.perf_counter())
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(text)}\r\n\r\n"
+        answer.sent = time.perf_counter()
+        writer.write(head.encode() + text)
+        answer.status = int((await reader.readline()).split()[1])
+        answer.head = time.perf_counter()
+        while answer.status == 200 and (line := await reader.readline()):
+            if line.startswith(b"data: {"):
+                read(answer, json.loads(line[6:]))
+            elif line.startswith(b"data: [DONE]"):
+                break
+        writer.close()
+    except asyncio.CancelledError:
+        pass
+    return answer
+
+
+def read(answer: Answer, frame: dict[str, Any]) -> None:
+    if frame["choices"]:
+        answer.news.append(time.perf_counter())
+        answer.text += frame["choices"][0]["text"]
+    if frame.get("usage"):
+        answer.usage = frame["usage"]
+
+
+@contextlib.contextmanager
+def server(artifact: Path, *options: str) -> Iterator[tuple[int, int]]:
+    """Its port, and its process."""
+    command = [sys.executable, "-m", "kvgraph", "serve", str(artifact), "--port", "0"]
+    command += ["--drain-seconds", "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    port = 0
+    for line in process.stderr:
+        said = json.loads(line)
+        port = int(said["url"].rpartition(":")[2]) if said.get("url") else port
+        if said.get("event") == "ready":
+            break
+    drained = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+    try:
+        yield port, process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        drained.wait(30)
+
+
+def resident(process: int) -> float:
+    """MiB."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,0 +1,146 @@
+"""The command `kvgraph chat`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvgraph.cli.console import stderr
+from kvgraph.cli.options import (
+    ArtifactFolder,
+    MaxNewTokens,
+    NumPages,
+    Seed,
+    SessionName,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    Verify,
+)
+from kvgraph.errors import KVGraphError, RequestError
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.sampling import SamplingParams
+
+
+def chat(
+    artifact: ArtifactFolder,
+    system: Annotated[
+        str | None, typer.Option(help="Text that the model reads before the first message.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    session: SessionName = None,
+    num_pages: NumPages = None,
+    threads: Threads = None,
+    verify: Verify = False,
+) -> None:
+    """Chat with a model: each line is a message, each answer streams to stdout.
+
+    /clear begins a new talk, /quit or Ctrl-D ends it. Ctrl-C stops an answer.
+    """
+    from kvgraph.runtime.artifact import load
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.sampling import SamplingParams
+
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    with stderr.status("loading the artifact"):
+        engine = Engine(
+            load(artifact, verify=verify or None),
+            session=session,
+            num_pages=num_pages,
+            max_batch_size=1,
+            num_threads=threads,
+        )
+    talk = Talk(engine, sampling, system)
+    for line in _typed() if talk.is_live else _piped():
+        if line == "/quit":
+            break
+        if line == "/clear":
+            talk.clear()
+        elif line.strip():
+            talk.answer(line)
+
+
+class Talk:
+    """The messages so far, which the next answer follows.
+
+    `is_live`: there is a user at a terminal, who sees errors and figures, and may stop an answer.
+    """
+
+    def __init__(self, engine: Engine, sampling: SamplingParams, system: str | None) -> None:
+        self.engine, self.sampling = engine, sampling
+        self.is_live = sys.stdin.isatty() and sys.stdout.isatty()
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages = list(self._first)
+
+    def answer(self, text: str) -> None:
+        """Write the answer to a message; both join the talk, unless the message is refused."""
+        try:
+            self._answer([*self.messages, {"role": "user", "content": text}])
+        except KVGraphError as error:
+            if not self.is_live:
+                raise
+            stderr.print(f"kvgraph: {error}", soft_wrap=True)
+
+    def _answer(self, asked: list[dict[str, str]]) -> None:
+        prompt = self.engine.apply_chat_template(asked)
+        start, before = time.perf_counter(), self.engine.generated_tokens
+        said = ""
+        try:
+            for piece in self.engine.stream(prompt, self.sampling):
+                said += piece
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            if not self.is_live:
+                raise
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+        if self.is_live:
+            count, seconds = self.engine.generated_tokens - before, time.perf_counter() - start
+            stderr.print(f"{count} tokens, {count / seconds:.1f} tokens/s", style="dim")
+
+
+def _typed() -> Iterator[str]:
+    """Lines of a user at a terminal, until Ctrl-D. Ctrl-C gives up the line alone."""
+    with suppress(ImportError):  # not on every system
+        import readline  # noqa: F401  # from here on `input` edits lines and remembers them
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            continue
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+        yield line
+
+
+def _piped() -> Iterator[str]:
+    try:
+        for line in sys.stdin:
+            yield line.removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin: expected text in UTF-8, got {error}") from error

@@ -1,0 +1,156 @@
+"""`kvgraph chat`: messages from a pipe, and a user at a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvgraph import Engine, SamplingParams
+from tests.support.artifacts import Compiled
+from tests.support.command_line import COMMAND, Outcome, run
+
+SHORT = ("--max-new-tokens", 12)
+QUESTION, SECOND = "What is a class?", "And a function?"
+
+
+@pytest.fixture(scope="module")
+def artifact(compiled: Compiled) -> Path:
+    return compiled("tiny-llama")
+
+
+def piped(
+    monkeypatch: pytest.MonkeyPatch, artifact: Path, stdin: bytes | str, *options: object
+) -> Outcome:
+    content = stdin if isinstance(stdin, bytes) else stdin.encode()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    return run("chat", artifact, *SHORT, *options)
+
+
+def answers(artifact: Path, *questions: str, system: str | None = None) -> list[str]:
+    """Of the engine itself, asked one after the other in one talk."""
+    engine = Engine(artifact, num_pages=100)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    texts = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        texts.append(engine.chat(messages, SamplingParams(max_new_tokens=12)).text)
+        messages.append({"role": "assistant", "content": texts[-1]})
+    return texts
+
+
+def test_lines_are_messages_of_one_talk(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the answers; empty lines are none, and the last line needs no end."""
+    outcome = piped(monkeypatch, artifact, f"{QUESTION}\n\n  \n{SECOND}")
+    first, second = answers(artifact, QUESTION, SECOND)
+    assert outcome == (0, f"{first}\n{second}\n", "")
+    assert second != answers(artifact, SECOND)[0]
+
+
+def test_clear_begins_again_behind_the_system_message(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = f"{QUESTION}\n/clear\n{SECOND}\n/quit\n{QUESTION}\n"
+    outcome = piped(monkeypatch, artifact, lines, "--system", "Be brief.")
+    first, second = (answers(artifact, text, system="Be brief.")[0] for text in (QUESTION, SECOND))
+    assert outcome == (0, f"{first}\n{second}\n", "")
+    assert first != answers(artifact, QUESTION)[0]
+
+
+def test_sampling(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--seed")
+    first, again, other = (
+        piped(monkeypatch, artifact, QUESTION, *hot, seed).out for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (b"\xff\n", r"stdin: expected text in UTF-8, got .*"),
+        ("word " * 3000, r"request .*: expected a prompt of at most 2047 tokens .*"),
+    ],
+)
+def test_what_a_pipe_cannot_bring(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, stdin: bytes | str, message: str
+) -> None:
+    outcome = piped(monkeypatch, artifact, stdin)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert re.fullmatch(f"kvgraph: {message}\n", outcome.err)
+
+
+def test_an_artifact_without_a_template(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = piped(monkeypatch, compiled("llama"), QUESTION)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert re.match(r"kvgraph: .*: expected a chat template in .*, got none; pass", outcome.err)
+
+
+# -- a terminal
+
+
+class Terminal:
+    """A process at a terminal of its own."""
+
+    def __init__(self, *command: str) -> None:
+        self._file, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=os.environ | {"TERM": "dumb"}
+        )
+        os.close(slave)
+
+    def type(self, text: str) -> None:
+        os.write(self._file, text.encode())
+
+    def until(self, end: str) -> str:
+        """What is shown from here to `end`."""
+        shown = ""
+        while not shown.endswith(end):
+            shown += os.read(self._file, 1).decode(errors="replace")
+        return shown
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._file)
+
+
+@pytest.fixture
+def terminal(artifact: Path) -> Iterator[Terminal]:
+    options = ("--max-new-tokens", "1900", "--temperature", "2", "--seed", "1")
+    with closing(Terminal(*COMMAND, "chat", str(artifact), *options)) as opened:
+        opened.until("> ")
+        yield opened
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_the_talk(terminal: Terminal) -> None:
+    terminal.type(f"{QUESTION}\n")
+    assert terminal.until(QUESTION)
+    terminal.until(" ")  # of the answer
+    terminal.process.send_signal(signal.SIGINT)
+    shown = terminal.until("tokens/s")
+    count = re.search(r"(\d+) tokens, [\d.]+ tokens/s$", shown)
+    assert count is not None
+    assert 0 < int(count[1]) < 1900
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(60) == 0
+
+
+def test_a_message_that_is_refused_ends_no_talk(terminal: Terminal) -> None:
+    long = "☃" * 1000  # 3 tokens each, and no more bytes than a terminal takes at once
+    terminal.type(f"{long}\n")
+    terminal.until("expected a prompt of at most 2047 tokens")
+    terminal.until("> ")
+    terminal.type("/quit\n")
+    assert terminal.process.wait(60) == 0
