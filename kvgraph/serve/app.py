@@ -35,9 +35,6 @@ from kvgraph.serve.protocol import (
 from kvgraph.serve.service import Service
 from kvgraph.serve.state import state_of
 
-OPEN_PATHS = ("/", "/health", "/ready")
-"""Answered without a key."""
-
 JSON = "application/json"
 
 Events = Callable[[Job, Generation], AsyncIterator[bytes]]
@@ -227,7 +224,7 @@ class EventStream(Response):
         send_seconds: float,
         log: Callable[[], None],
     ) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__()
         self._frames = frames
         self._generation = generation
         self._send_seconds = send_seconds
@@ -236,9 +233,7 @@ class EventStream(Response):
         self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        headers += [pair for pair in self.raw_headers if pair[0] in KEPT_HEADERS]
-        sending = asyncio.ensure_future(self._send(send, headers))
+        sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_gone_from(receive))
         try:
             await self._ended(sending, leaving)
@@ -261,8 +256,8 @@ class EventStream(Response):
                 return
             stuck_at = self._num_sent
 
-    async def _send(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         async for frame in self._frames:
             self._is_sending = True
             await send({"type": "http.response.body", "body": frame, "more_body": True})
@@ -271,7 +266,11 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-KEPT_HEADERS = (b"cache-control", b"x-accel-buffering")
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy hands each frame on as it comes
+]
 
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "

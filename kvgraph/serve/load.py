@@ -84,9 +84,9 @@ class Admission:
 
         What an empty queue cannot hold is let through: it is refused by its size, or never.
         """
-        too_many = self.num_open + count > self._rows + self._most_requests
-        too_long = self.queued_tokens + tokens > self._most_tokens
-        if self.num_open and (too_many or too_long):
+        too_many = self.num_open and self.num_open + count > self._rows + self._most_requests
+        too_long = self.queued_tokens and self.queued_tokens + tokens > self._most_tokens
+        if too_many or too_long:
             raise ServeError(
                 429,
                 f"queue: expected at most {self._most_requests} requests and {self._most_tokens} "
