@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,10 +159,13 @@ def test_a_full_queue_refuses_before_any_header(artifact: Path, tmp_path: Path) 
 def test_prompts_that_wait_are_bounded(artifact: Path, tmp_path: Path) -> None:
     arguments = ("--max-batch-size", 1, "--max-queued-tokens", 100, "--threads", 1)
     with serving(tmp_path / "log", artifact, *arguments) as server:
-        server.complete([5] * 500)  # alone it is let through
-        with stream_of(server):
-            answer = server.post("/v1/completions", {"prompt": [5] * 101})
-            assert "got 1 and 101 more to 0 and 0" in refusal(answer, 429)
+        with ThreadPoolExecutor() as pool, stream_of(server):
+            waiting = pool.submit(server.complete, [5] * 500)  # alone in the queue it may wait
+            while not server.state()["num_queued"]:
+                time.sleep(0.01)
+            answer = server.post("/v1/completions", {"prompt": [5] * 2})
+            assert "got 1 and 2 more to 1 and 500" in refusal(answer, 429)
+        assert waiting.result()["usage"]["prompt_tokens"] == 500
 
 
 def test_what_never_fits_is_refused(artifact: Path, tmp_path: Path) -> None:
