@@ -56,10 +56,23 @@ JSON = st.recursive(
 
 def replaced(path: str) -> st.SearchStrategy[bytes]:
     """A request that is valid but for one field, which may be another one's name."""
-    names = sorted(VALID[path] | {"guided_json": 0, "guided_regex": 0, "unknown": 0})
-    return st.tuples(st.sampled_from(names), JSON).map(
-        lambda pair: dumped(VALID[path] | {pair[0]: pair[1]})
-    )
+    fields = VALID[path] | {"guided_json": True, "guided_regex": "a", "unknown": 0}
+    changes = [
+        (like(value) | JSON).map(lambda value, name=name: {name: value})
+        for name, value in fields.items()
+    ]
+    return st.one_of(changes).map(lambda change: dumped(VALID[path] | change))
+
+
+def like(value: object) -> st.SearchStrategy[Any]:
+    """Of the same type, in range or not."""
+    if isinstance(value, bool):
+        return st.booleans()
+    if isinstance(value, int):
+        return st.integers(-1, 40)
+    if isinstance(value, float):
+        return st.floats(-0.5, 2.5)
+    return st.text(max_size=20) if isinstance(value, str) else st.just(value)
 
 
 def dumped(body: object) -> bytes:
@@ -82,6 +95,8 @@ REQUESTS = st.sampled_from(sorted(VALID)).flatmap(
 
 def post_many(server: Server, count: int) -> None:
     """Each is answered, or refused with a sentence; afterwards every page is back."""
+    for path, body in VALID.items():
+        assert server.post(path, body).status_code == 200
 
     @settings(
         max_examples=count,
