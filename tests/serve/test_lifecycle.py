@@ -164,7 +164,7 @@ def test_prompts_that_wait_are_bounded(artifact: Path, tmp_path: Path) -> None:
             while not server.state()["num_queued"]:
                 time.sleep(0.01)
             answer = server.post("/v1/completions", {"prompt": [5] * 2})
-            assert "got 1 and 2 more to 1 and 500" in refusal(answer, 429)
+            assert "100 tokens of prompts waiting, got" in refusal(answer, 429)
         assert waiting.result()["usage"]["prompt_tokens"] == 500
 
 
