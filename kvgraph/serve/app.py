@@ -24,7 +24,7 @@ from kvgraph.serve.completions import answer_completion, completion_events, comp
 from kvgraph.serve.errors import ServeError, error_body
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.jobs import Job
-from kvgraph.serve.log import log_request
+from kvgraph.serve.log import log_refusal, log_request
 from kvgraph.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -172,19 +172,19 @@ class Endpoints:
 
         try:
             await generation.start(job.prompts, job.params, job.salt, options.max_unread_tokens)
-        except ServeError as error:
-            log(error.status)
-            raise
-        if job.streams:
-            frames = events(job, generation)
-            return EventStream(frames, generation, options.send_seconds, lambda: log(200))
-        try:
+            if job.streams:
+                frames = events(job, generation)
+                return EventStream(frames, generation, options.send_seconds, lambda: log(200))
             body = await _unless_gone(request, answer(job, generation))
         except ServeError as error:
+            if error.status == 500 and self._service.is_draining:
+                error.status = 503  # the drain cut it
             log(error.status)
+            error.is_logged = True
             raise
         finally:
-            generation.close()
+            if not job.streams:
+                generation.close()
         log(200)
         return Response(encoded(body), media_type=JSON)
 
@@ -299,6 +299,8 @@ async def _unless_gone(request: Request, work: Awaitable[dict[str, Any]]) -> dic
 
 
 async def _refused(request: Request, error: ServeError) -> Response:
+    if not error.is_logged:
+        log_refusal(request.url.path, error.status)
     return Response(error.body(), error.status, headers=error.headers())
 
 

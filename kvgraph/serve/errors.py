@@ -19,6 +19,7 @@ class ServeError(Exception):
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.is_logged = False
 
     def body(self) -> bytes:
         return error_body(self.status, self.message, self.param)

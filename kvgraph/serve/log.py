@@ -34,5 +34,10 @@ def log_request(
     write_line(line)
 
 
+def log_refusal(path: str, status: int) -> None:
+    """Of a request that was refused before anything of it was known; the answer says why."""
+    write_line({"time": round(time.time(), 3), "path": path, "status": status})
+
+
 def write_line(line: dict[str, Any]) -> None:
     sys.stderr.write(encoded(line).decode() + "\n")

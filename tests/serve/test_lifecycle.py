@@ -92,10 +92,14 @@ def test_a_server_that_drains_finishes_what_runs(artifact: Path, tmp_path: Path)
 def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
     arguments = (artifact, "--threads", 1, "--drain-seconds", 0)
     with serving(tmp_path / "log", *arguments) as server:
-        with stream_of(server) as lines:
+        with ThreadPoolExecutor() as pool, stream_of(server) as lines:
+            whole = pool.submit(server.post, "/v1/completions", WAITING | {"stream": False})
+            while server.state()["num_running"] < 2:
+                time.sleep(0.001)
             server.terminate()
             last = frames(lines)[-1]
         assert "the engine was closed" in last["error"]["message"]
+        assert "the engine was closed" in refusal(whole.result(), 503)
         assert server.process.wait(SECONDS) == 0
 
 
