@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -41,7 +42,8 @@ def test_a_backend_of_another_package(
     assert "intact" in command("verify", out)
     prompt = ("The", "--max-new-tokens", 12, "--json")
     ours = command("generate", compiled("tiny-llama", dtype="float32", weights="fp32"), *prompt)
-    assert command("generate", out, *prompt) == ours
+    theirs = command("generate", out, *prompt)
+    assert json.loads(theirs)["token_ids"] == json.loads(ours)["token_ids"]
 
     with pytest.raises(kvgraph.ArtifactError, match=r"manifest.json: backend: .* got 'eager'"):
         kvgraph.load(out)

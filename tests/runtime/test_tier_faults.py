@@ -184,7 +184,7 @@ def test_the_command_line_says_it_in_one_line(artifact: Artifact, dead_server: s
     first, *rest = done.stderr.splitlines()
     assert first.startswith("warning: remote tier 127.0.0.1:")
     assert first.endswith("Connection refused; it is missed until it can be used")
-    assert len(rest) == 1, "how fast it was"
+    assert len(rest) == 2, "how fast prompt and generation were"
 
 
 def test_pages_outlive_the_process_that_computed_them(artifact: Artifact, tmp_path: Path) -> None:
