@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvgraph.errors import RequestError
@@ -319,6 +319,14 @@ actions = st.lists(
 )
 
 
+@example(  # the third is passed by, and admitted when the fourth runs
+    actions=[("submit", [0] * length, new, []) for length, new in ((2, 1), (5, 1), (5, 1), (1, 2))],
+    pages=4,
+    budget=5,
+    rows=2,
+    prefix=True,
+    windows=(None,),
+)
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=actions,
