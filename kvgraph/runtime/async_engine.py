@@ -264,6 +264,8 @@ class AsyncEngine:
                 raised = not raised
             self.after_step(tokens)
             self._post(tokens)
+        while not self._inbox.empty():  # somebody may wait for a `call`
+            self._inbox.get()()
         with suppress(Exception):  # what was cancelled since the last step
             self.engine._settle()
         self.engine.close()

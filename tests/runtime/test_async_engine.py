@@ -243,6 +243,23 @@ def test_closing_cancels_what_is_open(engine: Engine) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_call_sees_the_engine_between_steps(engine: Engine) -> None:
+    async def task(shared: AsyncEngine) -> None:
+        stream = await shared.submit(PROMPTS[0], greedy(400))
+        assert await shared.call(lambda own: own.stats().num_running) == 1
+        with pytest.raises(ZeroDivisionError):
+            await shared.call(lambda own: 1 // 0)
+        pending = asyncio.ensure_future(shared.call(lambda own: own.model.vocab_size))
+        await asyncio.sleep(0)
+        await shared.close()
+        assert await pending == engine.model.vocab_size
+        assert stream.has_ended
+        with pytest.raises(RequestError, match="AsyncEngine.call: expected a running engine"):
+            await shared.call(lambda own: None)
+
+    use(engine, task)
+
+
 def test_sampling_is_repeatable(engine: Engine) -> None:
     sampled = SamplingParams(max_new_tokens=8, temperature=1.0, seed=7, ignore_eos=True)
 
