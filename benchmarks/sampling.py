@@ -80,7 +80,7 @@ def measure(rows: int, vocab: int) -> dict[str, dict[str, float]]:
         calls[name] = lambda sources=sources: sample(logits, sources)
     for most in (0, 20):
         asked = [(row, int(logits[row].argmax()), most) for row in range(rows)]
-        calls[f"logprobs={most}, besides"] = lambda asked=asked: score(logits, asked)
+        calls[f"logprobs={most}, in addition"] = lambda asked=asked: score(logits, asked)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""The server beside its engine: `python -m benchmarks.serve [ARTIFACT] [--part PART ...] [--json]`.
+"""The server and its engine: `python -m benchmarks.serve [ARTIFACT] [--part PART ...] [--json]`.
 
 Method: the server is a process of its own, the client another one on the same machine (asyncio over
 plain sockets, which costs less than an HTTP library); the artifact is a Llama of 246M parameters in

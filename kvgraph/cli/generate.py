@@ -12,9 +12,13 @@ import typer
 from kvgraph.cli.console import print_json, stderr
 from kvgraph.cli.options import (
     ArtifactFolder,
+    DiskBytes,
+    DiskFolder,
+    HostMemory,
     Json,
     MaxNewTokens,
     NumPages,
+    RemoteServer,
     Seed,
     SessionName,
     Temperature,
@@ -48,16 +52,10 @@ def generate(
     prefix: Annotated[
         Path | None, typer.Option(help="File of kvgraph prefill; PROMPT continues its text.")
     ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
-    ] = None,
-    disk: Annotated[
-        Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
-    ] = None,
-    disk_bytes: Annotated[str, typer.Option(help="Size limit of --disk.")] = "16GiB",
-    remote: Annotated[
-        str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
-    ] = None,
+    host_memory: HostMemory = None,
+    disk: DiskFolder = None,
+    disk_bytes: DiskBytes = "16GiB",
+    remote: RemoteServer = None,
     threads: Threads = None,
     verify: Verify = False,
     json: Json = False,

@@ -45,3 +45,14 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 SessionName = Annotated[
     str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")
 ]
+
+HostMemory = Annotated[
+    str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
+]
+DiskFolder = Annotated[
+    Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
+]
+DiskBytes = Annotated[str, typer.Option(help="Size limit of --disk.")]
+RemoteServer = Annotated[
+    str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
+]

@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli.options import ArtifactFolder, NumPages, Threads, Verify
+from kvgraph.cli.options import (
+    ArtifactFolder,
+    DiskBytes,
+    DiskFolder,
+    HostMemory,
+    NumPages,
+    RemoteServer,
+    Threads,
+    Verify,
+)
 from kvgraph.errors import MissingDependencyError, RequestError
 
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -49,16 +58,10 @@ def serve(
     ] = 48,
     num_pages: NumPages = None,
     cache_memory: Annotated[str, typer.Option(help="Memory of the pool, such as 4GiB.")] = "1GiB",
-    host_memory: Annotated[
-        str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
-    ] = None,
-    disk: Annotated[
-        Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
-    ] = None,
-    disk_bytes: Annotated[str, typer.Option(help="Size limit of --disk.")] = "16GiB",
-    remote: Annotated[
-        str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
-    ] = None,
+    host_memory: HostMemory = None,
+    disk: DiskFolder = None,
+    disk_bytes: DiskBytes = "16GiB",
+    remote: RemoteServer = None,
     threads: Threads = None,
     verify: Verify = False,
 ) -> None:

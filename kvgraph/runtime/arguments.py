@@ -27,7 +27,7 @@ LARGEST_BIAS = 100.0
 def integer(
     name: str, value: object, least: int, most: int | None = None, *, or_else: str = ""
 ) -> int:
-    """`value` as an int of `least` to `most`; `or_else` is what is allowed besides."""
+    """`value` as an int of `least` to `most`; `or_else` is what else is allowed."""
     number = _index(value)
     if number is None:
         raise RequestError(f"{name}: expected an integer >= {least}{or_else}, got {said(value)}")

@@ -60,7 +60,7 @@ class TokenStream:
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens have come that nobody has taken."""
+        """Whether tokens have come that were not taken."""
         return bool(self._unread)
 
     def take(self) -> list[Token]:
@@ -312,7 +312,7 @@ class AsyncEngine:
             return
         try:
             self._loop.call_soon_threadsafe(self._deliver, tokens)
-        except RuntimeError:  # the loop is closed: nobody is left to read
+        except RuntimeError:  # the loop is closed: no task is left to read
             self._is_stopped = True
 
 

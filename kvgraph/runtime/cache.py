@@ -57,7 +57,7 @@ def make_cache(
             params, session, pages, max_batch_size=most, max_seq_len=longest, **options
         )
     session.require_symbols(kv.input_symbols()[0])
-    # Besides a row for each request; a graph may be built for less.
+    # In addition to a row for each request; a graph may be built for less.
     scored = min(SCORED_TOKENS, session.limits.get(NUM_LOGITS, rows + SCORED_TOKENS) - rows)
     scheduler = Scheduler(kv, rows, tokens, scored, batch.max_prefill_tokens)
     if not captures:

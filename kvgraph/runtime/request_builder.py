@@ -104,13 +104,13 @@ class RequestBuilder:
         """`n` requests of one prompt. The first asks about the prompt, for all of them."""
         if not isinstance(sampling, SamplingParams) or sampling.n == 1:
             return [self.request(new_id(), prompt, sampling)]
-        own, requests = replace(sampling, n=1), []
-        for i in range(sampling.n):
-            requests.append(self.request(new_id(), prompt, own))
-            requests[i].index = i
-            prompt = requests[0].context.tokens.tolist()
-            seed = None if sampling.seed is None else sampling.seed + i + 1
-            own = replace(own, seed=seed, prompt_logprobs=None)
+        first, *others = sampling.each()
+        requests = [self.request(new_id(), prompt, first)]
+        tokens = requests[0].context.tokens.tolist()
+        for index, own in enumerate(others, 1):
+            own = replace(own, prompt_logprobs=None)
+            requests.append(self.request(new_id(), tokens, own))
+            requests[index].index = index
         return requests
 
     def _check(self, request_id: str, tokens: list[int]) -> None:

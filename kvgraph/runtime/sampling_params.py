@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import RequestError
@@ -143,6 +143,13 @@ class SamplingParams:
                 f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, "
                 f"got {self.min_new_tokens}"
             )
+
+    def each(self) -> list[SamplingParams]:
+        """Of each of the `n` completions of a prompt: number i has seed + i."""
+        one = replace(self, n=1)
+        if self.seed is None:
+            return [one] * self.n
+        return [replace(one, seed=self.seed + i) for i in range(self.n)]
 
     @property
     def grammar(self) -> Grammar | None:

@@ -21,6 +21,11 @@ def event(body: object) -> bytes:
     return b"data: " + encoded(body) + b"\n\n"
 
 
+def failure(why: str) -> bytes:
+    """The event of a choice that failed on its own."""
+    return event({"error": {"message": why, "type": "server_error", "code": 500}})
+
+
 def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, Any]:
     prompt = generation.prompt_tokens
     generated = 0 if drops_output else generation.generated_tokens

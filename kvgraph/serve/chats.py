@@ -8,10 +8,10 @@ from typing import Any
 
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.answers import DONE, chat_logprobs, event, text_of, usage_of
+from kvgraph.serve.answers import DONE, chat_logprobs, event, failure, text_of, usage_of
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Job, each_seeded, require_output_room
+from kvgraph.serve.jobs import Job, require_output_room
 from kvgraph.serve.protocol import ChatRequest, sampling_of
 from kvgraph.serve.service import Served, Service
 from kvgraph.serve.tools import Tools
@@ -42,7 +42,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
         "chatcmpl",
         given.model or service.name,
         [prompt],
-        each_seeded(params, given.num_each),
+        params.each(),
         salt_of(given.cache_salt),
         bool(given.stream),
         bool(given.stream_options and given.stream_options.include_usage),
@@ -69,17 +69,12 @@ async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[in
 
 async def answer_chat(job: Job, generation: Generation) -> dict[str, Any]:
     """All choices at once. ServeError (500) where one failed on its own."""
-    generated: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
-    async for fresh in generation:
-        for choice in fresh:
-            generated[choice.index] += choice.tokens
-    choices = [_whole(job, choice, generated[choice.index]) for choice in generation.choices]
+    pairs = zip(generation.choices, await generation.all_tokens(), strict=True)
+    choices = [_whole(job, choice, tokens) for choice, tokens in pairs]
     return {**job.head(OBJECT), "choices": choices, "usage": usage_of(generation)}
 
 
 def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, Any]:
-    if tokens[-1].error:
-        raise ServeError(500, tokens[-1].error)
     text, reason = text_of(tokens), tokens[-1].finish_reason
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if job.tools and (call := job.tools.call_in(text)):
@@ -109,7 +104,7 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
         for choice in fresh:
             tokens = choice.tokens
             if error := tokens[-1].error:
-                yield event({"error": {"message": error, "type": "server_error", "code": 500}})
+                yield failure(error)
                 continue
             text, reason = text_of(tokens), tokens[-1].finish_reason
             delta = {"content": text} if text else {}

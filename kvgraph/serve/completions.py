@@ -7,10 +7,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.answers import DONE, completion_logprobs, event, offsets_of, text_of, usage_of
+from kvgraph.serve.answers import (
+    DONE,
+    completion_logprobs,
+    event,
+    failure,
+    offsets_of,
+    text_of,
+    usage_of,
+)
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Echo, Job, each_seeded, require_output_room
+from kvgraph.serve.jobs import Echo, Job, require_output_room
 from kvgraph.serve.protocol import CompletionRequest, sampling_of
 from kvgraph.serve.service import Served, Service
 
@@ -59,7 +67,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         "cmpl",
         given.model or service.name,
         prompts,
-        each_seeded(params, given.num_each),
+        params.each(),
         salt_of(given.cache_salt),
         bool(given.stream),
         bool(given.stream_options and given.stream_options.include_usage),
@@ -82,18 +90,9 @@ async def _echo(served: Served, given: str | list[int], tokens: list[int], offse
 
 async def answer_completion(job: Job, generation: Generation) -> dict[str, Any]:
     """All choices at once. ServeError (500) where one failed on its own."""
-    generated: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
-    async for fresh in generation:
-        for choice in fresh:
-            generated[choice.index] += choice.tokens
-    choices = [_whole(job, choice, generated[choice.index]) for choice in generation.choices]
+    pairs = zip(generation.choices, await generation.all_tokens(), strict=True)
+    choices = [_piece(job, choice, tokens, None) for choice, tokens in pairs]
     return {**job.head(OBJECT), "choices": choices, "usage": _usage(job, generation)}
-
-
-def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, Any]:
-    if tokens[-1].error:
-        raise ServeError(500, tokens[-1].error)
-    return _piece(job, choice, tokens, None)
 
 
 def _usage(job: Job, generation: Generation) -> dict[str, Any]:
@@ -107,7 +106,7 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
     async for fresh in generation:
         for choice in fresh:
             if error := choice.tokens[-1].error:
-                yield event({"error": {"message": error, "type": "server_error", "code": 500}})
+                yield failure(error)
                 continue
             piece = _piece(job, choice, choice.tokens, lengths.get(choice.index))
             lengths[choice.index] = lengths.get(choice.index, 0) + len(piece["text"])

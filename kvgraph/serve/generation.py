@@ -50,7 +50,6 @@ class Generation:
         self._metrics = metrics
         self._news = asyncio.Event()
         self.choices: list[Choice] = []
-        self.arrived = perf_counter()
 
     async def start(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], salt: bytes, most: int
@@ -110,7 +109,18 @@ class Generation:
         if last.finish_reason:
             choice.is_over = True
             self._admission.leave()
-            self._metrics.ended(choice.stream.stats, choice.num_generated, last.finish_reason)
+            self._metrics.ended(choice.stream.stats, last.finish_reason)
+
+    async def all_tokens(self) -> list[list[Token]]:
+        """Of each choice, once all have ended. ServeError (500) where one failed on its own."""
+        found: dict[int, list[Token]] = {choice.index: [] for choice in self.choices}
+        async for fresh in self:
+            for choice in fresh:
+                found[choice.index] += choice.tokens
+        for tokens in found.values():
+            if error := tokens[-1].error:
+                raise ServeError(500, error)
+        return list(found.values())
 
     def close(self) -> None:
         """Cancel what has not ended. Idempotent."""
@@ -121,7 +131,7 @@ class Generation:
                 self._admission.leave()
                 if not choice.has_started:
                     self._admission.start(len(choice.prompt))
-                self._metrics.ended(choice.stream.stats, choice.num_generated, "abort")
+                self._metrics.ended(choice.stream.stats, "abort")
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,11 +1,11 @@
-"""A request that is understood: what is to be generated, and what the answer says besides."""
+"""A request that is understood: what is to be generated, and what the answer says with it."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvgraph.runtime.sampling_params import SamplingParams
@@ -52,13 +52,6 @@ class Job:
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def each_seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """One for each of `count` generations of a prompt: with seeds that follow each other."""
-    if params.seed is None:
-        return [params] * count
-    return [replace(params, seed=params.seed + index) for index in range(count)]
 
 
 def require_output_room(prompt: Sequence[int], wanted: int | None, longest: int) -> int:

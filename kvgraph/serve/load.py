@@ -1,4 +1,4 @@
-"""What the engine is doing, as its thread says after each step; and who may come in besides.
+"""What the engine is doing, as its thread says after each step; and which requests may follow.
 
 Decisions are made on the event loop, before any header is sent: from the last snapshot, less what
 was handed over since. The engine's own `alloc` has the last word; nothing is scheduled here.

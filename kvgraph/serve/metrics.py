@@ -85,7 +85,7 @@ class Metrics:
         for _ in range(count):
             self._seconds["inter_token_latency_seconds"].observe(seconds / count)
 
-    def ended(self, stats: RequestStats, generated: int, reason: str) -> None:
+    def ended(self, stats: RequestStats, reason: str) -> None:
         self._observe("e2e_request_latency_seconds", stats.total_seconds)
         self._observe("request_decode_time_seconds", stats.decode_seconds)
         self._success.labels(self._model, reason).inc()
@@ -113,22 +113,23 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._stats()
-        for name, text, value in (
-            ("num_requests_running", "Requests in the batch", now.num_running),
-            ("num_requests_waiting", "Requests in the queue", now.num_waiting),
-            ("kv_cache_usage_perc", "Share of the pages that requests hold", now.page_usage),
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "num_requests_running", "Requests in the batch", now.num_running),
+            (gauge, "num_requests_waiting", "Requests in the queue", now.num_waiting),
+            (gauge, "kv_cache_usage_perc", "Share of the pages that requests hold", now.page_usage),
+            (
+                counter,
+                "prefix_cache_queries",
+                "Tokens of prompts that were looked up",
+                now.prompt_tokens,
+            ),
+            (counter, "prefix_cache_hits", "Tokens of them that were cached", now.cached_tokens),
+            (counter, "num_preemptions", "Requests that gave up their pages", now.num_preemptions),
         ):
-            gauge = GaugeMetricFamily(f"{self._prefix}{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, text, value in (
-            ("prefix_cache_queries", "Tokens of prompts that were looked up", now.prompt_tokens),
-            ("prefix_cache_hits", "Tokens of them that were cached", now.cached_tokens),
-            ("num_preemptions", "Requests that gave up their pages", now.num_preemptions),
-        ):
-            counter = CounterMetricFamily(f"{self._prefix}{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+            metric = kind(f"{self._prefix}{name}", text, labels=["model_name"])
+            metric.add_metric([self._model], value)
+            yield metric
         config = GaugeMetricFamily(
             f"{self._prefix}cache_config_info", "The cache", labels=[*self._config, "model_name"]
         )

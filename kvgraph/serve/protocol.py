@@ -202,6 +202,7 @@ def sampling_of(
 
 
 COPIED = (
+    "n",
     "top_p",
     "seed",
     "stop",

@@ -84,7 +84,7 @@ void Editor::copy_allowed(const float* logits, int64_t vocab, const uint32_t* ma
   }
 }
 
-// Counts anew in each step: nothing is kept that an interrupted step would have to take back, and
+// Counts again in each step: nothing is kept that an interrupted step would have to take back, and
 // 4,096 tokens take a few microseconds. In float64, rounded once.
 void Editor::punish(const kvg_edits& edits) {
   counts_.resize(std::max(counts_.size(), row_.size()));
