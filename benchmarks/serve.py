@@ -1,9 +1,9 @@
 """The server and its engine: `python -m benchmarks.serve [ARTIFACT] [--part PART ...] [--json]`.
 
-Method: the server is a process of its own, the client another one on the same machine (asyncio over
-plain sockets, which costs less than an HTTP library); the artifact is a Llama of 246M parameters in
-int8 with random weights, compiled here where none is given. Prompts are random tokens, so that no
-prefix is shared; tokens are counted by `usage`. Parts:
+Method: the server is a process of its own, the client another one on the same machine (uvloop over
+plain sockets, frames are read after the end: it costs less than an HTTP library); the artifact is a
+Llama of 246M parameters in int8 with random weights, compiled here where none is given. Prompts are
+random tokens, so that no prefix is shared; tokens are counted by `usage`. Parts:
 
   streams   32 streams of 128 tokens behind prompts of 64, against `Engine.generate` of the same in
             a process without a server; turn by turn, medians
@@ -38,7 +38,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import kvgraph
-from benchmarks.serve_client import NEW, Answer, arriving, ask, resident, server, together
+from benchmarks.serve_client import NEW, Answer, arriving, ask, resident, run, server, together
 from benchmarks.start import TINY_LLAMA
 from benchmarks.step import SHAPE, built
 
@@ -124,13 +124,13 @@ def measure(
 def streams(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
     own, served, equal = [], [], 0
     with engine(artifact) as ask, server(artifact) as (port, _):
-        asyncio.run(together(port, prompts_of(rng, 2), NEW))
+        run(together(port, prompts_of(rng, 2), NEW))
         for _ in range(repeats):
             prompts = prompts_of(rng, STREAMS)
             seconds, texts = ask(prompts)
             own.append(STREAMS * NEW / seconds)
             start = time.perf_counter()
-            answers = asyncio.run(together(port, prompts, NEW))
+            answers = run(together(port, prompts, NEW))
             seconds = time.perf_counter() - start
             served.append(sum(a.usage["completion_tokens"] for a in answers) / seconds)
             equal += sum(a.text == text for a, text in zip(answers, texts, strict=True))
@@ -150,7 +150,7 @@ def first(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
             prompts = [prompts_of(rng, 1) for _ in range(44)]
             block = [ask_engine(prompt)[0] * 1e3 for prompt in prompts[:22]]
             own += block[2:]
-            answers = [asyncio.run(together(port, prompt, 2))[0] for prompt in prompts[22:]]
+            answers = [run(together(port, prompt, 2))[0] for prompt in prompts[22:]]
             served += [(answer.news[0] - answer.sent) * 1e3 for answer in answers[2:]]
     return {
         "engine ms": statistics.median(own),
@@ -164,7 +164,7 @@ def load(artifact: Path, rng: random.Random, seconds: float) -> dict[str, float]
         many = [longer(rng) for _ in range(3 * STREAMS)]
         rate = 0.8 * len(many) / ask_engine(many)[0]
     with server(artifact) as (port, _):
-        answers = asyncio.run(arriving(port, rng, rate, seconds, longer))
+        answers = run(arriving(port, rng, rate, seconds, longer))
     done = [answer for answer in answers if answer.usage]
     gaps = sorted(gap * 1e3 for answer in done for gap in answer.gaps)
     waits = sorted((answer.news[0] - answer.sent) * 1e3 for answer in done)
@@ -182,7 +182,7 @@ def load(artifact: Path, rng: random.Random, seconds: float) -> dict[str, float]
 def overload(artifact: Path, rng: random.Random, rate: float, seconds: float) -> dict[str, float]:
     """The rows of the batch are full before: what runs is as large as it gets."""
 
-    async def run(port: int) -> tuple[list[Answer], list[Answer], float]:
+    async def streams_and_more(port: int) -> tuple[list[Answer], list[Answer], float]:
         prompts = prompts_of(rng, STREAMS)
         running = [asyncio.ensure_future(ask(port, prompt, 2048)) for prompt in prompts]
         await asyncio.sleep(seconds / 3)
@@ -198,7 +198,7 @@ def overload(artifact: Path, rng: random.Random, rate: float, seconds: float) ->
     options = ["--max-queued-requests", "8", "--max-batch-size", str(STREAMS)]
     options += ["--cache-memory", "4GiB"]  # no stream is preempted
     with server(artifact, *options) as (port, _):
-        kept, came, begin = asyncio.run(run(port))
+        kept, came, begin = run(streams_and_more(port))
     refused = sorted((a.head - a.sent) * 1e3 for a in came if a.status == 429)
     before, meanwhile = [], []
     for answer in kept:
@@ -234,15 +234,15 @@ def soak(artifact: Path, rng: random.Random, count: int) -> dict[str, float]:
             answer = await asking
             return answer.text == texts[kind] if answer.usage else None
 
-    async def run(port: int, count: int) -> list[bool | None]:
+    async def all_of(port: int, count: int) -> list[bool | None]:
         turn = asyncio.Semaphore(64)
         return await asyncio.gather(*(one(port, turn) for _ in range(count)))
 
     # A pool that is short of pages: requests wait, and are preempted.
     with server(artifact, "--num-pages", "300") as (port, process):
-        asyncio.run(run(port, count // 10))
+        run(all_of(port, count // 10))
         begun = resident(process)
-        answers = asyncio.run(run(port, count))
+        answers = run(all_of(port, count))
         time.sleep(1)
         state = json.loads(urlopen(f"http://127.0.0.1:{port}/state").read())
         return {

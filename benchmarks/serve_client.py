@@ -1,4 +1,4 @@
-"""A server in a process of its own, and a client of it that costs little: asyncio over sockets."""
+"""A server in a process of its own, and a client of it that costs little: a protocol of uvloop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import uvloop
+
+T = TypeVar("T")
 
 NEW = 128
 """Tokens that a request generates."""
@@ -74,31 +78,77 @@ async def ask(port: int, prompt: list[int], new: int) -> Answer:
         "stream_options": {"include_usage": True},
     }
     text = json.dumps(body).encode()
-    answer = Answer(time.perf_counter())
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(text)}\r\n\r\n"
-        answer.sent = time.perf_counter()
-        writer.write(head.encode() + text)
-        answer.status = int((await reader.readline()).split()[1])
-        answer.head = time.perf_counter()
-        while answer.status == 200 and (line := await reader.readline()):
-            if line.startswith(b"data: {"):
-                read(answer, json.loads(line[6:]))
-            elif line.startswith(b"data: [DONE]"):
-                break
-        writer.close()
-    except asyncio.CancelledError:
-        pass
-    return answer
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(text)}\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    asked = time.perf_counter()
+    connection: Connection | None = None
+    with contextlib.suppress(asyncio.CancelledError):
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+        connection.send(head.encode() + text)
+        await connection.ended
+    if connection is None:
+        return Answer(asked)
+    connection.transport.close()
+    return connection.answer()
 
 
-def read(answer: Answer, frame: dict[str, Any]) -> None:
+class Connection(asyncio.Protocol):
+    """Keeps what came, and when: it is read after the end, so that the client stays cheap."""
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self._sent = 0.0
+        self._came: list[tuple[float, bytes]] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def send(self, request: bytes) -> None:
+        self._sent = time.perf_counter()
+        self.transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._came.append((time.perf_counter(), data))
+        is_first = len(self._came) == 1
+        if (is_first and not data.startswith(b"HTTP/1.1 200")) or b"data: [DONE]" in data:
+            self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def answer(self) -> Answer:
+        answer = Answer(self._sent)
+        if not self._came:
+            return answer
+        answer.head, first = self._came[0]
+        answer.status = int(first.split(maxsplit=2)[1])
+        rest = b""
+        for at, data in self._came:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    read(answer, at, json.loads(line[6:]))
+        return answer
+
+
+def read(answer: Answer, at: float, frame: dict[str, Any]) -> None:
     if frame["choices"]:
-        answer.news.append(time.perf_counter())
+        answer.news.append(at)
         answer.text += frame["choices"][0]["text"]
     if frame.get("usage"):
         answer.usage = frame["usage"]
+
+
+def run(task: Coroutine[Any, Any, T]) -> T:
+    """In the event loop that costs least."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(task)
 
 
 @contextlib.contextmanager

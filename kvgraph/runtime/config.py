@@ -101,7 +101,8 @@ class BatchConfig:
     longer prompt is processed in chunks. None: the session's `step_tokens`. What was compiled may
     bound both further; over a padded cache requests run one after the other.
     `max_prefill_tokens`: most tokens of prompts in a step in which other requests decode, so that
-    their next token does not wait for a whole prompt. None: no such limit.
+    their next token does not wait for a whole prompt. It has no effect while more requests wait
+    than decode, so that a burst begins together. None: no such limit.
     """
 
     max_batch_size: int = 64

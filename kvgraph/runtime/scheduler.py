@@ -147,7 +147,8 @@ class Scheduler:
 
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
     `scored_tokens` bounds those of prompts whose log-probabilities are asked for,
-    `max_prefill_tokens` those of all prompts where another row decodes (None: it does not).
+    `max_prefill_tokens` those of all prompts where at least as many rows decode as prompts wait
+    (None: it does not).
     Every queue is in the order of arrival.
     """
 
@@ -260,10 +261,14 @@ class Scheduler:
                 preempted = True
 
     def _prompt_budget(self, rows: Iterable[Request], budget: int) -> int:
-        """Tokens of prompts in a step with `rows`."""
-        if self.max_prefill_tokens is not None and any(map(_decodes, rows)):
-            return min(budget, self.max_prefill_tokens)
-        return budget
+        """Tokens of prompts in a step with `rows`: bounded where at least as many rows decode as
+        requests wait that have a row to come, so that a burst begins together."""
+        if self.max_prefill_tokens is None:
+            return budget
+        decoding = sum(map(_decodes, rows))
+        room = self.max_batch_size - self._num_claimed
+        waiting = min(len(self.waiting), room) + len(self.running) - decoding
+        return budget if waiting > decoding else min(budget, self.max_prefill_tokens)
 
     def _budget_left(self, rows: Sequence[Request]) -> int:
         """Tokens that may join `rows`, which have their active lengths."""

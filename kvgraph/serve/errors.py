@@ -45,7 +45,11 @@ KINDS = {
 """Status -> OpenAI's `type` and `code` of an error; others are the caller's mistake."""
 
 
+ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range(32), 127)}
+"""Control characters of what a client sent: a message that quotes it stays one line."""
+
+
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
     kind, code = KINDS.get(status, ("invalid_request_error", None))
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error = {"message": message.translate(ESCAPED), "type": kind, "param": param, "code": code}
     return msgspec.json.encode({"error": error})

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.stats import EngineStats, RequestStats
@@ -33,37 +41,46 @@ HISTOGRAMS = {
 """Name behind the prefix -> upper bounds in seconds."""
 
 
-class Metrics:
+class Buckets:
+    """A histogram's counts. One observation costs a bisection: a token is one."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float | None, count: int = 1) -> None:
+        """`count` of `seconds` each; nothing where it is not known."""
+        if seconds is not None:
+            self._counts[bisect_left(self._bounds, seconds)] += count
+            self._sum += seconds * count
+
+    def metric(self, name: str, model: str) -> HistogramMetricFamily:
+        metric = HistogramMetricFamily(
+            name, name.rpartition(":")[2].replace("_", " "), labels=["model_name"]
+        )
+        upto = [*map(floatToGoString, self._bounds), "+Inf"]
+        pairs = list(zip(upto, accumulate(self._counts), strict=True))
+        metric.add_metric([model], pairs, self._sum)
+        return metric
+
+
+class Metrics(Collector):
     """Counts of one server. The names are `<prefix><name>{model_name="..."}`."""
 
     def __init__(
         self, prefix: str, model: str, engine: Engine, stats: Callable[[], EngineStats]
     ) -> None:
-        self._registry = CollectorRegistry()
-        self._seconds = {
-            name: Histogram(
-                f"{prefix}{name}",
-                name.replace("_", " "),
-                ["model_name"],
-                buckets=bounds,
-                registry=self._registry,
-            ).labels(model)
-            for name, bounds in HISTOGRAMS.items()
-        }
-        self._prompt_tokens, self._generation_tokens = (
-            Counter(f"{prefix}{name}", text, ["model_name"], registry=self._registry).labels(model)
-            for name, text in (
-                ("prompt_tokens", "Tokens of prompts"),
-                ("generation_tokens", "Tokens that were generated"),
-            )
-        )
-        self._success = Counter(
-            f"{prefix}request_success",
-            "Requests that ended, by their reason",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
+        self._prefix = prefix
         self._model = model
+        self._seconds = {name: Buckets(bounds) for name, bounds in HISTOGRAMS.items()}
+        self._between = self._seconds["inter_token_latency_seconds"]
+        self._prompt_tokens = self._generation_tokens = 0
+        self._ended = dict.fromkeys(("stop", "length", "error", "abort"), 0)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
         self._registry.register(_EngineCollector(prefix, model, engine, stats))
 
     def text(self) -> bytes:
@@ -71,28 +88,43 @@ class Metrics:
         return generate_latest(self._registry)
 
     def submitted(self, prompt_tokens: int) -> None:
-        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_tokens += prompt_tokens
 
     def first_token(self, stats: RequestStats, count: int) -> None:
-        self._observe("time_to_first_token_seconds", stats.first_token_seconds)
-        self._observe("request_queue_time_seconds", stats.queue_seconds)
-        self._observe("request_prefill_time_seconds", stats.prefill_seconds)
-        self._generation_tokens.inc(count)
+        self._seconds["time_to_first_token_seconds"].observe(stats.first_token_seconds)
+        self._seconds["request_queue_time_seconds"].observe(stats.queue_seconds)
+        self._seconds["request_prefill_time_seconds"].observe(stats.prefill_seconds)
+        self._generation_tokens += count
 
     def next_tokens(self, count: int, seconds: float) -> None:
         """`count` tokens of one request came, `seconds` after those before them."""
-        self._generation_tokens.inc(count)
-        for _ in range(count):
-            self._seconds["inter_token_latency_seconds"].observe(seconds / count)
+        if count:
+            self._generation_tokens += count
+            self._between.observe(seconds / count, count)
 
     def ended(self, stats: RequestStats, reason: str) -> None:
-        self._observe("e2e_request_latency_seconds", stats.total_seconds)
-        self._observe("request_decode_time_seconds", stats.decode_seconds)
-        self._success.labels(self._model, reason).inc()
+        self._seconds["e2e_request_latency_seconds"].observe(stats.total_seconds)
+        self._seconds["request_decode_time_seconds"].observe(stats.decode_seconds)
+        self._ended[reason] += 1
 
-    def _observe(self, name: str, seconds: float | None) -> None:
-        if seconds is not None:
-            self._seconds[name].observe(seconds)
+    def collect(self) -> Iterator[Metric]:
+        for name, buckets in self._seconds.items():
+            yield buckets.metric(f"{self._prefix}{name}", self._model)
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts", self._prompt_tokens),
+            ("generation_tokens", "Tokens that were generated", self._generation_tokens),
+        ):
+            counter = CounterMetricFamily(f"{self._prefix}{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        success = CounterMetricFamily(
+            f"{self._prefix}request_success",
+            "Requests that ended, by their reason",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, value in self._ended.items():
+            success.add_metric([self._model, reason], value)
+        yield success
 
 
 class _EngineCollector(Collector):

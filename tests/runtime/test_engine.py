@@ -340,12 +340,26 @@ def test_a_prompt_is_computed_in_small_chunks_beside_a_row_that_decodes(artifact
     engine.submit(list(range(2, 42)), greedy(20))
     engine.step()
     assert engine.session.steps == [40]  # type: ignore[attr-defined]  # alone: no limit
-    for first in (50, 100):
+    engine.submit(list(range(50, 70)), greedy(4))
+    while engine.busy:
+        engine.step()
+    steps = engine.session.steps[1:]  # type: ignore[attr-defined]
+    assert steps[:4] == [9, 9, 5, 2]  # eight of the prompt, and a token of the other row
+
+
+def test_chunks_are_not_bounded_while_more_prompts_wait_than_rows_decode(
+    artifact: Artifact,
+) -> None:
+    options = {"max_prefill_tokens": 7, "max_batch_tokens": 41, "max_batch_size": 4}
+    engine = scripted(artifact, range(2, 200), **options)
+    engine.submit(list(range(2, 42)), greedy(20))
+    engine.step()
+    for first in (50, 90, 130, 170):  # the last one has no row to come
         engine.submit(list(range(first, first + 20)), greedy(4))
     while engine.busy:
         engine.step()
     steps = engine.session.steps[1:]  # type: ignore[attr-defined]
-    assert steps[:6] == [9, 9, 9, 10, 10, 3]  # eight of prompts, and a token of each other row
+    assert steps[:4] == [41, 3 + 7, 3 + 7, 3 + 6]
 
 
 def test_small_chunks_give_the_same_tokens(artifact: Artifact) -> None:

@@ -140,6 +140,10 @@ def test_a_completion_may_be_guided(server: Server) -> None:
             'tool_choice: expected "none", "auto", "required", or a function of the tools, got ',
         ),
         ({"tool_choice": "required"}, "tool_choice: expected "),
+        (
+            {"tool_choice": "\n"},
+            'tool_choice: expected "none", "auto", "required", or a function of the tools, got \\n',
+        ),
         ({"tools": [{"type": "other"}]}, "tools: expected functions with a name, got "),
         ({"tools": [{"type": "function"}]}, "tools: expected functions with a name, got "),
     ],
