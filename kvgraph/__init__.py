@@ -78,12 +78,14 @@ _EXPORTS = {
     "compile": "kvgraph.build",
     "load": "kvgraph.runtime.artifact",
     "plan_memory": "kvgraph.kv.memory",
+    "show_progress": "kvgraph.bars",
     "virtual_devices": "kvgraph.contract.devices",
 }
 """Public name -> the private module that defines it."""
 
 # generated: names
 if TYPE_CHECKING:
+    from kvgraph.bars import show_progress as show_progress
     from kvgraph.build import compile as compile
     from kvgraph.contract.devices import Device as Device
     from kvgraph.contract.devices import Target as Target

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "kvgraph"
 
 FLOORS = {
     "errors": 0,
+    "progress": 0,
     "contract": 1,
     "ops": 2,
     "kernels": 3,
@@ -19,6 +20,7 @@ FLOORS = {
     "_torch": 4,
     "compiler": 4,
     "runtime": 4,
+    "bars": 5,
     "bench": 5,
     "onnx": 5,
     "build": 5,

@@ -84,6 +84,7 @@ PUBLIC = [
     "compile",
     "load",
     "plan_memory",
+    "show_progress",
     "virtual_devices",
 ]
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
+from kvgraph.bars import Bars
 from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import Json
+from kvgraph.progress import task
 from kvgraph.show import titled
 
 app = typer.Typer(no_args_is_help=True, help="The folder of a disk tier.")
@@ -52,11 +53,10 @@ def verify(folder: CacheFolder, json: Json = False) -> None:
 
     checked = damaged = 0
     total = sum(model.pages for model in describe(folder)[0])
-    with Progress(console=stderr, transient=True) as progress:
-        task = progress.add_task("checking pages", total=total)
+    with Bars(stderr), task("checking pages", total, "pages") as advance:
         for state in verify(folder):
             checked, damaged = state
-            progress.advance(task)
+            advance(1)
     if json:
         print_json({"checked": checked, "damaged": damaged})
     else:

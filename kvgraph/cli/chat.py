@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvgraph.cli.console import stderr
+from kvgraph.cli.console import stderr, working
 from kvgraph.cli.options import (
     ArtifactFolder,
     MaxNewTokens,
@@ -60,7 +60,7 @@ def chat(
         top_p=top_p,
         seed=seed,
     )
-    with stderr.status("loading the artifact"):
+    with working("loading the artifact"):
         engine = Engine(
             load(artifact, verify=verify or None),
             session=session,

@@ -83,7 +83,7 @@ def compile(
     if quality is None:
         quality = quality_text is not None or weights not in (None, "fp32")
     stages = Stages()
-    with stages.status:
+    with stages.bars:
         if from_artifact is not None:
             from kvgraph.compiler.rebuild import rebuild
 

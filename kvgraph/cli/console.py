@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from kvgraph.bars import Bars
 from kvgraph.contract.plain import to_json
 
 if TYPE_CHECKING:
@@ -20,17 +23,17 @@ stderr = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 class Stages:
-    """The compile's stages on stderr: a spinner for the running one, seconds for each done."""
+    """The compile's stages on stderr: a row for the running one, seconds for each done."""
 
     def __init__(self) -> None:
-        self.status = stderr.status("")
+        self.bars = Bars(stderr)
         self._stage = ""
         self._start = 0.0
 
     def next(self, stage: str) -> None:
         self.done()
         self._stage, self._start = stage, time.perf_counter()
-        self.status.update(stage)
+        self.bars.stage(stage)
 
     def done(self) -> None:
         if self._stage:
@@ -38,6 +41,14 @@ class Stages:
                 f"{time.perf_counter() - self._start:6.1f} s  {self._stage}", soft_wrap=True
             )
         self._stage = ""
+
+
+@contextmanager
+def working(stage: str) -> Iterator[None]:
+    """A scope that says on stderr what runs, and how far its long tasks are."""
+    with Bars(stderr) as bars:
+        bars.stage(stage)
+        yield
 
 
 def print_json(value: object) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvgraph.cli.console import print_json, stderr
+from kvgraph.bars import Bars
+from kvgraph.cli.console import print_json, stderr, working
 from kvgraph.cli.options import (
     ArtifactFolder,
     DiskBytes,
@@ -29,9 +31,11 @@ from kvgraph.cli.options import (
 )
 from kvgraph.contract.plain import to_plain
 from kvgraph.errors import GenerationError
+from kvgraph.progress import task
 
 if TYPE_CHECKING:
     from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.sampling import Token
     from kvgraph.runtime.sampling_params import SamplingParams
 
 
@@ -75,7 +79,7 @@ def generate(
         stop=stop or (),
         ignore_eos=ignore_eos,
     )
-    with stderr.status("loading the artifact"):
+    with working("loading the artifact"):
         bound = read_prefix(prefix) if prefix else None
         engine = Engine(
             load(artifact, verify=verify or None),
@@ -96,7 +100,7 @@ def generate(
         print_json(to_plain(engine.generate([asked], sampling)[0]))
     else:
         _write(engine, asked, sampling)
-    with stderr.status("storing pages"):
+    with working("storing pages"):
         engine.close()
 
 
@@ -104,16 +108,15 @@ def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) ->
     """Text as it comes; then figures of prompt and generation on stderr."""
     times = [time.perf_counter()]
     engine.submit(prompt, sampling)
-    while engine.busy:
-        for token in engine.step():
-            if token.error:
-                raise GenerationError(token.error)
-            times.append(time.perf_counter())
-            sys.stdout.write(token.text)
-            sys.stdout.flush()
+    length = len(engine.tokenize(prompt) if isinstance(prompt, str) else prompt)
+    for token in _tokens(engine, length):
+        if token.error:
+            raise GenerationError(token.error)
+        times.append(time.perf_counter())
+        sys.stdout.write(token.text)
+        sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    length = len(engine.tokenize(prompt) if isinstance(prompt, str) else prompt)
     cached, first = engine.stats().cached_tokens, times[1] - times[0]
     stderr.print(
         f"prompt: {length} tokens, {cached} cached, {first:.2f} s "
@@ -123,3 +126,17 @@ def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) ->
     count, seconds = len(times) - 1, times[-1] - times[1]
     rate = f" ({(count - 1) / seconds:.1f} tokens/s)" if count > 1 else ""
     stderr.print(f"generated: {count} tokens, {seconds:.2f} s{rate}", highlight=False)
+
+
+def _tokens(engine: Engine, prompt_length: int) -> Iterator[Token]:
+    """As they come; until the first, stderr shows how far the prompt is."""
+    came: list[Token] = []
+    with Bars(stderr), task("prompt", prompt_length, "tokens") as advance:
+        done = 0
+        while engine.busy and not came:
+            came = engine.step()
+            before, done = done, sum(r.context.processed_length for r in engine.scheduler.running)
+            advance(done - before)
+    yield from came
+    while engine.busy:
+        yield from engine.step()

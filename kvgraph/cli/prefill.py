@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli.console import print_json, size_text, stderr, stdout
+from kvgraph.cli.console import print_json, size_text, stdout, working
 from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify
 from kvgraph.errors import RequestError
 
@@ -30,10 +30,10 @@ def prefill(
         text = prompt_file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{prompt_file}: expected text in UTF-8, got {error}") from error
-    with stderr.status("loading the artifact"):
+    with working("loading the artifact"):
         loaded = load(artifact, verify=verify or None)
         engine = Engine(loaded, num_pages=num_pages, max_batch_size=1, num_threads=threads)
-    with stderr.status("computing the prefix"):
+    with working("computing the prefix"):
         written = write_prefix(engine, text, output)
     figures = {
         "prefix": str(output),

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from kvgraph.bars import Bars
+from kvgraph.cli.console import stderr
 from kvgraph.cli.options import (
     ArtifactFolder,
     DiskBytes,
@@ -89,9 +91,11 @@ def serve(
         metrics_prefix=metrics_prefix,
         log_prompts=log_prompts,
     )
+    with Bars(stderr):
+        loaded = load(artifact, verify=verify or None)
     make = partial(
         Engine,
-        load(artifact, verify=verify or None),
+        loaded,
         num_threads=threads,
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvgraph.cli.console import print_json, size_text, stderr, stdout, summary
+from kvgraph.cli.console import print_json, size_text, stdout, summary, working
 from kvgraph.cli.options import ArtifactFolder, Json
 
 
@@ -10,7 +10,7 @@ def verify(artifact: ArtifactFolder, json: Json = False) -> None:
     """Hash every file of an artifact and compare it with the manifest."""
     from kvgraph.runtime.artifact import verify as verify_artifact
 
-    with stderr.status("hashing"):
+    with working("hashing"):
         manifest = verify_artifact(artifact).manifest
     if json:
         print_json(summary(artifact, manifest))

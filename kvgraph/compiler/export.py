@@ -24,6 +24,7 @@ from kvgraph.compiler.trace_errors import call_refused, refusal
 from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
+from kvgraph.progress import task
 
 REPORTING = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
@@ -63,7 +64,7 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
     refused: list[Exception] = []
     guarded: list[ExportedProgram] = []
     for settings in (quiet_warnings, symbolic_batch):
-        with settings():
+        with settings(), task("tracing", len(model.layers), "layers"):
             try:
                 program = _export(model.module, signature)
             except KernelError as error:

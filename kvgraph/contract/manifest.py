@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from kvgraph.contract.layouts import require_layout
 from kvgraph.contract.plain import from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
+from kvgraph.progress import Advance, task
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
@@ -292,7 +293,7 @@ def _hash(fields: dict[str, object]) -> str:
     return hashlib.sha256(to_json(fields)).hexdigest()
 
 
-def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> FileEntry:
+def hash_file(path: Path, advance: Advance | None = None) -> FileEntry:
     """Size and chunk hashes of one file, read chunk by chunk."""
     chunks: list[str] = []
     with path.open("rb", buffering=0) as file:
@@ -301,8 +302,8 @@ def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> File
             if not nbytes:
                 return FileEntry(path.stat().st_size, chunks)
             chunks.append(found)
-            if progress:
-                progress(nbytes)
+            if advance:
+                advance(nbytes)
 
 
 def _hash_chunk(file: RawIOBase) -> tuple[str, int]:
@@ -316,9 +317,11 @@ def _hash_chunk(file: RawIOBase) -> tuple[str, int]:
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Entries of `names`, hashed in parallel, sorted by name."""
-    ordered = sorted(names)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(ordered, pool.map(lambda n: hash_file(folder / n), ordered), strict=True))
+    paths = {name: folder / name for name in sorted(names)}
+    total = sum(path.stat().st_size for path in paths.values())
+    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
+        entries = pool.map(lambda path: hash_file(path, advance), paths.values())
+        return dict(zip(paths, entries, strict=True))
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
@@ -339,10 +342,12 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         for name, entry in sorted(manifest.files.items())
         for index, chunk in enumerate(entry.chunks)
     ]
-    with ThreadPoolExecutor() as pool:
-        for sentence in pool.map(_check_chunk, jobs):
+    total = sum(entry.size for entry in manifest.files.values())
+    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
+        for sentence, nbytes in pool.map(_check_chunk, jobs):
             if sentence:
                 raise ArtifactError(sentence)
+            advance(nbytes)
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -352,14 +357,16 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _check_chunk(job: tuple[Path, int, str]) -> str | None:
+def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
+    """What is wrong with a chunk, if anything, and its bytes."""
     path, index, expected = job
     with path.open("rb", buffering=0) as file:
         file.seek(index * CHUNK_BYTES)
-        found, _ = _hash_chunk(file)
+        found, nbytes = _hash_chunk(file)
     if found == expected:
-        return None
-    return (
+        return None, nbytes
+    sentence = (
         f"{path}: chunk {index}: expected SHA-256 {expected[:16]} from the manifest, "
         f"got {found[:16]}: the file was changed"
     )
+    return sentence, nbytes

@@ -21,6 +21,7 @@ from kvgraph.errors import KernelError, MissingDependencyError
 from kvgraph.kernels import shapes, variants
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Constant, Parameter, Variant
+from kvgraph.progress import task
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -98,13 +99,18 @@ def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
 
 def compile_attention(shape: AttentionShape, arch: str) -> list[Compiled]:
     """`attention_variants`, compiled; refused before anything is."""
-    return [*compile_all(attention_variants(shape, arch), arch)]
+    return compile_all(attention_variants(shape, arch), arch)
 
 
-def compile_all(variants: Iterable[Variant], arch: str) -> Iterator[Compiled]:
+def compile_all(variants: Iterable[Variant], arch: str) -> list[Compiled]:
     """Each distinct variant once, in the order given."""
-    for variant in {v.name: v for v in variants}.values():
-        yield compile_variant(variant, arch)
+    distinct = {variant.name: variant for variant in variants}
+    made = []
+    with task(f"kernels for {arch}", len(distinct), "kernels") as advance:
+        for variant in distinct.values():
+            made.append(compile_variant(variant, arch))
+            advance(1)
+    return made
 
 
 def compile_variant(variant: Variant, arch: str) -> Compiled:

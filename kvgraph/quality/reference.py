@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvgraph.errors import ModelError
+from kvgraph.progress import task
 from kvgraph.quality.scores import Scores, joined, score
 from kvgraph.quality.text import Windows
 
@@ -28,9 +29,11 @@ def score_reference(source: Path, windows: Windows) -> Scores:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{source}: cannot read the weights: {first}") from error
     parts = []
-    with torch.inference_mode():
+    total = sum(map(len, windows)) - len(windows)
+    with torch.inference_mode(), task("scoring", total, "tokens") as advance:
         for window in windows:
             ids = torch.from_numpy(window[:-1].astype(np.int64))[None]
             logits_NV = model(input_ids=ids, use_cache=False).logits[0].numpy()
             parts.append(score(logits_NV, window[1:]))
+            advance(len(logits_NV))
     return joined(parts)

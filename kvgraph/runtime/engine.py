@@ -28,6 +28,7 @@ from kvgraph.runtime.request_builder import RequestBuilder
 from kvgraph.runtime.sampling import Logits, SamplingParams, Token
 from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.share import shared
 from kvgraph.runtime.stats import EngineStats, cache_stats
 from kvgraph.runtime.text import Completion, TextCodec, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
@@ -308,10 +309,12 @@ class Engine(Chats):
         try:
             for request in requests:
                 self._queue(request)
-            while any(map(self._is_open, tokens)):
-                self._run_step()
-                for token in self._take(tokens):
-                    tokens[token.request_id].append(token)
+            with shared(requests) as tell:
+                while any(map(self._is_open, tokens)):
+                    self._run_step()
+                    for token in self._take(tokens):
+                        tokens[token.request_id].append(token)
+                    tell()
         finally:
             self._abandoned.extend(requests)
             self._settle()
@@ -373,8 +376,7 @@ class Engine(Chats):
     def _forget(self, request: Request) -> None:
         """Stop the request if it runs, and drop what is held of it."""
         request_id = request.request_id
-        current = self._open.get(request_id, request)
-        if current is request:
+        if self._open.get(request_id, request) is request:
             self._held = [token for token in self._held if token.request_id != request_id]
             if request_id in self._open:
                 self._end(request_id)
@@ -382,8 +384,7 @@ class Engine(Chats):
     def _take(self, ids: Collection[str]) -> list[Token]:
         """Held tokens of `ids`."""
         mine = [token for token in self._held if token.request_id in ids]
-        others = [token for token in self._held if token.request_id not in ids]
-        self._held = others
+        self._held = [token for token in self._held if token.request_id not in ids]
         return mine
 
     def _is_open(self, request_id: str) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kvgraph import progress
 from kvgraph.compiler.cache import CachePlan, LayerNeed
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
@@ -135,6 +136,7 @@ def paged_kv_attention(
         causal=int(causal),
         v_head_dim=v_TKD.shape[-1] if v_TKD.shape[-1] != q_TND.shape[-1] else 0,
     )
+    progress.advance()
     return out_TND[None], None
 
 

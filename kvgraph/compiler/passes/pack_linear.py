@@ -37,6 +37,7 @@ from kvgraph.compiler.passes.parameters import (
     tensor_of,
 )
 from kvgraph.ops import torch_ops
+from kvgraph.progress import task
 
 aten = torch.ops.aten
 PACKED = torch_ops.linear.default
@@ -81,10 +82,12 @@ def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
             by_input.setdefault(node.args[0], []).append(_layer(program, node))
         except UnmatchedError as why:
             report.unmatched.append(f"{node.name}: {why}")
-    for layers in by_input.values():
-        for group in _groups(layers):
-            _rewrite(program, group, bits)
-            report.applied += len({layer.node for layer in group.layers})
+    with task("packing weights", sum(map(len, by_input.values())), "layers") as advance:
+        for layers in by_input.values():
+            for group in _groups(layers):
+                _rewrite(program, group, bits)
+                report.applied += len({layer.node for layer in group.layers})
+            advance(len(layers))
     drop_unused(program)
     name_outputs(program)
     program.graph.lint()

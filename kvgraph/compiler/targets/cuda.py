@@ -79,7 +79,7 @@ def lower(
     for arch in archs:
         progress(f"compiling kernels for {arch}")
         used = [variant for shape in shapes for variant in aot.attention_variants(shape, arch)]
-        made = list(aot.compile_all([*used, *variants], arch))
+        made = aot.compile_all([*used, *variants], arch)
         seconds |= save_kernels(made, arch, folder)
     write_build_log(folder, {"compile_seconds": seconds})
     return Lowered(

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.contract.dtypes import ALL
+from kvgraph.progress import task
 
 WEIGHTS_NAME = "weights.safetensors"
 
@@ -111,9 +112,11 @@ def write_safetensors(
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % LINE_BYTES)
-    with path.open("wb") as file:
+    with path.open("wb") as file, task("writing weights", end, "bytes") as advance:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             for piece in pieces(name):
-                file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                data = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                file.write(data)
+                advance(data.nbytes)
         assert file.tell() == 8 + len(text) + end, f"{path.name}: a tensor came short"

@@ -1,0 +1,38 @@
+"""How far the requests of one call are: of all tokens that they may come to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvgraph.progress import is_followed, task
+from kvgraph.runtime.scheduler import Request
+
+
+@contextmanager
+def shared(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
+    """A scope in which `requests` run; what it gives is called after each step.
+
+    A request that ended early counts as whole; one that starts over counts from its start.
+    """
+    total = sum(request.max_length for request in requests)
+    if not is_followed():
+        yield _nothing
+        return
+    with task("processing", total, "tokens") as advance:
+        told = 0
+
+        def tell() -> None:
+            nonlocal told
+            done = sum(
+                request.max_length if request.finish_reason else request.context.processed_length
+                for request in requests
+            )
+            advance(done - told)
+            told = done
+
+        yield tell
+
+
+def _nothing() -> None:
+    pass
