@@ -16,6 +16,7 @@ FLOORS = {
     "contract": 1,
     "ops": 2,
     "kernels": 3,
+    "ptx": 2,
     "kv": 3,
     "_torch": 4,
     "compiler": 4,
