@@ -206,7 +206,7 @@ def vote(decoder: Decoder) -> Step:
 
 
 REDUCTIONS: dict[str, Callable[..., Lanes]] = {
-    "add": np.add.reduce,
+    "add": lambda x, **how: np.add.reduce(x, dtype=x.dtype, **how),
     "min": np.minimum.reduce,
     "max": np.maximum.reduce,
     "and": np.bitwise_and.reduce,
