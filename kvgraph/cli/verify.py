@@ -2,18 +2,93 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from kvgraph.cli.console import print_json, size_text, stdout, summary, working
 from kvgraph.cli.options import ArtifactFolder, Json
+from kvgraph.progress import task
+from kvgraph.show import titled
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvgraph.kernels.execute import Ran
 
 
-def verify(artifact: ArtifactFolder, json: Json = False) -> None:
+def verify(
+    artifact: ArtifactFolder,
+    execute: Annotated[
+        bool,
+        typer.Option("--execute", help="Run its GPU kernels as PTX on this CPU; needs no GPU."),
+    ] = False,
+    json: Json = False,
+) -> None:
     """Hash every file of an artifact and compare it with the manifest."""
     from kvgraph.runtime.artifact import verify as verify_artifact
 
     with working("hashing"):
         manifest = verify_artifact(artifact).manifest
-    if json:
-        print_json(summary(artifact, manifest))
-        return
     size = size_text(sum(entry.size for entry in manifest.files.values()))
-    stdout.print(f"{artifact}: intact: {len(manifest.files)} files, {size}", soft_wrap=True)
+    if not json:
+        stdout.print(f"{artifact}: intact: {len(manifest.files)} files, {size}", soft_wrap=True)
+    ran = _execute(artifact) if execute else []
+    if json:
+        kernels = {"kernels": [asdict(each) for each in ran]} if execute else {}
+        print_json(summary(artifact, manifest) | kernels)
+    elif execute:
+        _show(ran)
+
+
+def _execute(artifact: Path) -> list[Ran]:
+    """KernelError at the first step that a kernel computes wrong."""
+    from kvgraph.kernels.execute import executed, read_kernels, tasks_of
+
+    kernels = read_kernels(artifact)
+    ran: list[Ran] = []
+    tasks = len(tasks_of(kernels))
+    with working("executing kernels"), task("executing", tasks, "steps") as advance:
+        for found in executed(kernels, os.cpu_count() or 1):
+            ran += found
+            advance(1)
+    return ran
+
+
+def _show(ran: list[Ran]) -> None:
+    from kvgraph.kernels.execute import UNPROVED
+
+    groups: dict[str, dict[str, list[Ran]]] = {}
+    for each in ran:
+        groups.setdefault(each.arch, {}).setdefault(each.title, []).append(each)
+    for arch, kernels in groups.items():
+        stdout.print(_table(arch, kernels))
+    stdout.print(UNPROVED, soft_wrap=True)
+
+
+def _table(arch: str, kernels: dict[str, list[Ran]]) -> Table:
+    table = titled(
+        f"{arch}: {len(kernels)} kernels are right, as PTX (sectors, conflicts: times ideal)"
+    )
+    table.padding = (0, 1)
+    table.add_column("kernel", no_wrap=True)
+    for column in ("steps", "error", "limit", "sectors", "conflicts"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for title, found in sorted(kernels.items()):
+        worst = max(found, key=lambda r: r.error / r.limit if r.limit else r.error)
+        table.add_row(
+            title,
+            str(len(found)),
+            f"{worst.error:.0e}",
+            f"{worst.limit:.0e}",
+            _ratio(sum(r.sectors for r in found), sum(r.ideal_sectors for r in found)),
+            _ratio(sum(r.wavefronts for r in found), sum(r.ideal_wavefronts for r in found)),
+        )
+    return table
+
+
+def _ratio(found: int, ideal: int) -> str:
+    return f"{found / ideal:.2f}" if ideal else "-"

@@ -7,6 +7,7 @@ interpreter (TRITON_INTERPRET=1): its functions cannot be compiled.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import io
 import re
@@ -62,6 +63,15 @@ class Compiled:
     def file_name(self) -> str:
         return f"{self.variant.name}.cubin"
 
+    @property
+    def ptx_name(self) -> str:
+        return f"{self.variant.name}.ptx.gz"
+
+    def packed_ptx(self) -> bytes:
+        """What the cubin was assembled from, without comments; the same bytes each time."""
+        text = re.sub(r"[ \t]*//[^\n]*", "", self.ptx)
+        return gzip.compress(re.sub(r"\n\s*\n+", "\n", text).encode(), 9, mtime=0)
+
     def metadata(self) -> dict[str, Any]:
         """As the manifest records it: plain values, the same for the same cubin."""
         variant, used = self.variant, self.resources
@@ -70,9 +80,14 @@ class Compiled:
             "role": variant.role,
             "arch": self.arch,
             "file": self.file_name,
+            "ptx": self.ptx_name,
             "sha256": hashlib.sha256(self.cubin).hexdigest(),
             "entry": self.entry,
+            "dtype": variant.dtype,
+            "pool_dtype": variant.pool_dtype,
             "num_warps": variant.num_warps,
+            "num_stages": variant.num_stages,
+            "absent": sorted(variant.absent),
             "shared": used.shared,
             "parameters": [[p.name, p.type] for p in variant.parameters],
             "hidden_pointers": list(HIDDEN_POINTERS),

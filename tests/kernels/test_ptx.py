@@ -3,7 +3,6 @@ each generation. All of it: `make check-ptx`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,8 +40,8 @@ SPLIT = conformance.Case("paged_attention", rows=((700, 1), (9, 1)), page_size=1
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
-    yield Kernels(tmp_path_factory.mktemp("kernels"))
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])

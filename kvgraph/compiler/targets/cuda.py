@@ -155,7 +155,8 @@ def _forget_sources(graph: Graph) -> None:
 
 
 def save_kernels(made: Sequence[Compiled], arch: str, folder: Path) -> dict[str, float]:
-    """A cubin per kernel, and `kernels.json`: what a launcher needs of each, and its resources.
+    """A cubin and the PTX of each kernel, and `kernels.json`: what a launcher needs of each, and
+    its resources.
 
     Returns seconds of compiling by file: they are not part of what is reproducible.
     """
@@ -165,6 +166,7 @@ def save_kernels(made: Sequence[Compiled], arch: str, folder: Path) -> dict[str,
     made = [distinct[name] for name in sorted(distinct)]
     for kernel in made:
         (kernels / kernel.file_name).write_bytes(kernel.cubin)
+        (kernels / kernel.ptx_name).write_bytes(kernel.packed_ptx())
     described = json.dumps([kernel.metadata() for kernel in made], indent=1)
     (kernels / KERNELS_NAME).write_text(described + "\n")
     return {f"kernels/{arch}/{kernel.file_name}": round(kernel.seconds, 3) for kernel in made}

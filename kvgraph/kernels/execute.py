@@ -1,0 +1,256 @@
+"""The kernels of an artifact's folder, executed as PTX over small steps of its own shapes.
+
+It shows that what ptxas was given computes right. It shows nothing of SASS, ptxas, the driver, the
+order of memory between blocks, or speed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from kvgraph import ptx
+from kvgraph.contract.plain import JsonObject
+from kvgraph.errors import ArtifactError, KernelError
+from kvgraph.kernels import aot, trials
+from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, CacheShape, Rope
+from kvgraph.kernels.trials import Trial
+from kvgraph.kernels.variants import KERNELS, Variant
+
+UNPROVED = (
+    "not shown by this: the machine code that ptxas makes of it, the driver, the order of memory "
+    "between blocks, and speed"
+)
+MULTIPROCESSORS = {"long": 8}
+"""Of the device that a trial is planned for: few rows of a long context are split on it."""
+
+UNITS = ("rms_norm", "silu_mul", "increment_cache_lengths")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A kernel of a folder: its variant, its PTX as it was stored, and what a launch needs."""
+
+    variant: Variant
+    arch: str
+    entry: str
+    shared: int
+    path: Path
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant.kernel.name} {self.variant.role}".strip()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A kernel in a trial. `error` and `limit` are the trial's, of all of its kernels together."""
+
+    title: str
+    arch: str
+    trial: str
+    error: float
+    limit: float
+    sectors: int
+    ideal_sectors: int
+    wavefronts: int
+    ideal_wavefronts: int
+
+
+def read_kernels(folder: Path) -> list[Packed]:
+    """All kernels under `folder/kernels`; ArtifactError where there is none with PTX."""
+    found = [
+        _packed(path.parent, entry)
+        for path in sorted((folder / "kernels").glob("*/kernels.json"))
+        for entry in _entries(path)
+    ]
+    if not found:
+        raise ArtifactError(
+            f"{folder}: expected kernels to execute in kernels/, got none; only artifacts for CUDA "
+            "by backend torch or tensorrt have them"
+        )
+    return found
+
+
+def _entries(path: Path) -> list[JsonObject]:
+    try:
+        entries: list[JsonObject] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ArtifactError(f"{path}: expected JSON, got a damaged file ({error})") from error
+    return entries
+
+
+def _packed(folder: Path, entry: JsonObject) -> Packed:
+    if "ptx" not in entry:
+        raise ArtifactError(
+            f"{folder / entry['file']}: expected its PTX beside it, got an artifact from before "
+            "artifacts had it; compile it again"
+        )
+    kernels = {kernel.name: kernel for kernel in KERNELS}
+    variant = Variant(
+        kernels[entry["kernel"]],
+        entry["role"],
+        entry["dtype"],
+        entry["pool_dtype"],
+        entry["constants"],
+        entry["num_warps"],
+        entry["num_stages"],
+        frozenset(entry["absent"]),
+    )
+    if f"{variant.name}.cubin" != entry["file"]:
+        raise ArtifactError(
+            f"{folder / entry['file']}: expected a kernel of this version of kvgraph "
+            f"({variant.name}), got one of another; compile it again"
+        )
+    if entry["shared"] > SHARED_MEMORY[entry["arch"]]:
+        raise ArtifactError(
+            f"{folder / entry['file']}: expected at most {SHARED_MEMORY[entry['arch']]} bytes of "
+            f"shared memory on {entry['arch']}, got {entry['shared']}"
+        )
+    return Packed(variant, entry["arch"], entry["entry"], entry["shared"], folder / entry["ptx"])
+
+
+def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
+    """What can run apart: folder of an architecture, name of a variant, and of a trial."""
+    tasks = []
+    for kernel in kernels:
+        folder, name = kernel.path.parent, kernel.variant.name
+        if kernel.variant.role == "prefill":
+            page_size = int(str(kernel.variant.constants["PAGE_SIZE"]))
+            tasks += [(folder, name, trial) for trial in trials.rows_of(page_size)]
+        elif kernel.variant.kernel.name in UNITS:
+            tasks += [(folder, name, "one row"), (folder, name, "rows")]
+    return tasks
+
+
+def executed(kernels: Sequence[Packed], jobs: int) -> Iterator[list[Ran]]:
+    """Results of each task, in order, from processes of their own.
+
+    KernelError: a kernel that faults, or computes something else than its reference.
+    """
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(run_task, tasks_of(kernels))
+
+
+def run_task(task: tuple[Path, str, str]) -> list[Ran]:
+    folder, name, which = task
+    known = {kernel.variant.name: kernel for kernel in _read_arch(folder)}
+    trial = _trial(known[name], which)
+    return run_trial(trial, known)
+
+
+@lru_cache
+def _read_arch(folder: Path) -> tuple[Packed, ...]:
+    return tuple(_packed(folder, entry) for entry in _entries(folder / "kernels.json"))
+
+
+def _trial(kernel: Packed, which: str) -> Trial:
+    variant = kernel.variant
+    if variant.role != "prefill":
+        one, many = trials.rows_trials(variant)
+        return one if which == "one row" else many
+    shape = _shape(variant)
+    rows = trials.rows_of(shape.cache.page_size)[which]
+    return trials.attention_trial(shape, kernel.arch, which, rows, MULTIPROCESSORS.get(which, 0))
+
+
+def _shape(variant: Variant) -> AttentionShape:
+    """What an attention's kernels were compiled for."""
+    given = dict(variant.constants)
+    width = {key: int(str(given[key])) for key in ("HEAD_DIM", "V_HEAD_DIM", "ROTARY")}
+    cache = CacheShape(
+        variant.dtype,
+        variant.pool_dtype,
+        int(str(given["KV_HEADS"])),
+        width["HEAD_DIM"],
+        int(str(given["PAGE_SIZE"])),
+        int(str(given["LAYERS"])),
+        0 if width["V_HEAD_DIM"] == width["HEAD_DIM"] else width["V_HEAD_DIM"],
+        int(str(given["GRANULARITY"])),
+    )
+    return AttentionShape(
+        cache,
+        int(str(given["HEADS"])),
+        float(str(given["SCALE"])),
+        int(str(given["WINDOW"])),
+        float(str(given["SOFTCAP"])),
+        bool(given["CAUSAL"]),
+        bool(given["SINKS"]),
+        Rope(width["ROTARY"], bool(given["INTERLEAVED"])) if width["ROTARY"] else None,
+    )
+
+
+def run_trial(trial: Trial, known: dict[str, Packed]) -> list[Ran]:
+    """Its launches in order, and what they did; KernelError where the result is another one."""
+    memory = ptx.Memory()
+    scratch = {name: np.full(n, np.nan, np.float32) for name, n in trial.plan.scratch.items()}
+    held = {**trial.given, **scratch}
+    addresses = {name: memory.add(array, name) for name, array in held.items()}
+    did = []
+    for one in trial.plan.launches:
+        packed = known.get(one.variant.name)
+        if packed is None:
+            raise ArtifactError(
+                f"{one.variant.name}: expected among the artifact's kernels, as its plan launches "
+                "it, got none"
+            )
+        given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
+        counters = ptx.run(
+            _parsed(packed),
+            memory,
+            grid=(*one.grid, 1),
+            threads=32 * one.variant.num_warps,
+            arguments=[*given, *[0] * len(aot.HIDDEN_POINTERS)],
+            shared=packed.shared,
+            profile=True,
+        )
+        did.append((packed, counters))
+    where, error, limit = trial.error()
+    if error > limit:
+        last = did[-1][0]
+        raise KernelError(
+            f"{last.title} for {last.arch}, step {trial.name!r}: expected {where} of the reference "
+            f"within {limit:.1e}, got an error of {error:.1e}"
+        )
+    return [_ran(packed, counters, trial.name, error, limit) for packed, counters in did]
+
+
+def _ran(packed: Packed, counters: ptx.Counters, trial: str, error: float, limit: float) -> Ran:
+    traffic = [*counters.global_reads.values(), *counters.global_writes.values()]
+    return Ran(
+        packed.title,
+        packed.arch,
+        trial,
+        error,
+        limit,
+        sum(each.sectors for each in traffic),
+        sum(each.ideal for each in traffic),
+        counters.wavefronts,
+        counters.ideal_wavefronts,
+    )
+
+
+def _parsed(packed: Packed) -> ptx.Kernel:
+    return _read_ptx(packed.path, packed.entry, packed.arch)
+
+
+@lru_cache(maxsize=32)
+def _read_ptx(path: Path, entry: str, arch: str) -> ptx.Kernel:
+    """ArtifactError for a file that is cut, or for another architecture or entry."""
+    try:
+        module = ptx.parse(gzip.decompress(path.read_bytes()).decode())
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, KernelError) as error:
+        raise ArtifactError(f"{path}: expected the PTX of {entry}, got {error}") from error
+    if module.target.rstrip("af") != arch:
+        raise ArtifactError(f"{path}: expected PTX for {arch}, got one for {module.target}")
+    if entry not in module.kernels:
+        raise ArtifactError(f"{path}: expected entry {entry}, got {sorted(module.kernels)}")
+    return module.kernels[entry]

@@ -1,0 +1,176 @@
+"""verify --execute: what it finds in an artifact's kernels, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
+
+from kvgraph.errors import ArtifactError, KernelError
+from kvgraph.kernels import aot
+from kvgraph.kernels.execute import Packed, read_kernels, run_task, run_trial, tasks_of
+from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.trials import Trial, attention_trial, rows_of
+from tests.support.command_line import run
+
+SHAPE = AttentionShape(CacheShape("float16", "float16", 2, 16, 16, 2), 4, 0.25)
+
+
+@pytest.fixture(scope="module")
+def artifact(compiled: Callable[..., Path]) -> Path:
+    return compiled("tiny-llama", "torch", target="cuda:sm_80", dtype="float16")
+
+
+@pytest.fixture
+def folder(artifact: Path, tmp_path: Path) -> Path:
+    """A copy whose kernels may be damaged."""
+    shutil.copytree(artifact / "kernels", tmp_path / "kernels")
+    return tmp_path
+
+
+def test_an_artifact_is_executed(artifact: Path) -> None:
+    done = run("verify", artifact, "--execute", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["kernels"]
+    titles = {each["title"] for each in found}
+    assert {"store_kv", "paged_attention prefill", "paged_attention decode"} <= titles
+    assert {"paged_attention decode_split", "merge_parts", "rms_norm", "silu_mul"} <= titles
+    assert all(each["error"] <= each["limit"] and each["arch"] == "sm_80" for each in found)
+
+
+def test_what_is_said_of_it(artifact: Path) -> None:
+    done = run("verify", artifact, "--execute")
+    lines = done.out.splitlines()
+    assert "intact" in lines[0]
+    assert lines[1].startswith("sm_80: 8 kernels are right, as PTX")
+    assert lines[-1].startswith("not shown by this: the machine code that ptxas makes of it")
+
+
+def test_ptx_is_small_and_the_same_each_time(artifact: Path) -> None:
+    kernels = artifact / "kernels" / "sm_80"
+    images = sum(path.stat().st_size for path in kernels.glob("*.cubin"))
+    texts = sum(path.stat().st_size for path in kernels.glob("*.ptx.gz"))
+    assert 0 < texts <= images / 2
+    manifest = json.loads((artifact / "manifest.json").read_bytes())
+    assert {f"kernels/sm_80/{path.name}" for path in kernels.glob("*.ptx.gz")} <= set(
+        manifest["files"]
+    )
+
+
+def decode_trial() -> Trial:
+    return attention_trial(SHAPE, "sm_80", "decode", rows_of(16)["decode"])
+
+
+def packed(trial: Trial, folder: Path, arch: str = "sm_80") -> dict[str, Packed]:
+    """The kernels of a trial's plan as Triton's sources are now, in a new folder."""
+    folder.mkdir()
+    found = {}
+    for made in aot.compile_all([one.variant for one in trial.plan.launches], arch):
+        path = folder / made.ptx_name
+        path.write_bytes(made.packed_ptx())
+        found[made.variant.name] = Packed(
+            made.variant, arch, made.entry, made.resources.shared, path
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(key_N < high)", "(key_N <= high)"),  # a mask that is off by one
+        ("(key_N >= low) & (key_N < high)", "(key_N >= low)"),  # no bounds on the last page
+    ],
+)
+def test_a_wrong_kernel_is_found_and_ptxas_takes_it(
+    right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_trial(decode_trial(), packed(decode_trial(), tmp_path / "right"))
+    name = "kvgraph.kernels.paged_attention"
+    import_path = Path(aot.__file__).with_name("paged_attention.py")
+    source = import_path.read_text()
+    assert right in source
+    altered = tmp_path / "paged_attention.py"
+    altered.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(name, altered)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    kernels = packed(decode_trial(), tmp_path / "wrong")
+    with pytest.raises(KernelError, match=r"^paged_attention"):
+        run_trial(decode_trial(), kernels)
+
+
+def test_a_plan_that_has_other_kernels_is_refused(tmp_path: Path) -> None:
+    other = attention_trial(replace(SHAPE, window=5), "sm_80", "decode", rows_of(16)["decode"])
+    with pytest.raises(ArtifactError, match="expected among the artifact's kernels"):
+        run_trial(other, packed(decode_trial(), tmp_path / "kernels"))
+
+
+def edit(folder: Path, change: dict[str, object]) -> None:
+    """One field of every entry of kernels.json."""
+    path = folder / "kernels" / "sm_80" / "kernels.json"
+    entries = json.loads(path.read_bytes())
+    path.write_text(json.dumps([entry | change for entry in entries]))
+
+
+def test_kernels_of_another_version_or_machine_are_refused(folder: Path) -> None:
+    edit(folder, {"num_stages": 9})
+    with pytest.raises(ArtifactError, match="expected a kernel of this version of kvgraph"):
+        read_kernels(folder)
+
+
+def test_more_shared_memory_than_the_architecture_has_is_refused(folder: Path) -> None:
+    edit(folder, {"shared": 1 << 20})
+    with pytest.raises(ArtifactError, match=r"at most 166912 bytes of shared memory on sm_80, got"):
+        read_kernels(folder)
+
+
+def test_an_artifact_without_ptx_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = folder / "kernels" / "sm_80" / "kernels.json"
+    entries = json.loads(path.read_bytes())
+    for entry in entries:
+        del entry["ptx"]
+    path.write_text(json.dumps(entries))
+    with pytest.raises(ArtifactError, match=r"expected its PTX beside it.*compile it again"):
+        read_kernels(folder)
+    shutil.rmtree(folder / "kernels")
+    with pytest.raises(ArtifactError, match="expected kernels to execute in kernels/, got none"):
+        read_kernels(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda data: data[:100], "expected the PTX of store_kv, got "),
+        (lambda data: b"", "expected the PTX of store_kv, got "),
+        (lambda data: gzip.compress(b"no PTX"), "expected the PTX of store_kv, got PTX: expected"),
+        (
+            lambda data: gzip.compress(gzip.decompress(data).replace(b"sm_80", b"sm_90a")),
+            "expected PTX for sm_80, got one for sm_90a",
+        ),
+        (
+            lambda data: gzip.compress(gzip.decompress(data).replace(b"store_kv", b"other")),
+            "expected entry store_kv, got ['other']",
+        ),
+    ],
+)
+def test_a_damaged_text_is_refused(
+    folder: Path, damage: Callable[[bytes], bytes], sentence: str
+) -> None:
+    (path,) = (folder / "kernels" / "sm_80").glob("store_kv*.ptx.gz")
+    path.write_bytes(damage(path.read_bytes()))
+    task = next(task for task in tasks_of(read_kernels(folder)) if task[2] == "decode")
+    with pytest.raises(ArtifactError) as raised:
+        run_task(task)
+    assert sentence in str(raised.value)
