@@ -1,0 +1,213 @@
+"""`python -m tools.ptx_mutants [--every] [--seed N]`: small bugs in the kernels' PTX that are found.
+
+Each barrier, wait, fence and `.trans` is taken out by itself. At SAMPLED places of each kind (with
+`--every`: at all) predicates are dropped, comparisons turned, operands of shuffles exchanged and
+addresses shifted. A mutant is found when a step of the kernel faults or differs from its reference,
+in step or in a random order of the warps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from kvgraph import ptx
+from kvgraph.errors import KernelError
+from kvgraph.kernels import aot
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.trials import Trial, attention_trial, rows_of
+from kvgraph.ptx import Kernel
+from kvgraph.ptx.parser import Instruction
+
+SAMPLED = 10
+ORDERS = (None, 1, 2)
+HALF = CacheShape("float16", "float16", 2, 64, 16, 2)
+WIDE = CacheShape("float16", "float16", 2, 128, 128, 2)
+SHAPES = {
+    "sm_80": AttentionShape(HALF, 8, 0.125, rope=Rope(64), window=40),
+    "sm_90": AttentionShape(WIDE, 8, 0.09, sinks=True),
+}
+
+REMOVED = {
+    "barrier": r"bar\.sync",
+    "wait": r"cp\.async\.wait|wgmma\.wait",
+    "commit": r"cp\.async\.commit|wgmma\.commit",
+    "fence": r"wgmma\.fence|fence\.proxy",
+}
+TURNED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+ADDRESS = re.compile(r"\[\s*(%\w+)\s*(?:\+\s*(-?\w+))?\s*\]")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`kernel` with one instruction changed (None: it is gone)."""
+
+    kind: str
+    at: int
+    change: Instruction | None
+
+    def of(self, kernel: Kernel) -> Kernel:
+        changed = self.change or replace(
+            kernel.code[self.at], opcode="mov.b32", operands=("_", "0"), guard=None
+        )
+        code = (*kernel.code[: self.at], changed, *kernel.code[self.at + 1 :])
+        return replace(kernel, code=code)
+
+
+def mutants(kernel: Kernel) -> Iterator[Mutant]:
+    for at, said in enumerate(kernel.code):
+        for kind, pattern in REMOVED.items():
+            if re.match(pattern, said.opcode):
+                yield Mutant(kind, at, None)
+        if ".trans" in said.opcode:
+            yield Mutant("trans", at, replace(said, opcode=said.opcode.replace(".trans", "")))
+        if said.guard is not None and not said.opcode.startswith("bra"):
+            yield Mutant("predicate", at, replace(said, guard=None))
+        if turned := _turned(said):
+            yield Mutant("comparison", at, turned)
+        if said.opcode.startswith("shfl"):
+            d, a, b, c, members = said.operands
+            yield Mutant("shuffle", at, replace(said, operands=(d, a, c, b, members)))
+        if shifted := _shifted(said):
+            yield Mutant("address", at, shifted)
+
+
+def _turned(said: Instruction) -> Instruction | None:
+    parts = said.opcode.split(".")
+    if parts[0] != "setp" or parts[1] not in TURNED:
+        return None
+    return replace(said, opcode=".".join([parts[0], TURNED[parts[1]], *parts[2:]]))
+
+
+def _shifted(said: Instruction) -> Instruction | None:
+    """Every address one element of the access further."""
+    if not re.match(r"ld\.global|st\.|ld\.shared|cp\.async\.c[ag]|ldmatrix|stmatrix", said.opcode):
+        return None
+    step = _width(said)
+    operands, is_changed = [], False
+    for operand in said.operands:
+        match = ADDRESS.fullmatch(operand)
+        if match and not is_changed:
+            operand = f"[{match[1]}+{int(match[2] or '0', 0) + step}]"
+            is_changed = True
+        operands.append(operand)
+    return replace(said, operands=tuple(operands)) if is_changed else None
+
+
+def _width(said: Instruction) -> int:
+    if "matrix" in said.opcode or said.opcode.startswith("cp"):
+        return 16
+    size = int(re.findall(r"\d+$", said.opcode)[0]) // 8
+    many = re.search(r"\.v([24])", said.opcode)
+    return size * (int(many[1]) if many else 1)
+
+
+@cache
+def trials_of(arch: str) -> tuple[Callable[[], Trial], ...]:
+    shape = SHAPES[arch]
+    rows = rows_of(shape.cache.page_size)
+    return tuple(
+        lambda name=name: attention_trial(shape, arch, name, rows[name], 8 * (name == "long"))  # type: ignore[misc]
+        for name in ("decode", "mixed", "prefill", "long")
+    )
+
+
+def found_by(kernels: dict[str, tuple[Kernel, int]], arch: str, changed: str) -> str:
+    """What finds a fault of the kernels: the sentence, or nothing."""
+    for make in trials_of(arch):
+        for order in ORDERS:
+            trial = make()
+            if changed not in {one.variant.name for one in trial.plan.launches}:
+                break
+            try:
+                _run(trial, kernels, order)
+            except KernelError as why:
+                return str(why)
+    return ""
+
+
+def _run(trial: Trial, kernels: dict[str, tuple[Kernel, int]], order: int | None) -> None:
+    memory = ptx.Memory()
+    scratch = {name: np.full(n, np.nan, np.float32) for name, n in trial.plan.scratch.items()}
+    held = {**trial.given, **scratch}
+    addresses = {name: memory.add(array, name) for name, array in held.items()}
+    for one in trial.plan.launches:
+        kernel, shared = kernels[one.variant.name]
+        given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
+        ptx.run(
+            kernel,
+            memory,
+            grid=(*one.grid, 1),
+            threads=32 * one.variant.num_warps,
+            arguments=[*given, 0, 0],
+            shared=shared,
+            order=order,
+        )
+    where, error, limit = trial.error()
+    if error > limit:
+        raise KernelError(f"{where}: an error of {error:.1e}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("archs", nargs="*", default=sorted(SHAPES))
+    given = parser.parse_args()
+    rng = random.Random(given.seed)
+    made, found = Counter[str](), Counter[str]()
+    start = time.perf_counter()
+    for arch in given.archs:
+        compiled = aot.compile_attention(SHAPES[arch], arch)
+        kernels = {
+            m.variant.name: (ptx.parse(m.ptx).kernels[m.entry], m.resources.shared)
+            for m in compiled
+        }
+        for one in compiled:
+            name = one.variant.name
+            title = f"{arch} {one.variant.kernel.name} {one.variant.role}".strip()
+            kernel, shared = kernels[name]
+            for mutant in chosen(list(mutants(kernel)), given.every, rng):
+                made[mutant.kind] += 1
+                altered = kernels | {name: (mutant.of(kernel), shared)}
+                if found_by(altered, arch, name):
+                    found[mutant.kind] += 1
+                else:
+                    said = kernel.code[mutant.at]
+                    print(
+                        f"survives  {title}, line {said.line}: {mutant.kind} of {said.text}"[:150]
+                    )
+                    sys.stdout.flush()
+            print(f"{title}: {sum(found.values())} of {sum(made.values())} so far", flush=True)
+    for kind, count in made.items():
+        print(f"{kind:12} {found[kind]:4} of {count:4}")
+    total, share = sum(made.values()), sum(found.values()) / max(sum(made.values()), 1)
+    seconds = time.perf_counter() - start
+    print(f"{sum(found.values())} of {total} mutants found ({share:.0%}), {seconds:.0f} s")
+    return int(share < 0.75)
+
+
+def chosen(every: list[Mutant], keep_all: bool, rng: random.Random) -> list[Mutant]:
+    """Those of each kind that are run: all, or SAMPLED of the many."""
+    if keep_all:
+        return every
+    kept: list[Mutant] = []
+    for kind in dict.fromkeys(mutant.kind for mutant in every):
+        group = [mutant for mutant in every if mutant.kind == kind]
+        kept += (
+            group if kind in (*REMOVED, "trans") else rng.sample(group, min(SAMPLED, len(group)))
+        )
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())
