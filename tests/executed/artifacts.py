@@ -16,7 +16,10 @@ from tests.support import artifacts
 
 
 def with_ptx(model: Path, arch: str, **options: Any) -> Path:
-    """A folder of `artifact/`, and of `ptx/` with a text for each cubin by the cubin's SHA-256."""
+    """A folder of `artifact/`, for torch and `arch`, and of `ptx/`.
+
+    The latter has a text for each cubin, by the cubin's SHA-256.
+    """
 
     def make(folder: Path) -> None:
         texts = folder / "ptx"
@@ -35,5 +38,6 @@ def with_ptx(model: Path, arch: str, **options: Any) -> Path:
                 **options,
             )  # fmt: skip
 
+    options["backend"] = "torch"
     what = {"name": f"executed-{model.name}", "model": str(model), "arch": arch, **options}
     return artifacts.made(what, make)

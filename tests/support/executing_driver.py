@@ -6,18 +6,20 @@ memory is host memory, and a kernel reaches only what was bound for its launch.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvgraph import ptx
-from kvgraph.errors import DeviceError, KernelError
+from kvgraph.errors import KVGraphError
+
+Tensors = Mapping[str, torch.Tensor]
 
 INVALID_VALUE, INVALID_IMAGE, NOT_FOUND, LAUNCH_FAILED = 1, 200, 500, 719
 FREE_SHARED_BYTES = 48 << 10
@@ -41,45 +43,50 @@ class _Entries(ctypes.Structure):
 
 
 class Executor:
-    """`folder` holds the PTX of every cubin, by the cubin's SHA-256. `launched`: names, in order."""
+    """`folder` holds the PTX of every cubin, by the cubin's SHA-256.
+
+    `launched` counts launches by a kernel's name, `executed` instructions by their family.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.launched: list[str] = []
+        self.launched: Counter[str] = Counter()
+        self.executed: Counter[str] = Counter()
         self._folder = folder
-        self._memory = ptx.Memory()
+        self._buffers: Callable[[], Tensors] = dict
         self._modules: dict[int, ptx.Module] = {}
         self._functions: dict[int, ptx.Kernel] = {}
         self._allowed: dict[int, int] = {}
-        self._error: KernelError | None = None
-        made = {name: kind(getattr(self, f"_{name}")) for name, kind in _SIGNATURES.items()}
-        self._entries = _Entries(**made)
+        self._error: Exception | None = None
+        methods = {name: self._guarded(getattr(self, f"_{name}")) for name in _SIGNATURES}
+        self._entries = _Entries(**{n: kind(methods[n]) for n, kind in _SIGNATURES.items()})
         ctypes.CDLL("libcuda.so.1").fake_executor(ctypes.byref(self._entries))
 
-    def run(self, call: Callable[[], Any], buffers: Mapping[str, torch.Tensor]) -> Any:
-        """What `call` returns; its launches reach `buffers` alone.
+    def run(self, call: Callable[[], Any], buffers: Callable[[], Tensors]) -> Any:
+        """What `call` returns. Each of its launches reaches what `buffers` then returns, alone.
 
         The machine's own error is raised in place of the driver's number.
         """
-        self._error = None
-        with self._bound(buffers):
-            try:
-                result = call()
-            except DeviceError:
-                if self._error is None:
-                    raise
+        self._error, self._buffers = None, buffers
+        try:
+            result = call()
+        except KVGraphError:
+            if self._error is None:
+                raise
         if self._error is not None:
             raise self._error
         return result
 
-    @contextlib.contextmanager
-    def _bound(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        named = {t.data_ptr(): (name, t) for name, t in buffers.items() if t.numel()}
-        try:
-            for address, (name, tensor) in named.items():
-                self._memory.map(address, tensor.detach().view(torch.uint8).numpy(), name)
-            yield
-        finally:
-            self._memory = ptx.Memory()
+    def _guarded(self, method: Callable[..., int]) -> Callable[..., int]:
+        """C cannot raise: an exception is kept for `run`, and the driver's call fails."""
+
+        def call(*arguments: Any) -> int:
+            try:
+                return method(*arguments)
+            except Exception as error:
+                self._error = error
+                return LAUNCH_FAILED
+
+        return call
 
     # ---- what the driver calls
 
@@ -109,25 +116,33 @@ class Executor:
         threads = block.contents[0] * block.contents[1] * block.contents[2]
         if shared > self._allowed.get(function, FREE_SHARED_BYTES):
             return INVALID_VALUE
-        self.launched.append(kernel.name)
         at = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
         values = [
             int.from_bytes(ctypes.string_at(at[i], parameter.size), "little")
             for i, parameter in enumerate(kernel.parameters)
         ]
-        try:
-            ptx.run(
-                kernel, self._memory, grid=(x, y, z), threads=threads, arguments=values,
-                shared=shared,
-            )  # fmt: skip
-        except KernelError as error:
-            self._error = error
-            return LAUNCH_FAILED
+        counters = ptx.run(
+            kernel, _memory(self._buffers()), grid=(x, y, z), threads=threads, arguments=values,
+            shared=shared,
+        )  # fmt: skip
+        self.launched[kernel.name] += 1
+        self.executed.update(counters.instructions)
         return 0
+
+
+def _memory(buffers: Tensors) -> ptx.Memory:
+    """Buffers of kernels at the addresses that tensors have."""
+    memory = ptx.Memory()
+    distinct = {tensor.data_ptr(): (name, tensor) for name, tensor in buffers.items()}
+    for address, (name, tensor) in distinct.items():
+        memory.map(address, tensor.detach().view(torch.uint8).numpy(), name)
+    return memory
 
 
 def _image_bytes(image: int) -> int:
     """Of an ELF file in memory: its headers of sections and of segments are at its end."""
     header = struct.unpack("<16xHHIQQQIHHHHHH", ctypes.string_at(image, 64))
-    _, _, _, _, segments, sections, _, _, segment_bytes, num_segments, section_bytes, num, _ = header
+    _, _, _, _, segments, sections, _, _, segment_bytes, num_segments, section_bytes, num, _ = (
+        header
+    )
     return int(max(segments + segment_bytes * num_segments, sections + section_bytes * num))
