@@ -14,7 +14,7 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-all test-browser check check-kernels docs format generate clean
+.PHONY: demo test test-fast test-all test-browser check check-kernels check-ptx docs format generate clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
@@ -44,6 +44,10 @@ check-kernels: $(VENV)/.installed
 	TRITON_INTERPRET=1 $(BIN)/python -m tests.support.matrix --arch sm_90
 	TRITON_INTERPRET=1 $(BIN)/python -m tests.support.matrix --arch sm_80
 	$(BIN)/python -m tests.kernels.table
+
+# The matrix on the compiled kernels of every architecture, executed as PTX: about 15 minutes.
+check-ptx: $(VENV)/.installed
+	$(BIN)/python -m tests.support.ptx_matrix
 
 # Strict: a broken link or reference fails. An environment of its own, since docs need no torch.
 docs: $(DOCS)/.installed

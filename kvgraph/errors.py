@@ -14,7 +14,7 @@
     |- TransferError (RuntimeError)          pages that another engine refused, or did not get
     |- CheckError (RuntimeError)             a compile does not compute what its model computes
     |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
-    |  `- KernelFault                         executed PTX did what no kernel may do
+    |  `- KernelFaultError                    executed PTX did what no kernel may do
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
     `- MissingDependencyError (ImportError)  an optional package is not installed
 
@@ -87,7 +87,7 @@ class KernelError(KVGraphError, RuntimeError):
     """An op refused its operands: its kernel at a step, or its fake where a model is traced."""
 
 
-class KernelFault(KernelError):
+class KernelFaultError(KernelError):
     """A kernel, executed as PTX, used memory, registers or barriers in a way that is wrong."""
 
 

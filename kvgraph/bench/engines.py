@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvgraph.bench.machine import thread_environment
+from kvgraph.contract.plain import JsonObject
 
 WORKER = Path(__file__).with_name("worker.py")
 SECONDS_TO_LEAVE = 30.0
@@ -89,7 +90,7 @@ def run_engine(
         "model": str(spec.model),
         "precision": spec.precision,
     }
-    phases: list[dict[str, Any]] = [{"phase": "prepare"}] if spec.prepares else []
+    phases: list[JsonObject] = [{"phase": "prepare"}] if spec.prepares else []
     phases += [{"phase": "measure", "cases": []}, {"phase": "measure"}]
     for phase in phases:
         result.error = _run_process(spec, full | phase, result, timeout, progress)
@@ -100,7 +101,7 @@ def run_engine(
 
 def _run_process(
     spec: EngineSpec,
-    job: dict[str, Any],
+    job: JsonObject,
     result: EngineResult,
     timeout: float,
     progress: Callable[[str], None],

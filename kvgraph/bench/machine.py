@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 from kvgraph.errors import RequestError
 
@@ -47,7 +46,7 @@ def last_level_cache() -> int:
     return max(sizes)
 
 
-def describe() -> dict[str, Any]:
+def describe() -> dict[str, object]:
     """Plain data: model and flags of the processor, memory in bytes, system, Python."""
     fields = _first_processor()
     return {

@@ -7,13 +7,14 @@ from typing import Any
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import SamplingParams
 
 
-def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load(job: JsonObject) -> tuple[Any, JsonObject]:
     artifact = artifacts.load(Path(job["model"]))
     session = artifact.session(num_threads=job["threads"])
     spare = job["new_tokens"] if job["prefix_caching"] else None

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from kvgraph.bench import peers as peer_adapters
 from kvgraph.bench.counts import Counts, count
@@ -19,6 +18,7 @@ from kvgraph.bench.protocol import Case, Settings, check_lengths, make_prompts, 
 from kvgraph.contract.backends import find_backend
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import MissingDependencyError, ModelError, RequestError
 from kvgraph.runtime import artifact as artifacts
@@ -48,7 +48,7 @@ class BenchPlan:
     cases: list[Case]
     engines: list[EngineSpec]
     counts: dict[str, Counts]
-    job: dict[str, Any]
+    job: JsonObject
 
 
 def make_plan(
@@ -145,7 +145,7 @@ def _checkpoint(model: Path | None, manifest: Manifest) -> Path:
 
 
 def _peer_engines(
-    text: str, classes: Sequence[str], model: Path, job: dict[str, Any]
+    text: str, classes: Sequence[str], model: Path, job: JsonObject
 ) -> list[EngineSpec]:
     """One for each class of precision: those named, or those of the artifacts that it can run."""
     left, equals, python = text.partition("=")
@@ -210,9 +210,7 @@ def _check_interpreter(name: str, python: str, needs: dict[str, str]) -> None:
         )
 
 
-def _job(
-    settings: Settings, cases: Sequence[Case], manifest: Manifest, work: Path
-) -> dict[str, Any]:
+def _job(settings: Settings, cases: Sequence[Case], manifest: Manifest, work: Path) -> JsonObject:
     """What all engines get. `rows`: tokens of each row, longest first, that hold every case;
     `new_tokens`: most of any.
     """
@@ -252,11 +250,11 @@ def _job(
     }
 
 
-def cache_bytes(job: dict[str, Any], precision: str) -> int:
+def cache_bytes(job: JsonObject, precision: str) -> int:
     """Of a cache for all rows, in float32 for its class and in 16 bits for the others."""
     return int(job["cache_elements"]) * (4 if precision == "fp32" else 2)
 
 
-def engine_job(plan: BenchPlan, spec: EngineSpec) -> dict[str, Any]:
+def engine_job(plan: BenchPlan, spec: EngineSpec) -> JsonObject:
     """The job of one engine."""
     return plan.job | {"cache_bytes": cache_bytes(plan.job, spec.precision)}

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
 
 Kind = Literal["batch", "context", "ragged"]
@@ -54,7 +55,7 @@ class Settings:
                     raise RequestError(f"{name}: expected each >= {bound}, got {value}")
 
 
-QUICK: dict[str, Any] = {
+QUICK: JsonObject = {
     "prompt": 64,
     "new_tokens": 16,
     "contexts": (32, 128),

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvgraph.bench import machine
 from kvgraph.bench.engines import EngineResult, run_engine
@@ -27,7 +26,7 @@ class Report:
     """What was measured. `loads`: the machine's load before the run and after it."""
 
     plan: BenchPlan
-    machine: dict[str, Any]
+    machine: dict[str, object]
     loads: tuple[float, float]
     readings: list[Limits]
     results: list[EngineResult]
@@ -64,7 +63,7 @@ def _show(progress: Progress, name: str, stage: str) -> None:
     progress(f"{name}: {stage}")
 
 
-def report_data(report: Report) -> dict[str, Any]:
+def report_data(report: Report) -> dict[str, object]:
     """Everything, for a program: settings, machine, every repeat's seconds, every reading."""
     plan = report.plan
     return {

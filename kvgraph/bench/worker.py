@@ -24,6 +24,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable  # noqa: UP035  (Python 3.9)
 
+from kvgraph.contract.plain import JsonObject
+
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 Say = Callable[..., None]
 
@@ -63,7 +65,7 @@ def read_adapter(path: str) -> Any:
     return module
 
 
-def prepare(job: dict[str, Any], adapter: Any, say: Say) -> None:
+def prepare(job: JsonObject, adapter: Any, say: Say) -> None:
     """Bring the model into the engine's own format, where it has one and is not there yet."""
     start = time.perf_counter()
     wanted = adapter.prepare(job) if hasattr(adapter, "prepare") else None
@@ -86,7 +88,7 @@ def make_folder(folder: Path, tool: str, command: list[str]) -> None:
         os.rename(partial, folder)
 
 
-def measure(job: dict[str, Any], adapter: Any, say: Say) -> None:
+def measure(job: JsonObject, adapter: Any, say: Say) -> None:
     """The first token of a short prompt, then every case."""
     generate, about = adapter.load(job)
     check(generate([job["first_prompt"]], 1), 1, 1)
@@ -100,7 +102,7 @@ def measure(job: dict[str, Any], adapter: Any, say: Say) -> None:
         say("case", name=case["name"], rss_bytes=peak_rss(), **fields)
 
 
-def time_case(generate: Generate, case: dict[str, Any], say: Say) -> dict[str, Any]:
+def time_case(generate: Generate, case: JsonObject, say: Say) -> JsonObject:
     """Seconds of each repeat: t(1) (not of ragged requests) and t(N); the first row's first ids."""
     prompts, count = case["prompts"], case["new_tokens"]
     say("started", name=case["name"])

@@ -10,9 +10,12 @@ import dataclasses
 import json
 import types
 import typing
-from typing import Any, TypeVar, Union
+from typing import Any, TypeAlias, TypeVar, Union
 
 T = TypeVar("T")
+
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object, as it was read."""
 
 
 def to_plain(value: object) -> Any:
@@ -72,7 +75,7 @@ def _convert_union(kinds: tuple[object, ...], value: object, where: str) -> obje
     raise ValueError(f"{where.lstrip('.')}: expected {names}, got {_said(value)}")
 
 
-def _convert_fields(kind: Any, given: dict[str, Any], where: str) -> Any:
+def _convert_fields(kind: Any, given: dict[str, object], where: str) -> Any:
     hints, values = typing.get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
         path = f"{where}.{field.name}"

@@ -6,9 +6,9 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvgraph.contract.files import open_regular
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError
 
 
@@ -42,7 +42,7 @@ def read_layout(path: Path) -> dict[str, TensorAt]:
         ) from error
 
 
-def _tensor(of: dict[str, Any], data: int, size: int) -> TensorAt:
+def _tensor(of: JsonObject, data: int, size: int) -> TensorAt:
     start, end = of["data_offsets"]
     if not 0 <= start <= end <= size - data:
         raise ValueError(f"bytes {start} to {end} of {size - data}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ def run(plan: LaunchPlan, operands: Mapping[str, torch.Tensor]) -> None:
 
 def _start(launch: Launch, tensors: Mapping[str, torch.Tensor]) -> None:
     variant = launch.variant
-    given: dict[str, Any] = dict.fromkeys(variant.absent)
+    given: dict[str, object] = dict.fromkeys(variant.absent)
     for parameter, argument in zip(variant.parameters, launch.arguments, strict=True):
         given[parameter.name] = tensors[argument] if isinstance(argument, str) else argument
     variant.kernel.function()[launch.grid](

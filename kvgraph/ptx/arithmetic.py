@@ -49,13 +49,15 @@ def _divide(x: Lanes, y: Lanes) -> Lanes:
     """Toward zero; by zero all bits are set, as the hardware does (the ISA leaves it open)."""
     zero = y == 0
     if np.issubdtype(x.dtype, np.floating):
-        return x / y
+        quotient: Lanes = x / y
+        return quotient
     safe = np.where(zero, y.dtype.type(1), y)
     if x.dtype.kind == "u":
-        return np.where(zero, x.dtype.type(~np.uint64(0).astype(x.dtype)), x // safe)
-    down = x // safe
+        return np.where(zero, np.array(~np.uint64(0)).astype(x.dtype), x // safe)
+    down: Lanes = x // safe
     inexact = (down * safe != x) & ((x < 0) != (safe < 0))
-    return np.where(zero, x.dtype.type(-1), down + inexact.astype(x.dtype))
+    found: Lanes = np.where(zero, x.dtype.type(-1), down + inexact.astype(x.dtype))
+    return found
 
 
 def _remainder(x: Lanes, y: Lanes) -> Lanes:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.errors import KernelError, KernelFault
+from kvgraph.errors import KernelError, KernelFaultError
 from kvgraph.ptx.counters import Counters
 from kvgraph.ptx.memory import Memory
 from kvgraph.ptx.parser import Kernel
@@ -49,7 +49,7 @@ def run(
     `checks`: races, bytes and registers that nobody wrote. `profile`: traffic and bank conflicts
     are counted. `blocks`: those of the grid to run (None: all).
 
-    KernelFault: what the kernel did wrong, where. KernelError: a launch that does not fit it.
+    KernelFaultError: what the kernel did wrong, where. KernelError: a launch that does not fit it.
     """
     _require_launch(kernel, grid, threads, arguments)
     program = program_of(kernel)
@@ -283,12 +283,12 @@ class _Batch:
     def _require_copies_waited(self) -> None:
         """A copy that nobody waited for may land in the memory of the next block."""
         if self._state.copies.issued and self._state.shared.checks:
-            raise KernelFault(
+            raise KernelFaultError(
                 f"{self._kernel.name}: expected a wait for every asynchronous copy, got "
                 f"{len(self._state.copies.issued)} without one at the end"
             )
 
-    def _fault(self, place: int, fault: FaultError, mask: Mask) -> KernelFault:
+    def _fault(self, place: int, fault: FaultError, mask: Mask) -> KernelFaultError:
         """With the instruction, its line, and the first thread that it concerns."""
         state, said = self._state, self._program.operations[place].said
         lanes = state.active(mask) if fault.lanes is None else fault.lanes
@@ -296,7 +296,7 @@ class _Batch:
         block = tuple(int(x) for x in state.blocks[row // state.warps])
         thread = int(state.thread[row, lane])
         text = said.text if len(said.text) <= 120 else said.text[:117] + "..."
-        return KernelFault(
+        return KernelFaultError(
             f"{self._kernel.name}, line {said.line}, block {block}, thread {thread}: "
             f"{fault} ({text})"
         )

@@ -1,4 +1,4 @@
-"""Comparison, selection, moves and shuffles (PTX ISA 9.7.6, 9.7.7 and 9.7.9: mov, shfl.sync)."""
+"""Comparison, selection, moves, shuffles (PTX ISA 9.7.6, 9.7.7, 9.7.9), votes (9.7.13)."""
 
 from __future__ import annotations
 
@@ -205,4 +205,42 @@ def vote(decoder: Decoder) -> Step:
     return step
 
 
-FAMILY = {"setp": setp, "selp": selp, "mov": mov, "shfl": shfl, "vote": vote}
+REDUCTIONS: dict[str, Callable[..., Lanes]] = {
+    "add": lambda x, **how: np.add.reduce(x, dtype=x.dtype, **how),
+    "min": np.minimum.reduce,
+    "max": np.maximum.reduce,
+    "and": np.bitwise_and.reduce,
+    "or": np.bitwise_or.reduce,
+    "xor": np.bitwise_xor.reduce,
+}
+
+
+def redux(decoder: Decoder) -> Step:
+    """One value of all threads of the member mask; of floats, the least or the largest number."""
+    parts, type_ = decoder.parts, decoder.type
+    if len(parts) != 4 or parts[1] != "sync" or parts[2] not in REDUCTIONS:
+        raise decoder.refuse()
+    name, is_float = parts[2], type_ == "f32"
+    known = ("min", "max") if is_float or type_ in ("s32", "u32") else ("and", "or", "xor")
+    if type_ not in ("s32", "u32", "b32", "f32") or name not in (*known, "add" * (not is_float)):
+        raise decoder.refuse()
+    decoder.expect_operands(3)
+    value = decoder.read(decoder.operands[1], type_)
+    members = decoder.read(decoder.operands[2], "u32")
+    put = decoder.write(decoder.operands[0])
+    reduce = REDUCTIONS[name]
+    if is_float:
+        reduce = np.fmin.reduce if name == "min" else np.fmax.reduce
+
+    def step(state: State, mask: Mask) -> None:
+        require_members(state, mask, members)
+        here = state.active(mask)
+        if (here.any(1) & ~here.all(1)).any():
+            raise FaultError("expected all threads of a warp, got a part of them", here)
+        found = reduce(np.broadcast_to(value(state), state.shape), axis=1, keepdims=True)
+        put(state, np.broadcast_to(found, state.shape), mask)
+
+    return step
+
+
+FAMILY = {"redux": redux, "setp": setp, "selp": selp, "mov": mov, "shfl": shfl, "vote": vote}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from kvgraph.contract.files import open_regular
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance, said
 from kvgraph.runtime.messages import (
@@ -186,7 +187,7 @@ class ChatTemplates:
         return Jinja()
 
     @cached_property
-    def _config(self) -> dict[str, Any]:
+    def _config(self) -> JsonObject:
         return self._read(CONFIG)
 
     @cached_property
@@ -227,7 +228,7 @@ class ChatTemplates:
         }
         return {name: token for name, token in contents.items() if isinstance(token, str)}
 
-    def _read(self, name: str) -> dict[str, Any]:
+    def _read(self, name: str) -> JsonObject:
         """The fields of a JSON file; none where it is missing."""
         path = self._folder / name
         if not path.exists():

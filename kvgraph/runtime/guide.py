@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.manifest import ModelInfo
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import is_panic
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
 from kvgraph.kv.requests import TextContext
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-LIMITS: dict[str, Any] = {
+LIMITS: JsonObject = {
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 20_000,

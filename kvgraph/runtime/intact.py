@@ -17,13 +17,13 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvgraph.contract.files import inside, open_regular, replacing
 from kvgraph.contract.manifest import Manifest, verify_files
 from kvgraph.contract.plain import to_json, to_plain
 
-Stamp: TypeAlias = dict[str, Any]
+Stamp: TypeAlias = dict[str, object]
 
 SETTLED_SECONDS = 2
 """How long no file has changed: the coarsest clock of a file system (FAT) ticks every 2 s."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from kvgraph.errors import RequestError
 from kvgraph.runtime.arguments import instance, said, sequence
 
-Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = dict[str, object]
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
@@ -25,19 +25,19 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     return [_message(f"messages[{at}]", message) for at, message in enumerate(listed)]
 
 
-def plain_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
     """Copies of JSON schemas of functions, of plain JSON values."""
     listed = sequence("tools", "tool", tools)
     return [plain_object(f"tools[{at}]", tool) for at, tool in enumerate(listed)]
 
 
-def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, object]:
     """A copy of a mapping, of plain JSON values: a template reaches no method of a caller's."""
     instance(name, value, Mapping, "names and values")
     for key in value:
         instance(f"{name}: names", key, str, "text")
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(value)))
+        copy: dict[str, object] = json.loads(json.dumps(dict(value)))
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{name}: expected values of JSON, got another ({error})") from error
     return copy

@@ -26,7 +26,7 @@ def failure(why: str) -> bytes:
     return event({"error": {"message": why, "type": "server_error", "code": 500}})
 
 
-def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, Any]:
+def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, object]:
     prompt = generation.prompt_tokens
     generated = 0 if drops_output else generation.generated_tokens
     return {
@@ -69,7 +69,7 @@ def completion_logprobs(
     ids: Sequence[int],
     offsets: list[int],
     spell: Spelling,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Of /v1/completions; `offsets`: where each token begins in the text that is answered."""
     return {
         "tokens": [spell(token) for token in ids],
@@ -87,7 +87,7 @@ def _top(scores: TokenLogprobs, spell: Spelling) -> dict[str, float]:
     return top
 
 
-def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> dict[str, Any]:
+def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> dict[str, object]:
     """Of /v1/chat/completions."""
     return {
         "content": [
@@ -98,6 +98,6 @@ def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> di
     }
 
 
-def _spelled(one: Logprob, spell: Spelling) -> dict[str, Any]:
+def _spelled(one: Logprob, spell: Spelling) -> dict[str, object]:
     text = spell(one.token_id)
     return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}

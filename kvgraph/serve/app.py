@@ -38,7 +38,7 @@ from kvgraph.serve.state import state_of
 JSON = "application/json"
 
 Events = Callable[[Job, Generation], AsyncIterator[bytes]]
-Answer = Callable[[Job, Generation], Awaitable[dict[str, Any]]]
+Answer = Callable[[Job, Generation], Awaitable[dict[str, object]]]
 
 
 def make_app(service: Service) -> Starlette:
@@ -284,7 +284,7 @@ async def _gone_from(receive: Receive) -> None:
         pass
 
 
-async def _unless_gone(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+async def _unless_gone(request: Request, work: Awaitable[dict[str, object]]) -> dict[str, object]:
     """What `work` gives; it is cancelled when the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone_from(request.receive))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.sampling import Token
@@ -67,16 +66,16 @@ async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[in
         raise ServeError(400, str(error), param="messages") from error
 
 
-async def answer_chat(job: Job, generation: Generation) -> dict[str, Any]:
+async def answer_chat(job: Job, generation: Generation) -> dict[str, object]:
     """All choices at once. ServeError (500) where one failed on its own."""
     pairs = zip(generation.choices, await generation.all_tokens(), strict=True)
     choices = [_whole(job, choice, tokens) for choice, tokens in pairs]
     return {**job.head(OBJECT), "choices": choices, "usage": usage_of(generation)}
 
 
-def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, Any]:
+def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, object]:
     text, reason = text_of(tokens), tokens[-1].finish_reason
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message: dict[str, object] = {"role": "assistant", "content": text}
     if job.tools and (call := job.tools.call_in(text)):
         message |= {"content": None, "tool_calls": [call]}
     return {
@@ -87,7 +86,7 @@ def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, Any]:
     }
 
 
-def _logprobs(job: Job, tokens: list[Token]) -> dict[str, Any] | None:
+def _logprobs(job: Job, tokens: list[Token]) -> dict[str, object] | None:
     if not job.logprobs:
         return None
     return chat_logprobs([token.logprobs for token in tokens], job.spell)
@@ -98,7 +97,7 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
     head = job.head(f"{OBJECT}.chunk")
     held = {choice.index: "" for choice in generation.choices} if job.tools else {}
     for index in range(len(generation.choices)):
-        delta: dict[str, Any] = {"role": "assistant", "content": ""}
+        delta: dict[str, object] = {"role": "assistant", "content": ""}
         yield event({**head, "choices": [_piece(index, delta, None, None)]})
     async for fresh in generation:
         for choice in fresh:
@@ -120,7 +119,9 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
     yield DONE
 
 
-def _held(job: Job, held: dict[int, str], index: int, text: str, is_over: bool) -> dict[str, Any]:
+def _held(
+    job: Job, held: dict[int, str], index: int, text: str, is_over: bool
+) -> dict[str, object]:
     """What a client gets of a text that may be a call: nothing, until it is known."""
     text = held[index] + text
     assert job.tools is not None
@@ -134,6 +135,6 @@ def _held(job: Job, held: dict[int, str], index: int, text: str, is_over: bool) 
 
 
 def _piece(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
-) -> dict[str, Any]:
+    index: int, delta: dict[str, object], logprobs: dict[str, object] | None, reason: str | None
+) -> dict[str, object]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

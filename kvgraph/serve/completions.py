@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.sampling import Token
 from kvgraph.serve.answers import (
     DONE,
@@ -88,14 +88,14 @@ async def _echo(served: Served, given: str | list[int], tokens: list[int], offse
     return Echo(text, [min(at, len(text)) for at in offsets_of(pieces, 0)])
 
 
-async def answer_completion(job: Job, generation: Generation) -> dict[str, Any]:
+async def answer_completion(job: Job, generation: Generation) -> JsonObject:
     """All choices at once. ServeError (500) where one failed on its own."""
     pairs = zip(generation.choices, await generation.all_tokens(), strict=True)
     choices = [_piece(job, choice, tokens, None) for choice, tokens in pairs]
     return {**job.head(OBJECT), "choices": choices, "usage": _usage(job, generation)}
 
 
-def _usage(job: Job, generation: Generation) -> dict[str, Any]:
+def _usage(job: Job, generation: Generation) -> JsonObject:
     return usage_of(generation, drops_output=job.drops_output)
 
 
@@ -117,7 +117,7 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
     yield DONE
 
 
-def _piece(job: Job, choice: Choice, tokens: list[Token], length: int | None) -> dict[str, Any]:
+def _piece(job: Job, choice: Choice, tokens: list[Token], length: int | None) -> JsonObject:
     """What `tokens` add to a choice whose text has `length` characters; None: the first ones."""
     echo = Echo()
     if length is None and job.echo is not None:
@@ -133,7 +133,7 @@ def _piece(job: Job, choice: Choice, tokens: list[Token], length: int | None) ->
 
 def _logprobs(
     job: Job, choice: Choice, kept: list[Token], echo: Echo, length: int | None
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     if not job.logprobs:
         return None
     scores = [token.logprobs for token in kept]

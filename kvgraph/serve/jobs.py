@@ -50,7 +50,7 @@ class Job:
     def __post_init__(self) -> None:
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 from kvgraph.serve.answers import encoded
 from kvgraph.serve.generation import Generation
@@ -16,7 +15,7 @@ def log_request(
 ) -> None:
     """Times in seconds; no text of a prompt unless `prompts`."""
     first = generation.choices[0].stream.stats if generation.choices else None
-    line: dict[str, Any] = {
+    line: dict[str, object] = {
         "time": round(time.time(), 3),
         "request": job.id,
         "path": path,
@@ -39,5 +38,5 @@ def log_refusal(path: str, status: int) -> None:
     write_line({"time": round(time.time(), 3), "path": path, "status": status})
 
 
-def write_line(line: dict[str, Any]) -> None:
+def write_line(line: dict[str, object]) -> None:
     sys.stderr.write(encoded(line).decode() + "\n")

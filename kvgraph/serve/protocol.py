@@ -6,16 +6,17 @@ listed as such (`Ignored`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
 from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
 from kvgraph.serve.errors import ServeError
 
-Ignored = Any
+Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = list[Count]
 Prompt = str | list[str | Count | TokenIds]
@@ -51,7 +52,7 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
-    guided_json: str | dict[str, Any] | bool | None = None
+    guided_json: str | JsonObject | bool | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     # OpenAI's, without effect here
@@ -102,15 +103,15 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=4096)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     # OpenAI's, without effect here
     parallel_tool_calls: Ignored = None
@@ -118,7 +119,7 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: Ignored = None
     verbosity: Ignored = None
 
-    def schema(self) -> dict[str, Any] | None:
+    def schema(self) -> JsonObject | None:
         """What a `response_format` asks for; ServeError for another one than OpenAI's."""
         given = self.response_format
         if given is None or given.get("type") == "text":
@@ -139,7 +140,7 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     model: str = ""
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -172,10 +173,10 @@ def sampling_of(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    schema: dict[str, Any] | None = None,
+    schema: JsonObject | None = None,
 ) -> SamplingParams:
     """`schema`: what the text must be. ServeError where a value is out of its range."""
-    given: dict[str, Any] = {
+    given: JsonObject = {
         "max_tokens": max_tokens,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "logprobs": logprobs,

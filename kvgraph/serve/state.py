@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.service import Served
 
 
-async def state_of(served: Served) -> dict[str, Any]:
+async def state_of(served: Served) -> dict[str, object]:
     """Asked of the engine's thread, between two steps."""
     load = served.meter.load
     found = await served.engine_async.call(_state)
@@ -18,7 +17,7 @@ async def state_of(served: Served) -> dict[str, Any]:
     return {**found, **rates, "num_queued": served.admission.num_queued}
 
 
-def _state(engine: Engine) -> dict[str, Any]:
+def _state(engine: Engine) -> dict[str, object]:
     stats = engine.stats()
     held: Counter[int] = Counter()
     rows = []

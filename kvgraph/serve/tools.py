@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.protocol import ChatRequest
 
@@ -22,7 +22,7 @@ class Tools:
     none of them."""
 
     def __init__(self, given: ChatRequest) -> None:
-        self._schemas: dict[str, dict[str, Any]] = {}
+        self._schemas: dict[str, JsonObject] = {}
         choice = given.tool_choice
         for tool in [] if choice == "none" else given.tools or []:
             name, schema = _function(tool)
@@ -31,7 +31,7 @@ class Tools:
             raise _refused("tools", f"at most {MOST_TOOLS} functions", str(len(self._schemas)))
         self._forced = self._forced_by(choice)
 
-    def _forced_by(self, choice: str | dict[str, Any] | None) -> list[str]:
+    def _forced_by(self, choice: str | JsonObject | None) -> list[str]:
         """Names of which one must be called."""
         if choice in (None, "auto", "none"):
             return []
@@ -54,11 +54,11 @@ class Tools:
         """Whether the text is a call."""
         return bool(self._forced)
 
-    def schema(self) -> dict[str, Any] | None:
+    def schema(self) -> JsonObject | None:
         """Of a text that must be a call; None where it may be another one."""
         if not self._forced:
             return None
-        shared: dict[str, Any] = {}
+        shared: JsonObject = {}
         calls = []
         for name in self._forced:
             arguments = dict(self._schemas[name])
@@ -73,7 +73,7 @@ class Tools:
             calls.append({"type": "object", "properties": fields, **required})
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **shared}
 
-    def call_in(self, text: str) -> dict[str, Any] | None:
+    def call_in(self, text: str) -> JsonObject | None:
         """The call that a whole text is, as OpenAI's clients read it; None of another text."""
         try:
             found = json.loads(text)
@@ -94,7 +94,7 @@ class Tools:
         return bool(self._schemas) and (not text.strip() or text.lstrip().startswith("{"))
 
 
-def _function(tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _function(tool: JsonObject) -> tuple[str, JsonObject]:
     """Name, and schema of the arguments; any object where there is none."""
     function = tool.get("function") if tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None

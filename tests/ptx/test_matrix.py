@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvgraph.errors import KernelFault
+from kvgraph.errors import KernelFaultError
 from tests.ptx.programs import kernel, run
 
 RNG = np.random.default_rng(3)
@@ -182,23 +182,25 @@ def test_products_of_a_matrix_whose_rows_are_k() -> None:
     ],
 )
 def test_fences_and_waits_that_are_missing(left_out: str, sentence: str) -> None:
-    with pytest.raises(KernelFault, match=sentence):
+    with pytest.raises(KernelFaultError, match=sentence):
         product(**{left_out: ""})
 
 
 def test_what_a_product_reads_is_not_written_before_its_wait() -> None:
     wait = "st.shared.v4.b32 [%r6], {%r2, %r3, %r4, %r5};\n" + PLAIN["wait"]
-    with pytest.raises(KernelFault, match="no matrix product under way that reads these bytes"):
+    with pytest.raises(
+        KernelFaultError, match="no matrix product under way that reads these bytes"
+    ):
         product(wait=wait)
 
 
 def test_a_part_of_a_group_makes_no_product() -> None:
     fence = PLAIN["fence"] + "setp.lt.s32 %p3, %r1, 64; @%p3 bra OUT;"
     wait = PLAIN["wait"] + "OUT:"
-    with pytest.raises(KernelFault, match="expected the four warps of a group"):
+    with pytest.raises(KernelFaultError, match="expected the four warps of a group"):
         product(fence=fence, wait=wait)
 
 
 def test_a_matrix_outside_of_shared_memory_is_a_fault() -> None:
-    with pytest.raises(KernelFault, match="expected a matrix inside of 2048 bytes"):
+    with pytest.raises(KernelFaultError, match="expected a matrix inside of 2048 bytes"):
         product(b=str(DESCRIPTOR + (2048 >> 4)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgraph import ptx
-from kvgraph.errors import KernelError, KernelFault
+from kvgraph.errors import KernelError, KernelFaultError
 from tests.ptx.programs import addresses, kernel, run
 
 ALL = "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 2;\nmov.u32 %r10, smem;\nadd.s32 %r11, %r10, %r2;\n"
@@ -52,7 +52,9 @@ def test_vectors_and_predicates() -> None:
 def test_an_address_outside_is_a_fault(access: str, sentence: str) -> None:
     x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
     text = kernel(f"{addresses(4, 4)}\nshl.b32 %r0, %r0, 2;\n{access}\nret;")
-    with pytest.raises(KernelFault, match=r"^k, line \d+, block \(0, 0, 0\), thread ") as raised:
+    with pytest.raises(
+        KernelFaultError, match=r"^k, line \d+, block \(0, 0, 0\), thread "
+    ) as raised:
         run(text, x, y, shared=1024)
     assert sentence in str(raised.value)
     assert str(raised.value).endswith(f"({access[:-1]})")
@@ -124,9 +126,11 @@ def test_barriers_keep_warps_apart(order: int | None) -> None:
 
 @pytest.mark.parametrize("order", [None, 0, 1, 2])
 def test_a_missing_barrier_is_a_fault_in_every_order(order: int | None) -> None:
-    with pytest.raises(KernelFault, match=r"expected bytes that were written|no barrier"):
+    with pytest.raises(KernelFaultError, match=r"expected bytes that were written|no barrier"):
         exchange("", "bar.sync 0;", order)
-    with pytest.raises(KernelFault, match=r"another warp's (read|write) before it and no barrier"):
+    with pytest.raises(
+        KernelFaultError, match=r"another warp's (read|write) before it and no barrier"
+    ):
         exchange("bar.sync 0;", "", order)
 
 
@@ -134,7 +138,7 @@ def test_bytes_that_nobody_wrote_are_a_fault() -> None:
     text = kernel(
         f"{addresses(4, 4)}{ALL} ld.shared.b32 %r3, [%r11]; st.global.b32 [%d2], %r3; ret;"
     )
-    with pytest.raises(KernelFault, match="expected bytes that were written"):
+    with pytest.raises(KernelFaultError, match="expected bytes that were written"):
         run(text, *vectors(32), shared=128)
     run(text, *vectors(32), shared=128, checks=False)
 
@@ -145,7 +149,7 @@ def test_a_register_that_was_not_written_is_a_fault() -> None:
         @%p1 mov.b32 %r3, 1;
         st.global.b32 [%d2], %r3;
         ret;"""
-    with pytest.raises(KernelFault, match=r"thread 8: expected a value in %r3"):
+    with pytest.raises(KernelFaultError, match=r"thread 8: expected a value in %r3"):
         run(kernel(body), *vectors(32))
     assert (run_out(kernel(body.replace("@%p1 mov", "mov")))[:32] == 1).all()
 
@@ -165,7 +169,7 @@ def test_a_barrier_that_not_all_reach_is_a_fault() -> None:
         END:
         ret;"""
     )
-    with pytest.raises(KernelFault, match=r"expected all 64 threads .*, got 32 that wait"):
+    with pytest.raises(KernelFaultError, match=r"expected all 64 threads .*, got 32 that wait"):
         run(text, *vectors(32), threads=64)
 
 
@@ -176,7 +180,7 @@ def test_a_part_of_a_warp_takes_no_part_in_a_shuffle_of_all() -> None:
         @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;
         ret;"""
     )
-    with pytest.raises(KernelFault, match="expected all threads of the member mask"):
+    with pytest.raises(KernelFaultError, match="expected all threads of the member mask"):
         run(text, *vectors(32))
 
 
@@ -207,13 +211,13 @@ def test_copies_are_there_after_their_wait(wait: str, size: int) -> None:
 @pytest.mark.parametrize("wait", ["", "cp.async.wait_group 2;"])
 def test_a_missing_wait_is_a_fault(wait: str) -> None:
     text = kernel(COPY.replace("WAIT", wait).replace("SIZE", "16"))
-    with pytest.raises(KernelFault, match=r"got a copy that was not waited for|were written"):
+    with pytest.raises(KernelFaultError, match=r"got a copy that was not waited for|were written"):
         run(text, *vectors(32), shared=512)
 
 
 def test_a_copy_that_nobody_waits_for_is_a_fault() -> None:
     body = COPY[: COPY.index("WAIT")].replace("SIZE", "16") + "ret;"
-    with pytest.raises(KernelFault, match="expected a wait for every asynchronous copy"):
+    with pytest.raises(KernelFaultError, match="expected a wait for every asynchronous copy"):
         run(kernel(body), *vectors(32), shared=512)
 
 
@@ -282,7 +286,7 @@ def test_what_is_not_modelled_is_refused_with_its_line(body: str, sentence: str)
     with pytest.raises(KernelError, match=r"^k, line \d+: expected ") as raised:
         run(text, *vectors(32))
     assert sentence in str(raised.value)
-    assert not isinstance(raised.value, KernelFault)
+    assert not isinstance(raised.value, KernelFaultError)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +303,7 @@ def test_what_is_not_modelled_is_refused_with_its_line(body: str, sentence: str)
     ],
 )
 def test_texts_that_are_damaged(damage: object, sentence: str) -> None:
-    with pytest.raises(KernelError, match="^PTX") as raised:
+    with pytest.raises(KernelError, match=r"^PTX") as raised:
         ptx.parse(damage(kernel("mov.b32 %r1, 0;\nret;")))  # type: ignore[operator]
     assert sentence in str(raised.value)
 

@@ -351,6 +351,30 @@ def test_votes() -> None:
     assert (out == [want, 1]).all()
 
 
+@pytest.mark.parametrize(
+    ("how", "function"),
+    [
+        ("add.s32", np.add),
+        ("min.s32", np.minimum),
+        ("max.u32", np.maximum),
+        ("or.b32", np.bitwise_or),
+    ],
+)
+def test_reductions_of_a_warp(how: str, function: np.ufunc) -> None:
+    given = INTS if how.endswith("s32") else INTS.view(np.uint32)
+    out = np.zeros(32, given.dtype)
+    text = elementwise(
+        f"redux.sync.{how} %r3, %r1, -1;",
+        "ld.global.b32 %r1, [%d1];",
+        "st.global.b32 [%d2], %r3;",
+        4,
+        4,
+    )
+    run(text, given, out)
+    with np.errstate(over="ignore"):
+        assert (out == function.reduce(given, dtype=given.dtype)).all()
+
+
 def test_branches_part_and_meet_again() -> None:
     """Threads of one warp loop as often as their number says; all take part in the shuffle."""
     out = np.zeros(64, np.int32)

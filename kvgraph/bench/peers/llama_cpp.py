@@ -9,13 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.plain import JsonObject
+
 NEEDS = {"llama_cpp": "llama-cpp-python"}
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 KINDS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 CHUNK = 2048
 
 
-def prepare(job: dict[str, Any]) -> None:
+def prepare(job: JsonObject) -> None:
     path = _path(job)
     if not path.is_file():
         raise FileNotFoundError(
@@ -24,7 +26,7 @@ def prepare(job: dict[str, Any]) -> None:
         )
 
 
-def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load(job: JsonObject) -> tuple[Any, JsonObject]:
     import llama_cpp
     import numpy as np
 
@@ -94,5 +96,5 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return generate, about
 
 
-def _path(job: dict[str, Any]) -> Path:
+def _path(job: JsonObject) -> Path:
     return Path(job["folder"]) / f"llama.cpp-{KINDS[job['precision']]}.gguf"

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.plain import JsonObject
+
 NEEDS = {
     "onnxruntime_genai": "onnxruntime-genai",
     "onnx_ir": "onnx-ir",
@@ -16,7 +18,7 @@ NEEDS = {
 PRECISIONS = ("fp32", "int4")
 
 
-def prepare(job: dict[str, Any]) -> tuple[Path, str, list[str]]:
+def prepare(job: JsonObject) -> tuple[Path, str, list[str]]:
     """The builder, which the worker runs."""
     folder = _folder(job)
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
@@ -25,7 +27,7 @@ def prepare(job: dict[str, Any]) -> tuple[Path, str, list[str]]:
     return folder, "onnxruntime_genai builder", command
 
 
-def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load(job: JsonObject) -> tuple[Any, JsonObject]:
     import numpy as np
     import onnxruntime_genai as genai
 
@@ -64,5 +66,5 @@ def _set_threads(path: Path, threads: int) -> None:
     path.write_text(json.dumps(config, indent=1))
 
 
-def _folder(job: dict[str, Any]) -> Path:
+def _folder(job: JsonObject) -> Path:
     return Path(job["folder"]) / f"onnxruntime-genai-{job['precision']}"

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.plain import JsonObject
+
 NEEDS = {
     "openvino_genai": "openvino-genai",
     "openvino": "openvino",
@@ -19,7 +21,7 @@ WEIGHTS = {"fp32": "fp32", "bf16": "fp32", "int8": "int8", "int4": "int4"}
 GIB = 1 << 30
 
 
-def prepare(job: dict[str, Any]) -> tuple[Path, str, list[str]]:
+def prepare(job: JsonObject) -> tuple[Path, str, list[str]]:
     """The export of the checkpoint, which the worker runs."""
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
     command += ["-m", job["model"], "--task", "text-generation-with-past"]
@@ -27,7 +29,7 @@ def prepare(job: dict[str, Any]) -> tuple[Path, str, list[str]]:
     return _folder(job), "optimum-cli export", command
 
 
-def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load(job: JsonObject) -> tuple[Any, JsonObject]:
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -70,5 +72,5 @@ def _default_pool_dtype(ov: Any) -> str:
         return "default"
 
 
-def _folder(job: dict[str, Any]) -> Path:
+def _folder(job: JsonObject) -> Path:
     return Path(job["folder"]) / f"openvino-{WEIGHTS[job['precision']]}"

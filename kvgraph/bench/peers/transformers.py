@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvgraph.contract.plain import JsonObject
+
 NEEDS = {"transformers": "transformers", "torch": "torch"}
 PRECISIONS = ("fp32", "bf16")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load(job: JsonObject) -> tuple[Any, JsonObject]:
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, GenerationConfig

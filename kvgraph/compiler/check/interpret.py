@@ -33,7 +33,9 @@ class ProgramRun(Interpreter):
         for node in fused if window is not None else ():
             node.update_kwarg("window", min(node.kwargs.get("window", 0), window))
 
-    def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
+    def get_attr(
+        self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]
+    ) -> Any:
         found = super().get_attr(target, args, kwargs)
         if not isinstance(found, FakeTensor):
             return found

@@ -134,7 +134,7 @@ def _symbols(program: ExportedProgram, signature: GraphSignature) -> Symbols:
     return {nodes[str(u)]: s for u, s in zip(users, signature.inputs, strict=True)}
 
 
-def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, Any]]]:
+def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, object]]]:
     """Each cache op with its inputs and attributes, in order."""
     for node in graph.nodes:
         if node.target in SPECS:

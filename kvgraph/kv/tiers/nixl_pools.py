@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvgraph.contract.inputs import Buffer
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import DeviceError, MissingDependencyError, TransferError
 from kvgraph.kv.tiers.exchange import LeafPages
 
@@ -45,12 +46,12 @@ class NixlPools:
         pools = [(b.handle.ctypes.data, b.handle.nbytes, 0, "") for b in buffers]
         self._registered = self._agent.register_memory(pools, "DRAM")
 
-    def describe(self, leaves: Sequence[LeafPages]) -> dict[str, Any]:
+    def describe(self, leaves: Sequence[LeafPages]) -> JsonObject:
         """Who this is, and where the pages of `leaves` lie: what `write` takes."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return {"agent": metadata, "extents": extents(leaves)}
 
-    def write(self, leaves: Sequence[LeafPages], other: dict[str, Any]) -> None:
+    def write(self, leaves: Sequence[LeafPages], other: JsonObject) -> None:
         """Copy the pages of `leaves` to where `describe` of the other side says."""
         mine, theirs = extents(leaves), [tuple(extent) for extent in other["extents"]]
         if [size for _, size, _ in mine] != [extent[1] for extent in theirs]:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.files import open_regular
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import KVGraphError, TransferError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
@@ -95,7 +96,7 @@ class PageTransfer:
         connection: Connection,
         leaves: Sequence[LeafPages],
         way: Way,
-        answer: dict[str, Any],
+        answer: JsonObject,
     ) -> int:
         if way == "shared_memory":
             with _filled_block(leaves) as name:
@@ -113,7 +114,7 @@ class PageTransfer:
                 connection.send_bytes(record)
         return _count(_receive(connection))
 
-    def _header(self, leaves: Sequence[LeafPages], way: Way) -> dict[str, Any]:
+    def _header(self, leaves: Sequence[LeafPages], way: Way) -> JsonObject:
         if way == "nixl" and self._nixl is None:
             raise TransferError("transfer: expected PageTransfer(nixl=True) for NIXL, got none")
         return {
@@ -131,7 +132,7 @@ class PageTransfer:
             ],
         }
 
-    def _check(self, header: dict[str, Any]) -> list[list[bytes]]:
+    def _check(self, header: JsonObject) -> list[list[bytes]]:
         """Digests that the sender has, per leaf; TransferError by name where it does not fit."""
         _require("format", FORMAT, header.get("format"))
         own = self._manager.leaf_pools(self._replica)
@@ -148,10 +149,10 @@ class PageTransfer:
         return [[bytes.fromhex(digest) for digest in leaf["digests"]] for leaf in theirs]
 
     def _take(
-        self, connection: Connection, header: dict[str, Any], leaves: Sequence[LeafPages]
+        self, connection: Connection, header: JsonObject, leaves: Sequence[LeafPages]
     ) -> None:
         """Ask for the pages of `leaves`, and copy them in."""
-        answer: dict[str, Any] = {"wanted": []}
+        answer: JsonObject = {"wanted": []}
         for leaf, offer in zip(leaves, header["leaves"], strict=True):
             lacking = {digest.hex() for digest in leaf.digests}
             answer["wanted"].append([i for i, d in enumerate(offer["digests"]) if d in lacking])
@@ -193,18 +194,18 @@ def _unbroken(connection: Connection) -> Iterator[None]:
         ) from error
 
 
-def _send(connection: Connection, message: dict[str, Any]) -> None:
+def _send(connection: Connection, message: JsonObject) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 
-def _receive(connection: Connection) -> dict[str, Any]:
+def _receive(connection: Connection) -> JsonObject:
     message = json.loads(connection.recv_bytes(MOST_HEADER))
     if not isinstance(message, dict):
         raise ValueError(f"a message that is no object: {message!r}")
     return message
 
 
-def _count(answer: dict[str, Any]) -> int:
+def _count(answer: JsonObject) -> int:
     if "refused" in answer:
         raise TransferError(str(answer["refused"]))
     return int(answer["taken"])
