@@ -63,7 +63,7 @@ class PluginAttention(program.Attention, ABC):
 
     @abstractmethod
     def enqueue(self, given: Tensors, out: torch.Tensor) -> None:
-        """Run it. KernelFault, or AssertionError with the refusal."""
+        """Run it. KernelFaultError, or AssertionError with the refusal."""
 
 
 class TensorRTAttention(PluginAttention):

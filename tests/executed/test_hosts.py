@@ -162,6 +162,6 @@ def test_a_record_that_does_not_fit_fails(
     path.write_text(json.dumps(entries))
     [found] = generate(host, narrow(), 80, kernels=str(kernels), new_tokens=1)
     kind, sentence = found["refused"]
-    assert kind == "KernelFault"
+    assert kind == "KernelFaultError"
     assert "paged_attention" in sentence
     assert said in sentence
