@@ -46,6 +46,7 @@ NOT_FAST = (
 
 SLOWEST = (
     "test_ladder",
+    "executed/test_hosts",
     "compiler/test_pack_linear",
     "runtime/test_cache_kinds",
     "compiler/test_check",
