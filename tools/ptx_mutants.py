@@ -1,4 +1,4 @@
-"""`python -m tools.ptx_mutants [--every] [--seed N]`: small bugs in the kernels' PTX that are found.
+"""`python -m tools.ptx_mutants [--every] [--seed N]`: small bugs in kernels' PTX that are found.
 
 Each barrier, wait, fence and `.trans` is taken out by itself. At SAMPLED places of each kind (with
 `--every`: at all) predicates are dropped, comparisons turned, operands of shuffles exchanged and
@@ -33,7 +33,7 @@ ORDERS = (None, 1, 2)
 HALF = CacheShape("float16", "float16", 2, 64, 16, 2)
 WIDE = CacheShape("float16", "float16", 2, 128, 128, 2)
 SHAPES = {
-    "sm_80": AttentionShape(HALF, 8, 0.125, rope=Rope(64), window=40),
+    "sm_80": AttentionShape(HALF, 8, 0.125, rope=Rope(64), window=170),
     "sm_90": AttentionShape(WIDE, 8, 0.09, sinks=True),
 }
 
