@@ -24,6 +24,17 @@ void find(void* library, const char* name, Function& function) {
            kLibrary, name);
 }
 
+constexpr char kStartAgain[] = "; nothing runs on this device in this process any more: start it again";
+
+// Errors after which every call in the context fails (CUDA driver API, CUresult: "the process must be
+// terminated and relaunched"): from ECC and illegal accesses to failed launches.
+bool ends_the_context(Result result) {
+  constexpr Result kEnding[] = {214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721};
+  for (const Result each : kEnding)
+    if (result == each) return true;
+  return false;
+}
+
 const Driver* open() {
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
@@ -61,8 +72,8 @@ void Driver::check(Result result, const char* call) const {
   const char *name = nullptr, *text = nullptr;
   if (cuGetErrorName(result, &name) != 0 || !name) name = "an unknown error";
   if (cuGetErrorString(result, &text) != 0 || !text) text = "no description";
-  refuse(KVG_DEVICE, "%s: expected success of the CUDA driver, got %s (%d): %s", call, name, result,
-         text);
+  refuse(KVG_DEVICE, "%s: expected success of the CUDA driver, got %s (%d): %s%s", call, name, result,
+         text, ends_the_context(result) ? kStartAgain : "");
 }
 
 int32_t Driver::version() const {

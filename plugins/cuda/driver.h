@@ -25,6 +25,7 @@ enum DeviceAttribute : int32_t {
   kSharedBytesOptIn = 97,
 };
 enum FunctionAttribute : int32_t { kMaxDynamicShared = 8 };
+constexpr int32_t kPreferShared = 1;  // CUfunc_cache
 
 struct LaunchAttribute {
   int32_t id;
@@ -64,6 +65,7 @@ static_assert(sizeof(void*) != 8 || (sizeof(LaunchConfig) == 56 && offsetof(Laun
   X(cuModuleLoadData, (DriverModule**, const void*))                                           \
   X(cuModuleGetFunction, (DriverFunction**, DriverModule*, const char*))                       \
   X(cuFuncSetAttribute, (DriverFunction*, FunctionAttribute, int32_t))                         \
+  X(cuFuncSetCacheConfig, (DriverFunction*, int32_t))                                          \
   X(cuLaunchKernel, (DriverFunction*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t,        \
                      uint32_t, uint32_t, Stream*, void**, void**))                             \
   X(cuLaunchKernelEx, (const LaunchConfig*, DriverFunction*, void**, void**))

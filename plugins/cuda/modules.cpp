@@ -31,6 +31,8 @@ DriverFunction* Module::function(const Driver& driver, const char* name, uint32_
   if (limit < 0 || shared_bytes > static_cast<uint32_t>(limit))
     refuse(KVG_DEVICE, "%s: shared_bytes: expected at most %d of this device, got %u", name, limit,
            shared_bytes);
+  // As Triton's loader does: what the cache leaves decides how many blocks a multiprocessor holds.
+  driver.check(driver.cuFuncSetCacheConfig(function.handle, kPreferShared), "cuFuncSetCacheConfig");
   driver.check(driver.cuFuncSetAttribute(function.handle, kMaxDynamicShared,
                                          static_cast<int32_t>(shared_bytes)), "cuFuncSetAttribute");
   function.shared_bytes = shared_bytes;

@@ -116,6 +116,7 @@ result = [before, [module.handle, again.handle, other.handle], log()]
         "cuCtxPopCurrent 0x1000",
         "cuCtxPushCurrent 0x1000",
         "cuModuleGetFunction 0x501 attend_pilfp",
+        "cuFuncSetCacheConfig attend_pilfp 1",
         "cuFuncSetAttribute attend_pilfp 8 163840",
         "cuCtxPopCurrent 0x1000",
         "cuCtxPushCurrent 0x1000",
@@ -311,6 +312,9 @@ result = module
         ("cuLaunchKernel=701", "DeviceError",
          "k_: expected success of the CUDA driver, got CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES (701): "
          "too many resources requested for launch"),
+        ("cuLaunchKernel=700", "DeviceError",
+         "k_: expected success of the CUDA driver, got CUDA_ERROR_ILLEGAL_ADDRESS (700): "
+         "no description; nothing runs on this device in this process any more: start it again"),
         ("cuInit=999", "DeviceError",
          "cuInit: expected success of the CUDA driver, got CUDA_ERROR_UNKNOWN (999): "
          "no description"),

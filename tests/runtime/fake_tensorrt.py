@@ -219,7 +219,8 @@ class FakeEngine:
     def create_execution_context(self, runtime_config: Any) -> FakeContext:
         assert runtime_config.strategy is ExecutionContextAllocationStrategy.USER_MANAGED
         strategy = runtime_config.dynamic_shapes_kernel_specialization_strategy
-        context = FakeContext(self, strategy is DynamicShapesKernelSpecializationStrategy.EAGER)
+        kind = FakeContext if self.described.get("enterprise") else RtxContext
+        context = kind(self, strategy is DynamicShapesKernelSpecializationStrategy.EAGER)
         self.contexts.append(context)
         return context
 
@@ -269,9 +270,6 @@ class FakeContext:
     def infer_shapes(self) -> list[str]:
         return [name for name in self.engine.inputs if name not in self.shapes]
 
-    def is_stream_capturable(self, stream: int) -> bool:
-        return bool(self.engine.described.get("capturable", True))
-
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert stream_handle == FakeDriver.STREAM
         assert self.memory[1] >= SCRATCH[self.profile]
@@ -279,6 +277,12 @@ class FakeContext:
             self.engine.logger.log(Severity.ERROR, self.engine.described["fails"])
             return False
         capturing = self.driver.captured is not None
+        if capturing and not self.engine.described.get("capturable", True):
+            assert not isinstance(self, RtxContext), "captured although it says that it cannot be"
+            self.engine.logger.log(
+                Severity.ERROR, "operation not permitted when stream is capturing"
+            )
+            return False
         assert not capturing or self.ran == self.state, "captured before a run of these shapes"
         assert not capturing or self.eager, "captured kernels that stand in for others"
         self.ran = state = self.state
@@ -324,3 +328,10 @@ def _extent(dim: int | str, sizes: dict[str, int]) -> int:
         return dim
     name, _, offset = dim.partition(" + ")
     return sizes[name] + int(offset or 0)
+
+
+class RtxContext(FakeContext):
+    """What TensorRT-RTX has and TensorRT has not."""
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return bool(self.engine.described.get("capturable", True))

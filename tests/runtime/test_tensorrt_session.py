@@ -123,8 +123,10 @@ def test_a_size_that_comes_again_is_captured_once_and_replayed(gpu: Machine) -> 
     assert gpu.driver.calls["cuGraphLaunch"] == 3
 
 
-def test_an_engine_that_cannot_be_captured_says_so_once(gpu: Machine) -> None:
-    gpu.trt.options["capturable"] = False
+@pytest.mark.parametrize("enterprise", [False, True])
+def test_an_engine_that_cannot_be_captured_says_so_once(gpu: Machine, enterprise: bool) -> None:
+    """TensorRT has no question for it: its capture fails."""
+    gpu.trt.options |= {"capturable": False, "enterprise": enterprise}
     artifact = gpu.artifact()
     session = artifact.session()
     engine = kvgraph.Engine(artifact, session=session, max_batch_size=2, num_pages=16)
@@ -133,6 +135,13 @@ def test_an_engine_that_cannot_be_captured_says_so_once(gpu: Machine) -> None:
     again = kvgraph.Engine(artifact, session=session, max_batch_size=2, num_pages=16)
     assert tokens_of(again, [[3, 4, 5]]) == first
     assert gpu.driver.calls["cuGraphLaunch"] == 0
+
+
+def test_tensorrt_is_captured_without_being_asked(gpu: Machine) -> None:
+    gpu.trt.options["enterprise"] = True
+    engine = kvgraph.Engine(gpu.artifact(), max_batch_size=2, num_pages=16)
+    assert tokens_of(engine, [[3, 4, 5]])
+    assert gpu.driver.calls["cuGraphLaunch"] > 0
 
 
 def test_another_pool_is_another_graph(gpu: Machine) -> None:

@@ -27,7 +27,7 @@ STORE = ROOT / "build" / "tests"
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 
 TOOLS = ("numpy", "onnx", "onnx-ir", "onnxscript", "torch", "transformers", "triton")
-NOT_READ = ("runtime", "bench", "quality", "cli", "show.py")
+NOT_READ = ("runtime", "serve", "bench", "quality", "ptx", "cli", "bars.py", "show.py")
 """Parts of the package that no compile runs, where its check is left out."""
 
 

@@ -54,7 +54,8 @@ static int number(const char* name, int otherwise) {
 int cuInit(unsigned flags) { return record("cuInit", " %u", flags); }
 int cuDriverGetVersion(int* v) { *v = number("FAKE_DRIVER", 13000); return 0; }
 int cuGetErrorName(int e, const char** s) {
-  *s = e == 701 ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" : e == 999 ? "CUDA_ERROR_UNKNOWN" : NULL;
+  *s = e == 701 ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" : e == 999 ? "CUDA_ERROR_UNKNOWN"
+       : e == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : NULL;
   return *s ? 0 : 1;
 }
 int cuGetErrorString(int e, const char** s) {
@@ -102,6 +103,10 @@ int cuModuleGetFunction(char** f, uintptr_t m, const char* name) {
 int cuFuncSetAttribute(const char* f, int which, int v) {
   int error = record("cuFuncSetAttribute", " %s %d %d", f, which, v);
   return !error && executor && which == 8 ? executor->allow(f, v) : error;
+}
+
+int cuFuncSetCacheConfig(const char* f, int which) {
+  return record("cuFuncSetCacheConfig", " %s %d", f, which);
 }
 
 static void arguments(char* to, const char* name, void** at, void** extra) {

@@ -21,6 +21,11 @@ from kvgraph.contract.dtypes import itemsize
 from kvgraph.errors import CapacityError, DeviceError, MissingDependencyError
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+ENDS_THE_CONTEXT = (214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721)
+"""Errors after which every call in the context fails (CUDA driver API, CUresult)."""
+
+START_AGAIN = "; nothing runs on this device in this process any more: start it again"
 INSTALL = "pip install 'kvgraph[tensorrt]'"
 
 
@@ -99,7 +104,8 @@ class CudaDevice:
         if int(status):
             word = getattr(status, "name", str(status))
             kind = CapacityError if word == OUT_OF_MEMORY else DeviceError
-            raise kind(f"cuda:{self.ordinal}: {name}: expected CUDA_SUCCESS, got {word}")
+            then = START_AGAIN if int(status) in ENDS_THE_CONTEXT else ""
+            raise kind(f"cuda:{self.ordinal}: {name}: expected CUDA_SUCCESS, got {word}{then}")
         return results[0] if results else None
 
     def activate(self) -> None:

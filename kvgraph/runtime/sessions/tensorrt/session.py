@@ -28,7 +28,7 @@ from kvgraph.contract.dims import NUM_LOGITS, TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.manifest import ProfileInfo
 from kvgraph.contract.signature import output_name
-from kvgraph.errors import BindingError, CapacityError, KernelError
+from kvgraph.errors import BindingError, CapacityError, DeviceError, KernelError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
@@ -198,7 +198,8 @@ class TensorRTSession(Session):
         self._bind(context, step)
         self._enqueue(context, step)
         logits = self._take_logits(step)
-        if not context.is_stream_capturable(int(self._device.stream)):
+        graph = self._recorded(context, step)
+        if graph is None:
             self._capturable = False
             warnings.warn(
                 f"{self._loaded.path}: expected an engine that can be captured in a CUDA graph, "
@@ -206,11 +207,23 @@ class TensorRTSession(Session):
                 stacklevel=2,
             )
             return logits
-        graph = self._device.capture(lambda: self._enqueue(context, step))
         if len(self._captured) >= MAX_GRAPHS:
             del self._captured[next(iter(self._captured))]
         self._captured[step.key] = _Captured(graph, context)
         return logits
+
+    def _recorded(self, context: Any, step: _Step) -> Graph | None:
+        """None for an engine that cannot be captured. TensorRT-RTX says so before; TensorRT has no
+        such question, and its capture fails."""
+        asks = getattr(context, "is_stream_capturable", None)
+        if asks is not None and not asks(int(self._device.stream)):
+            return None
+        try:
+            return self._device.capture(lambda: self._enqueue(context, step))
+        except (DeviceError, KernelError):
+            if asks is not None:
+                raise
+            return None
 
     def _require(self, done: bool, what: str) -> None:
         if not done:
