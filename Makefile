@@ -1,5 +1,5 @@
-# make demo | test | test-fast | test-all | test-browser | check | check-kernels | docs | format | generate
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
+# make demo | test | test-fast | test-all | test-browser | check | check-kernels | check-ptx | docs | format | generate
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-kernels | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 .PHONY: demo test test-fast test-all test-browser check check-kernels check-ptx docs format generate clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-kernels bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -80,6 +80,10 @@ bench-compile: $(VENV)/.installed
 # On an NVIDIA GPU, about 10 minutes.
 bench-cuda: $(VENV)/.installed
 	$(BENCH).cuda
+
+# GPU kernels executed as PTX on a CPU: what a profiler would count. Needs no GPU.
+bench-kernels: $(VENV)/.installed
+	$(BENCH).kernels
 
 bench-tensorrt: $(VENV)/.installed
 	$(BENCH).tensorrt
