@@ -14,15 +14,15 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 
 from kvgraph import ptx
 from kvgraph.errors import KernelError
 from kvgraph.kernels import aot
+from kvgraph.kernels.execute import MULTIPROCESSORS
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.kernels.trials import Trial, attention_trial, rows_of
 from kvgraph.ptx import Kernel
@@ -111,21 +111,17 @@ def _width(said: Instruction) -> int:
     return size * (int(many[1]) if many else 1)
 
 
-@cache
-def trials_of(arch: str) -> tuple[Callable[[], Trial], ...]:
+def trial_of(arch: str, name: str) -> Trial:
     shape = SHAPES[arch]
-    rows = rows_of(shape.cache.page_size)
-    return tuple(
-        lambda name=name: attention_trial(shape, arch, name, rows[name], 8 * (name == "long"))  # type: ignore[misc]
-        for name in ("decode", "mixed", "prefill", "long")
-    )
+    rows = rows_of(shape.cache.page_size)[name]
+    return attention_trial(shape, arch, name, rows, MULTIPROCESSORS.get(name, 0))
 
 
 def found_by(kernels: dict[str, tuple[Kernel, int]], arch: str, changed: str) -> str:
     """What finds a fault of the kernels: the sentence, or nothing."""
-    for make in trials_of(arch):
+    for name in ("decode", "mixed", "prefill", "long"):
         for order in ORDERS:
-            trial = make()
+            trial = trial_of(arch, name)
             if changed not in {one.variant.name for one in trial.plan.launches}:
                 break
             try:

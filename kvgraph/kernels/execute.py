@@ -29,8 +29,8 @@ UNPROVED = (
     "not shown by this: the machine code that ptxas makes of it, the driver, the order of memory "
     "between blocks, and speed"
 )
-MULTIPROCESSORS = {"long": 8}
-"""Of the device that a trial is planned for: few rows of a long context are split on it."""
+MULTIPROCESSORS = {"decode": 1, "long": 8}
+"""Of the device that a trial is planned for: a larger one splits few rows of a long context."""
 
 UNITS = ("rms_norm", "silu_mul", "increment_cache_lengths")
 

@@ -27,7 +27,7 @@ STORED = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2, "float8_e4m3fn":
 
 SPARE_PAGES = 2
 BEHIND = 300
-"""Tokens before a chunk of a prompt: blocks of keys that every query sees."""
+"""Tokens before a chunk or a token: blocks of keys that every query sees."""
 
 LONG_CONTEXT = 700
 """Tokens: more than one part of a split context."""
@@ -76,7 +76,7 @@ def rows_of(page_size: int) -> dict[str, Rows]:
     """Steps by name: tokens that each row has cached, and its new ones."""
     S = page_size
     return {
-        "decode": ((0, 1), (S - 1, 1), (S, 1), (2 * S + 2, 1), (0, 0)),
+        "decode": ((0, 1), (S - 1, 1), (S, 1), (2 * S + 2, 1), (0, 0), (BEHIND, 1)),
         "prefill": ((0, S), (0, 1), (0, 2 * S + 3), (BEHIND, 70)),
         "mixed": ((0, S + 1), (7, 0), (2 * S, 1), (0, 0), (S - 1, 3), (3, 1)),
         "long": ((LONG_CONTEXT, 1), (9, 1)),

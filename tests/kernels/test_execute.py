@@ -67,7 +67,7 @@ def test_ptx_is_small_and_the_same_each_time(artifact: Path) -> None:
 
 
 def decode_trial() -> Trial:
-    return attention_trial(SHAPE, "sm_80", "decode", rows_of(16)["decode"])
+    return attention_trial(SHAPE, "sm_80", "decode", rows_of(16)["decode"], 1)
 
 
 def packed(trial: Trial, folder: Path, arch: str = "sm_80") -> dict[str, Packed]:
