@@ -2,8 +2,8 @@
 
 python -m tests.support.ptx_matrix [--jobs 2] [--slim] [--order SEED] [ARCH ...]
 
-What ptxas is given runs in `kvgraph.ptx`, launched by the project's own plans. Compiled kernels have
-no pages of 1 token: these cases get pages of 16. Other cases that they refuse are counted as such.
+What ptxas is given runs in `kvgraph.ptx`, launched by the project's own plans. Compiled kernels
+have no pages of 1 token: these cases get pages of 16. Others that they refuse are counted as such.
 """
 
 from __future__ import annotations
