@@ -25,6 +25,10 @@ ELSEWHERE = {
     "bench/peers/llama_cpp.py: KINDS": "another engine's, and another interpreter's",
     "bench/peers/openvino.py: PRECISIONS": "another engine's, and another interpreter's",
     "bench/peers/openvino.py: WEIGHTS": "another engine's, and another interpreter's",
+    "kernels/trials.py: TOLERANCE": "tolerances that the trials measured",
+    "kernels/trials.py: STORED": "tolerances that the trials measured",
+    "ptx/operands.py: TYPES": "PTX's names of types, as its language defines them",
+    "ptx/matrix.py: INPUTS": "PTX's names of types, as its language defines them",
     "compiler/passes/wide_indices.py: NARROW": "the integers that ONNX does not index with",
 }
 """Literals of three or more dtypes that may stand outside the table, and why."""
