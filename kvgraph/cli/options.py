@@ -33,7 +33,8 @@ CacheDtypeOption = Annotated[
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens of a page.")]
 NumPages = Annotated[
-    int | None, typer.Option(help="Pages of the pool [default: what 1 GiB holds].")
+    int | None,
+    typer.Option(help="Pages of the pool [default: 1 GiB; of a GPU, 0.9 of the rest]."),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")]
 

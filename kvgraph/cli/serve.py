@@ -59,7 +59,10 @@ def serve(
         int, typer.Option(min=1, help="Tokens of prompts in a step in which others decode.")
     ] = 48,
     num_pages: NumPages = None,
-    cache_memory: Annotated[str, typer.Option(help="Memory of the pool, such as 4GiB.")] = "1GiB",
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Of the pool, such as 4GiB [default: 1GiB; of a GPU, 0.9 of the rest]."),
+    ] = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,
     disk_bytes: DiskBytes = "16GiB",

@@ -250,12 +250,15 @@ def paged_attention(
 
     Rows whose count of new tokens is outside (new_above, new_upto] belong to another launch. With
     SPLIT a row is one tile; the parts leave sums that `merge_parts` joins.
-    Grid: (tiles * KV_HEADS, num_parts).
+    Grid: (tiles * KV_HEADS, num_parts). A prompt's last tiles, which see the most keys, start
+    first: short ones fill the gaps at the end.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_T: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
+    if not SPLIT:
+        tile = tl.num_programs(0) // KV_HEADS - 1 - tile
     row, first = row_of_tile(
         input_row_offsets, batch_size, tile, tiles_per_row, rows_below, BLOCK_T
     )

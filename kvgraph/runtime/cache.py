@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers.open import StoreOpener
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
+from kvgraph.runtime.cache_memory import default_bytes
 from kvgraph.runtime.config import BatchConfig, CacheConfig, TierConfig
 from kvgraph.runtime.logprobs import SCORED_TOKENS
 from kvgraph.runtime.prefix_file import Prefix, PrefixStore, read_prefix
@@ -51,7 +53,12 @@ def make_cache(
     else:
         pages: int | Mapping[str, int] | None = cache.num_pages
         if pages is None:
-            pages = plan_leaves(params, cache.nbytes, rows, longest, tokens).pages
+            nbytes = cache.nbytes
+            if nbytes is None:
+                logits = min(rows + SCORED_TOKENS, session.limits.get(NUM_LOGITS, tokens))
+                nbytes = default_bytes(params, session, tokens, logits, longest)
+            planned = plan_leaves(params, nbytes, rows, longest, tokens).pages
+            pages = {path: min(n, _most_pages(session, path)) for path, n in planned.items()}
         most = rows + (dummy_rows(rows) if captures else 0)
         kv = PagedKVCacheManager(
             params, session, pages, max_batch_size=most, max_seq_len=longest, **options
@@ -64,6 +71,13 @@ def make_cache(
         return kv, scheduler, None
     assert isinstance(kv, PagedKVCacheManager)
     return kv, scheduler, DecodeBuckets(kv, rows, longest)
+
+
+def _most_pages(session: Session, path: str) -> int:
+    """Of the leaf at `path`, where what was compiled has a bound; its null page is one more."""
+    name = f"{path}.kv_blocks" if path else "kv_blocks"
+    pool = next(symbol for symbol in session.signature.buffers if symbol.name == name)
+    return session.limits.get(str(pool.shape[0]), sys.maxsize) - 1
 
 
 def _unpaged(

@@ -16,9 +16,6 @@ from kvgraph.errors import RequestError
 from kvgraph.runtime.arguments import flag, instance, integer, optional_integer, sequence
 from kvgraph.runtime.prefix_file import Prefix
 
-DEFAULT_CACHE_BYTES = 1 << 30
-"""Pool size where none is given; memory is only touched as pages are used."""
-
 DEFAULT_DISK_BYTES = 16 << 30
 """Size limit of a disk tier where none is given."""
 
@@ -30,12 +27,14 @@ class CacheConfig:
     `num_pages`: pages of each leaf. None: what fits `cache_memory` bytes, or fewer where the rows
     of a batch need fewer at the model's maximum length; leaves with a window get what their
     windows need. A cache that is not paged takes None alone.
+    `cache_memory`: None: 1 GiB in host memory; on a GPU, 0.9 of what is free beside the weights
+    and the largest step, which is run once to see what it takes.
     `enable_prefix_caching`: whether requests share pages of equal prefixes. None: on where the kind
     of cache can share pages.
     """
 
     num_pages: int | None = None
-    cache_memory: int | str = DEFAULT_CACHE_BYTES
+    cache_memory: int | str | None = None
     enable_prefix_caching: bool | None = None
 
     def __post_init__(self) -> None:
@@ -43,16 +42,17 @@ class CacheConfig:
         _normalize(
             self,
             num_pages=optional_integer("num_pages", self.num_pages, 1),
-            cache_memory=parse_bytes("cache_memory", self.cache_memory),
+            cache_memory=self.nbytes,
             enable_prefix_caching=None
             if caching is None
             else flag("enable_prefix_caching", caching),
         )
 
     @property
-    def nbytes(self) -> int:
-        """`cache_memory` in bytes."""
-        return parse_bytes("cache_memory", self.cache_memory)
+    def nbytes(self) -> int | None:
+        """`cache_memory` in bytes, where it is given."""
+        given = self.cache_memory
+        return None if given is None else parse_bytes("cache_memory", given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class ConfigFields(TypedDict, total=False):
     """The records' fields, as keywords of an engine: each is sugar for its record."""
 
     num_pages: int | None
-    cache_memory: int | str
+    cache_memory: int | str | None
     enable_prefix_caching: bool | None
     total_num_host_pages: int | None
     host_memory: int | str

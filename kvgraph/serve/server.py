@@ -94,7 +94,8 @@ class _Server(uvicorn.Server):
             self._failure = error
             self.should_exit = True
             return
-        write_line({"event": "ready", "model": self._service.name})
+        pages = self._service.require_loaded().engine.stats().num_pages
+        write_line({"event": "ready", "model": self._service.name, "pages": pages})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's, called in the event loop's thread at a signal."""

@@ -32,6 +32,9 @@ class ExecutingGpu:
         self.arch, self.multiprocessors = self._cubins.arch, self._cubins.multiprocessors
         self.change: Change | None = None
 
+    def free_memory(self) -> None:
+        return None
+
     def require(self, variants: Iterable[Variant]) -> None:
         self._cubins.require(variants)
 

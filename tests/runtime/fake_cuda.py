@@ -137,6 +137,10 @@ class FakeDriver(types.ModuleType):
     def cuStreamCreate(self, Flags: int) -> Any:
         return CUresult.CUDA_SUCCESS, self.STREAM
 
+    def cuMemGetInfo(self) -> Any:
+        free = self.memory - sum(map(len, self.device.values()))
+        return CUresult.CUDA_SUCCESS, free, self.memory
+
     def cuMemAlloc(self, bytesize: int) -> Any:
         return self._allocate(self.device, bytesize)
 

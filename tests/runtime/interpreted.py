@@ -42,6 +42,9 @@ class InterpretedGpu:
         self.launches = self.captures = self.replays = 0
         self.launched: set[str] = set()
 
+    def free_memory(self) -> None:
+        return None
+
     def require(self, variants: Iterable[Variant]) -> None:
         missing = [v.name for v in variants if v.name not in self._files]
         assert not missing, missing

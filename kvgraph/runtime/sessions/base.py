@@ -59,6 +59,10 @@ class Session(ABC):
         shape = symbol.extents(sizes)
         return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
 
+    def free_memory(self) -> int | None:
+        """Bytes that a pool may still take of the device's memory; None: it is in host memory."""
+        return None
+
     def _require_known(self, symbol: TensorType) -> None:
         expected = {s.name: s for s in self.signature.inputs}.get(symbol.name)
         if expected != symbol:

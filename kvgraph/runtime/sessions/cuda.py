@@ -66,12 +66,15 @@ class CudaSession(Session):
             handle = torch.zeros(shape, dtype=dtype, device=self.gpu.device)
         except torch.OutOfMemoryError as error:
             nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
-            free = torch.cuda.mem_get_info(self.gpu.device)[0]
+            free = self.free_memory()
             raise CapacityError(
                 f"{symbol.name}: expected {nbytes} bytes for {list(shape)} on {self.gpu.device}, "
                 f"got {free} free ones"
             ) from error
         return Buffer(symbol.dtype, shape, symbol.device, handle)
+
+    def free_memory(self) -> int | None:
+        return self.gpu.free_memory()
 
     def uploader(self) -> Upload:
         """Copies index tensors to the device, each symbol's to one address for life."""

@@ -130,6 +130,12 @@ class CudaDevice:
         raw: bytes = self.call("cuDeviceGetName", 256, self._device)
         return raw.partition(b"\0")[0].decode(errors="replace")
 
+    @property
+    def free_memory(self) -> int:
+        """Bytes that no process has taken."""
+        self.activate()
+        return int(self.call("cuMemGetInfo"))
+
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> DeviceArray:
         array = DeviceArray(self, dtype, shape)
         if array.nbytes:

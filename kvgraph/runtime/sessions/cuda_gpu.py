@@ -31,6 +31,11 @@ class CudaGpu:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
 
+    def free_memory(self) -> int:
+        """Memory that torch keeps for later tensors is not free."""
+        free: int = torch.cuda.mem_get_info(self.device)[0]
+        return free
+
     def require(self, variants: Iterable[Variant]) -> None:
         self._cubins.require(variants)
 

@@ -88,6 +88,9 @@ class OnnxRuntimeCudaSession(Session):
             raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
         return Buffer(symbol.dtype, shape, symbol.device, pool)
 
+    def free_memory(self) -> int | None:
+        return self._device.free_memory
+
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         self._device.activate()
         rows = len(arrays[2])

@@ -42,6 +42,9 @@ class Gpu(Protocol):
     arch: str
     multiprocessors: int
 
+    def free_memory(self) -> int | None:
+        """Bytes that nobody has taken; None: a device that stands for one."""
+
     def require(self, variants: Iterable[Variant]) -> None:
         """ArtifactError unless every one of `variants` can be launched."""
 

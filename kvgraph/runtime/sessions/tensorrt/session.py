@@ -88,6 +88,9 @@ class TensorRTSession(Session):
             raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
         return Buffer(symbol.dtype, shape, symbol.device, pool)
 
+    def free_memory(self) -> int | None:
+        return self._device.free_memory
+
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         step = self._plan(arrays)
         context = self._contexts.get(step.profile)

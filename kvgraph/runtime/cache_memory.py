@@ -1,0 +1,69 @@
+"""How much memory a cache takes where nobody says: 1 GiB of a host's, most of a device's.
+
+A device has nothing else to do. Its cache takes CACHE_SHARE of what is free beside the weights and
+the largest step, which is run once, on a pool that goes again. Host memory is others' too, and is
+only touched as pages are used.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvgraph.contract.inputs import ModelInputs
+from kvgraph.contract.params import KVCacheParamInterface
+from kvgraph.errors import CapacityError
+from kvgraph.kv.memory import most_pages
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from kvgraph.progress import task
+from kvgraph.runtime.sessions.base import Session
+
+HOST_BYTES = 1 << 30
+
+CACHE_SHARE = 0.9
+"""The rest is for captured graphs, copies between tiers, and what libraries take later."""
+
+
+def default_bytes(
+    params: KVCacheParamInterface, session: Session, tokens: int, logits: int, longest: int
+) -> int:
+    """Bytes of a pool on the session's device; its steps have at most `tokens` new tokens and
+    `logits` rows of logits, its requests `longest` tokens. CapacityError: such a step does not fit.
+    """
+    free = session.free_memory()
+    if free is None:
+        return HOST_BYTES
+    try:
+        with task("measuring the largest step", tokens, "tokens") as advance:
+            _run_largest_step(params, session, tokens, logits, longest)
+            advance(tokens)
+    except CapacityError as error:
+        raise CapacityError(
+            f"the largest step: expected memory for {tokens} new tokens and {logits} rows of "
+            f"logits in {free} bytes that are free beside the weights, got too little ({error}); "
+            "give a smaller max_batch_tokens or max_batch_size"
+        ) from error
+    return int((session.free_memory() or 0) * CACHE_SHARE)
+
+
+def _run_largest_step(
+    params: KVCacheParamInterface, session: Session, tokens: int, logits: int, longest: int
+) -> None:
+    """Prompts of `tokens` tokens in all; what the session keeps for a step, it has from then on."""
+    length = min(tokens, longest)
+    prompts = [
+        TextContext(("largest step", start), [0] * min(length, tokens - start))
+        for start in range(0, tokens, length)
+    ]
+    leaves = params.leaves.items()
+    pages = {path: len(prompts) * most_pages(leaf, length, length) for path, leaf in leaves}
+    kv = PagedKVCacheManager(
+        params, session, pages, max_batch_size=len(prompts), max_seq_len=longest
+    )
+    for prompt in prompts:
+        kv.claim(prompt.request_id)
+        kv.alloc(prompt)
+    offsets = np.array([*range(0, tokens, length), tokens], np.int32)
+    inputs = ModelInputs(np.zeros(tokens, np.int32), offsets, np.zeros(logits, np.int32))
+    session.run(inputs, kv.runtime_inputs([prompts]))
+    kv.close()
