@@ -1,9 +1,10 @@
-# make demo | test | test-fast | test-all | test-browser | check | check-kernels | check-ptx | docs | format | generate
+# make demo | test | test-fast | test-all | test-browser | test-vendors | check | check-kernels | check-ptx | docs | format | generate
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-kernels | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
 DOCS := .venv-docs
+VENDORS := .venv-vendors
 BIN := $(VENV)/bin
 # Pinned: an open torch requirement takes the newest build, which may bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
@@ -14,7 +15,7 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-all test-browser check check-kernels check-ptx docs format generate clean
+.PHONY: demo test test-fast test-all test-browser test-vendors check check-kernels check-ptx docs format generate clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-kernels bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
@@ -34,6 +35,10 @@ test-all: $(VENV)/.installed
 # The server's page, in headless Chromium: apt install chromium.
 test-browser: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/serve/test_page.py
+
+# The GPU builds of other projects, as far as they go without a GPU: 260 MB of wheels.
+test-vendors: $(VENDORS)/.installed
+	$(VENDORS)/bin/python -m pytest tests/vendors
 
 check: $(VENV)/.installed
 	$(BIN)/python -m tools.check
@@ -124,5 +129,16 @@ $(DOCS)/.installed: pyproject.toml
 	$(DOCS)/bin/pip install --progress-bar on -q -r $(DOCS)/requirements.txt
 	touch $@
 
+# Over the project's own packages. torch-tensorrt's libraries are for a CUDA build of torch; both of
+# its wheels are the package torch_tensorrt.
+$(VENDORS)/.installed: $(VENV)/.installed
+	test -x $(VENDORS)/bin/python || $(PYTHON) -m venv $(VENDORS)
+	echo "import site; site.addsitedir('$(abspath $(VENV))/lib/$$(ls $(VENV)/lib)/site-packages')" \
+		> $(VENDORS)/lib/$$(ls $(VENDORS)/lib)/site-packages/project.pth
+	$(VENDORS)/bin/pip install --progress-bar on -q --no-deps onnxruntime-gpu dllist torch-tensorrt-rtx==2.13.0
+	rm -f $(VENDORS)/lib/*/site-packages/torch_tensorrt/lib/*.so $(VENDORS)/lib/*/site-packages/torch_tensorrt/_C*.so
+	$(VENDORS)/bin/pip install --progress-bar on -q --no-deps --upgrade --target $(VENDORS)/torch-tensorrt torch-tensorrt==2.13.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(DOCS) build out site
+	rm -rf $(VENV) $(DOCS) $(VENDORS) build out site

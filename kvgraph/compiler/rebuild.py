@@ -1,17 +1,19 @@
-"""Another engine from a TensorRT artifact: the same graph, weights and plugins, built again here.
+"""An engine from an artifact: the same graph, weights and plugins, built on this machine.
 
-For a machine whose TensorRT is another than the one that compiled: an enterprise TensorRT (or that
-of torch-tensorrt) builds for the GPU of its machine. Thin on purpose: everything but the engine
-and, for other architectures, the kernels is copied.
+Of backend tensorrt for a machine whose TensorRT is another than the one that compiled, and of
+backend torch-tensorrt, whose artifacts have none: an enterprise TensorRT builds for the GPU of its
+machine. Thin on purpose: everything but the engine and, for other architectures, the kernels is
+copied.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from kvgraph.compiler import emit
@@ -19,6 +21,7 @@ from kvgraph.compiler.output import require_free, staging
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
+    EngineInfo,
     Manifest,
     read_manifest,
     verify_files,
@@ -27,6 +30,8 @@ from kvgraph.contract.manifest import (
 from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedError
 
 Progress = Callable[[str], None]
+
+TORCH_MODULE = "torch_tensorrt"
 
 
 def rebuild(
@@ -46,20 +51,23 @@ def rebuild(
     MissingDependencyError where nothing here builds engines.
     """
     from kvgraph.compiler.targets.tensorrt import engine as trt_engine
+    from kvgraph.compiler.targets.tensorrt.engine import ENGINE_NAME
+    from kvgraph.compiler.targets.tensorrt.torch_engine import NOTE
 
     folder, out = Path(artifact), Path(out)
     manifest = read_manifest(folder)
-    if manifest.backend != "tensorrt":
+    if manifest.backend not in ("tensorrt", "torch-tensorrt"):
         raise ArtifactError(
-            f"{folder}: backend: expected 'tensorrt' to build an engine from, "
+            f"{folder}: backend: expected 'tensorrt' or 'torch-tensorrt' to build an engine from, "
             f"got {manifest.backend!r}"
         )
     old = manifest.engine
-    if old is None:
+    if old is None or not old.profiles:
         raise ArtifactError(f"{folder}: engine: expected what built it and its profiles, got none")
     require_free(out, force=force)
-    module = _module()
-    version = trt_engine.require_module(module)
+    by_torch = manifest.backend == "torch-tensorrt"
+    module = TORCH_MODULE if by_torch else _module()
+    version = _torch_version() if by_torch else trt_engine.require_module(module)
     archs = _archs(module, target, manifest)
     progress("hashing")
     verify_files(folder, manifest)
@@ -67,19 +75,53 @@ def rebuild(
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)
         progress(f"building the engine with {module} {version}")
-        fixed = [] if archs == (PORTABLE,) else list(archs)
-        engine = trt_engine.build_engine(
-            made, manifest.signature, old.profiles, fixed, module=module
-        )
+        if by_torch:
+            engine = _torch_engine(folder, made, archs, manifest, old)
+        else:
+            fixed = [] if archs == (PORTABLE,) else list(archs)
+            engine = trt_engine.build_engine(
+                made, manifest.signature, old.profiles, fixed, module=module
+            )
         rebuilt = replace(
             manifest,
             target=str(Target("cuda", archs)),
             engine=engine,
             files=emit.hash_all(made),
-            tools={**manifest.tools, trt_engine.DISTRIBUTIONS[module]: version},
+            tools={**manifest.tools, module.replace("_", "-"): version},
+            nondeterministic_files=sorted({*manifest.nondeterministic_files, ENGINE_NAME}),
+            notes=[note for note in manifest.notes if note != NOTE],
         )
         write_manifest(made, rebuilt)
     return rebuilt
+
+
+def _torch_version() -> str:
+    if importlib.util.find_spec(TORCH_MODULE) is None:
+        raise MissingDependencyError(
+            "--from-artifact: expected torch-tensorrt to build an engine with, found none; "
+            "pip install 'kvgraph[torch-tensorrt]' (with the CUDA build of torch that it asks for)"
+        )
+    return importlib.metadata.version("torch-tensorrt")
+
+
+def _torch_engine(
+    folder: Path, made: Path, archs: Sequence[str], manifest: Manifest, old: EngineInfo
+) -> EngineInfo:
+    """Of one profile; in the folder `made`, whose kernels it takes."""
+    from kvgraph.compiler.targets.tensorrt import engine as trt_engine
+    from kvgraph.compiler.targets.tensorrt.torch_engine import TorchRequest, TorchResult
+
+    profile = old.profiles[-1]
+    sizes = (profile.min, profile.opt, profile.max)
+    request = TorchRequest(
+        artifact=str(folder),
+        kernels=str(made / "kernels"),
+        engine=str(made / trt_engine.ENGINE_NAME),
+        profile=manifest.signature.to_tensorrt_profile(*sizes),
+    )
+    builder = "kvgraph.compiler.targets.tensorrt.torch_engine"
+    result = TorchResult(**trt_engine.run_builder(builder, asdict(request), TORCH_MODULE))
+    return EngineInfo(result.module, result.version, list(archs), [profile], names=result.names)
 
 
 def _module() -> str:
@@ -100,7 +142,7 @@ def _archs(module: str, target: str | None, manifest: Manifest) -> tuple[str, ..
     from kvgraph.compiler.targets.tensorrt.engine import ENTERPRISE
     from kvgraph.compiler.targets.tensorrt.lower import kernel_archs
 
-    if module == ENTERPRISE:
+    if module in (ENTERPRISE, TORCH_MODULE):
         from kvgraph.ops.cuda_native import launcher
 
         mine = "sm_{}{}".format(*launcher().compute_capability())

@@ -172,6 +172,26 @@ OURS = (
         functional=True,
         portable=True,
     ),
+    Backend(
+        name="torch-tensorrt",
+        targets={
+            "cuda": Support(
+                lower="kvgraph.compiler.targets.tensorrt.torch_program:lower",
+                options=("archs", "bounds", "progress"),
+                sessions=(
+                    Runner(
+                        name="tensorrt",
+                        entry="kvgraph.runtime.sessions.tensorrt.session:TensorRTSession",
+                    ),
+                ),
+                tools=(*TORCH_TOOLS, "triton"),
+                weightless=True,
+                require="kvgraph.compiler.targets.cuda:require_kernels",
+            ),
+        },
+        files=("model.pt2", "weights.safetensors"),
+        packages=("tensorrt", "torch-tensorrt"),
+    ),
 )
 SESSIONS = tuple(
     dict.fromkeys(

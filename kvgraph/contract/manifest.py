@@ -109,6 +109,10 @@ class EngineInfo:
     it runs; none: wherever the module does. `profiles` in the engine's order. `refit`: weights that
     the engine lacks, by their names in weights.safetensors. `host_code`: the plugins' library is
     part of the engine, so reading it runs code from it.
+
+    `version` is empty where nothing has built the engine yet. `names`: what the engine calls the
+    inputs and outputs of the signature, where it has names of its own; a buffer that it writes in
+    place has no output.
     """
 
     module: str
@@ -117,6 +121,11 @@ class EngineInfo:
     profiles: list[ProfileInfo]
     refit: list[str] = field(default_factory=list)
     host_code: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> str | None:
+        """The engine's name of an input or output; None: it has no such output."""
+        return self.names.get(name) if self.names else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

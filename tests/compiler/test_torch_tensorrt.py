@@ -23,6 +23,7 @@ from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kernels import aot
 from kvgraph.kernels.record import archs_of, image_digests
+from kvgraph.kernels.shapes import AttentionShape, CacheShape
 from kvgraph.ops import UPDATE_AND_ATTEND, torch_ops
 
 LAYERS, HEADS, KV_HEADS, WIDTH, PAGE = 2, 4, 2, 16, 16
@@ -112,6 +113,7 @@ class FakeTRT(types.ModuleType):
     __version__ = "11.4.0"
     PluginFieldType = SimpleNamespace(INT32="INT32", FLOAT32="FLOAT32", CHAR="CHAR")
     TensorRTPhase = SimpleNamespace(BUILD="BUILD")
+    INetworkDefinition: type = Network
 
     def __init__(self) -> None:
         super().__init__("tensorrt")
@@ -247,7 +249,7 @@ def test_images_travel_once_in_each_network(host: TorchTensorRT) -> None:
         assert all(bytes.fromhex(digest) in images for digest in image_digests(record))
         assert second.plugin["images"].data.size == 0
         assert bytes(second.plugin["kernels"].data) == record
-    assert len(converter._made) == 1  # both layers, and both networks
+    assert len(converter.made) == 1  # both layers, and both networks
 
 
 def test_rotary_and_quantised_operands_reach_the_kernels() -> None:
@@ -280,7 +282,8 @@ def test_without_torch_tensorrt() -> None:
     if "torch_tensorrt" in sys.modules:
         pytest.skip("torch-tensorrt is installed")
     with pytest.raises(
-        MissingDependencyError, match=r"torch_tensorrt: needed .*; pip install torch-tensorrt"
+        MissingDependencyError,
+        match=r"torch_tensorrt: needed .*; pip install 'kvgraph\[torch-tensorrt]'",
     ):
         adapter.register(["sm_80"])
 
@@ -307,6 +310,33 @@ def test_a_plugin_that_tensorrt_cannot_make(host: TorchTensorRT) -> None:
         host.convert(program)
 
 
+def test_a_tensorrt_that_takes_plugins_from_onnx_alone(
+    host: TorchTensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    with pytest.raises(
+        UnsupportedError,
+        match=r"expected a TensorRT whose INetworkDefinition has add_plugin_v3, got tensorrt_rtx "
+        r"1\.\S+, which takes plugins from ONNX alone: pip install .* --backend tensorrt$",
+    ):
+        adapter.register(["sm_86"])
+    assert not host.converters
+
+
+def test_a_layer_without_kernels(host: TorchTensorRT) -> None:
+    adapter.register(kernels={another_shape(): (b"", {})})
+    with pytest.raises(UnsupportedError, match="expected a layer of which there are kernels, got"):
+        host.convert(adapter.lower_caches(exported(Model())))
+
+
+def another_shape() -> AttentionShape:
+    """Of no layer here."""
+    return AttentionShape(
+        CacheShape("float32", "float32", KV_HEADS, WIDTH, PAGE, LAYERS), HEADS, 9.0
+    )
+
+
 def test_the_library_is_loaded_once(host: TorchTensorRT) -> None:
     libraries = adapter.register(["sm_80"]).trt.libraries
     adapter.register(["sm_80"])
@@ -317,7 +347,9 @@ def test_the_library_is_loaded_once(host: TorchTensorRT) -> None:
 
 
 def test_tensorrt_makes_the_plugins(host: TorchTensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
+    rtx = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
+    trt = types.ModuleType("tensorrt")
+    vars(trt).update(vars(rtx), INetworkDefinition=Network)
     monkeypatch.setitem(sys.modules, "tensorrt", trt)
     adapter.register(["sm_86"])
     network = host.convert(adapter.lower_caches(exported(Model())))

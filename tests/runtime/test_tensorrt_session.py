@@ -74,6 +74,35 @@ def test_tokens_of_a_cache_without_pages(gpu: Machine, compiled: Callable[..., P
     assert tokens_of(engine, PROMPTS[:2]) == tokens_of(expected, PROMPTS[:2])
 
 
+def test_tokens_of_an_engine_that_has_names_of_its_own(
+    gpu: Machine, compiled: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As torch-tensorrt builds it: inputs by position, and no output of a pool."""
+    import onnx
+
+    model = onnx.load(compiled("tiny-llama") / "model.onnx", load_external_data=False)
+    graph = model.graph
+    names = {value.name: f"inputs_{i}" for i, value in enumerate(graph.input)}
+    names["logits"] = graph.output[0].name = "output0"
+    for value in graph.input:
+        value.name = names[value.name]
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    del graph.output[1:]
+    gpu.trt.options["hosted"] = []
+    path = compiled("tiny-llama") / "renamed.onnx"
+    try:
+        onnx.save(model, path)
+        artifact = gpu.artifact(engine={"names": names}, onnx=str(path))
+        engine = kvgraph.Engine(artifact, max_batch_size=4, max_batch_tokens=24, num_pages=64)
+        expected = kvgraph.Engine(compiled("tiny-llama"), max_batch_size=4, num_pages=64)
+        assert tokens_of(engine, PROMPTS) == tokens_of(expected, PROMPTS)
+    finally:
+        path.unlink(missing_ok=True)
+    assert set(gpu.engine.contexts[0].addresses) == set(names.values())
+
+
 def test_a_padded_cache_is_refused(gpu: Machine) -> None:
     artifact = gpu.artifact(options={"cache": "padded"})
     with pytest.raises(UnsupportedError, match=r"expected a paged or continuous cache, .*a padded"):

@@ -125,6 +125,7 @@ PASSES = {
         program=(Pass("drop_no_ops"), Pass("fuse_rms_norm"), Pass("fuse_silu_mul")),
     ),
     ("cuda", "tensorrt"): PassList(program=FUNCTIONAL, onnx=(Pass("tied_projection"),)),
+    ("cuda", "torch-tensorrt"): PassList(program=(Pass("drop_no_ops"),)),
     ("cuda", "onnx"): PassList(
         program=FUNCTIONAL, onnx=(Pass("tied_projection"),), written=(Pass("cast_norms"),)
     ),

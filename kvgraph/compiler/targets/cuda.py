@@ -74,7 +74,7 @@ def lower(
     else:
         progress("copying weights")
         stream_weights(program, checkpoint, folder)
-    _save_program(program, folder / MODEL_NAME)
+    save_program(program, folder / MODEL_NAME)
     seconds: dict[str, float] = {}
     for arch in archs:
         progress(f"compiling kernels for {arch}")
@@ -133,7 +133,7 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
     return [*variants, increment_variant()]
 
 
-def _save_program(program: ExportedProgram, path: Path) -> None:
+def save_program(program: ExportedProgram, path: Path) -> None:
     """The program with fake parameters: names, shapes and dtypes, no values.
 
     Largest first: torch.export takes fake tensors of a dtype for views of the first one's memory.

@@ -59,15 +59,23 @@ def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
     path = artifact.folder / "model.pt2"
     with opening(path, f"torch {torch.__version__}"):
-        require_no_pickles(path)
-        program = _read_program(path)
-        _bind_weights(program, artifact, gpu.device)
+        program = read_program(artifact, gpu.device)
         if gpu.device.type != "cpu":  # saved as a CPU graph
             program = move_to_device_pass(program, str(gpu.device))
         module = program.module(check_guards=False)  # the signature is checked before every run
         leaves = artifact.params().leaves
         _replace_ops(module, artifact.signature.inputs, leaves, gpu, path)
     return module
+
+
+def read_program(artifact: ArtifactFolder, device: torch.device) -> torch.export.ExportedProgram:
+    """`model.pt2`, a CPU graph, with its weights on `device`. ArtifactError for a file that would
+    run code as it is read."""
+    path = artifact.folder / "model.pt2"
+    require_no_pickles(path)
+    program = _load(path)
+    _bind_weights(program, artifact, device)
+    return program
 
 
 def _bind_weights(
@@ -84,7 +92,7 @@ def _bind_weights(
     }
 
 
-def _read_program(path: Path) -> torch.export.ExportedProgram:
+def _load(path: Path) -> torch.export.ExportedProgram:
     """Warnings of torch are kept off the screen: they are about how it reads its own file."""
     logger = logging.getLogger("torch.export.pt2_archive._package")
     level = logger.level

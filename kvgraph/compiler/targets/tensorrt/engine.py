@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from kvgraph.compiler.targets.onnx import MODEL_NAME
 from kvgraph.compiler.targets.tensorrt.build import Request, Result
@@ -29,6 +30,7 @@ from kvgraph.contract.manifest import EngineInfo, ProfileInfo
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 
+BUILDER = "kvgraph.compiler.targets.tensorrt.build"
 ENGINE_NAME, LIBRARY_NAME = "model.engine", "libkvgraph_tensorrt.so"
 RTX, ENTERPRISE = "tensorrt_rtx", "tensorrt"
 OLDEST = {RTX: (1, 7, 1), ENTERPRISE: (10, 3, 0)}
@@ -147,7 +149,7 @@ def build_engine(
         verbose=log is not None,
     )
     try:
-        result = run_builder(request, log)
+        result = Result(**run_builder(BUILDER, asdict(request), request.module, log))
         _require_bindings(result, signature)
     except BaseException:
         Path(request.engine).unlink(missing_ok=True)
@@ -155,16 +157,19 @@ def build_engine(
     return EngineInfo(module, version, list(archs), list(profiles), result.refit)
 
 
-def run_builder(request: Request, log: Path | None = None) -> Result:
-    """Build in a process of its own. UnsupportedError where it refuses, aborts or is killed."""
+def run_builder(
+    builder: str, request: Mapping[str, object], module: str, log: Path | None = None
+) -> dict[str, Any]:
+    """What `python -m builder` answers to a request, in a process of its own where the libraries of
+    `module` are found. UnsupportedError where it refuses, aborts or is killed."""
     with tempfile.TemporaryDirectory(prefix="kvgraph-tensorrt.") as scratch:
         path = Path(scratch, "build.json")
-        path.write_text(json.dumps(asdict(request)))
+        path.write_text(json.dumps(request))
         said = log or Path(scratch, "log")
         with said.open("wb") as output:
             done = subprocess.run(
-                [sys.executable, "-m", "kvgraph.compiler.targets.tensorrt.build", str(path)],
-                env=_environment(request.module, Path(scratch)),
+                [sys.executable, "-m", builder, str(path)],
+                env=_environment(module, Path(scratch)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -172,10 +177,10 @@ def run_builder(request: Request, log: Path | None = None) -> Result:
         answer = path.with_suffix(".result")
         if not answer.exists():
             raise UnsupportedError(_ended(done.returncode, said))
-        found = json.loads(answer.read_text())
+        found: dict[str, Any] = json.loads(answer.read_text())
     if "refused" in found:
         raise UnsupportedError(found["refused"])
-    return Result(**found)
+    return found
 
 
 def _environment(module: str, folder: Path) -> dict[str, str]:

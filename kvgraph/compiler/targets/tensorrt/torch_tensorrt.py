@@ -11,13 +11,13 @@ no use, and the plugin writes the graph's pool in place (`pool_out` 0). That kee
 order, as each one's query depends on the layer before; so a program may use a cache only through
 store_kv and paged_attention pairs, which `lower_caches` checks.
 
-No machine at hand has torch-tensorrt, which needs a CUDA build of torch: converters are tested with
-a module that stands for it, plugins with TensorRT's own registry.
+No machine at hand has a CUDA build of torch: converters are tested with a module that stands for
+torch-tensorrt, plugins with TensorRT's own registry, and whole programs with torch-tensorrt itself
+over TensorRT-RTX, whose networks take the plugins' places (`make test-vendors`).
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -26,15 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.export import ExportedProgram
-from torch.fx import Node
 
 from kvgraph.compiler.passes.fuse_update_and_attend import (
     FUSED,
     STORE,
-    arguments,
     fuse_update_and_attend,
 )
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
+from kvgraph.compiler.passes.write_in_place import write_in_place
 from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.contract.dtypes import ALL, POOLS
 from kvgraph.errors import MissingDependencyError, UnsupportedError
@@ -49,7 +48,12 @@ if TYPE_CHECKING:
 
     from kvgraph.contract.dims import Array
 
-INSTALL = "pip install torch-tensorrt (with the CUDA build of torch that it asks for)"
+INSTALL = "pip install 'kvgraph[torch-tensorrt]' (with the CUDA build of torch that it asks for)"
+
+Made = tuple[bytes, Mapping[str, bytes]]
+"""The field `kernels` of a layer, and its images by digest."""
+
+Kernels = Mapping[AttentionShape, Made]
 
 DTYPES = {dtype.tensorrt: dtype.name for dtype in ALL if dtype.name in POOLS}
 """Names of TensorRT's DataType -> ours."""
@@ -71,37 +75,34 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
             "torch-tensorrt: expected pairs of kvgraph::store_kv and paged_attention in the "
             f"program, got {len(nodes)}"
         )
-    for node in nodes:
-        _make_functional(node)
+    write_in_place(graph)
     graph.lint()
     program.graph_module.recompile()
     return program
 
 
-def _make_functional(node: Node) -> None:
-    given = arguments(UPDATE_AND_ATTEND, node)
-    inputs = tuple(given[operand.name] for operand in UPDATE_AND_ATTEND.inputs)
-    attributes = {a.name: given[a.name] for a in UPDATE_AND_ATTEND.attributes}
-    with node.graph.inserting_before(node):
-        whole = node.graph.call_function(FUNCTIONAL, inputs, attributes)
-        out = node.graph.call_function(operator.getitem, (whole, 0))
-    out.meta = dict(node.meta)
-    node.replace_all_uses_with(out)
-    node.graph.erase_node(node)
-
-
-def register(archs: Sequence[str] = ()) -> Converter:
+def register(archs: Sequence[str] = (), kernels: Kernels | None = None) -> Converter:
     """Teach torch-tensorrt the ops of `lower_caches`, with kernels for `archs` (default: this
-    machine's GPU). Registering again replaces nothing: the first converter is asked first.
+    machine's GPU), or with `kernels` that are compiled already. Registering again replaces nothing:
+    the first converter is asked first.
 
     MissingDependencyError without torch-tensorrt or TensorRT, UnsupportedError for an architecture
-    that has no kernels, KernelError without the plugins' library.
+    that has no kernels and for a TensorRT that takes no plugins, KernelError without the plugins'
+    library.
     """
-    conversion = _import("torch_tensorrt.dynamo.conversion")
+    conversion = imported("torch_tensorrt.dynamo.conversion")
+    trt = imported("tensorrt")
+    if not hasattr(trt.INetworkDefinition, "add_plugin_v3"):
+        raise UnsupportedError(
+            f"torch-tensorrt: expected a TensorRT whose INetworkDefinition has add_plugin_v3, got "
+            f"{trt.__name__} {trt.__version__}, which takes plugins from ONNX alone: "
+            f"{INSTALL}, or compile with --backend tensorrt"
+        )
     converter = Converter(
-        trt=_import("tensorrt"),
-        as_tensor=_import("torch_tensorrt.dynamo.conversion.converter_utils").get_trt_tensor,
-        archs=tuple(archs) or (_this_gpu(),),
+        trt=trt,
+        as_tensor=imported("torch_tensorrt.dynamo.conversion.converter_utils").get_trt_tensor,
+        archs=tuple(archs) or (() if kernels else (_this_gpu(),)),
+        made=dict(kernels or {}),
     )
     converter.load_plugins()
     decorate = conversion.dynamo_tensorrt_converter(FUNCTIONAL, supports_dynamic_shapes=True)
@@ -109,10 +110,10 @@ def register(archs: Sequence[str] = ()) -> Converter:
     return converter
 
 
-def _import(name: str) -> Any:
+def imported(name: str) -> Any:
     try:
         return import_module(name)
-    except ImportError as error:
+    except Exception as error:  # over a CPU build of torch it ends with an AssertionError
         raise MissingDependencyError(
             f"{name.partition('.')[0]}: needed for the torch-tensorrt adapter, cannot be imported "
             f"({error}); {INSTALL}"
@@ -139,7 +140,7 @@ class Converter:
     trt: ModuleType
     as_tensor: Callable[..., ITensor]
     archs: tuple[str, ...]
-    _made: dict[AttentionShape, tuple[bytes, Mapping[str, bytes]]] = field(default_factory=dict)
+    made: dict[AttentionShape, Made] = field(default_factory=dict)
     _network: INetworkDefinition | None = None
     _carried: set[str] = field(default_factory=set)
 
@@ -211,17 +212,20 @@ class Converter:
             name, np.frombuffer(data, np.int8), self.trt.PluginFieldType.CHAR
         )
 
-    def _kernels(self, shape: AttentionShape) -> tuple[bytes, Mapping[str, bytes]]:
-        """The field `kernels`, and its images by digest."""
-        if shape not in self._made:
+    def _kernels(self, shape: AttentionShape) -> Made:
+        if shape not in self.made:
+            if not self.archs:
+                raise UnsupportedError(
+                    f"torch-tensorrt: expected a layer of which there are kernels, got {shape}"
+                )
             compiled = {arch: aot.compile_attention(shape, arch) for arch in self.archs}
             images = {
                 kernel.metadata()["sha256"]: kernel.cubin
                 for kernels in compiled.values()
                 for kernel in kernels
             }
-            self._made[shape] = (pack_kernels(shape, compiled), images)
-        return self._made[shape]
+            self.made[shape] = (pack_kernels(shape, compiled), images)
+        return self.made[shape]
 
 
 def _bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def require_bindings(
     dims (symbols are dynamic in the engine), memory, alias, and each profile's range.
     """
     found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
-    expected = dict(_expected(artifact, trt))
+    expected = dict(_expected(artifact, trt, info))
     for name in [*expected, *sorted(found - set(expected))]:
         if (name in found) != (name in expected):
             verb = "an input or output" if name in expected else "no input or output"
@@ -41,19 +41,23 @@ def require_bindings(
         )
     for symbol in artifact.signature.inputs:
         for index, profile in enumerate(info.profiles):
-            _require_range(engine, symbol, index, profile, path)
+            name = info.tensor(symbol.name) or symbol.name
+            _require_range(engine, name, symbol, index, profile, path)
     host = trt.TensorLocation.HOST
     names = (symbol.name for symbol in artifact.signature.inputs)
-    return frozenset(name for name in names if engine.get_tensor_location(name) == host)
+    return frozenset(n for n in names if engine.get_tensor_location(info.tensor(n)) == host)
 
 
 def _expected(
-    artifact: ArtifactFolder, trt: ModuleType
+    artifact: ArtifactFolder, trt: ModuleType, info: EngineInfo
 ) -> Iterator[tuple[str, tuple[TensorType, TensorIOMode]]]:
+    modes = trt.TensorIOMode
     for symbol in artifact.signature.inputs:
-        yield symbol.name, (symbol, trt.TensorIOMode.INPUT)
+        yield info.tensor(symbol.name) or symbol.name, (symbol, modes.INPUT)
     for symbol in artifact.signature.outputs:
-        yield output_name(symbol), (symbol, trt.TensorIOMode.OUTPUT)
+        name = info.tensor(output_name(symbol))
+        if name is not None:
+            yield name, (symbol, modes.OUTPUT)
 
 
 def _require_tensor(
@@ -108,13 +112,18 @@ def _dim_fits(symbol: TensorType, axis: int, extent: int, info: EngineInfo) -> b
 
 
 def _require_range(
-    engine: ICudaEngine, symbol: TensorType, index: int, profile: ProfileInfo, path: Path
+    engine: ICudaEngine,
+    name: str,
+    symbol: TensorType,
+    index: int,
+    profile: ProfileInfo,
+    path: Path,
 ) -> None:
-    found = [tuple(dims) for dims in engine.get_tensor_profile_shape(symbol.name, index)]
+    found = [tuple(dims) for dims in engine.get_tensor_profile_shape(name, index)]
     wanted = [symbol.extents(sizes) for sizes in (profile.min, profile.opt, profile.max)]
     if found != wanted:
         raise ArtifactError(
-            f"{path}: {symbol.name}: expected shapes {wanted} in profile {profile.name!r} of the "
+            f"{path}: {name}: expected shapes {wanted} in profile {profile.name!r} of the "
             f"manifest, got {found}"
         )
 

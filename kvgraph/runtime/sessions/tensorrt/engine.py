@@ -163,6 +163,12 @@ def _engine_info(artifact: ArtifactFolder) -> EngineInfo:
             f"{where}: layout: expected a paged or continuous cache, whose plugins write in place, "
             "for backend 'tensorrt', got a padded one"
         )
+    if not info.version:
+        raise ArtifactError(
+            f"{artifact.folder}: expected an engine of TensorRT, got an artifact for "
+            f"{artifact.manifest.backend}, which builds it on this machine: kvgraph compile "
+            f"--from-artifact {artifact.folder} -o OTHER"
+        )
     if info.module not in INSTALL:
         raise ArtifactError(
             f"{where}: engine.module: expected one of {sorted(INSTALL)}, got {info.module!r}"

@@ -58,6 +58,7 @@ class TensorRTSession(Session):
         self._device = CudaDevice(device)
         self._loaded = LoadedEngine(artifact, self._device)
         self._profiles = self._loaded.info.profiles
+        self._tensor = self._loaded.info.tensor
         self._inputs = self.signature.inputs
         self._index_tensors = {
             symbol.name: IndexTensor(self._device, symbol.dtype, self._largest(symbol))
@@ -171,8 +172,8 @@ class TensorRTSession(Session):
     def _bind(self, context: IExecutionContext, step: _Step) -> None:
         """Shapes and addresses of every input and output; a pool's two have one address."""
         for symbol in self._inputs:
-            shape = symbol.extents(step.sizes)
-            self._require(context.set_input_shape(symbol.name, shape), f"{symbol.name} {shape}")
+            name, shape = self._tensor(symbol.name), symbol.extents(step.sizes)
+            self._require(context.set_input_shape(name, shape), f"{symbol.name} {shape}")
             self._set_address(context, symbol.name, step.addresses[symbol.name])
         for symbol in self.signature.buffers:
             self._set_address(context, output_name(symbol), step.addresses[symbol.name])
@@ -181,7 +182,10 @@ class TensorRTSession(Session):
         self._require(not unknown, f"shapes of {unknown}")
 
     def _set_address(self, context: IExecutionContext, name: str, address: int) -> None:
-        self._require(context.set_tensor_address(name, address), f"address of {name}")
+        """An output that the engine does not have, as it writes its input in place, needs none."""
+        tensor = self._tensor(name)
+        if tensor is not None:
+            self._require(context.set_tensor_address(tensor, address), f"address of {name}")
 
     def _enqueue(self, context: IExecutionContext, step: _Step) -> None:
         """Copies in, then the engine."""

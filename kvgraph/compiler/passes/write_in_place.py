@@ -1,0 +1,39 @@
+"""Mutating update_and_attend -> functional form, whose pool outputs have no use.
+
+For compilers that give every output memory of its own (torch-tensorrt): the op is functional in
+name, and its plugin writes the graph's pool in place. Layers stay in order, as each one's query
+depends on the layer before.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, Node
+
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
+from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
+from kvgraph.ops import UPDATE_AND_ATTEND
+
+
+def write_in_place(graph: Graph) -> PassReport:
+    """Rewrite `graph` in place."""
+    report = PassReport("write_in_place")
+    for node in list(graph.nodes):
+        if node.target is FUSED:
+            _make_functional(node)
+            report.applied += 1
+    return report
+
+
+def _make_functional(node: Node) -> None:
+    given = arguments(UPDATE_AND_ATTEND, node)
+    inputs = tuple(given[operand.name] for operand in UPDATE_AND_ATTEND.inputs)
+    attributes = {a.name: given[a.name] for a in UPDATE_AND_ATTEND.attributes}
+    with node.graph.inserting_before(node):
+        whole = node.graph.call_function(FUNCTIONAL, inputs, attributes)
+        out = node.graph.call_function(operator.getitem, (whole, 0))
+    out.meta = dict(node.meta)
+    node.replace_all_uses_with(out)
+    node.graph.erase_node(node)

@@ -1,0 +1,160 @@
+"""The process that builds an engine of a `torch-tensorrt` artifact, by this machine's
+torch-tensorrt: `python -m` this module, with a file as argument.
+
+The program of the artifact gets its weights, its plugins the kernels that the artifact has, and
+TensorRT's session runs the engine: torch-tensorrt is not needed any more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME, Shapes
+from kvgraph.errors import ArtifactError, KVGraphError, UnsupportedError
+from kvgraph.kernels.record import image_digests
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from kvgraph.compiler.targets.tensorrt.torch_tensorrt import Kernels
+
+MODULE = "torch_tensorrt"
+NOTE = (
+    "engine: none yet; on the machine that runs it, with torch-tensorrt: "
+    "kvgraph compile --from-artifact THIS -o HERE"
+)
+"""Of an artifact until it is built."""
+
+
+@dataclass(frozen=True)
+class TorchRequest:
+    """What to build of the folder `artifact`, with those `kernels`. `profile`: input -> (min, opt,
+    max) shapes."""
+
+    artifact: str
+    kernels: str
+    engine: str
+    profile: Shapes
+
+
+@dataclass(frozen=True)
+class TorchResult:
+    """What was built: the TensorRT that did, and its names of the signature's inputs and outputs
+    (buffers are written in place)."""
+
+    module: str
+    version: str
+    names: dict[str, str]
+
+
+def main(path: str) -> int:
+    request = TorchRequest(**json.loads(Path(path).read_text()))
+    try:
+        answer: dict[str, object] = asdict(build(request))
+    except KVGraphError as error:
+        answer = {"refused": str(error)}
+    Path(path).with_suffix(".result").write_text(json.dumps(answer))
+    return int("refused" in answer)
+
+
+def build(request: TorchRequest) -> TorchResult:
+    """Write the engine. UnsupportedError with what torch-tensorrt said."""
+    import torch
+
+    from kvgraph.compiler.export import symbolic_batch
+    from kvgraph.compiler.passes.write_in_place import write_in_place
+    from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
+    from kvgraph.contract.manifest import read_manifest
+    from kvgraph.runtime.folder import ArtifactFolder
+    from kvgraph.runtime.sessions.opening import opening
+    from kvgraph.runtime.sessions.program import read_program
+
+    folder = Path(request.artifact)
+    artifact = ArtifactFolder(folder, read_manifest(folder))
+    torch_tensorrt = adapter.imported(MODULE)
+    converter = adapter.register(kernels=kernels_of(Path(request.kernels)))
+    with opening(folder / "model.pt2", f"torch {torch.__version__}"):
+        program = read_program(artifact, torch.device("cpu"))
+    write_in_place(program.graph)
+    program.graph_module.recompile()
+    forget_derived_ranges(program)
+    symbols = artifact.signature.inputs
+    inputs = [
+        torch_tensorrt.Input(
+            min_shape=request.profile[symbol.name][0],
+            opt_shape=request.profile[symbol.name][1],
+            max_shape=request.profile[symbol.name][2],
+            dtype=getattr(torch, symbol.dtype),
+            name=symbol.name,
+        )
+        for symbol in symbols
+    ]
+    convert = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
+    try:
+        with symbolic_batch():
+            engine: bytes = convert(
+                program,
+                arg_inputs=inputs,
+                disable_tf32=True,
+                require_full_compilation=True,
+                min_block_size=1,
+            )
+    except Exception as error:  # torch-tensorrt raises RuntimeErrors of many kinds
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnsupportedError(
+            f"{folder}: torch-tensorrt {torch_tensorrt.__version__} cannot build it: {lines[0]}"
+        ) from error
+    Path(request.engine).write_bytes(engine)
+    return TorchResult(
+        converter.trt.__name__,
+        converter.trt.__version__,
+        names_of(program, [symbol.name for symbol in symbols]),
+    )
+
+
+def kernels_of(folder: Path) -> Kernels:
+    """Those of an artifact's `kernels/`, by what they are compiled for."""
+    from kvgraph.compiler.targets.tensorrt.lower import shape_of
+
+    path = folder / KERNELS_NAME
+    try:
+        described = json.loads(path.read_text())
+        kernels = {}
+        for fields, packed in zip(described["shapes"], described["kernels"], strict=True):
+            record = b64decode(packed)
+            files = {d: described["images"][d] for d in image_digests(record)}
+            images = {d: (path.parent / name).read_bytes() for d, name in files.items()}
+            kernels[shape_of(fields)] = (record, images)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{path}: expected what compile writes of its kernels, got a damaged file ({error})"
+        ) from error
+    return kernels
+
+
+def names_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, str]:
+    """torch-tensorrt calls inputs as the program does, and numbers outputs."""
+    own = program.graph_signature.user_inputs
+    return {**dict(zip(inputs, map(str, own), strict=True)), "logits": "output0"}
+
+
+def forget_derived_ranges(program: ExportedProgram) -> None:
+    """A file's ranges of sums, such as batch + 1 offsets: torch's passes expect plain symbols
+    (torch 2.13)."""
+    import sympy  # type: ignore[import-untyped]
+    from torch._export.utils import _get_shape_env_from_gm
+
+    shapes: Any = _get_shape_env_from_gm(program.graph_module)
+    ranges: dict[Any, Any] = {} if shapes is None else shapes.var_to_range
+    for sum_of in [key for key in ranges if not isinstance(key, sympy.Symbol)]:
+        del ranges[sum_of]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

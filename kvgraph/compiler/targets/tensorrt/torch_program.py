@@ -1,0 +1,69 @@
+"""Backend `torch-tensorrt`: the lowered program, the kernels and the plugins; the engine is built
+where the GPU is.
+
+torch-tensorrt builds for the GPU of its machine and for no other, so an artifact for a machine
+without one ends before the engine. `kvgraph compile --from-artifact` builds it there
+(`torch_engine.py`), without Triton: the kernels come from the artifact.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvgraph.compiler.passes.lists import PASSES, run_passes
+from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
+from kvgraph.compiler.targets.cuda import attention_of_nodes, save_program
+from kvgraph.compiler.targets.tensorrt.engine import LIBRARY_NAME, profiles_of
+from kvgraph.compiler.targets.tensorrt.lower import write_kernels
+from kvgraph.compiler.targets.tensorrt.torch_engine import MODULE, NOTE
+from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
+from kvgraph.compiler.targets.weights import save_weights, stream_weights
+from kvgraph.compiler.traced import Traced
+from kvgraph.contract.dims import NUM_PAGE_SLOTS
+from kvgraph.contract.manifest import EngineInfo
+from kvgraph.ops.native import library_path
+
+USUAL_SLOTS = 64
+"""Of a pool."""
+
+
+def lower(
+    traced: Traced,
+    folder: Path,
+    *,
+    archs: Sequence[str],
+    bounds: tuple[int, int],
+    progress: Callable[[str], None],
+) -> Lowered:
+    """Write `model.pt2`, `weights.safetensors`, `kernels/` and the plugins into `folder`.
+
+    `bounds`: rows and new tokens of a step at most.
+    """
+    attention = attention_of_nodes(traced)
+    run_passes(traced, PASSES["cuda", "torch-tensorrt"].program)
+    program, checkpoint = traced.program, traced.model.checkpoint
+    if checkpoint is None:
+        save_weights(program, folder)
+    else:
+        progress("copying weights")
+        stream_weights(program, checkpoint, folder)
+    save_program(program, folder / MODEL_NAME)
+    nodes = {f"layer{i}": shape for i, shape in enumerate(attention)}
+    seconds = write_kernels(nodes, archs, folder, progress)
+    shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
+    write_build_log(folder, {"compile_seconds": seconds})
+    profile = profiles_of(traced.signature, traced.model.max_seq_len, *bounds)[-1]
+    # torch-tensorrt makes tensors of the usual sizes.
+    usual = {
+        d: min(n, USUAL_SLOTS) if d.endswith(NUM_PAGE_SLOTS) else n for d, n in profile.opt.items()
+    }
+    return Lowered(
+        ops=count_ops(program),
+        passes=traced.passes,
+        nondeterministic_files=[BUILD_LOG_NAME],
+        engine=EngineInfo(MODULE, "", list(archs), [replace(profile, opt=usual)]),
+        notes=[NOTE],
+    )
