@@ -26,6 +26,7 @@ FLOORS = {
     "onnx": 5,
     "build": 5,
     "quality": 5,
+    "rebuild": 5,
     "serve": 5,
     "show": 5,
     "cli": 6,

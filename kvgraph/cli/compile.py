@@ -85,7 +85,7 @@ def compile(
     stages = Stages()
     with stages.bars:
         if from_artifact is not None:
-            from kvgraph.compiler.rebuild import rebuild
+            from kvgraph.rebuild import rebuild
 
             _refuse_beside_artifact(
                 model=model,

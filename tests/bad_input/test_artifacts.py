@@ -196,8 +196,8 @@ def test_an_artifact_of_an_unknown_backend(artifact: Path) -> None:
     edit_manifest(artifact, lambda fields: fields.update(backend="neuron"))
     text = sentence(run("generate", artifact, "The"))
     assert text == (
-        f"{artifact}/manifest.json: backend: expected one of ['onnx', 'torch', 'tensorrt'], got "
-        "'neuron'; the package that adds it must be installed here"
+        f"{artifact}/manifest.json: backend: expected one of ['onnx', 'torch', 'tensorrt', "
+        "'torch-tensorrt'], got 'neuron'; the package that adds it must be installed here"
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from kvgraph.compiler.rebuild import rebuild
 from kvgraph.errors import (
     ArtifactError,
     DeviceError,
@@ -27,6 +26,7 @@ from kvgraph.errors import (
 )
 from kvgraph.kernels.record import archs_of
 from kvgraph.ops import cuda_native
+from kvgraph.rebuild import rebuild
 from kvgraph.runtime.artifact import verify
 from tests.support import command_line
 from tests.support.fake_driver import build as build_driver
@@ -137,7 +137,7 @@ def test_an_enterprise_tensorrt_builds_for_no_other_gpu(
 def test_an_enterprise_tensorrt_without_a_gpu(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvgraph.compiler.rebuild._module", lambda: "tensorrt")
+    monkeypatch.setattr("kvgraph.rebuild.artifact._module", lambda: "tensorrt")
     monkeypatch.setattr(trt_engine, "require_module", lambda name: "11.4.0.106")
 
     def none(self: Any) -> tuple[int, int]:

@@ -35,8 +35,8 @@ from kvgraph.runtime.artifact import verify
 pytest.importorskip("tensorrt_rtx", reason="engines are built by TensorRT-RTX")
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 
-from kvgraph.compiler.rebuild import rebuild
 from kvgraph.compiler.targets.tensorrt import engine as trt_engine
+from kvgraph.rebuild import rebuild
 
 SLOTS = 20_011
 """Of a pool in these engines: TensorRT's log shows the low 32 bits of a size."""

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
 pytest.importorskip("torch", reason="compiles the program")
 
-from kvgraph.compiler.rebuild import rebuild
 from kvgraph.errors import ArtifactError, MissingDependencyError
+from kvgraph.rebuild import rebuild
 from kvgraph.runtime.artifact import verify
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.tensorrt.engine import _engine_info
@@ -209,7 +209,7 @@ def test_without_torch_tensorrt(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_kernels(artifact: Path, machine: dict[str, str], tmp_path: Path) -> None:
-    from kvgraph.compiler.targets.tensorrt.torch_engine import kernels_of
+    from kvgraph.rebuild.torch_engine import kernels_of
 
     described: dict[str, Any] = json.loads((artifact / "kernels/tensorrt.json").read_text())
     described["images"] = {}

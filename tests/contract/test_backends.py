@@ -55,9 +55,8 @@ def test_a_backend_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.delattr(backends, "_entry_points")  # not read for a name of ours
         assert find_backend("torch") in OURS
     assert find_backend("tensorrt").name == find_backend("tensorrt", "cuda").name == "tensorrt"
-    with pytest.raises(
-        UnsupportedError, match=r"\['torch', 'onnx', 'tensorrt'\] for target cuda, "
-    ):
+    ours = r"\['torch', 'onnx', 'tensorrt', 'torch-tensorrt'\] for target cuda, "
+    with pytest.raises(UnsupportedError, match=ours):
         find_backend("triton", "cuda")
 
 
@@ -97,7 +96,8 @@ def test_backends_of_packages_are_listed(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     assert find_backend("nowhere").targets == {}
     with pytest.raises(
-        UnsupportedError, match=r"'onnx', 'torch', 'tensorrt', 'nowhere'\], got 'x'"
+        UnsupportedError,
+        match=r"'onnx', 'torch', 'tensorrt', 'torch-tensorrt', 'nowhere'\], got 'x'",
     ):
         find_backend("x")
     with pytest.raises(

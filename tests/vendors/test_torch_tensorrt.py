@@ -23,9 +23,9 @@ except importlib.metadata.PackageNotFoundError:
     pytest.skip("torch-tensorrt-rtx: make test-vendors installs it", allow_module_level=True)
 
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
-from kvgraph.compiler.targets.tensorrt.torch_engine import TorchRequest, TorchResult, build
 from kvgraph.contract.manifest import Manifest, read_manifest
 from kvgraph.errors import UnsupportedError
+from kvgraph.rebuild.torch_engine import TorchRequest, TorchResult, build
 from tests.vendors.cpu_torch import stand_in
 
 Compiled = Callable[..., Path]

@@ -32,6 +32,13 @@ from kvgraph.errors import MissingDependencyError, UnsupportedError
 
 BUILDER = "kvgraph.compiler.targets.tensorrt.build"
 ENGINE_NAME, LIBRARY_NAME = "model.engine", "libkvgraph_tensorrt.so"
+BY_TORCH = "torch_tensorrt"
+NOT_BUILT = (
+    "engine: none yet; on the machine that runs it, with torch-tensorrt: "
+    "kvgraph compile --from-artifact THIS -o HERE"
+)
+"""Note of an artifact for torch-tensorrt."""
+
 RTX, ENTERPRISE = "tensorrt_rtx", "tensorrt"
 OLDEST = {RTX: (1, 7, 1), ENTERPRISE: (10, 3, 0)}
 """Before these: no engine without a GPU; no aliased plugin outputs."""

@@ -3,7 +3,7 @@ where the GPU is.
 
 torch-tensorrt builds for the GPU of its machine and for no other, so an artifact for a machine
 without one ends before the engine. `kvgraph compile --from-artifact` builds it there
-(`torch_engine.py`), without Triton: the kernels come from the artifact.
+(`kvgraph/rebuild/torch_engine.py`), without Triton: the kernels come from the artifact.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from pathlib import Path
 from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets.cuda import attention_of_nodes, save_program
-from kvgraph.compiler.targets.tensorrt.engine import LIBRARY_NAME, profiles_of
+from kvgraph.compiler.targets.tensorrt.engine import (
+    BY_TORCH,
+    LIBRARY_NAME,
+    NOT_BUILT,
+    profiles_of,
+)
 from kvgraph.compiler.targets.tensorrt.lower import write_kernels
-from kvgraph.compiler.targets.tensorrt.torch_engine import MODULE, NOTE
 from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
 from kvgraph.compiler.targets.weights import save_weights, stream_weights
 from kvgraph.compiler.traced import Traced
@@ -64,6 +68,6 @@ def lower(
         ops=count_ops(program),
         passes=traced.passes,
         nondeterministic_files=[BUILD_LOG_NAME],
-        engine=EngineInfo(MODULE, "", list(archs), [replace(profile, opt=usual)]),
-        notes=[NOTE],
+        engine=EngineInfo(BY_TORCH, "", list(archs), [replace(profile, opt=usual)]),
+        notes=[NOT_BUILT],
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME, Shapes
+from kvgraph.compiler.targets.tensorrt.engine import BY_TORCH
 from kvgraph.errors import ArtifactError, KVGraphError, UnsupportedError
 from kvgraph.kernels.record import image_digests
 
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from kvgraph.compiler.targets.tensorrt.torch_tensorrt import Kernels
-
-MODULE = "torch_tensorrt"
-NOTE = (
-    "engine: none yet; on the machine that runs it, with torch-tensorrt: "
-    "kvgraph compile --from-artifact THIS -o HERE"
-)
-"""Of an artifact until it is built."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ def build(request: TorchRequest) -> TorchResult:
 
     folder = Path(request.artifact)
     artifact = ArtifactFolder(folder, read_manifest(folder))
-    torch_tensorrt = adapter.imported(MODULE)
+    torch_tensorrt = adapter.imported(BY_TORCH)
     converter = adapter.register(kernels=kernels_of(Path(request.kernels)))
     with opening(folder / "model.pt2", f"torch {torch.__version__}"):
         program = read_program(artifact, torch.device("cpu"))

@@ -18,6 +18,15 @@ from pathlib import Path
 
 from kvgraph.compiler import emit
 from kvgraph.compiler.output import require_free, staging
+from kvgraph.compiler.targets.tensorrt import engine as trt_engine
+from kvgraph.compiler.targets.tensorrt.engine import (
+    BY_TORCH,
+    ENGINE_NAME,
+    ENTERPRISE,
+    INSTALL,
+    NOT_BUILT,
+    RTX,
+)
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
@@ -30,8 +39,6 @@ from kvgraph.contract.manifest import (
 from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedError
 
 Progress = Callable[[str], None]
-
-TORCH_MODULE = "torch_tensorrt"
 
 
 def rebuild(
@@ -50,10 +57,6 @@ def rebuild(
     appears whole or not at all. ArtifactError where `artifact` is damaged or not for TensorRT,
     MissingDependencyError where nothing here builds engines.
     """
-    from kvgraph.compiler.targets.tensorrt import engine as trt_engine
-    from kvgraph.compiler.targets.tensorrt.engine import ENGINE_NAME
-    from kvgraph.compiler.targets.tensorrt.torch_engine import NOTE
-
     folder, out = Path(artifact), Path(out)
     manifest = read_manifest(folder)
     if manifest.backend not in ("tensorrt", "torch-tensorrt"):
@@ -66,7 +69,7 @@ def rebuild(
         raise ArtifactError(f"{folder}: engine: expected what built it and its profiles, got none")
     require_free(out, force=force)
     by_torch = manifest.backend == "torch-tensorrt"
-    module = TORCH_MODULE if by_torch else _module()
+    module = BY_TORCH if by_torch else _module()
     version = _torch_version() if by_torch else trt_engine.require_module(module)
     archs = _archs(module, target, manifest)
     progress("hashing")
@@ -89,14 +92,14 @@ def rebuild(
             files=emit.hash_all(made),
             tools={**manifest.tools, module.replace("_", "-"): version},
             nondeterministic_files=sorted({*manifest.nondeterministic_files, ENGINE_NAME}),
-            notes=[note for note in manifest.notes if note != NOTE],
+            notes=[note for note in manifest.notes if note != NOT_BUILT],
         )
         write_manifest(made, rebuilt)
     return rebuilt
 
 
 def _torch_version() -> str:
-    if importlib.util.find_spec(TORCH_MODULE) is None:
+    if importlib.util.find_spec(BY_TORCH) is None:
         raise MissingDependencyError(
             "--from-artifact: expected torch-tensorrt to build an engine with, found none; "
             "pip install 'kvgraph[torch-tensorrt]' (with the CUDA build of torch that it asks for)"
@@ -108,8 +111,7 @@ def _torch_engine(
     folder: Path, made: Path, archs: Sequence[str], manifest: Manifest, old: EngineInfo
 ) -> EngineInfo:
     """Of one profile; in the folder `made`, whose kernels it takes."""
-    from kvgraph.compiler.targets.tensorrt import engine as trt_engine
-    from kvgraph.compiler.targets.tensorrt.torch_engine import TorchRequest, TorchResult
+    from kvgraph.rebuild.torch_engine import TorchRequest, TorchResult
 
     profile = old.profiles[-1]
     sizes = (profile.min, profile.opt, profile.max)
@@ -119,15 +121,13 @@ def _torch_engine(
         engine=str(made / trt_engine.ENGINE_NAME),
         profile=manifest.signature.to_tensorrt_profile(*sizes),
     )
-    builder = "kvgraph.compiler.targets.tensorrt.torch_engine"
-    result = TorchResult(**trt_engine.run_builder(builder, asdict(request), TORCH_MODULE))
+    builder = "kvgraph.rebuild.torch_engine"
+    result = TorchResult(**trt_engine.run_builder(builder, asdict(request), BY_TORCH))
     return EngineInfo(result.module, result.version, list(archs), [profile], names=result.names)
 
 
 def _module() -> str:
     """What builds engines here: an enterprise TensorRT before TensorRT-RTX."""
-    from kvgraph.compiler.targets.tensorrt.engine import ENTERPRISE, INSTALL, RTX
-
     for name in (ENTERPRISE, RTX):
         if importlib.util.find_spec(name) is not None:
             return name
@@ -139,10 +139,9 @@ def _module() -> str:
 
 def _archs(module: str, target: str | None, manifest: Manifest) -> tuple[str, ...]:
     """Architectures of the engine: what was asked for, this machine's, or the artifact's."""
-    from kvgraph.compiler.targets.tensorrt.engine import ENTERPRISE
     from kvgraph.compiler.targets.tensorrt.lower import kernel_archs
 
-    if module in (ENTERPRISE, TORCH_MODULE):
+    if module in (ENTERPRISE, BY_TORCH):
         from kvgraph.ops.cuda_native import launcher
 
         mine = "sm_{}{}".format(*launcher().compute_capability())
@@ -160,8 +159,6 @@ def _archs(module: str, target: str | None, manifest: Manifest) -> tuple[str, ..
 
 
 def _copy(folder: Path, made: Path, manifest: Manifest) -> None:
-    from kvgraph.compiler.targets.tensorrt.engine import ENGINE_NAME
-
     for name in manifest.files:
         if name not in (ENGINE_NAME, MANIFEST_NAME):
             (made / name).parent.mkdir(parents=True, exist_ok=True)
