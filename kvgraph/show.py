@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraph.contract.files import open_regular
-from kvgraph.contract.manifest import Manifest, PassEntry, QualityInfo
+from kvgraph.contract.manifest import ExecutedKernel, Manifest, PassEntry, QualityInfo
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.plain import from_plain
 from kvgraph.errors import ArtifactError
@@ -31,7 +31,7 @@ def show(folder: Path, manifest: Manifest, to: Console) -> None:
     for line in passes(manifest):
         to.print(line, soft_wrap=True)
     if paths := [name for name in manifest.files if name.endswith("/kernels.json")]:
-        to.print(kernels(folder, paths))
+        to.print(kernels(folder, paths, manifest.executed))
     to.print(files(manifest))
 
 
@@ -141,11 +141,15 @@ def _options(manifest: Manifest) -> PassOptions:
     return PassOptions(is_padded, is_packed=manifest.weights in WEIGHT_BITS)
 
 
-def kernels(folder: Path, paths: list[str]) -> Table:
-    """Of a CUDA artifact: what each cubin takes of a multiprocessor."""
+def kernels(folder: Path, paths: list[str], executed: Sequence[ExecutedKernel]) -> Table:
+    """Of a CUDA artifact: what each cubin takes of a multiprocessor, and what it did as PTX."""
     seconds = _compile_seconds(folder)
-    table = titled("Kernels (shared memory and a thread's spills in bytes; seconds to compile)")
-    for column in ("kernel", "arch", "warps", "regs", "shared", "spills", "s"):
+    did = {each.file: each for each in executed}
+    title = "Kernels (shared memory and a thread's spills in bytes; seconds to compile"
+    table = titled(f"{title}; executed: times ideal)" if did else f"{title})")
+    columns = ["kernel", "arch", "warps", "regs", "shared", "spills", "s"]
+    columns += ["sectors", "conflicts"] if did else []
+    for column in columns:
         table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
     for path in paths:
         for kernel in _kernels(folder, path):
@@ -154,8 +158,19 @@ def kernels(folder: Path, paths: list[str]) -> Table:
             spills = kernel.spill_stores + kernel.spill_loads
             figures = (kernel.num_warps, kernel.registers, kernel.shared, spills)
             time = "" if took is None else f"{took:.2f}"
-            table.add_row(name, kernel.arch, *map(str, figures), time)
+            counted = _counted(did.get(str(Path(path).with_name(kernel.file)))) if did else ()
+            table.add_row(name, kernel.arch, *map(str, figures), time, *counted)
     return table
+
+
+def _counted(did: ExecutedKernel | None) -> tuple[str, str]:
+    if did is None:
+        return "", ""
+    return ratio(did.sectors, did.ideal_sectors), ratio(did.wavefronts, did.ideal_wavefronts)
+
+
+def ratio(found: int, ideal: int) -> str:
+    return f"{found / ideal:.2f}" if ideal else "-"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import typer
 
 from kvgraph.cli.console import print_json, size_text, stdout, summary, working
 from kvgraph.cli.options import ArtifactFolder, Json
+from kvgraph.errors import RequestError
 from kvgraph.progress import task
-from kvgraph.show import titled
+from kvgraph.show import ratio, titled
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,9 +27,15 @@ def verify(
         bool,
         typer.Option("--execute", help="Run its GPU kernels as PTX on this CPU; needs no GPU."),
     ] = False,
+    record: Annotated[
+        bool,
+        typer.Option("--record", help="Keep what they did in the manifest, for `inspect`."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Hash every file of an artifact and compare it with the manifest."""
+    if record and not execute:
+        raise RequestError("--record: expected --execute beside it, got none")
     from kvgraph.runtime.artifact import verify as verify_artifact
 
     with working("hashing"):
@@ -37,6 +44,10 @@ def verify(
     if not json:
         stdout.print(f"{artifact}: intact: {len(manifest.files)} files, {size}", soft_wrap=True)
     ran = _execute(artifact) if execute else []
+    if record:
+        from kvgraph.kernels.execute import record as keep
+
+        manifest = keep(artifact, ran)
     if json:
         kernels = {"kernels": [asdict(each) for each in ran]} if execute else {}
         print_json(summary(artifact, manifest) | kernels)
@@ -84,11 +95,7 @@ def _table(arch: str, kernels: dict[str, list[Ran]]) -> Table:
             str(len(found)),
             f"{worst.error:.0e}",
             f"{worst.limit:.0e}",
-            _ratio(sum(r.sectors for r in found), sum(r.ideal_sectors for r in found)),
-            _ratio(sum(r.wavefronts for r in found), sum(r.ideal_wavefronts for r in found)),
+            ratio(sum(r.sectors for r in found), sum(r.ideal_sectors for r in found)),
+            ratio(sum(r.wavefronts for r in found), sum(r.ideal_wavefronts for r in found)),
         )
     return table
-
-
-def _ratio(found: int, ideal: int) -> str:
-    return f"{found / ideal:.2f}" if ideal else "-"

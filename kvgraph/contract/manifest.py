@@ -129,6 +129,19 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedKernel:
+    """What a kernel of `file` did as PTX on a CPU, in `steps` small steps whose results were right:
+    32-byte sectors of global memory, passes of shared memory, and the fewest of both."""
+
+    file: str
+    steps: int
+    sectors: int
+    ideal_sectors: int
+    wavefronts: int
+    ideal_wavefronts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QualityInfo:
     """How well an artifact predicts a text, and its checkpoint in float32 under transformers.
 
@@ -174,6 +187,7 @@ class Manifest:
     tools: dict[str, str]
     engine: EngineInfo | None = None
     quality: QualityInfo | None = None
+    executed: list[ExecutedKernel] = field(default_factory=list)
 
     @property
     def signature(self) -> GraphSignature:

@@ -11,13 +11,14 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from kvgraph import ptx
+from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_manifest, write_manifest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import aot, trials
@@ -56,6 +57,7 @@ class Ran:
 
     title: str
     arch: str
+    file: str
     trial: str
     error: float
     limit: float
@@ -138,6 +140,27 @@ def executed(kernels: Sequence[Packed], jobs: int) -> Iterator[list[Ran]]:
     """
     with ProcessPoolExecutor(jobs) as pool:
         yield from pool.map(run_task, tasks_of(kernels))
+
+
+def record(folder: Path, ran: Sequence[Ran]) -> Manifest:
+    """Write what kernels did into the artifact's manifest, which appears whole or not at all."""
+    by_file: dict[str, list[Ran]] = {}
+    for each in ran:
+        by_file.setdefault(each.file, []).append(each)
+    entries = [
+        ExecutedKernel(
+            file=file,
+            steps=len(found),
+            sectors=sum(r.sectors for r in found),
+            ideal_sectors=sum(r.ideal_sectors for r in found),
+            wavefronts=sum(r.wavefronts for r in found),
+            ideal_wavefronts=sum(r.ideal_wavefronts for r in found),
+        )
+        for file, found in sorted(by_file.items())
+    ]
+    manifest = replace(read_manifest(folder), executed=entries)
+    write_manifest(folder, manifest)
+    return manifest
 
 
 def run_task(task: tuple[Path, str, str]) -> list[Ran]:
@@ -228,6 +251,7 @@ def _ran(packed: Packed, counters: ptx.Counters, trial: str, error: float, limit
     return Ran(
         packed.title,
         packed.arch,
+        f"kernels/{packed.arch}/{packed.variant.name}.cubin",
         trial,
         error,
         limit,

@@ -85,11 +85,13 @@ def rebuild(
             engine = trt_engine.build_engine(
                 made, manifest.signature, old.profiles, fixed, module=module
             )
+        files = emit.hash_all(made)
         rebuilt = replace(
             manifest,
             target=str(Target("cuda", archs)),
             engine=engine,
-            files=emit.hash_all(made),
+            files=files,
+            executed=[e for e in manifest.executed if files.get(e.file) == manifest.files[e.file]],
             tools={**manifest.tools, module.replace("_", "-"): version},
             nondeterministic_files=sorted({*manifest.nondeterministic_files, ENGINE_NAME}),
             notes=[note for note in manifest.notes if note != NOT_BUILT],

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 
+from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.execute import Packed, read_kernels, run_task, run_trial, tasks_of
@@ -47,12 +48,31 @@ def test_an_artifact_is_executed(artifact: Path) -> None:
     assert all(each["error"] <= each["limit"] and each["arch"] == "sm_80" for each in found)
 
 
-def test_what_is_said_of_it(artifact: Path) -> None:
-    done = run("verify", artifact, "--execute")
+def test_what_is_said_of_it_and_kept(artifact: Path, tmp_path: Path) -> None:
+    shutil.copytree(artifact, tmp_path / "kept")
+    done = run("verify", tmp_path / "kept", "--execute", "--record")
     lines = done.out.splitlines()
     assert "intact" in lines[0]
     assert lines[1].startswith("sm_80: 8 kernels are right, as PTX")
     assert lines[-1].startswith("not shown by this: the machine code that ptxas makes of it")
+    manifest = read_manifest(tmp_path / "kept")
+    cubins = {name for name in manifest.files if name.endswith(".cubin")}
+    assert {each.file for each in manifest.executed} == cubins
+    assert all(each.sectors >= each.ideal_sectors > 0 for each in manifest.executed)
+    assert manifest.identity == read_manifest(artifact).identity
+    assert run("verify", tmp_path / "kept").code == 0
+    shown = run("inspect", tmp_path / "kept").out
+    assert "sectors" in shown
+    assert "conflicts" in shown
+    assert "conflicts" not in run("inspect", artifact).out
+
+
+def test_nothing_is_kept_of_what_did_not_run(artifact: Path) -> None:
+    done = run("verify", artifact, "--record")
+    assert (done.code, done.err) == (
+        2,
+        "kvgraph: --record: expected --execute beside it, got none\n",
+    )
 
 
 def test_ptx_is_small_and_the_same_each_time(artifact: Path) -> None:
