@@ -145,25 +145,32 @@ def kernels(folder: Path, paths: list[str], executed: Sequence[ExecutedKernel]) 
     """Of a CUDA artifact: what each cubin takes of a multiprocessor, and what it did as PTX."""
     seconds = _compile_seconds(folder)
     did = {each.file: each for each in executed}
-    title = "Kernels (shared memory and a thread's spills in bytes; seconds to compile"
-    table = titled(f"{title}; executed: times ideal)" if did else f"{title})")
-    columns = ["kernel", "arch", "warps", "regs", "shared", "spills", "s"]
-    columns += ["sectors", "conflicts"] if did else []
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("kernel", "arch") else "right")
+    title = "Kernels (shared memory and a thread's spills in bytes"
+    table = titled(
+        f"{title}; sectors and bank passes of its PTX, times ideal)"
+        if did
+        else f"{title}; seconds to compile)"
+    )
+    columns = ["kernel", "arch", "regs", "shared", "spills"]
+    if did:
+        table.padding = (0, 0, 0, 1)
+    for column in [*columns, "sectors", "banks"] if did else [*columns, "warps", "s"]:
+        is_text = column in ("kernel", "arch")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
     for path in paths:
         for kernel in _kernels(folder, path):
             name = f"{kernel.kernel} {kernel.role}".strip()
             took = seconds.get(str(Path(path).with_name(kernel.file)))
             spills = kernel.spill_stores + kernel.spill_loads
-            figures = (kernel.num_warps, kernel.registers, kernel.shared, spills)
-            time = "" if took is None else f"{took:.2f}"
-            counted = _counted(did.get(str(Path(path).with_name(kernel.file)))) if did else ()
-            table.add_row(name, kernel.arch, *map(str, figures), time, *counted)
+            figures = (kernel.registers, kernel.shared, spills)
+            last: tuple[str, ...] = (str(kernel.num_warps), "" if took is None else f"{took:.2f}")
+            if did:
+                last = _counted(did.get(str(Path(path).with_name(kernel.file))))
+            table.add_row(name, kernel.arch, *map(str, figures), *last)
     return table
 
 
-def _counted(did: ExecutedKernel | None) -> tuple[str, str]:
+def _counted(did: ExecutedKernel | None) -> tuple[str, ...]:
     if did is None:
         return "", ""
     return ratio(did.sectors, did.ideal_sectors), ratio(did.wavefronts, did.ideal_wavefronts)
