@@ -102,6 +102,7 @@ def compile(
     signature = pipeline.describe(loaded, plan)
     pipeline.require_kernels(plan, request)
 
+    from kvgraph.compiler import step_memory
     from kvgraph.compiler.check.run import Made
     from kvgraph.compiler.check.run import check as require_equal
     from kvgraph.compiler.trace import trace
@@ -111,6 +112,7 @@ def compile(
     with staging(out, force=force) as folder:
         progress(f"lowering to {request.backend.name}{request.reason}")
         traced = trace(loaded, signature, plan, functional=functional, dump=dump)
+        notes += step_memory.notes_of(traced.program, signature)
         manifest = write(traced, folder, progress)
         note = "check: left out (--no-check)"
         if check:

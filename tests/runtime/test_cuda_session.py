@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvgraph import Engine, SamplingParams
+from kvgraph.compiler.check.compare import ROUNDED
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.inputs import Buffer
 
@@ -116,11 +117,52 @@ def test_pages_are_copied_as_bytes() -> None:
 def test_on_a_gpu(
     compiled: Callable[..., Path], model_folder: Callable[[str], Path], model: str
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU")
-    major, minor = torch.cuda.get_device_capability()
-    artifact = compiled(model, None, target=f"cuda:sm_{major}{minor}", dtype="float32")
-    engine = Engine(artifact, **ENGINE)  # type: ignore[arg-type]
+    engine = engine_on_a_gpu(compiled, model, "float32")
     sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
     found = [c.token_ids for c in engine.generate(PROMPTS, sampling)]
     assert found == eager(model_folder(model), PROMPTS, 24)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("model", ["tiny-llama", "gemma2", "qwen3", "gpt_oss"])
+def test_half_on_a_gpu(
+    compiled: Callable[..., Path], model_folder: Callable[[str], Path], model: str, dtype: str
+) -> None:
+    """Kernels of tensor cores, through graphs that were captured: every token is one that
+    transformers in float32 finds best, or within the dtype's rounding of the best."""
+    engine = engine_on_a_gpu(compiled, model, dtype)
+    require_near_best(engine, model_folder(model), ROUNDED[dtype].error)
+
+
+def engine_on_a_gpu(compiled: Callable[..., Path], model: str, dtype: str) -> Engine:
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    major, minor = torch.cuda.get_device_capability()
+    artifact = compiled(model, None, target=f"cuda:sm_{major}{minor}", dtype=dtype)
+    return Engine(artifact, **ENGINE)  # type: ignore[arg-type]
+
+
+def require_near_best(engine: Engine, folder: Path, tolerance: float) -> None:
+    """`tolerance` as a share of the largest logit."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, sampling), strict=True):
+        tokens = torch.tensor([[*prompt, *done.token_ids]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        behind = (logits.max(1).values - chosen) / logits.abs().max(1).values
+        assert behind.max() <= tolerance, (prompt, done.token_ids, behind.tolist())
+
+
+def test_what_near_best_says(
+    compiled: Callable[..., Path], model_folder: Callable[[str], Path]
+) -> None:
+    """The measure of the test above, on a CPU: it holds for the model, not for another one."""
+    engine = Engine(compiled("tiny-llama"), num_pages=32)
+    require_near_best(engine, model_folder("tiny-llama"), 1e-4)
+    with pytest.raises(AssertionError):
+        require_near_best(Engine(compiled("qwen3"), num_pages=32), model_folder("gemma2"), 0.2)

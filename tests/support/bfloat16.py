@@ -24,6 +24,8 @@ def mend() -> None:
         if kinds == (tl.float32, tl.bfloat16):
             data = src.data.astype(ml_dtypes.bfloat16).view(np.uint16)
             return handle(data, tl.bfloat16)
+        if kinds[1] == tl.bfloat16 and kinds[0].is_int():
+            return cast_impl(self, cast(self, src, tl.float32), dst_type)
         if kinds == (tl.bfloat16, tl.float32):
             return handle(src.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
         return cast(self, src, dst_type)
