@@ -3,7 +3,8 @@
 Each barrier, wait, fence and `.trans` is taken out by itself. At SAMPLED places of each kind (with
 `--every`: at all) predicates are dropped, comparisons turned, operands of shuffles exchanged and
 addresses shifted. A mutant is found when a step of the kernel faults or differs from its reference,
-in step or in a random order of the warps.
+in step or in a random order of the warps. Of each survivor is said whether it
+changed any bit of a result.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ REMOVED = {
 }
 TURNED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 ADDRESS = re.compile(r"\[\s*(%\w+)\s*(?:\+\s*(-?\w+))?\s*\]")
+
+
+Kernels = dict[str, tuple[Kernel, int]]
+"""By name of a variant: the kernel, and its dynamic shared memory in bytes."""
 
 
 @dataclass(frozen=True)
@@ -117,21 +122,37 @@ def trial_of(arch: str, name: str) -> Trial:
     return attention_trial(shape, arch, name, rows, MULTIPROCESSORS.get(name, 0))
 
 
-def found_by(kernels: dict[str, tuple[Kernel, int]], arch: str, changed: str) -> str:
-    """What finds a fault of the kernels: the sentence, or nothing."""
-    for name in ("decode", "mixed", "prefill", "long"):
+STEPS = ("decode", "mixed", "prefill", "long")
+
+
+def found_by(kernels: Kernels, arch: str, changed: str) -> bool:
+    """Whether a step finds a fault of the kernels."""
+    for name in STEPS:
         for order in ORDERS:
             trial = trial_of(arch, name)
             if changed not in {one.variant.name for one in trial.plan.launches}:
                 break
             try:
                 _run(trial, kernels, order)
-            except KernelError as why:
-                return str(why)
-    return ""
+            except KernelError:
+                return True
+    return False
 
 
-def _run(trial: Trial, kernels: dict[str, tuple[Kernel, int]], order: int | None) -> None:
+def effect_of(kernels: Kernels, altered: Kernels, arch: str, changed: str) -> str:
+    """What a mutant that no step finds changes of their results."""
+    for name in STEPS:
+        trials = [trial_of(arch, name) for _ in range(2)]
+        if changed in {one.variant.name for one in trials[0].plan.launches}:
+            for trial, each in zip(trials, (kernels, altered), strict=True):
+                _run(trial, each, None)
+            first, second = (trial.given for trial in trials)
+            if any(first[key].tobytes() != second[key].tobytes() for key in first):
+                return "other bits, within the tolerance"
+    return "the same bits"
+
+
+def _run(trial: Trial, kernels: Kernels, order: int | None) -> None:
     memory = ptx.Memory()
     scratch = {name: np.full(n, np.nan, np.float32) for name, n in trial.plan.scratch.items()}
     held = {**trial.given, **scratch}
@@ -179,9 +200,9 @@ def main() -> int:
                     found[mutant.kind] += 1
                 else:
                     said = kernel.code[mutant.at]
-                    print(
-                        f"survives  {title}, line {said.line}: {mutant.kind} of {said.text}"[:150]
-                    )
+                    effect = effect_of(kernels, altered, arch, name)
+                    text = " ".join(said.text.split())[:60]
+                    print(f"survives  {title}, line {said.line}: {mutant.kind}: {text}: {effect}")
                     sys.stdout.flush()
             print(f"{title}: {sum(found.values())} of {sum(made.values())} so far", flush=True)
     for kind, count in made.items():
