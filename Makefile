@@ -50,7 +50,7 @@ check-kernels: $(VENV)/.installed
 	TRITON_INTERPRET=1 $(BIN)/python -m tests.support.matrix --arch sm_80
 	$(BIN)/python -m tests.kernels.table
 
-# The matrix on the compiled kernels of every architecture, executed as PTX: about 15 minutes.
+# The matrix on the compiled kernels of every architecture, executed as PTX: about 20 minutes.
 check-ptx: $(VENV)/.installed
 	$(BIN)/python -m tests.support.ptx_matrix
 
