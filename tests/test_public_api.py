@@ -111,7 +111,7 @@ FLAGS = {
     "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens "
     "--max-queued-requests --max-queued-tokens --metrics-prefix --num-pages --port --remote "
     "--threads --verify",
-    "verify": "--execute --json",
+    "verify": "--execute --json --record",
 }
 
 ENVIRONMENT = {"KVGRAPH_CPU_ISA", "XDG_CACHE_HOME"}

@@ -109,7 +109,7 @@ OUTSIDE = "inside of a buffer"
 CHANGES = {
     ("grid", "rms_norm"): "no block wrote",
     ("grid", "silu_mul"): "no block wrote",
-    ("grid", "paged_attention"): "no block wrote",
+    ("grid", "paged_attention"): OUTSIDE,
     ("grid", "merge_parts"): "no block wrote",
     ("scratch", ""): OUTSIDE,
     ("arguments", "store_kv"): OUTSIDE,
