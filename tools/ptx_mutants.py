@@ -3,8 +3,7 @@
 Each barrier, wait, fence and `.trans` is taken out by itself. At SAMPLED places of each kind (with
 `--every`: at all) predicates are dropped, comparisons turned, operands of shuffles exchanged and
 addresses shifted. A mutant is found when a step of the kernel faults or differs from its reference,
-in step or in a random order of the warps. Of each survivor is said whether it
-changed any bit of a result.
+in step or in a random order of the warps. Of each survivor is said why.
 """
 
 from __future__ import annotations
@@ -97,7 +96,11 @@ def _shifted(said: Instruction) -> Instruction | None:
     """Every address one element of the access further."""
     if not re.match(r"ld\.global|st\.|ld\.shared|cp\.async\.c[ag]|ldmatrix|stmatrix", said.opcode):
         return None
-    step = _width(said)
+    return _moved(said, _width(said))
+
+
+def _moved(said: Instruction, step: int) -> Instruction | None:
+    """The first address `step` bytes further."""
     operands, is_changed = [], False
     for operand in said.operands:
         match = ADDRESS.fullmatch(operand)
@@ -139,8 +142,37 @@ def found_by(kernels: Kernels, arch: str, changed: str) -> bool:
     return False
 
 
-def effect_of(kernels: Kernels, altered: Kernels, arch: str, changed: str) -> str:
-    """What a mutant that no step finds changes of their results."""
+UNSEEN = {
+    "comparison": "the lanes whose result it turns are masked by another condition",
+    "commit": "the copies join the next group, which is waited for in time",
+    "barrier": "another barrier stands between the same two uses",
+    "shuffle": "the lanes that it reads hold the same value",
+    "address": "the guard holds for no thread of these steps",
+}
+"""Why a mutant of a kind changes no bit of any step."""
+
+FAR = 1 << 40
+
+
+def why_unseen(kernels: Kernels, mutant: Mutant, arch: str, changed: str) -> str:
+    """Why no step finds a mutant. Of a predicate it is tried out: threads that the guard keeps away
+    are sent where no buffer is."""
+    kernel, shared = kernels[changed]
+    altered = kernels | {changed: (mutant.of(kernel), shared)}
+    if _differs(kernels, altered, arch, changed):
+        return "other bits, within the tolerance"
+    said = kernel.code[mutant.at]
+    if mutant.kind != "predicate" or not (away := _moved(said, FAR)):
+        return UNSEEN.get(mutant.kind, "no bit differs")
+    sent = Mutant("", mutant.at, replace(away, negated=not said.negated))
+    if not found_by(kernels | {changed: (sent.of(kernel), shared)}, arch, changed):
+        return "the guard holds for all threads of these steps"
+    if said.opcode.startswith("st"):
+        return "threads without the guard store what is there already"
+    return "threads without the guard read inside of the buffer what they do not use"
+
+
+def _differs(kernels: Kernels, altered: Kernels, arch: str, changed: str) -> bool:
     for name in STEPS:
         trials = [trial_of(arch, name) for _ in range(2)]
         if changed in {one.variant.name for one in trials[0].plan.launches}:
@@ -148,8 +180,8 @@ def effect_of(kernels: Kernels, altered: Kernels, arch: str, changed: str) -> st
                 _run(trial, each, None)
             first, second = (trial.given for trial in trials)
             if any(first[key].tobytes() != second[key].tobytes() for key in first):
-                return "other bits, within the tolerance"
-    return "the same bits"
+                return True
+    return False
 
 
 def _run(trial: Trial, kernels: Kernels, order: int | None) -> None:
@@ -200,9 +232,9 @@ def main() -> int:
                     found[mutant.kind] += 1
                 else:
                     said = kernel.code[mutant.at]
-                    effect = effect_of(kernels, altered, arch, name)
+                    why = why_unseen(kernels, mutant, arch, name)
                     text = " ".join(said.text.split())[:60]
-                    print(f"survives  {title}, line {said.line}: {mutant.kind}: {text}: {effect}")
+                    print(f"survives  {title}, line {said.line}: {mutant.kind}: {text}: {why}")
                     sys.stdout.flush()
             print(f"{title}: {sum(found.values())} of {sum(made.values())} so far", flush=True)
     for kind, count in made.items():
