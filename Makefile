@@ -36,9 +36,10 @@ test-all: $(VENV)/.installed
 test-browser: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/serve/test_page.py
 
-# The GPU builds of other projects, as far as they go without a GPU: 260 MB of wheels.
+# Other projects' own packages: GPU builds, as far as they go without a GPU, and lm-eval against a
+# served artifact. 400 MB of wheels.
 test-vendors: $(VENDORS)/.installed
-	$(VENDORS)/bin/python -m pytest tests/vendors
+	$(VENDORS)/bin/python -m pytest tests/vendors tests/serve/test_lm_eval.py
 
 check: $(VENV)/.installed
 	$(BIN)/python -m tools.check
@@ -136,6 +137,7 @@ $(VENDORS)/.installed: $(VENV)/.installed
 	echo "import site; site.addsitedir('$(abspath $(VENV))/lib/$$(ls $(VENV)/lib)/site-packages')" \
 		> $(VENDORS)/lib/$$(ls $(VENDORS)/lib)/site-packages/project.pth
 	$(VENDORS)/bin/pip install --progress-bar on -q --no-deps onnxruntime-gpu dllist torch-tensorrt-rtx==2.13.0
+	$(VENDORS)/bin/pip install --progress-bar on -q "lm-eval[api]"
 	rm -f $(VENDORS)/lib/*/site-packages/torch_tensorrt/lib/*.so $(VENDORS)/lib/*/site-packages/torch_tensorrt/_C*.so
 	$(VENDORS)/bin/pip install --progress-bar on -q --no-deps --upgrade --target $(VENDORS)/torch-tensorrt torch-tensorrt==2.13.0
 	touch $@

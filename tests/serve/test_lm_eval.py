@@ -15,7 +15,7 @@ from kvgraph import Engine, SamplingParams
 from tests.serve.running import Server
 
 pytestmark = pytest.mark.skipif(
-    find_spec("lm_eval") is None, reason="needs lm-eval: pip install 'lm_eval[api]'"
+    find_spec("lm_eval") is None, reason="lm-eval: make test-vendors installs it"
 )
 
 QUESTIONS = [
