@@ -119,7 +119,7 @@ $(VENV)/.installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --progress-bar on -q "$(TORCH)"
-	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda,tensorrt,tiers,serve,guide]"
+	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda,tensorrt,tiers,serve,guide,events]"
 	touch $@
 
 $(DOCS)/.installed: pyproject.toml

@@ -108,7 +108,8 @@ FLAGS = {
     "--target --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads --verify",
     "serve": "--api-key-file --cache-memory --disk --disk-bytes --drain-seconds --host "
-    "--host-memory --log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens "
+    "--host-memory --kv-events --kv-events-replay --kv-events-topic --log-prompts --max-batch-size "
+    "--max-batch-tokens --max-prefill-tokens "
     "--max-queued-requests --max-queued-tokens --metrics-prefix --num-pages --port --remote "
     "--threads --verify",
     "verify": "--execute --json --record",

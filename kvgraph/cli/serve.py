@@ -48,6 +48,14 @@ def serve(
     metrics_prefix: Annotated[
         str, typer.Option(help="Of metrics' names; `vllm:` makes dashboards for vLLM work.")
     ] = "kvgraph:",
+    kv_events: Annotated[
+        str | None,
+        typer.Option(help="ZeroMQ endpoint that tells routers of pages: tcp://*:5557."),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None, typer.Option(help="Endpoint to ask for missed events: tcp://*:5558.")
+    ] = None,
+    kv_events_topic: Annotated[str, typer.Option(help="Of the events.")] = "kv-events",
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts into the log.")
     ] = False,
@@ -86,6 +94,8 @@ def serve(
             "--metrics-prefix: expected letters, digits, _ and :, not a digit first, got "
             f"{metrics_prefix!r}"
         )
+    if kv_events is None and kv_events_replay is not None:
+        raise RequestError("--kv-events-replay: expected --kv-events beside it, got none")
     options = ServeOptions(
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
@@ -93,6 +103,9 @@ def serve(
         drain_seconds=drain_seconds,
         metrics_prefix=metrics_prefix,
         log_prompts=log_prompts,
+        kv_events=kv_events,
+        kv_events_replay=kv_events_replay,
+        kv_events_topic=kv_events_topic,
     )
     with Bars(stderr):
         loaded = load(artifact, verify=verify or None)

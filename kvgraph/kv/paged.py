@@ -16,6 +16,7 @@ from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
 from kvgraph.kv.build import make_replicas, make_settings, nested, open_bridge, require_sizes
 from kvgraph.kv.pool.batch import BatchRows
 from kvgraph.kv.pool.checks import verify
+from kvgraph.kv.pool.journal import Event
 from kvgraph.kv.pool.leaf import require_params
 from kvgraph.kv.pool.plan import AllocPlan, Loadable
 from kvgraph.kv.pool.replica import Replica
@@ -86,6 +87,7 @@ class PagedKVCacheManager(PagedQueries):
         self.identity = identity
         self._paths = list(params.leaves)
         self._claimed = {}
+        self._followed: dict[int, list[Event]] = {}
         self._turn = 0
         self._replicas = make_replicas(params, session, sizes, settings)
         self._tiers = None
@@ -223,12 +225,31 @@ class PagedKVCacheManager(PagedQueries):
             self._tiers.reset()
         self._verify()
 
+    def follow(self, replica_idx: int = 0) -> None:
+        """From now on `events` has what happens to the replica's committed pages.
+
+        It begins with `Cleared`: those that are committed already are not told.
+        """
+        replica = at_replica(self._replicas, replica_idx, "follow")
+        self._followed[replica_idx] = replica.follow()
+
+    def events(self, replica_idx: int = 0) -> list[Event]:
+        """What happened to its committed pages since the last call, in order."""
+        journal = self._followed.get(replica_idx)
+        if not journal:
+            return []
+        events = journal[:]
+        journal.clear()
+        return events
+
     def rebuild(self) -> None:
         if self._tiers is not None:
             self._tiers.connector.drain()
         replicas = [replica.rebuilt() for replica in self._replicas]
         tiers = None if self._tiers is None else self._tiers.rebuilt(replicas)
         self._claimed, self._replicas, self._tiers = {}, replicas, tiers
+        for index in self._followed:
+            self.follow(index)
         self._verify()
 
     # -- tiers

@@ -28,3 +28,8 @@ class ServeOptions:
     """A stream whose reader is so many tokens behind is cancelled."""
     send_seconds: float = 60.0
     """A connection that takes nothing for so long is closed."""
+    kv_events: str | None = None
+    """ZeroMQ endpoint on which the pool's pages are told to routers."""
+    kv_events_replay: str | None = None
+    """Endpoint at which they ask for what they missed."""
+    kv_events_topic: str = "kv-events"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.runtime.async_engine import LONG_TEXT, AsyncEngine
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.answers import Spelling
@@ -15,6 +16,10 @@ from kvgraph.serve.errors import ServeError
 from kvgraph.serve.load import Admission, LoadMeter
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.sampling import Token
+    from kvgraph.serve.kv_events import KVEventPublisher
 
 
 @dataclass(slots=True)
@@ -75,6 +80,7 @@ class Service:
         self.options = options
         self.served: Served | None = None
         self.is_draining = False
+        self.events: KVEventPublisher | None = None
         self._make = make
 
     async def load(self) -> None:
@@ -82,6 +88,9 @@ class Service:
         shared = AsyncEngine(engine)
         meter = LoadMeter(engine)
         shared.after_step = meter.after_step
+        self.events = _publisher(engine, self.options)
+        if self.events is not None:
+            shared.after_step = _both(meter, engine, self.events)
         stats = lambda: meter.load.stats  # noqa: E731
         metrics = Metrics(self.options.metrics_prefix, self.name, engine, stats)
         admission = Admission(engine, self.options, lambda: meter.load)
@@ -94,6 +103,8 @@ class Service:
     async def close(self) -> None:
         if self.served is not None:
             await self.served.engine_async.close()
+        if self.events is not None:
+            await asyncio.to_thread(self.events.close)
 
     def require_loaded(self) -> Served:
         """ServeError (503) while the artifact is read."""
@@ -131,3 +142,36 @@ def _decoder(engine: Engine) -> Callable[[list[int]], str]:
     if tokenizer is None:
         return lambda tokens: f"token_id:{tokens[0]}"
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _publisher(engine: Engine, options: ServeOptions) -> KVEventPublisher | None:
+    """RequestError where no page could ever be told of, and for an endpoint that is not free."""
+    if options.kv_events is None:
+        return None
+    if not isinstance(engine.kv, PagedKVCacheManager) or not engine.kv.params.enable_prefix_caching:
+        raise RequestError("--kv-events: expected a paged cache with prefix caching, got none")
+    from kvgraph.serve.kv_events import KVEventPublisher
+
+    kind = engine.kv.params.devices[0].kind
+    publisher = KVEventPublisher(
+        options.kv_events,
+        options.kv_events_replay,
+        options.kv_events_topic,
+        engine.kv.params.page_size,
+        "GPU" if kind == "cuda" else None,
+    )
+    engine.kv.follow()
+    return publisher
+
+
+def _both(
+    meter: LoadMeter, engine: Engine, events: KVEventPublisher
+) -> Callable[[list[Token]], None]:
+    kv = engine.kv
+    assert isinstance(kv, PagedKVCacheManager)
+
+    def after_step(tokens: list[Token]) -> None:
+        events.publish(kv.events())
+        meter.after_step(tokens)
+
+    return after_step

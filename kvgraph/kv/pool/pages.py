@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from kvgraph.kv.pool.journal import Event, Removed
+
 
 class PagePool:
     """Reference counts, the queue and the index of committed pages `[0, num_pages)`.
@@ -20,6 +22,7 @@ class PagePool:
     - `refs`: requests that hold a page; `pins`: copies from or to it
     - `num_free`: pages without either
     - `epoch`: a new object after each `forget`; what began in an earlier one is not published
+    - `journal`: what happens to committed pages, where somebody follows them
 
     The queue is a ring of links whose end is the id `num_pages`: every operation takes constant
     time per page.
@@ -34,6 +37,7 @@ class PagePool:
         "epoch",
         "evictions",
         "index",
+        "journal",
         "num_free",
         "num_pages",
         "pins",
@@ -49,6 +53,7 @@ class PagePool:
         self.digests: list[bytes | None] = [None] * num_pages
         self.evictions = 0
         self.epoch = object()
+        self.journal: list[Event] | None = None
         ids = list(range(num_pages + 1))
         self._after = ids[1:] + ids[:1]
         self._before = ids[-1:] + ids[:-1]
@@ -77,6 +82,8 @@ class PagePool:
                 del self.index[digest]
                 digests[page] = None
                 self.evictions += 1
+                if self.journal is not None:
+                    self.journal.append(Removed(digest))
             taken.append(page)
             page = after[page]
         after[self.num_pages], self._before[page] = page, self.num_pages
@@ -149,12 +156,14 @@ class PagePool:
             self.drop((page,))
         return known
 
-    def publish(self, page: int, digest: bytes) -> None:
+    def publish(self, page: int, digest: bytes) -> bool:
         """Publish a pinned page that no request holds, unless another page has the content."""
-        if digest not in self.index:
-            self.hold((page,))
-            self.index[digest], self.digests[page] = page, digest
-            self.drop((page,))
+        if digest in self.index:
+            return False
+        self.hold((page,))
+        self.index[digest], self.digests[page] = page, digest
+        self.drop((page,))
+        return True
 
     def forget(self) -> None:
         """A new epoch: un-commit every page that no request holds, the others once none does."""
@@ -179,3 +188,5 @@ class PagePool:
         del self.index[digest]
         self.digests[page] = None
         self._outdated.discard(page)
+        if self.journal is not None:
+            self.journal.append(Removed(digest))

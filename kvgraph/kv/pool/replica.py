@@ -14,6 +14,7 @@ from kvgraph.errors import CapacityError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.pool.batch import ReplicaBatch, Upload
 from kvgraph.kv.pool.identity import PoolSettings, chain
+from kvgraph.kv.pool.journal import Cleared, Event, Stored
 from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.lookup import PrefixLookup
 from kvgraph.kv.pool.plan import AllocPlan, Loadable, Planner, RowPlan
@@ -193,18 +194,28 @@ class Replica:
     def land(self, load: Load) -> None:
         """The pages of the load hold their content: publish them, and let the row run."""
         row, hit = load.row, load.hit
+        stored = []
         for i, at, page, digest in reversed(load.arrivals):
             known = self.leaves[i].pool.commit(page, digest)
             if known != page:
                 self._point(row, i, at, known)
+            else:
+                stored.append((i, at))
+        for i, at in reversed(stored):
+            self._note(i, load.ctx, row, at)
         row.committed = hit
         row.enter(ALLOCATED, self.settings)
         self._count_hit(hit, sum(hit - passed for passed in row.passed) - len(load.arrivals))
 
     def adopt(self, load: Load) -> None:
         """The pages of a load hold their content, but its row is released: publish them."""
-        for i, _, page, digest in reversed(load.arrivals):
-            self.leaves[i].pool.publish(page, digest)
+        stored = [
+            (i, at)
+            for i, at, page, digest in reversed(load.arrivals)
+            if self.leaves[i].pool.publish(page, digest)
+        ]
+        for i, at in reversed(stored):
+            self._note(i, load.ctx, load.row, at)
 
     def roll_back(self, row: Row) -> None:
         """A load failed: the row owns no page, as after `claim`."""
@@ -259,9 +270,18 @@ class Replica:
                 known = commit(pages[at], row.digests[at])
                 if known == pages[at]:
                     committed.append(Committed(i, known, row.digests[at]))
+                    self._note(i, ctx, row, at)
                 else:
                     self._point(row, i, at, known)
         row.committed = full
+
+    def _note(self, i: int, ctx: TextContext, row: Row, at: int) -> None:
+        """The page at position `at` of the row was committed in leaf `i`."""
+        journal = self.leaves[i].pool.journal
+        if journal is not None:
+            size = self.settings.page_size
+            tokens = ctx.tokens[at * size : (at + 1) * size].tolist()
+            journal.append(Stored(row.digests[at], row.digests[at - 1] if at else None, tokens))
 
     def _slide(self, ctx: TextContext, row: Row, i: int, window: int) -> None:
         """Free the pages that no later query sees; they become the null page in the row."""
@@ -284,6 +304,13 @@ class Replica:
         self.batch.mark(row)
 
     # -- cache and metrics
+
+    def follow(self) -> list[Event]:
+        """A list that what happens to committed pages is appended to from now on: of the leaf that
+        keeps whole prefixes, or of the first."""
+        leaf = next((leaf for leaf in self.leaves if not leaf.window), self.leaves[0])
+        leaf.pool.journal = [Cleared()]
+        return leaf.pool.journal
 
     def reset_prefix_cache(self) -> None:
         """Un-commit what no live request holds, and the rest once none holds it any more."""

@@ -1,0 +1,196 @@
+"""What the pool of a server holds, told to routers over ZeroMQ in vLLM's format of KV events.
+
+    PUB     [topic, sequence (8 bytes, big-endian), batch]        one message after a step
+    ROUTER  <- [sequence to begin with]   -> [b"", sequence, batch] ..., [b"", END, b""]
+
+A batch is MessagePack: `[time, events, rank]`; an event is an array that begins with its name. The
+layout is that of vLLM 0.25's `BlockStored`, `BlockRemoved` and `AllBlocksCleared`
+(vllm/distributed/kv_events.py). A block's hash is the last 64 bits of its page's digest, which is
+the same in every process.
+
+A thread of its own sends and answers; the engine's thread hands over what happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvgraph.errors import MissingDependencyError, RequestError
+from kvgraph.kv.pool.journal import Cleared, Event, Removed, Stored
+
+if TYPE_CHECKING:
+    import zmq
+
+END = (-1).to_bytes(8, "big", signed=True)
+KEPT = 10_000
+"""Batches that a subscriber may ask for again."""
+
+POLL_MILLISECONDS = 20
+"""How long an event waits at most for the thread, which waits for questions meanwhile."""
+
+LINGER_MILLISECONDS = 200
+"""For subscribers to take what was sent before the end."""
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int = 0
+
+
+class KVEventPublisher:
+    """Binds `endpoint` ("tcp://*:5557"), and `replay` where it is given.
+
+    MissingDependencyError without pyzmq; RequestError for an endpoint that cannot be bound.
+    """
+
+    def __init__(
+        self, endpoint: str, replay: str | None, topic: str, page_size: int, medium: str | None
+    ) -> None:
+        self._topic = topic.encode()
+        self._page_size, self._medium = page_size, medium
+        self._queue: SimpleQueue[tuple[float, list[Event]] | None] = SimpleQueue()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._zmq = _import()
+        self._context = self._zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._replay: zmq.Socket[bytes] | None = None
+        try:
+            self._pub = self._bind(self._zmq.PUB, endpoint, "--kv-events")
+            if replay is not None:
+                self._replay = self._bind(self._zmq.ROUTER, replay, "--kv-events-replay")
+        except BaseException:
+            self._let_go()
+            raise
+        self._thread = Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def _bind(self, kind: int, endpoint: str, flag: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(socket)
+        try:
+            socket.bind(endpoint)
+        except self._zmq.ZMQError as error:
+            raise RequestError(
+                f"{flag}: expected an endpoint that can be bound, such as tcp://*:5557, got "
+                f"{endpoint!r} ({error})"
+            ) from error
+        return socket
+
+    def _let_go(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=LINGER_MILLISECONDS)
+        self._context.term()
+
+    def publish(self, events: list[Event]) -> None:
+        """Hand over what happened in a step; costs no more than a queue's put."""
+        if events:
+            self._queue.put((time.time(), events))
+
+    def close(self) -> None:
+        """Send what was handed over, and let go of the endpoints. Idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    # -- in the publisher's thread
+
+    def _run(self) -> None:
+        sequence = 0
+        while True:
+            while not self._queue.empty():
+                item = self._queue.get()
+                if item is None:
+                    self._let_go()
+                    return
+                data = self._encoder.encode(Batch(item[0], self._blocks(item[1])))
+                self._pub.send_multipart([self._topic, sequence.to_bytes(8, "big"), data])
+                self._kept.append((sequence, data))
+                sequence += 1
+            if self._replay is None:
+                time.sleep(POLL_MILLISECONDS / 1000)
+            elif self._replay.poll(POLL_MILLISECONDS):
+                self._answer(self._replay)
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        client, *_, asked = replay.recv_multipart()
+        first = int.from_bytes(asked, "big") if len(asked) == 8 else 0
+        for sequence, data in self._kept:
+            if sequence >= first:
+                replay.send_multipart([client, b"", sequence.to_bytes(8, "big"), data])
+        replay.send_multipart([client, b"", END, b""])
+
+    def _blocks(
+        self, events: Sequence[Event]
+    ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """Pages that follow each other, stored one after the other, are one event."""
+        made: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        before: Event | None = None
+        for event in events:
+            last = made[-1] if made else None
+            if isinstance(event, Cleared):
+                made.append(AllBlocksCleared())
+            elif isinstance(event, Removed):
+                if isinstance(last, BlockRemoved):
+                    last.block_hashes.append(block_hash(event.digest))
+                else:
+                    made.append(BlockRemoved([block_hash(event.digest)], self._medium))
+            elif (
+                isinstance(before, Stored)
+                and isinstance(last, BlockStored)
+                and event.parent == before.digest
+            ):
+                last.block_hashes.append(block_hash(event.digest))
+                last.token_ids += event.tokens
+            else:
+                parent = None if event.parent is None else block_hash(event.parent)
+                hashes = [block_hash(event.digest)]
+                made.append(
+                    BlockStored(
+                        hashes, parent, list(event.tokens), self._page_size, medium=self._medium
+                    )
+                )
+            before = event
+        return made
+
+
+def block_hash(digest: bytes) -> int:
+    """The last 64 bits, which routers hold as an unsigned integer."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def _import() -> Any:
+    try:
+        import zmq
+    except ImportError as error:
+        raise MissingDependencyError(
+            "pyzmq: needed for --kv-events, not installed; pip install 'kvgraph[events]'"
+        ) from error
+    return zmq
