@@ -146,7 +146,7 @@ UNSEEN = {
     "comparison": "the lanes whose result it turns are masked by another condition",
     "commit": "the copies join the next group, which is waited for in time",
     "barrier": "another barrier stands between the same two uses",
-    "fence": "another fence stands between the writes and the product",
+    "fence": "what the product reads was not written since the fence before",
     "shuffle": "the lanes that it reads hold the same value",
     "address": "the guard holds for no thread of these steps",
 }
