@@ -32,7 +32,7 @@ def compile(
     ] = None,
     from_artifact: Annotated[
         Path | None,
-        typer.Option(help="Build the engine of a tensorrt artifact again, with this TensorRT."),
+        typer.Option(help="Build the engine of a TensorRT artifact on this machine."),
     ] = None,
     target: Annotated[
         str | None,

@@ -8,6 +8,7 @@ copied.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -86,12 +87,13 @@ def rebuild(
                 made, manifest.signature, old.profiles, fixed, module=module
             )
         files = emit.hash_all(made)
+        kept = [name for name, entry in files.items() if manifest.files.get(name) == entry]
         rebuilt = replace(
             manifest,
             target=str(Target("cuda", archs)),
             engine=engine,
             files=files,
-            executed=[e for e in manifest.executed if files.get(e.file) == manifest.files[e.file]],
+            executed=[each for each in manifest.executed if each.file in kept],
             tools={**manifest.tools, module.replace("_", "-"): version},
             nondeterministic_files=sorted({*manifest.nondeterministic_files, ENGINE_NAME}),
             notes=[note for note in manifest.notes if note != NOT_BUILT],
@@ -106,7 +108,10 @@ def _torch_version() -> str:
             "--from-artifact: expected torch-tensorrt to build an engine with, found none; "
             "pip install 'kvgraph[torch-tensorrt]' (with the CUDA build of torch that it asks for)"
         )
-    return importlib.metadata.version("torch-tensorrt")
+    for name in ("torch-tensorrt", "torch-tensorrt-rtx"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "of no package"
 
 
 def _torch_engine(

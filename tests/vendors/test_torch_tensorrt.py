@@ -25,6 +25,7 @@ except importlib.metadata.PackageNotFoundError:
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
 from kvgraph.contract.manifest import Manifest, read_manifest
 from kvgraph.errors import UnsupportedError
+from kvgraph.rebuild import rebuild
 from kvgraph.rebuild.torch_engine import TorchRequest, TorchResult, build
 from tests.vendors.cpu_torch import stand_in
 
@@ -62,6 +63,18 @@ def test_a_tensorrt_without_plugins_is_refused_by_name(
     with pytest.raises(UnsupportedError, match=r"has add_plugin_v3, got tensorrt_rtx 1\.\S+, "):
         built(artifact, tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
+
+
+def test_the_package_that_is_for_tensorrt_rtx_is_found(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its distribution has another name than its module."""
+    monkeypatch.setattr("kvgraph.rebuild.artifact._archs", lambda *_: ("sm_89",))
+    stages: list[str] = []
+    with pytest.raises(UnsupportedError, match="torch-tensorrt"):
+        rebuild(artifact, tmp_path / "out", progress=stages.append)
+    assert stages[-1] == "building the engine with torch_tensorrt 2.13.0"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_whole_programs_are_converted(
