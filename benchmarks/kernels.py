@@ -21,14 +21,17 @@ import heapq
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from kvgraph import ptx
 from kvgraph.errors import KernelError
 from kvgraph.kernels import aot
+from kvgraph.kernels.run_ptx import PlanMemory, run_plan
 from kvgraph.kernels.shapes import AttentionShape, CacheShape
-from kvgraph.kernels.trials import Rows, Trial, attention_trial
+from kvgraph.kernels.trials import Rows, attention_trial
+from kvgraph.kernels.variants import Variant
 from kvgraph.ptx import Counters
 
 CONTEXT, CHUNK, ROWS = 4096, 512, 4
@@ -47,27 +50,20 @@ def work_of_blocks(arch: str) -> list[int]:
     """Warp instructions of each block of the prompt's prefill, in the order of the grid: counted of
     every eighth, and between them on a line, as each block sees one tile's keys more."""
     trial = attention_trial(shape_of(arch), arch, "bench", ((0, PROMPT),), multiprocessors=1)
-    memory = ptx.Memory()
-    addresses = {name: memory.add(array, name) for name, array in trial.given.items()}
+    memory = PlanMemory(trial.plan, trial.given)
     one = next(one for one in trial.plan.launches if one.variant.role == "prefill")
-    compiled = aot.compile_variant(one.variant, arch)
-    given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
-    kernel = ptx.parse(compiled.ptx).kernels[compiled.entry]
-    counted: dict[int, int] = {}
-    for block in {*range(0, one.grid[0], 8), one.grid[0] - 1}:
-        counters = ptx.run(
-            kernel,
-            memory,
-            grid=(*one.grid, 1),
-            threads=32 * one.variant.num_warps,
-            arguments=[*given, 0, 0],
-            shared=compiled.resources.shared,
-            checks=False,
-            blocks=[(block, 0, 0)],
-        )
-        counted[block] = sum(counters.instructions.values())
-    at = sorted(counted)
-    return [int(w) for w in np.interp(range(one.grid[0]), at, [counted[b] for b in at])]
+    kernel, shared = compiled(one.variant, arch)
+    work: dict[int, int] = {}
+    for block in (*range(0, one.grid[0] - 1, 8), one.grid[0] - 1):
+        did = memory.run(one, kernel, shared, checks=False, blocks=[(block, 0, 0)])
+        work[block] = sum(did.instructions.values())
+    return [int(w) for w in np.interp(range(one.grid[0]), [*work], [*work.values()])]
+
+
+def compiled(variant: Variant, arch: str) -> tuple[ptx.Kernel, int]:
+    """The kernel, and its dynamic shared memory in bytes."""
+    made = aot.compile_variant(variant, arch)
+    return ptx.parse(made.ptx).kernels[made.entry], made.resources.shared
 
 
 def balance(work: Sequence[int]) -> float:
@@ -78,33 +74,15 @@ def balance(work: Sequence[int]) -> float:
     return max(busy) / (sum(work) / MULTIPROCESSORS)
 
 
-def counted(arch: str, rows: Rows) -> tuple[Trial, Counters]:
-    """The attention's launch of one step, and what it did. KernelError where it computes wrong."""
+def counted(arch: str, rows: Rows) -> Counters:
+    """What the attention's launch of one step did. KernelError where it computes wrong."""
     trial = attention_trial(shape_of(arch), arch, "bench", rows, multiprocessors=1)
-    memory = ptx.Memory()
-    scratch = {name: np.full(n, np.nan, np.float32) for name, n in trial.plan.scratch.items()}
-    held = {**trial.given, **scratch}
-    addresses = {name: memory.add(array, name) for name, array in held.items()}
-    made: list[Counters] = []
-    for one in trial.plan.launches:
-        compiled = aot.compile_variant(one.variant, arch)
-        given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
-        made.append(
-            ptx.run(
-                ptx.parse(compiled.ptx).kernels[compiled.entry],
-                memory,
-                grid=(*one.grid, 1),
-                threads=32 * one.variant.num_warps,
-                arguments=[*given, 0, 0],
-                shared=compiled.resources.shared,
-                checks=False,
-                profile=True,
-            )
-        )
+    kernels = partial(compiled, arch=arch)
+    made = run_plan(trial.plan, trial.given, kernels, checks=False, profile=True)
     where, error, limit = trial.error()
     if error > limit:
         raise KernelError(f"{arch}: {where}: expected an error of at most {limit}, got {error}")
-    return trial, max(made, key=lambda c: c.mma or sum(c.instructions.values()))
+    return max(made, key=lambda c: c.mma or sum(c.instructions.values()))
 
 
 def main() -> int:
@@ -113,12 +91,12 @@ def main() -> int:
     print("arch     K, V bytes   sectors   useful of mma   conflicts       balance       s")
     for arch in parser.parse_args().archs:
         start = time.perf_counter()
-        _, decode = counted(arch, ((CONTEXT, 1),) * ROWS)
+        decode = counted(arch, ((CONTEXT, 1),) * ROWS)
         pool = decode.global_reads["kv_blocks"]
         least = ROWS * (CONTEXT + 1) * KV_HEADS * HEAD_DIM * 2 * 2
         reads = decode.global_reads.values()
         sectors = sum(r.sectors for r in reads) / sum(r.ideal for r in reads)
-        _, prefill = counted(arch, ((CONTEXT, CHUNK),))
+        prefill = counted(arch, ((CONTEXT, CHUNK),))
         seen = sum(range(CONTEXT + 1, CONTEXT + CHUNK + 1))
         useful = f"{2 * seen * HEADS * HEAD_DIM / prefill.mma:.3f}" if prefill.mma else "no mma"
         ways = prefill.wavefronts / max(prefill.ideal_wavefronts, 1)

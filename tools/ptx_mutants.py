@@ -17,12 +17,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from kvgraph import ptx
 from kvgraph.errors import KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.execute import MULTIPROCESSORS
+from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.kernels.trials import Trial, attention_trial, rows_of
 from kvgraph.ptx import Kernel
@@ -186,22 +185,7 @@ def _differs(kernels: Kernels, altered: Kernels, arch: str, changed: str) -> boo
 
 
 def _run(trial: Trial, kernels: Kernels, order: int | None) -> None:
-    memory = ptx.Memory()
-    scratch = {name: np.full(n, np.nan, np.float32) for name, n in trial.plan.scratch.items()}
-    held = {**trial.given, **scratch}
-    addresses = {name: memory.add(array, name) for name, array in held.items()}
-    for one in trial.plan.launches:
-        kernel, shared = kernels[one.variant.name]
-        given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
-        ptx.run(
-            kernel,
-            memory,
-            grid=(*one.grid, 1),
-            threads=32 * one.variant.num_warps,
-            arguments=[*given, 0, 0],
-            shared=shared,
-            order=order,
-        )
+    run_plan(trial.plan, trial.given, lambda variant: kernels[variant.name], order=order)
     where, error, limit = trial.error()
     if error > limit:
         raise KernelError(f"{where}: an error of {error:.1e}")

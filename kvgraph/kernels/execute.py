@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
-
 from kvgraph import ptx
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_manifest, write_manifest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KernelError
-from kvgraph.kernels import aot, trials
+from kvgraph.kernels import trials
+from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, CacheShape, Rope
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import KERNELS, Variant
@@ -213,37 +212,28 @@ def _shape(variant: Variant) -> AttentionShape:
 
 def run_trial(trial: Trial, known: dict[str, Packed]) -> list[Ran]:
     """Its launches in order, and what they did; KernelError where the result is another one."""
-    memory = ptx.Memory()
-    scratch = {name: np.full(n, np.nan, np.float32) for name, n in trial.plan.scratch.items()}
-    held = {**trial.given, **scratch}
-    addresses = {name: memory.add(array, name) for name, array in held.items()}
-    did = []
-    for one in trial.plan.launches:
-        packed = known.get(one.variant.name)
+    launched: list[Packed] = []
+
+    def kernel(variant: Variant) -> tuple[ptx.Kernel, int]:
+        packed = known.get(variant.name)
         if packed is None:
             raise ArtifactError(
-                f"{one.variant.name}: expected among the artifact's kernels, as its plan launches "
-                "it, got none"
+                f"{variant.name}: expected among the artifact's kernels, as its plan launches it, "
+                "got none"
             )
-        given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
-        counters = ptx.run(
-            _parsed(packed),
-            memory,
-            grid=(*one.grid, 1),
-            threads=32 * one.variant.num_warps,
-            arguments=[*given, *[0] * len(aot.HIDDEN_POINTERS)],
-            shared=packed.shared,
-            profile=True,
-        )
-        did.append((packed, counters))
+        launched.append(packed)
+        return _parsed(packed), packed.shared
+
+    counted = run_plan(trial.plan, trial.given, kernel, profile=True)
     where, error, limit = trial.error()
     if error > limit:
-        last = did[-1][0]
+        last = launched[-1]
         raise KernelError(
             f"{last.title} for {last.arch}, step {trial.name!r}: expected {where} of the reference "
             f"within {limit:.1e}, got an error of {error:.1e}"
         )
-    return [_ran(packed, counters, trial.name, error, limit) for packed, counters in did]
+    pairs = zip(launched, counted, strict=True)
+    return [_ran(packed, counters, trial.name, error, limit) for packed, counters in pairs]
 
 
 def _ran(packed: Packed, counters: ptx.Counters, trial: str, error: float, limit: float) -> Ran:

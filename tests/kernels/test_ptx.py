@@ -12,9 +12,8 @@ pytest.importorskip("torch", reason="the matrix is also that of Triton's interpr
 
 import numpy as np
 
-from kvgraph import ptx
 from kvgraph.errors import KernelError
-from kvgraph.kernels import aot
+from kvgraph.kernels.run_ptx import PlanMemory
 from tests.support import conformance
 from tests.support.matrix import plan_of
 from tests.support.ptx_matrix import Kernels, check_rows, run_case
@@ -74,24 +73,11 @@ def test_the_last_tokens_of_a_prompt_start_first(kernels: Kernels) -> None:
     plan = plan_of(case, operands, "sm_80")
     (one,) = (one for one in plan.launches if one.variant.role == "prefill")
     kernel, shared = kernels.get(one.variant, "sm_80")
-    memory = ptx.Memory()
     given = {n: np.ascontiguousarray(a) for n, a in operands.inputs.items() if a is not None}
     given["out"] = np.zeros((300, case.heads, case.head_dim), np.float16)
-    addresses = {name: memory.add(array, name) for name, array in given.items()}
-    arguments = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
-    arguments += [0] * len(aot.HIDDEN_POINTERS)
-    work = [
-        ptx.run(
-            kernel,
-            memory,
-            grid=(*one.grid, 1),
-            threads=32 * one.variant.num_warps,
-            arguments=arguments,
-            shared=shared,
-            blocks=[(block, 0, 0)],
-        ).mma
-        for block in range(one.grid[0])
-    ]
+    memory = PlanMemory(plan, given)
+    blocks = [(block, 0, 0) for block in range(one.grid[0])]
+    work = [memory.run(one, kernel, shared, blocks=[block]).mma for block in blocks]
     tiles = [work[block] for block in range(0, len(work), case.kv_heads) if work[block]]
     assert len(tiles) > 2
     assert tiles == sorted(tiles, reverse=True)

@@ -26,6 +26,7 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import KernelError, KernelFaultError, UnsupportedError
 from kvgraph.kernels import aot, launch, shapes, variants
 from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.variants import Variant
 from kvgraph.ptx import Counters
 from tests.support import conformance
@@ -68,28 +69,7 @@ class Kernels:
         self, plan: LaunchPlan, arch: str, arrays: Mapping[str, Array], *, order: int | None = None
     ) -> list[Counters]:
         """Launch in order, over arrays by parameter name, which are changed."""
-        memory = ptx.Memory()
-        scratch = {name: np.full(n, np.nan, np.float32) for name, n in plan.scratch.items()}
-        held = {**arrays, **scratch}
-        addresses = {name: memory.add(array, name) for name, array in held.items()}
-        counters = []
-        for one in plan.launches:
-            kernel, shared = self.get(one.variant, arch)
-            given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
-            given += [0] * len(aot.HIDDEN_POINTERS)
-            threads = 32 * one.variant.num_warps
-            counters.append(
-                ptx.run(
-                    kernel,
-                    memory,
-                    grid=(*one.grid, 1),
-                    threads=threads,
-                    arguments=given,
-                    shared=shared,
-                    order=order,
-                )
-            )
-        return counters
+        return run_plan(plan, arrays, lambda variant: self.get(variant, arch), order=order)
 
 
 def run_case(kernels: Kernels, case: Case, arch: str, order: int | None = None) -> None:
