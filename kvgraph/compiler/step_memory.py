@@ -41,7 +41,8 @@ def sizes(program: ExportedProgram, signature: GraphSignature) -> Iterator[tuple
     """Bytes of each value whose extents follow from STEP, and the operator that makes it."""
     import torch
 
-    inputs = [n for n in program.graph.nodes if n.name in set(program.graph_signature.user_inputs)]
+    own = set(program.graph_signature.user_inputs)
+    inputs = [node for node in program.graph.nodes if node.name in own]
     known = {}
     for node, symbol in zip(inputs, signature.inputs, strict=True):
         for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):

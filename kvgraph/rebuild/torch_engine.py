@@ -11,13 +11,13 @@ import json
 import sys
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME, Shapes
+from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME, Shapes, answer
 from kvgraph.compiler.targets.tensorrt.engine import BY_TORCH
-from kvgraph.errors import ArtifactError, KVGraphError, UnsupportedError
+from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.kernels.record import image_digests
 
 if TYPE_CHECKING:
@@ -48,13 +48,7 @@ class TorchResult:
 
 
 def main(path: str) -> int:
-    request = TorchRequest(**json.loads(Path(path).read_text()))
-    try:
-        answer: dict[str, object] = asdict(build(request))
-    except KVGraphError as error:
-        answer = {"refused": str(error)}
-    Path(path).with_suffix(".result").write_text(json.dumps(answer))
-    return int("refused" in answer)
+    return answer(path, TorchRequest, build)
 
 
 def build(request: TorchRequest) -> TorchResult:

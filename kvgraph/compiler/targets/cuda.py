@@ -66,15 +66,10 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`."""
     rewrite(traced)
-    program, checkpoint = traced.program, traced.model.checkpoint
+    program = traced.program
     shapes = list(dict.fromkeys(attention_of_nodes(traced)))
     variants = fusion_variants(program)
-    if checkpoint is None:
-        save_weights(program, folder)
-    else:
-        progress("copying weights")
-        stream_weights(program, checkpoint, folder)
-    save_program(program, folder / MODEL_NAME)
+    save_program(traced, folder, progress)
     seconds: dict[str, float] = {}
     for arch in archs:
         progress(f"compiling kernels for {arch}")
@@ -133,11 +128,18 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
     return [*variants, increment_variant()]
 
 
-def save_program(program: ExportedProgram, path: Path) -> None:
-    """The program with fake parameters: names, shapes and dtypes, no values.
+def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) -> None:
+    """Write `weights.safetensors`, and `model.pt2` with fake parameters: names, shapes and dtypes,
+    no values.
 
     Largest first: torch.export takes fake tensors of a dtype for views of the first one's memory.
     """
+    program, checkpoint = traced.program, traced.model.checkpoint
+    if checkpoint is None:
+        save_weights(program, folder)
+    else:
+        progress("copying weights")
+        stream_weights(program, checkpoint, folder)
     mode = FakeTensorMode()
     by_size = sorted(program.state_dict.items(), key=lambda item: -item[1].numel())
     program._state_dict = {name: mode.from_tensor(value) for name, value in by_size}
@@ -145,7 +147,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
     _forget_sources(program.graph)
     program.graph_module.recompile()
     with symbolic_batch():
-        torch.export.save(program, path)
+        torch.export.save(program, folder / MODEL_NAME)
 
 
 def _forget_sources(graph: Graph) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import sys
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.errors import KVGraphError, UnsupportedError
@@ -63,14 +63,22 @@ class Result:
     refit: list[str]
 
 
+Asked = TypeVar("Asked")
+
+
 def main(path: str) -> int:
-    request = Request(**json.loads(Path(path).read_text()))
+    return answer(path, Request, build)
+
+
+def answer(path: str, kind: type[Asked], make: Callable[[Asked], object]) -> int:
+    """Read the request at `path`, and write what `make` makes of it, or its refusal, next to it."""
+    request = kind(**json.loads(Path(path).read_text()))
     try:
-        answer: dict[str, object] = asdict(build(request))
+        found: dict[str, object] = asdict(make(request))  # type: ignore[call-overload]
     except KVGraphError as error:
-        answer = {"refused": str(error)}
-    Path(path).with_suffix(".result").write_text(json.dumps(answer))
-    return int("refused" in answer)
+        found = {"refused": str(error)}
+    Path(path).with_suffix(".result").write_text(json.dumps(found))
+    return int("refused" in found)
 
 
 def build(request: Request) -> Result:

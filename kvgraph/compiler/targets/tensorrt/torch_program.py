@@ -23,8 +23,7 @@ from kvgraph.compiler.targets.tensorrt.engine import (
     profiles_of,
 )
 from kvgraph.compiler.targets.tensorrt.lower import write_kernels
-from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
-from kvgraph.compiler.targets.weights import save_weights, stream_weights
+from kvgraph.compiler.targets.torch import count_ops
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.dims import NUM_PAGE_SLOTS
 from kvgraph.contract.manifest import EngineInfo
@@ -48,13 +47,7 @@ def lower(
     """
     attention = attention_of_nodes(traced)
     run_passes(traced, PASSES["cuda", "torch-tensorrt"].program)
-    program, checkpoint = traced.program, traced.model.checkpoint
-    if checkpoint is None:
-        save_weights(program, folder)
-    else:
-        progress("copying weights")
-        stream_weights(program, checkpoint, folder)
-    save_program(program, folder / MODEL_NAME)
+    save_program(traced, folder, progress)
     nodes = {f"layer{i}": shape for i, shape in enumerate(attention)}
     seconds = write_kernels(nodes, archs, folder, progress)
     shutil.copyfile(library_path("tensorrt"), folder / LIBRARY_NAME)
@@ -65,7 +58,7 @@ def lower(
         d: min(n, USUAL_SLOTS) if d.endswith(NUM_PAGE_SLOTS) else n for d, n in profile.opt.items()
     }
     return Lowered(
-        ops=count_ops(program),
+        ops=count_ops(traced.program),
         passes=traced.passes,
         nondeterministic_files=[BUILD_LOG_NAME],
         engine=EngineInfo(BY_TORCH, "", list(archs), [replace(profile, opt=usual)]),
