@@ -46,8 +46,8 @@ def run(
 
     `arguments` by parameter (addresses and integers; of floats, their bits), `shared` dynamic bytes
     of shared memory. `order`: a seed of random turns of warps between barriers; None: in step.
-    `checks`: races, bytes and registers that nobody wrote. `profile`: traffic and bank conflicts
-    are counted. `blocks`: those of the grid to run (None: all).
+    `checks`: races, bytes and registers that were never written. `profile`: traffic and bank
+    conflicts are counted. `blocks`: those of the grid to run (None: all).
 
     KernelFaultError: what the kernel did wrong, where. KernelError: a launch that does not fit it.
     """

@@ -169,7 +169,7 @@ class Shared:
         self.fenced[part] |= (writer >> 6 < code.min() >> 6) | np.isin(writer, code)
 
     def begin_product(self, at: Places, code: npt.NDArray[np.int64]) -> None:
-        """Check the reads of a matrix product; nobody may write there until its wait."""
+        """Check the reads of a matrix product; no one may write there until its wait."""
         self.read_granules(at, code)
         self._expect(
             self.fenced[at],

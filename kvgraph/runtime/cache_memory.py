@@ -1,6 +1,6 @@
-"""How much memory a cache takes where nobody says: 1 GiB of a host's, most of a device's.
+"""How much memory a cache takes where no size is given: 1 GiB of a host's, most of a device's.
 
-A device has nothing else to do. Its cache takes CACHE_SHARE of what is free beside the weights and
+A device has nothing else to do. Its cache takes CACHE_SHARE of what is free next to the weights and
 the largest step, which is run once, on a pool that goes again. Host memory is others' too, and is
 only touched as pages are used.
 """

@@ -27,7 +27,7 @@ class CacheConfig:
     `num_pages`: pages of each leaf. None: what fits `cache_memory` bytes, or fewer where the rows
     of a batch need fewer at the model's maximum length; leaves with a window get what their
     windows need. A cache that is not paged takes None alone.
-    `cache_memory`: None: 1 GiB in host memory; on a GPU, 0.9 of what is free beside the weights
+    `cache_memory`: None: 1 GiB in host memory; on a GPU, 0.9 of what is free next to the weights
     and the largest step, which is run once to see what it takes.
     `enable_prefix_caching`: whether requests share pages of equal prefixes. None: on where the kind
     of cache can share pages.

@@ -125,7 +125,7 @@ class KVEventPublisher:
     def _run(self) -> None:
         sequence = 0
         while True:
-            while not self._queue.empty():
+            while self._replay is None or not self._queue.empty():
                 item = self._queue.get()
                 if item is None:
                     self._let_go()
@@ -134,9 +134,7 @@ class KVEventPublisher:
                 self._pub.send_multipart([self._topic, sequence.to_bytes(8, "big"), data])
                 self._kept.append((sequence, data))
                 sequence += 1
-            if self._replay is None:
-                time.sleep(POLL_MILLISECONDS / 1000)
-            elif self._replay.poll(POLL_MILLISECONDS):
+            if self._replay.poll(POLL_MILLISECONDS):
                 self._answer(self._replay)
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:

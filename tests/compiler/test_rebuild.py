@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from kvgraph.ops import cuda_native
 from kvgraph.rebuild import rebuild
 from kvgraph.runtime.artifact import verify
 from tests.support import command_line
-from tests.support.fake_driver import build as build_driver
+from tests.support.other_machine import other_machine
 
 pytest.importorskip("tensorrt_rtx", reason="engines are built by TensorRT-RTX")
 pytest.importorskip("triton", reason="kernels for CUDA are compiled by Triton")
@@ -55,22 +54,14 @@ def artifact(compiled: Compiled) -> Path:
 def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a machine with an enterprise TensorRT and a GPU."""
     folder = tmp_path_factory.mktemp("machine")
-    (folder / "tensorrt.py").write_text(ENTERPRISE)
-    info = folder / "tensorrt-11.4.0.106.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt\nVersion: 11.4.0.106\n")
-    build_driver(folder / "driver")
+    environment = other_machine(folder, {"tensorrt": ENTERPRISE}, "tensorrt", "11.4.0.106")
     libraries = importlib.util.find_spec("tensorrt_rtx_libs")
     assert libraries is not None
     assert libraries.submodule_search_locations
     (folder / "driver/libtensorrt_rtx.so").symlink_to(
         Path(libraries.submodule_search_locations[0], "libtensorrt_rtx.so.1")
     )
-    return {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "LD_LIBRARY_PATH": str(folder / "driver"),
-    }
+    return environment
 
 
 def run(environment: dict[str, str], *arguments: Any) -> subprocess.CompletedProcess[str]:

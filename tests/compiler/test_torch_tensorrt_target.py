@@ -7,7 +7,6 @@ ops; `tests/vendors` has the real one. Its GPU is the fake driver's.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from kvgraph.runtime.artifact import verify
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.tensorrt.engine import _engine_info
 from tests.support import command_line
-from tests.support.fake_driver import build as build_driver
+from tests.support.other_machine import other_machine
 
 Compiled = Callable[..., Path]
 
@@ -121,19 +120,8 @@ def artifact(compiled: Compiled) -> Path:
 def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a machine with torch-tensorrt and a GPU of sm_90."""
     folder = tmp_path_factory.mktemp("machine")
-    (folder / "tensorrt.py").write_text(TENSORRT)
-    (folder / "torch_tensorrt.py").write_text(TORCH_TENSORRT)
-    info = folder / "torch_tensorrt-2.13.0.dist-info"
-    info.mkdir()
-    described = "Metadata-Version: 2.1\nName: torch-tensorrt\nVersion: 2.13.0\n"
-    (info / "METADATA").write_text(described)
-    build_driver(folder / "driver")
-    return {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "LD_LIBRARY_PATH": str(folder / "driver"),
-        "FAKE_SM": "90",
-    }
+    modules = {"tensorrt": TENSORRT, "torch_tensorrt": TORCH_TENSORRT}
+    return {**other_machine(folder, modules, "torch-tensorrt", "2.13.0"), "FAKE_SM": "90"}
 
 
 def build(machine: dict[str, str], artifact: Path, out: Path) -> subprocess.CompletedProcess[str]:

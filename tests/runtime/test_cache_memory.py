@@ -1,4 +1,4 @@
-"""The pool that an engine takes where nobody says how large."""
+"""The pool that an engine takes where no size is given."""
 
 from __future__ import annotations
 

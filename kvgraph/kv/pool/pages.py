@@ -22,7 +22,7 @@ class PagePool:
     - `refs`: requests that hold a page; `pins`: copies from or to it
     - `num_free`: pages without either
     - `epoch`: a new object after each `forget`; what began in an earlier one is not published
-    - `journal`: what happens to committed pages, where somebody follows them
+    - `journal`: what happens to committed pages, where they are followed
 
     The queue is a ring of links whose end is the id `num_pages`: every operation takes constant
     time per page.

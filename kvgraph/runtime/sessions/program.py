@@ -43,7 +43,7 @@ class Gpu(Protocol):
     multiprocessors: int
 
     def free_memory(self) -> int | None:
-        """Bytes that nobody has taken; None: a device that stands for one."""
+        """Bytes that are not taken; None: a device that stands for one."""
 
     def require(self, variants: Iterable[Variant]) -> None:
         """ArtifactError unless every one of `variants` can be launched."""
