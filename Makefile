@@ -1,5 +1,5 @@
-# make demo | test | test-fast | test-all | test-browser | test-vendors | check | check-kernels | check-ptx | docs | format | generate
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-compile | bench-cuda | bench-kernels | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
+# make demo | test | test-fast | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-ranks | bench-compile | bench-cuda | bench-kernels | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -15,8 +15,8 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-all test-browser test-vendors check check-kernels check-ptx docs format generate clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-compile bench-cuda bench-kernels bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
+.PHONY: demo test test-fast test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate clean
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-ranks bench-compile bench-cuda bench-kernels bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -35,6 +35,10 @@ test-all: $(VENV)/.installed
 # The server's page, in headless Chromium: apt install chromium.
 test-browser: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/serve/test_page.py
+
+# Artifacts of several ranks: the ladder over all models, and ranks that are killed at 50 moments.
+test-distributed: $(VENV)/.installed
+	$(PYTEST) tests/ranks tests/test_ladder.py -k "ranks"
 
 # Other projects' own packages: GPU builds, as far as they go without a GPU, and lm-eval against a
 # served artifact. 400 MB of wheels.
@@ -78,6 +82,9 @@ bench-attention: $(VENV)/.installed
 
 bench-linear: $(VENV)/.installed
 	$(BENCH).linear
+
+bench-ranks: $(VENV)/.installed
+	$(BENCH).ranks
 
 # 20 GB of disk, most of it sparse.
 bench-compile: $(VENV)/.installed

@@ -62,6 +62,7 @@ _EXPORTS = {
     "PagedKVCacheManager": "kvgraph.kv.paged",
     "ParamsError": "kvgraph.errors",
     "RaggedKVCacheInputs": "kvgraph.contract.inputs",
+    "RankError": "kvgraph.errors",
     "RequestError": "kvgraph.errors",
     "SamplingParams": "kvgraph.runtime.sampling_params",
     "Session": "kvgraph.runtime.sessions.base",
@@ -128,6 +129,7 @@ if TYPE_CHECKING:
     from kvgraph.errors import MissingDependencyError as MissingDependencyError
     from kvgraph.errors import ModelError as ModelError
     from kvgraph.errors import ParamsError as ParamsError
+    from kvgraph.errors import RankError as RankError
     from kvgraph.errors import RequestError as RequestError
     from kvgraph.errors import StoreError as StoreError
     from kvgraph.errors import TransferError as TransferError

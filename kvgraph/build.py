@@ -5,7 +5,7 @@ It needs the compiler and the session that runs what was made, so it stands abov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvgraph.compiler.dump import PassDump
 from kvgraph.compiler.options import DEFAULT_PAGE_SIZE
 from kvgraph.compiler.output import require_free, staging
 from kvgraph.compiler.pipeline import Progress
+from kvgraph.contract.collectives import Collective
 from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.trees import MultiKVCacheParams
@@ -26,6 +27,7 @@ from kvgraph.contract.trees import MultiKVCacheParams
 if TYPE_CHECKING:
     from torch import nn
 
+    from kvgraph.compiler.targets import Lowered
     from kvgraph.compiler.traced import Traced
 
 
@@ -48,6 +50,7 @@ def compile(
     bos_token_id: int | None = None,
     max_batch: int | None = None,
     max_tokens: int | None = None,
+    tp: int = 1,
     check: bool = True,
     dump_passes: str | Path | None = None,
     force: bool = False,
@@ -63,7 +66,8 @@ def compile(
     tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
     `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
     new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
-    bounds. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
+    bounds. `tp` cuts the model into as many ranks, each of which runs over its part of weights and
+    pool. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
     allocated, and any pool size can be bound later. `check` runs two short rows through what was
     made and through the model itself. `dump_passes` is a folder for the graph after each pass, as
     text. `out` appears whole or not at all.
@@ -81,7 +85,9 @@ def compile(
         params=params,
         max_batch=max_batch,
         max_tokens=max_tokens,
+        tp=tp,
     )
+    pipeline.require_plan(model, tp)
     require_free(out, force=force)
     dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
 
@@ -98,7 +104,7 @@ def compile(
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 
     progress("describing the cache")
-    plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, request.target)
+    plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, request)
     signature = pipeline.describe(loaded, plan)
     pipeline.require_kernels(plan, request)
 
@@ -132,19 +138,53 @@ def _write(
     folder: Path,
     progress: Progress = lambda stage: None,
 ) -> Manifest:
-    """Lower the trace, and write the backend's files and all others into `folder`."""
+    """Lower the trace, and write the backend's files and all others into `folder`.
+
+    Of several ranks: rank 0's files, and in `rank1/` and so on what differs from them.
+    """
     lower = pipeline.lowering(request, weights, progress)
-    lowered = pipeline.lower(lower, traced, folder)
+    if request.ranks == 1:
+        own, lowered = traced, pipeline.lower(lower, traced, folder)
+        collectives: list[Collective] = []
+    else:
+        own, lowered, collectives = _write_ranks(request, lower, traced, folder, progress)
     progress("writing the artifact")
     return emit.emit(
         folder,
-        traced=traced,
+        traced=own,
         lowered=lowered,
+        collectives=collectives,
         target=request.target,
         backend=request.backend,
         weights=weights or traced.model.dtype,
         notes=notes,
     )
+
+
+def _write_ranks(
+    request: options.Request,
+    lower: Callable[..., Lowered],
+    traced: Traced,
+    folder: Path,
+    progress: Progress,
+) -> tuple[Traced, Lowered, list[Collective]]:
+    """The files of every rank; the trace and what was lowered of rank 0, and its collectives."""
+    from kvgraph.compiler.collectives import collectives_of
+
+    made: list[tuple[Traced, Lowered, list[Collective]]] = []
+    for rank, own in enumerate(pipeline.trace_ranks(traced, request, request.backend.functional)):
+        progress(f"lowering rank {rank} of {request.ranks}")
+        place = folder / f"rank{rank}" if rank else folder
+        place.mkdir(exist_ok=True)
+        collectives = collectives_of(own)
+        lowered = pipeline.lower(lower, own, place)
+        own.program = traced.program  # its weights are written
+        made.append((own, lowered, collectives))
+        if rank:
+            kept = emit.drop_shared(place, folder)
+            listed = [f"rank{rank}/{name}" for name in lowered.nondeterministic_files]
+            made[0][1].nondeterministic_files += [name for name in listed if name in kept]
+    return made[0]
 
 
 def run_artifact(

@@ -16,6 +16,7 @@
     |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
     |  `- KernelFaultError                    executed PTX did what no kernel may do
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
+    |- RankError (RuntimeError)              a rank of an artifact is missing or has failed
     `- MissingDependencyError (ImportError)  an optional package is not installed
 
 A message is one sentence: the thing, what was expected and from where, and what came.
@@ -93,6 +94,10 @@ class KernelFaultError(KernelError):
 
 class DeviceError(KVGraphError, RuntimeError):
     """A device cannot do what was asked, such as memory on a virtual device."""
+
+
+class RankError(KVGraphError, RuntimeError):
+    """A rank of a tensor-parallel artifact is missing, differs from the others, or has failed."""
 
 
 class MissingDependencyError(KVGraphError, ImportError):

@@ -60,6 +60,11 @@ def facts(manifest: Manifest) -> Table:
             f"{cache.n_kv_heads} kv heads x {cache.head_dim}, {cache.page_size} tokens a page"
             f"{window}",
         )
+    if params.n_shards > 1:
+        table.add_row("ranks", f"{params.n_shards}, each with its part of weights and cache")
+    for c in manifest.collectives:
+        per = "token" if c.rows == "tokens" else "row of logits"
+        table.add_row(f"{c.op}", f"{c.count} in a step, {c.bytes:,} bytes per {per} and rank")
     if engine := manifest.engine:
         where = ", ".join(engine.archs) or "any architecture"
         table.add_row("engine", f"{engine.module} {engine.version}, for {where}")
@@ -136,9 +141,11 @@ def _options(manifest: Manifest) -> PassOptions:
     from kvgraph.contract.dtypes import WEIGHT_BITS
     from kvgraph.contract.trees import params_from_layout
 
-    leaves = params_from_layout(manifest.layout).leaves.values()
-    is_padded = any(leaf.cache_strategy is KVCacheStrategy.PADDED for leaf in leaves)
-    return PassOptions(is_padded, is_packed=manifest.weights in WEIGHT_BITS)
+    params = params_from_layout(manifest.layout)
+    is_padded = any(
+        leaf.cache_strategy is KVCacheStrategy.PADDED for leaf in params.leaves.values()
+    )
+    return PassOptions(is_padded, manifest.weights in WEIGHT_BITS, params.n_shards)
 
 
 def kernels(folder: Path, paths: list[str], executed: Sequence[ExecutedKernel]) -> Table:

@@ -26,7 +26,11 @@ NEW_TOKENS = 64
 LENGTHS = (1, 15, 16, 17, 40, 64, 129, 200)
 MODELS = [*OVERRIDES, "tiny-llama"]
 IN_MAKE_TEST = ("gemma2", "tiny-llama")
-"""Models whose AOTInductor compile is part of `make test`; the others are `slow`."""
+"""Models whose AOTInductor compile, and of several ranks, is part of `make test`; the others are
+`slow`."""
+
+RANKS = {"onnx-2-ranks": ("onnx", 2), "torch-2-ranks": ("torch", 2), "onnx-4-ranks": ("onnx", 4)}
+"""Rungs of tensor-parallel artifacts; their ranks are threads of the test's process."""
 
 
 def _cases(kinds: tuple[str, ...]) -> list[Any]:
@@ -35,16 +39,43 @@ def _cases(kinds: tuple[str, ...]) -> list[Any]:
             model,
             kind,
             id=f"{model}-{kind}",
-            marks=[pytest.mark.slow] if kind == "torch" and model not in IN_MAKE_TEST else [],
+            marks=[pytest.mark.slow] if _is_slow(model, kind) else [],
         )
         for model in MODELS
         for kind in kinds
     ]
 
 
+def _is_slow(model: str, kind: str) -> bool:
+    return kind in ("torch", *RANKS) and model not in IN_MAKE_TEST
+
+
+def _rank_cases() -> list[Any]:
+    """gpt_oss has no plan for tensor parallelism, and only tiny-llama has four kv heads."""
+    cut = [model for model in [*MODELS, "mixtral"] if model != "gpt_oss"]
+    pairs = [(model, "onnx-2-ranks") for model in cut]
+    pairs += [("llama", "torch-2-ranks"), ("tiny-llama", "onnx-4-ranks")]
+    return [
+        pytest.param(
+            model,
+            kind,
+            id=f"{model}-{kind}",
+            marks=[pytest.mark.slow] if _is_slow(model, kind) else [],
+        )
+        for model, kind in pairs
+    ]
+
+
 def prompts(vocab_size: int) -> list[list[int]]:
     random = np.random.default_rng(7)
     return [random.integers(3, vocab_size, n).tolist() for n in LENGTHS]
+
+
+def _made(compiled: Callable[..., Path], model: str, rung: str) -> Path:
+    if rung in RANKS:
+        backend, ranks = RANKS[rung]
+        return compiled(model, backend, tp=ranks)
+    return compiled(model, "torch" if rung == "torch" else "onnx")
 
 
 class Eager:
@@ -133,7 +164,10 @@ class ExportedSession:
         return self._module(*map(torch.from_numpy, arrays))[0].numpy()
 
 
-@pytest.mark.parametrize(("model", "rung"), _cases(("exported", "reference", "onnx", "torch")))
+@pytest.mark.parametrize(
+    ("model", "rung"),
+    [*_cases(("exported", "reference", "onnx", "torch")), *_rank_cases()],
+)
 def test_logits_equal_cacheless_eager(
     model: str,
     rung: str,
@@ -142,7 +176,7 @@ def test_logits_equal_cacheless_eager(
     model_folder: Callable[[str], Path],
 ) -> None:
     rows = prompts(eager(model).vocab_size)
-    artifact = kvgraph.load(compiled(model, "torch" if rung == "torch" else "onnx"))
+    artifact = kvgraph.load(_made(compiled, model, rung))
     params = artifact.params()
     if rung == "exported":
         session: Any = ExportedSession(model_folder(model), params)
@@ -153,12 +187,12 @@ def test_logits_equal_cacheless_eager(
     np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("model", "backend"), _cases(("onnx", "torch")))
+@pytest.mark.parametrize(("model", "rung"), [*_cases(("onnx", "torch")), *_rank_cases()])
 def test_greedy_tokens_equal_transformers_generate(
-    model: str, backend: str, eager: Callable[[str], Eager], compiled: Callable[..., Path]
+    model: str, rung: str, eager: Callable[[str], Eager], compiled: Callable[..., Path]
 ) -> None:
     """8 prompts, admitted at different steps into one running batch, in chunks of 96 tokens."""
-    engine = kvgraph.Engine(compiled(model, backend), num_pages=160, max_batch_tokens=96)
+    engine = kvgraph.Engine(_made(compiled, model, rung), num_pages=160, max_batch_tokens=96)
     sampling = kvgraph.SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     tokens: dict[str, list[int]] = {}
     for prompt in prompts(eager(model).vocab_size):

@@ -68,6 +68,7 @@ PUBLIC = [
     "PagedKVCacheManager",
     "ParamsError",
     "RaggedKVCacheInputs",
+    "RankError",
     "RequestError",
     "SamplingParams",
     "Session",
@@ -99,19 +100,18 @@ FLAGS = {
     "--top-k --top-p --verify",
     "compile": "--backend --cache --cache-dtype --check --dtype --dump-passes --force "
     "--from-artifact --json --max-batch --max-tokens --output --page-size --quality --quality-text "
-    "--target --weights",
-    "generate": "--disk --disk-bytes --host-memory --ignore-eos --json --max-new-tokens "
-    "--num-pages --prefix --remote --seed --session --stop --temperature --threads --top-k --top-p "
-    "--verify",
+    "--target --tp --weights",
+    "generate": "--collective-timeout --disk --disk-bytes --host-memory --ignore-eos --json "
+    "--max-new-tokens --num-pages --prefix --remote --seed --session --stop --temperature "
+    "--threads --top-k --top-p --verify",
     "inspect": "--json",
     "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
-    "--target --weights",
+    "--target --tp --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads --verify",
-    "serve": "--api-key-file --cache-memory --disk --disk-bytes --drain-seconds --host "
-    "--host-memory --kv-events --kv-events-replay --kv-events-topic --log-prompts --max-batch-size "
-    "--max-batch-tokens --max-prefill-tokens "
-    "--max-queued-requests --max-queued-tokens --metrics-prefix --num-pages --port --remote "
-    "--threads --verify",
+    "serve": "--api-key-file --cache-memory --collective-timeout --disk --disk-bytes "
+    "--drain-seconds --host --host-memory --kv-events --kv-events-replay --kv-events-topic "
+    "--log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens --max-queued-requests "
+    "--max-queued-tokens --metrics-prefix --num-pages --port --remote --threads --verify",
     "verify": "--execute --json --record",
 }
 

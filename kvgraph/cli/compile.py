@@ -59,6 +59,9 @@ def compile(
     max_tokens: Annotated[
         int | None, typer.Option(help="New tokens of a step, for the same [default: 8192].")
     ] = None,
+    tp: Annotated[
+        int, typer.Option(help="Cut the model into as many ranks, a process for each.")
+    ] = 1,
     quality: Annotated[
         bool | None,
         typer.Option(
@@ -97,6 +100,7 @@ def compile(
                 cache=None if cache is KVCacheStrategy.PAGED else cache,
                 max_batch=max_batch,
                 max_tokens=max_tokens,
+                tp=None if tp == 1 else tp,
                 dump_passes=dump_passes,
             )
             manifest = rebuild(
@@ -119,6 +123,7 @@ def compile(
                 cache=cache.value,
                 max_batch=max_batch,
                 max_tokens=max_tokens,
+                tp=tp,
                 check=check,
                 dump_passes=dump_passes,
                 force=force,

@@ -14,6 +14,7 @@ from kvgraph.bars import Bars
 from kvgraph.cli.console import print_json, stderr, working
 from kvgraph.cli.options import (
     ArtifactFolder,
+    CollectiveTimeout,
     DiskBytes,
     DiskFolder,
     HostMemory,
@@ -29,6 +30,7 @@ from kvgraph.cli.options import (
     TopP,
     Verify,
 )
+from kvgraph.cli.ranks import follows
 from kvgraph.contract.plain import to_plain
 from kvgraph.errors import GenerationError
 from kvgraph.progress import task
@@ -61,6 +63,7 @@ def generate(
     disk_bytes: DiskBytes = "16GiB",
     remote: RemoteServer = None,
     threads: Threads = None,
+    collective_timeout: CollectiveTimeout = None,
     verify: Verify = False,
     json: Json = False,
 ) -> None:
@@ -81,12 +84,17 @@ def generate(
     )
     with working("loading the artifact"):
         bound = read_prefix(prefix) if prefix else None
+        loaded = load(artifact, verify=verify or None)
+    if follows(loaded, session, threads, collective_timeout):
+        return
+    with working("opening the session"):
         engine = Engine(
-            load(artifact, verify=verify or None),
-            session=session,
+            loaded,
+            session=loaded.session(
+                session, num_threads=threads, collective_timeout=collective_timeout
+            ),
             num_pages=num_pages,
             max_batch_size=1,
-            num_threads=threads,
             host_memory=host_memory or 0,
             disk=disk,
             disk_bytes=disk_bytes,

@@ -38,6 +38,11 @@ NumPages = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")]
 
+CollectiveTimeout = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Seconds that a rank waits for another [default: 60]."),
+]
+
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]

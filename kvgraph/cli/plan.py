@@ -26,6 +26,7 @@ def plan(
     weights: WeightsOption = None,
     cache_dtype: CacheDtypeOption = None,
     page_size: PageSize = 128,
+    tp: Annotated[int, typer.Option(help="Ranks that share the model, a device for each.")] = 1,
     json: Json = False,
 ) -> None:
     """Show how a model and its cache fit into memory; reads no weight."""
@@ -41,13 +42,15 @@ def plan(
         weights=weights.value if weights else None,
         cache_dtype=cache_dtype.value if cache_dtype else None,
         page_size=page_size,
+        tp=tp,
         progress=lambda stage: stderr.print(stage, soft_wrap=True),
     )
     if json:
         print_json(to_plain(made))
         return
     table = Table(show_header=False, box=None, title_justify="left", title_style="bold")
-    table.title = f"{made.architecture} on {made.target} with {size_text(made.memory)}"
+    each = f", each of {made.ranks} devices" if made.ranks > 1 else ""
+    table.title = f"{made.architecture} on {made.target} with {size_text(made.memory)}{each}"
     table.add_column()
     table.add_column(justify="right")
     rows = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from kvgraph.bars import Bars
 from kvgraph.cli.console import stderr
 from kvgraph.cli.options import (
     ArtifactFolder,
+    CollectiveTimeout,
     DiskBytes,
     DiskFolder,
     HostMemory,
@@ -22,7 +24,13 @@ from kvgraph.cli.options import (
     Threads,
     Verify,
 )
+from kvgraph.cli.ranks import follows
 from kvgraph.errors import MissingDependencyError, RequestError
+
+if TYPE_CHECKING:
+    from kvgraph.runtime.artifact import Artifact
+    from kvgraph.runtime.engine import Engine
+    from kvgraph.runtime.sessions.base import Session
 
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
@@ -76,6 +84,7 @@ def serve(
     disk_bytes: DiskBytes = "16GiB",
     remote: RemoteServer = None,
     threads: Threads = None,
+    collective_timeout: CollectiveTimeout = None,
     verify: Verify = False,
 ) -> None:
     """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
@@ -85,7 +94,6 @@ def serve(
                 f"{name}: needed to serve, not installed; pip install 'kvgraph[serve]'"
             )
     from kvgraph.runtime.artifact import load
-    from kvgraph.runtime.engine import Engine
     from kvgraph.serve.options import ServeOptions
     from kvgraph.serve.server import serve as listen
 
@@ -109,10 +117,15 @@ def serve(
     )
     with Bars(stderr):
         loaded = load(artifact, verify=verify or None)
+    if follows(loaded, None, threads, collective_timeout):
+        return
+    open_session = partial(
+        loaded.session, num_threads=threads, collective_timeout=collective_timeout
+    )
     make = partial(
-        Engine,
+        _engine,
         loaded,
-        num_threads=threads,
+        open_session,
         max_batch_size=max_batch_size,
         max_batch_tokens=max_batch_tokens,
         max_prefill_tokens=max_prefill_tokens,
@@ -124,6 +137,13 @@ def serve(
         remote=remote,
     )
     listen(artifact.name.removesuffix(".kvg"), make, options, host=host, port=port)
+
+
+def _engine(loaded: Artifact, open_session: Callable[[], Session], **settings: Any) -> Engine:
+    """In the thread that runs it, as the session is opened there."""
+    from kvgraph.runtime.engine import Engine
+
+    return Engine(loaded, session=open_session(), **settings)
 
 
 def _read_keys(path: Path) -> tuple[str, ...]:

@@ -56,14 +56,16 @@ class CachePlan:
         return tuple(self.params.leaves)
 
 
-def require_target(params: KVCacheParams | MultiKVCacheParams, target: Target) -> None:
-    """UnsupportedError unless a graph for `target` can be bound on the devices of `params`."""
+def require_target(
+    params: KVCacheParams | MultiKVCacheParams, target: Target, ranks: int = 1
+) -> None:
+    """UnsupportedError unless graphs for `ranks` devices of `target` can be bound on the devices of
+    `params`."""
     for leaf in params.leaves.values():
         leaf.require_kernels()
-    if params.n_shards > 1:
-        raise UnsupportedError(
-            f"params.devices: expected one device per replica, got {params.n_shards} shards"
-        )
+    if params.n_shards != ranks:
+        wanted = "one device per replica" if ranks == 1 else f"{ranks} devices per replica (tp)"
+        raise UnsupportedError(f"params.devices: expected {wanted}, got {params.n_shards} shards")
     for device in params.devices:
         known = device.arch is None or not target.archs or target.archs == (PORTABLE,)
         if device.kind != target.kind or not (known or device.arch in target.archs):
@@ -73,14 +75,25 @@ def require_target(params: KVCacheParams | MultiKVCacheParams, target: Target) -
             )
 
 
-def of_one_shard(
-    params: KVCacheParams | MultiKVCacheParams, kind: str
+def require_heads(architecture: str, layers: Sequence[LayerNeed], ranks: int) -> None:
+    """UnsupportedError unless each of `ranks` gets as many kv heads of each layer."""
+    for need in layers:
+        if need.n_kv_heads % ranks:
+            raise UnsupportedError(
+                f"tp: expected ranks that divide the {need.n_kv_heads} kv heads of "
+                f"{architecture!r}, got {ranks}"
+            )
+
+
+def of_one_replica(
+    params: KVCacheParams | MultiKVCacheParams, kind: str, ranks: int = 1
 ) -> KVCacheParams | MultiKVCacheParams:
-    """The cache of one process: one replica on its device 0, whatever the deployment's are."""
+    """The cache of one replica on devices 0 to `ranks` - 1, whatever the deployment's are."""
     if isinstance(params, MultiKVCacheParams):
-        children = {name: of_one_shard(child, kind) for name, child in params.children}
+        children = {name: of_one_replica(child, kind, ranks) for name, child in params.children}
         return MultiKVCacheParams.from_params(children)
-    return replace(params, devices=(Device(kind),), data_parallel_degree=1)
+    devices = tuple(Device(f"{kind}:{i}") for i in range(ranks))
+    return replace(params, devices=devices, data_parallel_degree=1)
 
 
 def pool_types(dtype: str, cache_dtype: str | None) -> tuple[str, KVCacheQuantization | None]:

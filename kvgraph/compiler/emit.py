@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import shutil
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
+from kvgraph.compiler.targets.weights import WEIGHTS_NAME
 from kvgraph.contract.backends import Backend
+from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import (
     SCHEMA_VERSION,
@@ -37,11 +41,24 @@ def _files(folder: Path) -> list[str]:
     return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
 
 
+def drop_shared(place: Path, folder: Path) -> list[str]:
+    """Remove from `place`, in `folder`, the files that `folder` itself has with the same bytes; the
+    names of the others from `folder` on."""
+    kept = []
+    for path in sorted(place.iterdir()):
+        if filecmp.cmp(path, folder / path.name, shallow=False):
+            path.unlink()
+        else:
+            kept.append(f"{place.name}/{path.name}")
+    return kept
+
+
 def emit(
     folder: Path,
     *,
     traced: Traced,
     lowered: Lowered,
+    collectives: list[Collective],
     target: Target,
     backend: Backend,
     weights: str,
@@ -60,7 +77,7 @@ def emit(
         op_abi_version=ABI_VERSION,
         model=ModelInfo(
             model.architecture,
-            _model_identity(traced, files["weights.safetensors"]),
+            _model_identity(traced, files),
             model.vocab_size,
             model.max_seq_len,
             list(model.eos_token_ids),
@@ -81,14 +98,17 @@ def emit(
         nondeterministic_files=lowered.nondeterministic_files,
         tools={name: metadata.version(name) for name in backend.targets[target.kind].tools},
         engine=lowered.engine,
+        collectives=collectives,
     )
     write_manifest(folder, manifest)
     return manifest
 
 
-def _model_identity(traced: Traced, weights: FileEntry) -> str:
+def _model_identity(traced: Traced, files: Mapping[str, FileEntry]) -> str:
     """Of everything that decides a page's content besides its layout: the program and the weights.
 
     Equal in every process, pool and rank that runs the artifact.
     """
-    return hashlib.sha256(to_json([traced.digest.hex(), weights.chunks])).hexdigest()
+    weights = [name for name in sorted(files) if name.endswith(WEIGHTS_NAME)]
+    chunks = [chunk for name in weights for chunk in files[name].chunks]
+    return hashlib.sha256(to_json([traced.digest.hex(), chunks])).hexdigest()

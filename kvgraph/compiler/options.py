@@ -10,6 +10,7 @@ from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, WEIGHTS
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.shards import MOST_SHARDS
 from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import UnsupportedError
@@ -28,6 +29,8 @@ class Request:
     backend: Backend
     bounds: tuple[int, int]
     """Rows and new tokens of a step at most."""
+    ranks: int
+    """Processes that will run it together."""
     reason: str
     """Why the target's default backend is its default, as the end of a sentence; empty for a
     backend that was asked for."""
@@ -47,6 +50,7 @@ def resolve(
     params: KVCacheParams | MultiKVCacheParams | None,
     max_batch: int | None,
     max_tokens: int | None,
+    tp: int = 1,
 ) -> Request:
     """The request, its defaults filled in; UnsupportedError or ParamsError for what no graph for
     the target has."""
@@ -54,10 +58,11 @@ def resolve(
     _require_cache(cache, cache_dtype)
     _require_page_size(page_size)
     if params is not None:
-        require_target(params, parsed)
+        require_target(params, parsed, tp)
         _require_page_size(params.page_size)
+    require_ranks(tp, chosen, parsed, cache)
     bounds = _step_bounds(chosen, parsed, max_batch, max_tokens)
-    return Request(parsed, chosen, bounds, _reason(parsed) if backend is None else "")
+    return Request(parsed, chosen, bounds, tp, _reason(parsed) if backend is None else "")
 
 
 def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backend]:
@@ -82,6 +87,21 @@ def _require_cache(cache: str, cache_dtype: str | None) -> None:
         raise UnsupportedError(
             f"cache_dtype: expected one of {known} for a {cache} cache, got {cache_dtype!r}"
         )
+
+
+def require_ranks(
+    tp: int, backend: Backend, target: Target, cache: str = KVCacheStrategy.PAGED
+) -> None:
+    """UnsupportedError for ranks that the backend, or a cache of its, cannot have."""
+    if not 1 <= tp <= MOST_SHARDS:
+        raise UnsupportedError(f"tp: expected 1 to {MOST_SHARDS} ranks, got {tp}")
+    if tp > 1 and not backend.targets[target.kind].ranks:
+        raise UnsupportedError(
+            f"tp: expected 1 for backend {backend.name} on {target.kind}, which has no collectives "
+            f"yet, got {tp}"
+        )
+    if tp > 1 and cache != KVCacheStrategy.PAGED:
+        raise UnsupportedError(f"cache: expected 'paged' for {tp} ranks, got {cache!r}")
 
 
 def _require_page_size(page_size: int) -> None:

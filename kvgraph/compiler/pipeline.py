@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.cache import (
     CachePlan,
-    of_one_shard,
+    of_one_replica,
     plan_cache,
     pool_types,
+    require_heads,
 )
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
 from kvgraph.compiler.options import Request
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.backends import imported
-from kvgraph.contract.devices import Target, virtual_devices
+from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.dtypes import ACTIVATIONS, WEIGHT_BITS
 from kvgraph.contract.params import (
     KVCacheParams,
@@ -36,6 +37,15 @@ if TYPE_CHECKING:
     from kvgraph.compiler.traced import Traced
 
 Progress = Callable[[str], None]
+
+
+def require_plan(model: str | Path | nn.Module, ranks: int) -> None:
+    """UnsupportedError for several ranks of a module of the caller's own."""
+    if ranks > 1 and not isinstance(model, str | Path):
+        raise UnsupportedError(
+            "tp: expected a checkpoint folder, whose model has a plan for tensor parallelism, "
+            f"got an nn.Module ({type(model).__name__})"
+        )
 
 
 def load_model(
@@ -100,11 +110,14 @@ def plan_for(
     cache: str,
     cache_dtype: str | None,
     page_size: int,
-    target: Target,
+    request: Request,
 ) -> CachePlan:
-    """Where the layers' caches are: as given, or as the model's attention needs them."""
+    """Where the layers' caches are, on one device: as given, or as the model's attention needs
+    them. UnsupportedError where the ranks cannot share its heads."""
+    target = request.target
+    require_heads(model.architecture, model.layers, request.ranks)
     if params is not None:
-        return CachePlan.of(of_one_shard(params, target.kind))
+        return CachePlan.of(of_one_replica(params, target.kind))
     if not model.layers:
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
     dtype, quantization = pool_types(model.dtype, cache_dtype)
@@ -133,6 +146,22 @@ def describe(model: Model, plan: CachePlan) -> GraphSignature:
     )
     model.place(plan)
     return GraphSignature.of(manager.get_symbolic_inputs()[0], model.vocab_size)
+
+
+def trace_ranks(traced: Traced, request: Request, functional: bool) -> Iterator[Traced]:
+    """What each rank runs, one after the other: the model of `traced` is cut, and traced again.
+
+    Graphs of all ranks are equal; parameters, and where a rank's tokens begin, are not.
+    """
+    from kvgraph.compiler.frontends.ranks import cut
+    from kvgraph.compiler.trace import trace
+
+    params = of_one_replica(traced.plan.params, request.target.kind, request.ranks)
+    plan = replace(traced.plan, params=params)
+    for rank in range(request.ranks):
+        own = cut(traced.model, request.ranks, rank)
+        dump = traced.dump if rank == 0 else None
+        yield trace(own, describe(own, plan), plan, functional=functional, dump=dump)
 
 
 def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:

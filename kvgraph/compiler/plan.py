@@ -11,7 +11,7 @@ from kvgraph.compiler.cache import plan_cache, pool_types
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
-from kvgraph.compiler.options import check_weights, default_weights
+from kvgraph.compiler.options import check_weights, default_weights, require_ranks
 from kvgraph.contract.backends import default_backend
 from kvgraph.contract.devices import Target, virtual_devices
 from kvgraph.contract.dtypes import WEIGHT_BITS
@@ -21,7 +21,10 @@ from kvgraph.kv.memory import plan_leaves
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """All sizes in bytes, of one device; activations and the graph itself are not counted."""
+    """All sizes in bytes, of one device; activations and the graph itself are not counted.
+
+    Of several ranks each has a device, and all of them the same requests.
+    """
 
     architecture: str
     target: str
@@ -43,6 +46,7 @@ class DeploymentPlan:
     """Requests of `max_seq_len` tokens that fit at once."""
     longest_context: int
     """Tokens of a lone request, at most the model's own limit."""
+    ranks: int = 1
 
 
 def plan_deployment(
@@ -57,12 +61,14 @@ def plan_deployment(
     weights: str | None = None,
     cache_dtype: str | None,
     page_size: int,
+    tp: int = 1,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> DeploymentPlan:
     """Plan one device of `memory` bytes for the checkpoint in `folder`.
 
     `dtype` and `weights` mean what they mean to `compile` with the target's default backend. The
-    cache is described on a virtual device; no weight is read and nothing is allocated. Weights are
+    cache is described on a virtual device; no weight is read and nothing is allocated. `tp` devices
+    share the model and run its ranks, as `compile` cuts it; transformers says how. Weights are
     counted by the headers of the safetensors, or their index; without them, and for other than the
     best-known architectures, transformers is asked. ParamsError where the weights alone do not fit,
     or not one page does; UnsupportedError for weights that the target cannot have, as `compile`
@@ -76,15 +82,16 @@ def plan_deployment(
     dtype = dtype or checkpoint_dtype(config)
     if support.float32 or weights is not None:
         weights, dtype = weights or default_weights(dtype, support), "float32"
+    require_ranks(tp, backend, parsed)
     bits = WEIGHT_BITS.get(weights or "")
-    model = _describe(folder, config, dtype, bits is not None, progress)
+    model = _describe(folder, config, dtype, bits is not None, tp, progress)
     pool_dtype, quantization = pool_types(dtype, cache_dtype)
     cache = plan_cache(
         model.layers,
         dtype=pool_dtype,
         quantization=quantization,
         page_size=page_size,
-        devices=virtual_devices(target),
+        devices=virtual_devices(target, tp),
     )
     weight_bytes = model.weight_bytes(dtype, bits)
     available = memory - weight_bytes
@@ -100,7 +107,7 @@ def plan_deployment(
     if max_batch_size < 1:
         raise ParamsError(f"max_batch_size: expected >= 1, got {max_batch_size}")
     leaves = cache.params.leaves
-    planned = plan_leaves(cache.params, available, max_batch_size, length, max_batch_tokens)
+    planned = plan_leaves(cache.params, available * tp, max_batch_size, length, max_batch_tokens)
     unbounded = [p for p, leaf in leaves.items() if leaf.window_size is None]
     tokens = min((planned.pages[p] * page_size for p in unbounded), default=model.max_seq_len)
     return DeploymentPlan(
@@ -111,13 +118,14 @@ def plan_deployment(
         memory=memory,
         weights=weight_bytes,
         weights_dtype=weights or dtype,
-        cache_memory=planned.nbytes,
+        cache_memory=planned.nbytes // tp,
         page_size=page_size,
         pages=planned.pages,
-        bytes_per_page={path: leaf.bytes_per_page for path, leaf in leaves.items()},
+        bytes_per_page={path: leaf.bytes_per_page // tp for path, leaf in leaves.items()},
         max_seq_len=length,
         concurrent_requests=planned.max_concurrent_requests,
         longest_context=min(model.max_seq_len, tokens),
+        ranks=tp,
     )
 
 
@@ -126,10 +134,13 @@ def _describe(
     config: Mapping[str, Any],
     dtype: str,
     by_shape: bool,
+    ranks: int,
     progress: Callable[[str], None],
 ) -> Described:
     """By the checkpoint's own files, or by transformers where they leave something in doubt."""
     try:
+        if ranks > 1:
+            raise stored.InDoubtError("its model has the plan for tensor parallelism")
         return stored.describe(folder, config, by_shape=by_shape)
     except stored.InDoubtError as error:
         try:
@@ -143,4 +154,4 @@ def _describe(
         progress(f"asking transformers, since {error}")
     from kvgraph.compiler.frontends import measured
 
-    return measured.describe(folder, dtype)
+    return measured.describe(folder, dtype, ranks)

@@ -41,7 +41,8 @@ class Traced:
 
     @property
     def options(self) -> PassOptions:
-        return PassOptions(self.plan.strategy is KVCacheStrategy.PADDED, self.bits is not None)
+        is_padded = self.plan.strategy is KVCacheStrategy.PADDED
+        return PassOptions(is_padded, self.bits is not None, self.plan.params.n_shards)
 
     @property
     def graph(self) -> Graph:

@@ -43,7 +43,8 @@ class Support:
     of the target; empty for all others.
 
     `float32`: activations are float32 even where the checkpoint has another dtype. `weightless`:
-    the checkpoint's weights stay on disk until they are written. `require(plan, archs)` refuses a
+    the checkpoint's weights stay on disk until they are written. `ranks`: it compiles for several
+    ranks. `require(plan, archs)` refuses a
     cache before the model is traced. The check of a compile uses two more: `rewrite(traced)` runs
     the passes alone, `cut_windows(folder, out, most)` copies an artifact with shorter windows.
     """
@@ -55,6 +56,7 @@ class Support:
     reason: str = ""
     float32: bool = False
     weightless: bool = False
+    ranks: bool = False
     require: str = ""
     rewrite: str = ""
     cut_windows: str = ""
@@ -88,6 +90,7 @@ OURS = (
             "cpu": Support(
                 lower="kvgraph.compiler.targets.onnx:lower",
                 options=("weight_bits",),
+                ranks=True,
                 sessions=(
                     Runner(
                         name="onnxruntime",
@@ -125,6 +128,7 @@ OURS = (
             "cpu": Support(
                 lower="kvgraph.compiler.targets.torch:lower",
                 options=("weight_bits",),
+                ranks=True,
                 sessions=(
                     Runner(
                         name="torch",

@@ -16,6 +16,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Literal
 
+from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.files import PARTIAL, inside, open_regular, replacing
@@ -188,6 +189,7 @@ class Manifest:
     engine: EngineInfo | None = None
     quality: QualityInfo | None = None
     executed: list[ExecutedKernel] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
 
     @property
     def signature(self) -> GraphSignature:

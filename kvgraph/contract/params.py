@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ACTIVATIONS, QUANTIZED, itemsize
+from kvgraph.contract.shards import shards_of
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     KVCacheInputSymbols,
@@ -285,11 +286,16 @@ class KVCacheParams:
         cls,
         layout: Mapping[str, object],
         *,
-        devices: Sequence[Device] = (Device("cpu"),),
+        devices: Sequence[Device] | None = None,
         data_parallel_degree: int = 1,
         enable_prefix_caching: bool = False,
     ) -> KVCacheParams:
-        """Inverse of `layout_dict`; raises ParamsError where the shard counts differ."""
+        """Inverse of `layout_dict`; raises ParamsError where the shard counts differ.
+
+        Default of `devices`: a CPU for each shard of one replica.
+        """
+        if devices is None:
+            devices = [Device(f"cpu:{i}") for i in range(shards_of(layout))]
         fields = {k: v for k, v in layout.items() if k != "n_shards"}
         if isinstance(fields.get("quantization"), Mapping):
             fields["quantization"] = KVCacheQuantization(**fields["quantization"])  # type: ignore[arg-type]

@@ -1,13 +1,15 @@
 """The paged-cache ops: one declaration each, from which every framework's form is derived.
 
-`store_kv`, `paged_attention`, `update_and_attend` and `linear` here are the torch forms, which an
-author's own `nn.Module` calls; torch is imported when the first of them is looked up.
+The ops by their names here, `store_kv` and all others, are the torch forms, which an author's own
+`nn.Module` calls; torch is imported when the first of them is looked up.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvgraph.ops._collectives import ALL_GATHER as ALL_GATHER
+from kvgraph.ops._collectives import ALL_REDUCE as ALL_REDUCE
 from kvgraph.ops._linear import LINEAR as LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION as PAGED_ATTENTION
 from kvgraph.ops._rms_norm import RMS_NORM as RMS_NORM
@@ -106,6 +108,14 @@ if TYPE_CHECKING:
         """Up to three linear layers of one input, over weights packed in panels of 16
         columns."""
         ...
+
+    def all_reduce(x: Tensor, residual: Tensor | None = None, *, ranks: int) -> Tensor:
+        """The sum of x over all ranks, and a residual that is added once."""
+        ...
+
+    def all_gather(x: Tensor, *, ranks: int, out_width: int) -> Tensor:
+        """The columns of x of all ranks next to each other, in the order of the ranks."""
+        ...
 # end of generated
 
 if not TYPE_CHECKING:
@@ -125,6 +135,8 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
     "ALL_SPECS",
     "CPU_SPECS",
     "FUSIONS",

@@ -119,6 +119,11 @@ class Edits(ctypes.Structure):
     ]
 
 
+def isa() -> str:
+    """The instruction set of the kernels that this process runs (kvg_cpu_isa of abi.h)."""
+    return library().isa()
+
+
 def sample(logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
     """A token of each row of dense float32 logits `[rows, vocab]`, rows in parallel; and of how
     many tokens of each the order was found for it. -1 of a row without a logit above -infinity.
@@ -186,6 +191,12 @@ class Library:
             ctypes.c_void_p,
             ctypes.c_size_t,
         ]
+
+    def isa(self) -> str:
+        """As `isa` of this module."""
+        self.dll.kvg_cpu_isa.restype = ctypes.c_char_p
+        found: bytes = self.dll.kvg_cpu_isa()
+        return found.decode()
 
     def sample(self, logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
         """As `sample` of this module."""

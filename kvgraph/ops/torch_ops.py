@@ -204,6 +204,8 @@ for _spec in ALL_SPECS:  # what `help` and an editor show
     _function.__signature__ = signature_of(_spec, torch.Tensor)
     _function.__doc__ = docstring(_spec)
 
+all_gather = torch.ops.kvgraph.all_gather
+all_reduce = torch.ops.kvgraph.all_reduce
 linear = torch.ops.kvgraph.linear
 store_kv = torch.ops.kvgraph.store_kv
 paged_attention = torch.ops.kvgraph.paged_attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,16 +27,46 @@ if TYPE_CHECKING:
 class Artifact(ArtifactFolder):
     """A folder that compile wrote."""
 
-    def session(self, kind: str | None = None, *, num_threads: int | None = None) -> Session:
+    def session(
+        self,
+        kind: str | None = None,
+        *,
+        num_threads: int | None = None,
+        collective_timeout: float | None = None,
+    ) -> Session:
         """Something that can run the graph: `kind` as in `contract.backends.OURS`.
 
         Default: the one of the artifact's backend. `num_threads` 0 or None: all cores; RequestError
         for more than the processors that this process may run on.
+
+        Of an artifact of several ranks it is the leader of all: under torchrun a process for each,
+        of which those above 0 call `follow`; else threads of this process, which share its cores.
+        `collective_timeout`: seconds that a rank waits for another (default: 60). RankError where
+        one is missing or differs.
         """
-        from kvgraph.runtime import sessions
+        require_threads(num_threads)
+        make = partial(_make, kind)
+        if self.ranks == 1:
+            return make(self, num_threads)
+        from kvgraph.runtime.ranks.open import open_leader
+
+        return open_leader(self, make, num_threads, collective_timeout)
+
+    def follow(
+        self,
+        kind: str | None = None,
+        *,
+        num_threads: int | None = None,
+        collective_timeout: float | None = None,
+    ) -> None:
+        """Run the part of this process's rank, one above 0 of torchrun, until rank 0 is done.
+
+        Arguments as those of `session`. RankError where rank 0 is gone or differs.
+        """
+        from kvgraph.runtime.ranks import open as ranks
 
         require_threads(num_threads)
-        return sessions.create(self, kind, num_threads)
+        ranks.follow(self, partial(_make, kind), num_threads, collective_timeout)
 
     def require_consistent(self) -> None:
         """ArtifactError unless ops, bindings, layout and files are as this kvgraph writes them."""
@@ -76,6 +107,12 @@ class Artifact(ArtifactFolder):
     def require_machine(self) -> None:
         """ArtifactError unless this machine is the artifact's target."""
         require_machine(self.manifest.target, f"{self.folder / 'manifest.json'}")
+
+
+def _make(kind: str | None, artifact: ArtifactFolder, num_threads: int | None) -> Session:
+    from kvgraph.runtime import sessions
+
+    return sessions.create(artifact, kind, num_threads)
 
 
 def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvgraph.contract.devices import Device, Target
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 
@@ -22,6 +23,19 @@ class ArtifactFolder:
 
     manifest: Manifest
     """The record in its `manifest.json`."""
+
+    rank: int = 0
+    """Whose part of the weights is meant, of an artifact of several ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run it together."""
+        return shards_of(self.manifest.layout)
+
+    def file(self, name: str) -> Path:
+        """Where the rank's file `name` is: its own, or the one that all ranks share."""
+        own = f"rank{self.rank}/{name}"
+        return self.folder / (own if self.rank and own in self.manifest.files else name)
 
     @property
     def signature(self) -> GraphSignature:
@@ -39,7 +53,7 @@ class ArtifactFolder:
         kind = Target.parse(self.manifest.target).kind
         return params_from_layout(
             self.manifest.layout,
-            devices=devices or [Device(kind)],
+            devices=devices or [Device(f"{kind}:{i}") for i in range(self.ranks)],
             data_parallel_degree=data_parallel_degree,
             enable_prefix_caching=enable_prefix_caching,
         )

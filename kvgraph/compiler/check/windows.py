@@ -14,13 +14,22 @@ from kvgraph.ops import OPSET_DOMAIN
 def with_windows_cut(folder: Path, out: Path, most: int) -> Path:
     """Write the artifact of `folder` into the empty folder `out`, its graph's windows cut to `most`
     tokens. The caches keep what the true windows need."""
-    model = onnx.load(str(folder / MODEL_NAME), load_external_data=False)
+    paths = [path for path in folder.rglob("*") if path.is_file() and out not in path.parents]
+    for path in paths:
+        copy = out / path.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        if path.name == MODEL_NAME:
+            copy.write_bytes(_with_windows_cut(path, most))
+        else:
+            os.link(path, copy)  # a reader may refuse links out of the folder
+    return out
+
+
+def _with_windows_cut(path: Path, most: int) -> bytes:
+    model = onnx.load(str(path), load_external_data=False)
     for node in model.graph.node:
         for attribute in node.attribute:
             if node.domain == OPSET_DOMAIN and attribute.name == "window":
                 attribute.i = min(attribute.i, most)
-    (out / MODEL_NAME).write_bytes(model.SerializeToString())
-    for path in folder.iterdir():
-        if path.is_file() and path.name != MODEL_NAME:
-            os.link(path, out / path.name)  # a reader may refuse links out of the folder
-    return out
+    data: bytes = model.SerializeToString()
+    return data

@@ -9,6 +9,8 @@ from torch import nn
 
 from kvgraph.compiler.described import Described, Linear
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.ranks import cut
+from kvgraph.compiler.model import Model
 
 FREQUENCIES = "inv_freq"
 """How the name of a rotary embedding's frequencies ends in transformers."""
@@ -16,10 +18,14 @@ OF_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on a step's length: no table by position holds them."""
 
 
-def describe(folder: Path, dtype: str) -> Described:
-    """From config.json alone; no weight is read. Raises as `huggingface.describe` does."""
+def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
+    """From config.json alone; no weight is read. Of several ranks: the weights of one.
+
+    Raises as `huggingface.describe` does, and `cut`.
+    """
     model = huggingface.describe(folder, dtype)
-    modules = list(model.module.modules())
+    module = _of_rank(model, dtype, ranks) if ranks > 1 else model.module
+    modules = list(module.modules())
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     tables = {module.weight for module in modules if isinstance(module, nn.Embedding)}
     counted = tables | {parameter for layer in layers for parameter in layer.parameters()}
@@ -29,13 +35,23 @@ def describe(folder: Path, dtype: str) -> Described:
         max_seq_len=model.max_seq_len,
         linears=tuple(sorted(_linear(layer, layer.weight in tables) for layer in layers)),
         table_elements=sum(table.numel() for table in tables),
-        other_elements=sum(p.numel() for p in set(model.module.parameters()) - counted),
+        other_elements=sum(p.numel() for p in set(module.parameters()) - counted),
         rotary_dims=tuple(dim for module in modules for dim in _rotary_dims(module)),
     )
 
 
+def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Module:
+    """The part of rank 0."""
+    decoder = huggingface.Decoder(model.module)
+    whole = Model(decoder, model.architecture, model.layers, 1, model.max_seq_len, dtype)
+    with next(decoder.parameters()).fake_mode:  # type: ignore[attr-defined]
+        own: nn.Module = cut(whole, ranks, 0).module.model  # type: ignore[assignment]
+    return own
+
+
 def _linear(layer: nn.Linear, is_tied: bool) -> Linear:
-    return Linear(layer.out_features, layer.in_features, layer.bias is not None, is_tied)
+    rows, columns = layer.weight.shape  # of a rank's part
+    return Linear(rows, columns, layer.bias is not None, is_tied)
 
 
 def _rotary_dims(embedding: nn.Module) -> Iterator[int]:

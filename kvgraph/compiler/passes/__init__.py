@@ -28,3 +28,5 @@ class PassOptions:
     """The cache's strategy is padded."""
     is_packed: bool
     """Linear layers have packed weights: bf16, int8 or int4."""
+    ranks: int = 1
+    """Processes that run the program together."""

@@ -37,6 +37,7 @@ class Condition:
 
 
 UNPADDED = Condition(lambda options: not options.is_padded, "the cache is padded")
+RANKS = Condition(lambda options: options.ranks > 1, "there is one rank")
 PACKED = Condition(lambda options: options.is_packed, "weights are not packed")
 
 
@@ -113,6 +114,7 @@ PASSES = {
         program=(
             Pass("drop_no_ops"),
             Pass("drop_batch_dim", needs=UNPADDED),
+            Pass("fuse_all_reduce", needs=RANKS),
             Pass("pack_linear", needs=PACKED),
             *FUNCTIONAL,
         ),

@@ -25,6 +25,7 @@ from kvgraph.compiler.passes.labels import (
     nothing,
 )
 from kvgraph.compiler.passes.token_functions import CREATED, LAYOUT, packet
+from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
 MOST_KNOWN = 1 << 16
@@ -51,7 +52,7 @@ REDUCED = (
 )
 ALONG = (
     *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod),
-    *(aten.sort, aten.argsort, aten.topk),
+    *(aten.sort, aten.argsort, aten.topk, torch_ops.all_gather),
 )
 NORMS = (aten.layer_norm, aten.rms_norm, aten.native_layer_norm, aten._fused_rms_norm)
 ELEMENTWISE = (
@@ -383,6 +384,7 @@ RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     (REDUCED, TokenLabels._reduced),
     (ALONG, TokenLabels._along),
     (NORMS, TokenLabels._normalised),
+    ((torch_ops.all_reduce,), TokenLabels._pointwise),
     (
         (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm),
         TokenLabels._contracted,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +73,8 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
     traced.changed("to_onnx")
     run_passes(traced, passes.onnx)
     _clean(onnx_model)
-    _save(onnx_model, folder)
+    own = _rank_names(traced.program) if traced.plan.params.n_shards > 1 else frozenset()
+    _save(onnx_model, folder, own)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     lowered = Lowered(
         ops=dict(sorted(counts.items())),
@@ -200,11 +201,19 @@ def _is_idle(value: ir.Value) -> bool:
     return not (value.uses() or value.is_graph_output())
 
 
-def _save(model: ir.Model, folder: Path) -> None:
+def _rank_names(program: ExportedProgram) -> frozenset[str]:
+    """Weights, whose values may differ from rank to rank: ranks share a graph without them."""
+    signature = program.graph_signature
+    return frozenset([*signature.parameters, *signature.buffers])
+
+
+def _save(model: ir.Model, folder: Path, own: Set[str]) -> None:
+    """`own`: names of initializers that do not stay in the graph, however small."""
     large = {
         name: value
         for name, value in sorted(model.graph.initializers.items())
-        if value.const_value is not None and value.const_value.nbytes > INLINE_BYTES
+        if value.const_value is not None
+        and (value.const_value.nbytes > INLINE_BYTES or name in own)
     }
     path = folder / WEIGHTS_NAME
     tensors = {name: _tensor(value) for name, value in large.items()}

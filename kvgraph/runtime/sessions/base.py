@@ -111,6 +111,10 @@ class Session(ABC):
             if self._turns.running is call:
                 del self._turns.running
 
+    def run_arrays(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
+        """As `run`, over arrays in the signature's order that another rank has checked."""
+        return self._run(arrays)
+
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
         """Dense host arrays, or a device's own, in the signature's order, checked against it."""
         values: list[Any] = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]

@@ -61,6 +61,8 @@ from kvgraph.runtime.sessions.opening import require_names
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding, SessionOptions
 
+EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+
 UPGRADE = "pip install --upgrade 'kvgraph[onnx]'"
 
 PROVIDERS = ("CPUExecutionProvider",)
@@ -93,8 +95,9 @@ class OnnxRuntimeSession(Session):
         options.enable_mem_pattern = False
         options.log_severity_level = 4  # failures come as exceptions
         register_ops(options)
-        path = artifact.folder / "model.onnx"
-        self._session = open_session(ort, path, options, provider)
+        path = artifact.file("model.onnx")
+        weights = artifact.file("weights.safetensors").parent
+        self._session = open_session(ort, path, options, provider, weights=weights)
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         require_names(path, self.signature, [x.name for x in inputs], [x.name for x in outputs])
         self._binding = self._session.io_binding()
@@ -196,8 +199,12 @@ def open_session(
     options: SessionOptions,
     provider: str,
     settings: Mapping[str, str] = {},
+    *,
+    weights: Path | None = None,
 ) -> InferenceSession:
     """A session of `ort` on `provider`, with its `settings`, and nothing else.
+
+    `weights`: the folder of the model's external data, where that is not its own.
 
     ONNX Runtime falls back to the CPU without an error. MissingDependencyError: the installed build
     lacks the provider; DeviceError: it has it and cannot load it here (no GPU, driver or library);
@@ -206,7 +213,11 @@ def open_session(
     require_provider(ort, provider)
     chosen = (provider, dict(settings)) if settings else provider
     try:
-        session = ort.InferenceSession(str(model), options, providers=[chosen])
+        given: str | bytes = str(model)
+        if weights not in (None, model.parent):
+            options.add_session_config_entry(EXTERNAL_FOLDER, str(weights))
+            given = model.read_bytes()
+        session = ort.InferenceSession(given, options, providers=[chosen])
     except Exception as error:  # ONNX Runtime's own, of many kinds
         raise _refusal(ort, model, error) from error
     found = session.get_providers()

@@ -37,7 +37,7 @@ class TorchSession(Session):
         native.set_num_threads(num_threads or 0)
         # Its one warning is that a portable package meets a machine with wider vectors.
         logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
-        path = artifact.folder / "model.pt2"
+        path = artifact.file("model.pt2")
         with opening(path, f"torch {torch.__version__}"):
             self._runner = torch._inductor.aoti_load_package(str(path)).loader
             self._weights = read_weights(artifact, self._runner.get_constant_fqns())

@@ -22,7 +22,7 @@ def read_weights(
     """
     from safetensors import safe_open
 
-    path = artifact.folder / "weights.safetensors"
+    path = artifact.file("weights.safetensors")
     weights: dict[str, torch.Tensor] = {}
     with opening(path, "safetensors"), safe_open(path, framework="pt", device=device) as file:
         owners = file.metadata() or {}

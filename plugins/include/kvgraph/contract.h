@@ -10,7 +10,7 @@
 #define KVG_OPSET_VERSION 1
 #define KVG_MAX_RANK 6
 #define KVG_NUM_OPS 3
-#define KVG_NUM_CPU_OPS 4
+#define KVG_NUM_CPU_OPS 6
 
 typedef enum kvg_dtype { KVG_FLOAT32 = 1, KVG_FLOAT16 = 2, KVG_BFLOAT16 = 3, KVG_INT8 = 4, KVG_FLOAT8_E4M3FN = 5, KVG_INT32 = 6 } kvg_dtype;
 
@@ -20,8 +20,8 @@ static const int32_t KVG_DTYPE_ONNX[] = {0, 1, 10, 16, 3, 17, 6};
 static const float KVG_DTYPE_LARGEST[] = {0, 0, 0, 0, 127, 448, 0};
 // TensorRT's DataType of each from kvg_dtype 1 on.
 #define KVG_DTYPE_TENSORRT(scope) scope kFLOAT, scope kHALF, scope kBF16, scope kINT8, scope kFP8, scope kINT32
-#define KVG_NUM_DIM_SYMBOLS 24
-static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_groups", "out_features", "out_features_1", "out_features_2"};
+#define KVG_NUM_DIM_SYMBOLS 26
+static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_groups", "out_features", "out_features_1", "out_features_2", "width", "out_width"};
 
 enum {
   KVG_DIM_NUM_PAGE_SLOTS = 0,
@@ -48,6 +48,8 @@ enum {
   KVG_DIM_OUT_FEATURES = 21,
   KVG_DIM_OUT_FEATURES_1 = 22,
   KVG_DIM_OUT_FEATURES_2 = 23,
+  KVG_DIM_WIDTH = 24,
+  KVG_DIM_OUT_WIDTH = 25,
 };
 
 // Launches of a step: kernels by role, integers by value, shared float32 memory.
@@ -245,8 +247,46 @@ static const kvg_attribute KVG_LINEAR_ATTRIBUTES[] = {
 };
 static const kvg_op KVG_OP_LINEAR = {"linear", 6, 3, 5, KVG_LINEAR_OPERANDS, KVG_LINEAR_ATTRIBUTES};
 
+// all_reduce: The sum of x over all ranks, and a residual that is added once.
+enum {
+  KVG_ALL_REDUCE_X = 0,
+  KVG_ALL_REDUCE_RESIDUAL = 1,
+  KVG_ALL_REDUCE_OUT = 2,
+};
+enum {
+  KVG_ALL_REDUCE_ATTR_RANKS = 0,
+};
+static const kvg_operand KVG_ALL_REDUCE_OPERANDS[] = {
+    {"x", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 0, -1},
+    {"residual", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 1, -1},
+    {"out", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 0, -1},
+};
+static const kvg_attribute KVG_ALL_REDUCE_ATTRIBUTES[] = {
+    {"ranks", 0, 1, 0.0},
+};
+static const kvg_op KVG_OP_ALL_REDUCE = {"all_reduce", 2, 1, 1, KVG_ALL_REDUCE_OPERANDS, KVG_ALL_REDUCE_ATTRIBUTES};
+
+// all_gather: The columns of x of all ranks next to each other, in the order of the ranks.
+enum {
+  KVG_ALL_GATHER_X = 0,
+  KVG_ALL_GATHER_OUT = 1,
+};
+enum {
+  KVG_ALL_GATHER_ATTR_RANKS = 0,
+  KVG_ALL_GATHER_ATTR_OUT_WIDTH = 1,
+};
+static const kvg_operand KVG_ALL_GATHER_OPERANDS[] = {
+    {"x", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 0, -1},
+    {"out", 2, {{15, 0}, {25, 0}}, 0xeu, 1, 0, -1},
+};
+static const kvg_attribute KVG_ALL_GATHER_ATTRIBUTES[] = {
+    {"ranks", 0, 1, 0.0},
+    {"out_width", 0, 1, 0.0},
+};
+static const kvg_op KVG_OP_ALL_GATHER = {"all_gather", 1, 1, 2, KVG_ALL_GATHER_OPERANDS, KVG_ALL_GATHER_ATTRIBUTES};
+
 // The cache ops, which every backend has; then those that only the CPU has.
 static const kvg_op* const KVG_OPS[KVG_NUM_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND};
-static const kvg_op* const KVG_CPU_OPS[KVG_NUM_CPU_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND, &KVG_OP_LINEAR};
+static const kvg_op* const KVG_CPU_OPS[KVG_NUM_CPU_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND, &KVG_OP_LINEAR, &KVG_OP_ALL_REDUCE, &KVG_OP_ALL_GATHER};
 
 #endif  // KVGRAPH_CONTRACT_H_

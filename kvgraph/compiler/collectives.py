@@ -1,0 +1,32 @@
+"""Which collectives a program of several ranks calls, and of how many bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.traced import Traced
+from kvgraph.contract.collectives import Collective
+from kvgraph.ops import torch_ops
+
+OPS = {torch_ops.all_reduce.default: "all_reduce", torch_ops.all_gather.default: "all_gather"}
+
+
+def collectives_of(traced: Traced) -> list[Collective]:
+    """Those of the program as it was traced, in the order of their first calls."""
+    tokens = next(n for n in traced.graph.nodes if n.name == _tokens(traced))
+    found: Counter[tuple[str, str, int]] = Counter()
+    for node in traced.graph.nodes:
+        if node.target in OPS:
+            x = value(node.args[0])
+            rows = "tokens" if str(x.shape[0]) == str(value(tokens).shape[0]) else "logits"
+            found[OPS[node.target], rows, x.shape[1] * x.element_size()] += 1
+    return [
+        Collective(op=op, count=count, rows=rows, bytes=nbytes)
+        for (op, rows, nbytes), count in found.items()
+    ]
+
+
+def _tokens(traced: Traced) -> str:
+    """The name of the first input: the step's token ids."""
+    return str(traced.program.graph_signature.user_inputs[0])

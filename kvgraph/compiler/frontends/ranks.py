@@ -1,0 +1,220 @@
+"""A model cut for tensor parallelism: each rank has a part of the weights and runs the same graph.
+
+Which layers are cut, and how, says transformers' own plan of the model (`tp_plan`), as
+Megatron-LM does it: a layer that is cut by columns gives each rank its part of the heads or of the
+inner width, and the layer behind it, cut by rows, gives a sum over the ranks. The embedding and
+the output projection are cut by vocabulary.
+
+Weights are views of the whole model's where they can be, so a rank costs little memory until it is
+written.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from kvgraph.compiler.cache import require_heads
+from kvgraph.compiler.frontends.huggingface import Decoder, probe
+from kvgraph.compiler.model import Model
+from kvgraph.errors import UnsupportedError
+from kvgraph.ops import torch_ops
+
+T = TypeVar("T")
+
+WHOLE = ("replicate", "replicated_with_grad_allreduce", "local_params")
+"""Styles that leave a module as it is; the second is a matter of training."""
+
+
+def cut(model: Model, ranks: int, rank: int) -> Model:
+    """The part of `model` that `rank` of `ranks` runs; its cache holds its share of the kv heads.
+
+    UnsupportedError names what cannot be cut: a model without a plan, a style of it that is not
+    known here, a layer or a number of heads that `ranks` does not divide.
+    """
+    decoder = model.module
+    assert isinstance(decoder, Decoder), "of a checkpoint folder"
+    assert model.checkpoint is None, "its values are in memory"
+    require_heads(model.architecture, model.layers, ranks)
+    shared = [*decoder.parameters(), *decoder.buffers()]
+    own = copy.deepcopy(decoder, {id(tensor): tensor for tensor in shared})
+    _Cutter(model.architecture, _plan(decoder, model.architecture), ranks, rank).run(own.model)
+    seen = probe(own, model.architecture, len(model.layers))
+    for layer, (part, whole) in enumerate(zip(seen, model.layers, strict=True)):
+        if part.n_kv_heads * ranks != whole.n_kv_heads:
+            raise UnsupportedError(
+                f"tp: expected {whole.n_kv_heads // ranks} kv heads of a rank in layer {layer} of "
+                f"{model.architecture!r}, got {part.n_kv_heads}: its plan does not cut attention"
+            )
+    return replace(model, module=own, place=own.place)
+
+
+def _plan(decoder: Decoder, architecture: str) -> Mapping[str, str]:
+    """Name of a module or a parameter, with "*" for its layer -> how it is cut."""
+    text = decoder.model.config.get_text_config()  # type: ignore[union-attr,operator]
+    plan: Mapping[str, str] | None = getattr(decoder.model, "tp_plan", None)
+    if not plan or not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedError(
+            f"tp: expected a plan for tensor parallelism in transformers' model of "
+            f"{architecture!r}, got none"
+        )
+    return plan
+
+
+@dataclass
+class _Cutter:
+    """Cuts the modules of one rank's copy in place."""
+
+    architecture: str
+    plan: Mapping[str, str]
+    ranks: int
+    rank: int
+    _cut: dict[tuple[int, int, int], nn.Parameter] = field(default_factory=dict)
+
+    def run(self, model: nn.Module) -> None:
+        styles: dict[str, Callable[[str, nn.Module], None]] = {
+            "colwise": self._columns,
+            "colwise_gather_output": self._gathered_columns,
+            "colwise_rep": self._gathered_columns,
+            "rowwise": self._rows,
+            "packed_colwise": self._packed_columns,
+            "embedding_rowwise": self._vocabulary,
+            "moe_tp_experts": lambda name, module: self._sum_output(module),
+            "all_reduce": lambda name, module: self._sum_output(module),
+        }
+        for name, module in list(model.named_modules()):
+            style = self._style(name)
+            if style is not None:
+                self._known(styles, name, style)(name, module)
+        for name, module in list(model.named_modules()):
+            for own in list(module._parameters):
+                style = self._style(f"{name}.{own}")
+                if style is not None:
+                    self._known(PARAMETERS, f"{name}.{own}", style)
+                    self._parameter(f"{name}.{own}", module, own, *PARAMETERS[style])
+
+    def _style(self, name: str) -> str | None:
+        style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        return None if style in WHOLE else style
+
+    def _known(self, styles: Mapping[str, T], name: str, style: str) -> T:
+        if style not in styles:
+            raise UnsupportedError(
+                f"tp: {name} of {self.architecture!r}: expected a style of {sorted(styles)} from "
+                f"its plan, got {style!r}"
+            )
+        return styles[style]
+
+    # -- modules
+
+    def _columns(self, name: str, module: nn.Module) -> None:
+        for own in _present(module):
+            self._parameter(f"{name}.{own}", module, own, 0, 1)
+
+    def _packed_columns(self, name: str, module: nn.Module) -> None:
+        for own in _present(module):
+            self._parameter(f"{name}.{own}", module, own, 0, 2)
+
+    def _gathered_columns(self, name: str, module: nn.Module) -> None:
+        width = _rows_of(module)
+        self._columns(name, module)
+        _behind(module, lambda out: _gather(out, self.ranks, width))
+
+    def _rows(self, name: str, module: nn.Module) -> None:
+        """The bias is added to the sum, once."""
+        self._parameter(f"{name}.weight", module, "weight", -1, 1)
+        if module._parameters.get("bias") is None:
+            self._sum_output(module)
+            return
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            parts = nn.functional.linear(x, module.weight)  # type: ignore[arg-type]
+            return _reduce(parts, self.ranks) + module.bias  # type: ignore[operator]
+
+        module.forward = forward
+
+    def _vocabulary(self, name: str, module: nn.Module) -> None:
+        """Ids of other ranks give zeros, which add nothing to the sum.
+
+        Where each id is comes from a table: a number that is another one on each rank would be
+        folded into its graph, and ranks share that.
+        """
+        whole = _rows_of(module)
+        self._parameter(f"{name}.weight", module, "weight", 0, 1)
+        own = torch.arange(whole, dtype=torch.int32) - self.rank * (whole // self.ranks)
+        own[(own < 0) | (own >= whole // self.ranks)] = -1
+        module.register_buffer("own_rows", own[:, None])
+        look_up = module.forward
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            rows = nn.functional.embedding(ids[0], module.own_rows)  # type: ignore[arg-type]
+            found = look_up(rows[:, 0].clamp(min=0))
+            return _reduce(torch.where(rows >= 0, found, 0), self.ranks)[None]
+
+        module.forward = forward
+
+    def _sum_output(self, module: nn.Module) -> None:
+        _behind(module, lambda out: _reduce(out, self.ranks))
+
+    # -- parameters
+
+    def _parameter(self, name: str, module: nn.Module, own: str, dim: int, parts: int) -> None:
+        """Keep this rank's share, along `dim`, of each of the `parts` that are packed there."""
+        whole = module._parameters[own]
+        assert whole is not None
+        if whole.dim() == 1:
+            dim = 0
+        extent = whole.shape[dim]
+        if extent % (self.ranks * parts):
+            raise UnsupportedError(
+                f"tp: expected ranks that divide the {extent // parts} rows or columns of {name}, "
+                f"got {self.ranks}"
+            )
+        key = (id(whole), dim % whole.dim(), parts)
+        if key not in self._cut:
+            packed = whole.detach().chunk(parts, dim)
+            shares = [each.chunk(self.ranks, dim)[self.rank] for each in packed]
+            share = torch.cat(shares, dim) if parts > 1 else shares[0]
+            self._cut[key] = nn.Parameter(share.contiguous(), requires_grad=False)
+        module._parameters[own] = self._cut[key]
+
+
+PARAMETERS = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2)}
+"""Style of a parameter with a row of the plan of its own, such as experts: dim, packed parts."""
+
+
+def _rows_of(module: nn.Module) -> int:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight.shape[0]
+
+
+def _present(module: nn.Module) -> list[str]:
+    return [name for name, given in module._parameters.items() if given is not None]
+
+
+def _behind(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """`module` returns `change` of what it returned."""
+    run = module.forward
+    module.forward = lambda *args, **kwargs: change(run(*args, **kwargs))
+
+
+def _reduce(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Of rows `[T, W]`, or of `[1, T, W]` as models have them."""
+    summed: torch.Tensor
+    if x.dim() == 2:
+        summed = torch_ops.all_reduce(x, ranks=ranks)
+    else:
+        summed = torch_ops.all_reduce(x[0], ranks=ranks)[None]
+    return summed
+
+
+def _gather(x: torch.Tensor, ranks: int, width: int) -> torch.Tensor:
+    joined: torch.Tensor = torch_ops.all_gather(x[0], ranks=ranks, out_width=width)[None]
+    return joined

@@ -1,0 +1,24 @@
+"""How many shards the caches of a layout have: the ranks of an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvgraph.errors import ParamsError
+
+MOST_SHARDS = 64
+"""Of a replica: ranks that meet in one machine's memory."""
+
+
+def shards_of(layout: Mapping[str, object]) -> int:
+    """`n_shards` of the layout of a cache or a tree; ParamsError for one that no cache has."""
+    inner = layout
+    while "n_shards" not in inner:
+        first = next(iter(inner.values()), None)
+        if not isinstance(first, Mapping):
+            break
+        inner = first
+    found = inner.get("n_shards")
+    if type(found) is not int or not 1 <= found <= MOST_SHARDS:
+        raise ParamsError(f"n_shards: expected 1 to {MOST_SHARDS} from the layout, got {found!r}")
+    return found

@@ -1,0 +1,120 @@
+"""The ranks of one machine, as the native collectives know them (`plugins/include/kvgraph/abi.h`).
+
+Each adapter's library has kernels of its own, and so a thread's group of its own: a rank enters its
+group in all that are loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import ClassVar
+
+from kvgraph.contract.dims import Array
+from kvgraph.errors import RankError
+from kvgraph.ops import native
+
+FAULTS = {
+    1: "got the end of its process",
+    2: "got nothing from it in {seconds:g} s (--collective-timeout)",
+    3: "got its failure; its own message says why",
+}
+"""By kvg_group_fault."""
+
+
+_entered = threading.local()
+
+
+class _Group(ctypes.Structure):
+    """kvg_group of abi.h."""
+
+    _fields_: ClassVar = [
+        ("memory", ctypes.c_void_p),
+        ("exits", ctypes.POINTER(ctypes.c_int32)),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("timeout_ms", ctypes.c_int64),
+        ("calls", ctypes.c_uint64),
+        ("waited_ns", ctypes.c_uint64),
+        ("moved_bytes", ctypes.c_uint64),
+    ]
+
+
+class Group:
+    """One rank of `size` that share `memory` (`shared_bytes(size)` bytes, zeroed).
+
+    `exits`: for each rank a descriptor that is readable once its process has ended, or -1; the
+    group closes them.
+    """
+
+    def __init__(
+        self, memory: Array, rank: int, size: int, exits: Sequence[int], timeout: float
+    ) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._memory = memory  # must outlive the group
+        self._exits = (ctypes.c_int32 * size)(*exits)
+        weakref.finalize(self, _close, [exit for exit in exits if exit >= 0])
+        exit_list = ctypes.cast(self._exits, ctypes.POINTER(ctypes.c_int32))
+        milliseconds = max(1, int(timeout * 1000))
+        self._group = _Group(memory.ctypes.data, exit_list, rank, size, milliseconds, 0, 0, 0)
+        self._address = ctypes.addressof(self._group)
+
+    def enter(self) -> None:
+        """The calling thread runs this rank's graph from now on."""
+        for dll in _libraries():
+            dll.kvg_cpu_enter_group(self._address)
+        _entered.group = self  # lives as long as the thread may use it
+
+    def abort(self) -> None:
+        """Collectives of all ranks fail from now on, and name this one."""
+        _libraries()[0].kvg_cpu_abort_group(self._address)
+
+    def require_whole(self) -> None:
+        """RankError where a rank has failed, ended, or kept the others waiting."""
+        broken = int(_libraries()[0].kvg_cpu_group_broken(self._address))
+        if broken:
+            rank = broken & 0xFFFF
+            why = FAULTS[broken >> 16].format(seconds=self.timeout)
+            raise RankError(
+                f"rank {rank}: expected it to take part in the step of {self.size} ranks, {why}; "
+                "start all ranks again"
+            )
+
+    @property
+    def waited_seconds(self) -> float:
+        """Spent in collectives, waiting for other ranks."""
+        return float(self._group.waited_ns) / 1e9
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of this rank's operands of collectives."""
+        return int(self._group.moved_bytes)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def shared_bytes(size: int) -> int:
+    """Of the memory that `size` ranks meet in."""
+    return int(_libraries()[0].kvg_cpu_group_bytes(size))
+
+
+@cache
+def _libraries() -> tuple[ctypes.CDLL, ...]:
+    libraries = tuple(ctypes.CDLL(str(native.library_path(n))) for n in ("cpu", "onnxruntime"))
+    for dll in libraries:
+        dll.kvg_cpu_enter_group.argtypes = [ctypes.c_void_p]
+        dll.kvg_cpu_enter_group.restype = None
+        dll.kvg_cpu_abort_group.argtypes = [ctypes.c_void_p]
+        dll.kvg_cpu_abort_group.restype = None
+        dll.kvg_cpu_group_broken.argtypes = [ctypes.c_void_p]
+        dll.kvg_cpu_group_broken.restype = ctypes.c_uint32
+        dll.kvg_cpu_group_bytes.argtypes = [ctypes.c_int32]
+        dll.kvg_cpu_group_bytes.restype = ctypes.c_uint64
+    return libraries

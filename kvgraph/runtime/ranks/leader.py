@@ -1,0 +1,104 @@
+"""The session of a tensor-parallel artifact: rank 0's, which hands each step to the others.
+
+Decision: pools of all ranks are memory that the leader maps. A manager with tiers or a prefix cache
+then copies and keeps pages of every shard as it does on one device, and a step's message holds only
+its few small arrays, which all shards share.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import Array, TensorType
+from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
+from kvgraph.errors import BindingError, RankError
+from kvgraph.ops.group import Group
+from kvgraph.runtime.ranks.part import run_part
+from kvgraph.runtime.ranks.wire import Wire, mapped, shared_file
+from kvgraph.runtime.sessions.base import Session
+
+
+class LeaderSession(Session):
+    """Runs an artifact of several ranks: `own` is rank 0's session, `wires` lead to the others.
+
+    RankError once a rank has failed: the session is of no use any more.
+    """
+
+    def __init__(
+        self,
+        own: Session,
+        group: Group,
+        wires: Sequence[Wire],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(own.artifact)
+        self.step_tokens = own.step_tokens
+        self.limits = own.limits
+        self._own, self._group, self._wires = own, group, list(wires)
+        self._close = weakref.finalize(self, _end, self._wires, ended)
+        for wire in self._wires:
+            wire.receive()  # that it is ready
+            wire.limit(group.timeout)
+
+    @property
+    def ranks(self) -> int:
+        return self._group.size
+
+    def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
+        rank = symbol.device.index
+        if rank == 0:
+            return super().allocate(symbol, sizes)
+        known = replace(symbol, device=symbol.device._replace(index=0))
+        self._require_known(known if rank < self.ranks else symbol)
+        shape = symbol.extents(sizes)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[symbol.dtype].numpy.itemsize
+        file = shared_file(nbytes)
+        try:
+            array = mapped(file, shape, symbol.dtype)
+            said = {"allocate": symbol.name, "shape": shape, "dtype": symbol.dtype}
+            self._wires[rank - 1].send(said, file=file)
+        finally:
+            os.close(file)
+        return Buffer(symbol.dtype, shape, symbol.device, array)
+
+    def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
+        """Of rank 0: the small ones are those of all ranks."""
+        records = getattr(kv, "inputs", None)
+        if records is None or len(records) != self.ranks:
+            got = type(kv).__name__ if records is None else f"{len(records)}"
+            raise BindingError(f"cache: expected records of {self.ranks} devices, got {got}")
+        return super()._arrays(inputs, records[0])
+
+    def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
+        self._group.require_whole()
+        symbols = self.signature.inputs
+        small = [a for s, a in zip(symbols, arrays, strict=True) if s.kind == "tensor"]
+        for wire in self._wires:
+            try:
+                wire.send({"run": 1}, small)
+            except RankError:
+                self._group.abort()
+                raise
+        self._group.enter()
+        return run_part(self._own, self._group, arrays)
+
+    def close(self) -> None:
+        """The other ranks end. Idempotent."""
+        self._close()
+
+
+def _end(wires: Sequence[Wire], ended: Callable[[], None]) -> None:
+    for wire in wires:
+        with suppress(RankError):
+            wire.send({"close": 1})
+        wire.close()
+    ended()

@@ -1,0 +1,163 @@
+"""The processes of one machine find each other at rank 0, and agree on what they run.
+
+They meet at an address of Linux's abstract namespace, which no file stands for. Any local user can
+connect there, so both sides ask the kernel whose process the other is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+
+from kvgraph.errors import RankError, UnsupportedError
+from kvgraph.ops.group import Group, shared_bytes
+from kvgraph.runtime.ranks.launched import Launched
+from kvgraph.runtime.ranks.wire import Wire, mapped, shared_file
+
+RETRY_SECONDS = 0.05
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+Facts = Mapping[str, object]
+"""What must be equal on all ranks, by name."""
+
+
+def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]]:
+    """Wait for all other ranks; the group, and a connection to each, in the order of the ranks.
+
+    RankError where one does not come in `timeout` seconds, or differs in `facts`: then all are
+    told.
+    """
+    wires: list[Wire] = []
+    try:
+        pids = _welcome(own, facts, timeout, wires)
+        wires.sort(key=lambda wire: wire.peer)
+        file = shared_file(shared_bytes(own.size))
+        for wire in wires:
+            wire.send({"pids": pids}, file=file)
+        return _group(file, own, pids, timeout), wires
+    except BaseException as error:
+        for wire in wires:
+            with suppress(RankError):  # one that is gone needs no answer
+                wire.send({"refused": str(error)})
+            wire.close()
+        raise
+
+
+def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> list[int]:
+    """Processes of all ranks; a connection to each of the others joins `wires`."""
+    deadline = time.monotonic() + timeout
+    pids = {own.rank: os.getpid()}
+    with _listener(own) as listener:
+        while len(pids) < own.size:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError as error:
+                missing = [rank for rank in range(own.size) if rank not in pids]
+                raise RankError(
+                    f"ranks: expected {own.size} at the start, got none of {missing} in "
+                    f"{timeout:g} s"
+                ) from error
+            pid, uid = _credentials(connection)
+            if uid != os.getuid():
+                connection.close()
+                continue
+            wires.append(Wire(connection, -1))
+            wires[-1].limit(timeout)
+            said, _, _ = wires[-1].receive()
+            wires[-1].peer = rank = int(said["rank"])
+            if rank in pids or not 1 <= rank < own.size:
+                raise RankError(
+                    f"ranks: expected each of 1 to {own.size - 1} once, got another rank {rank}"
+                )
+            _require_equal(rank, facts, said["facts"])
+            pids[rank] = pid
+    return [pids[rank] for rank in range(own.size)]
+
+
+def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
+    """Meet rank 0; the group, and the connection to it. RankError as of `lead`."""
+    wire = Wire(_connected(own, timeout), 0)
+    try:
+        wire.limit(timeout)
+        wire.send({"rank": own.rank, "facts": dict(facts)})
+        said, _, file = wire.receive()
+        if "refused" in said:
+            raise RankError(said["refused"])
+        assert file is not None
+        wire.limit(None)
+        return _group(file, own, said["pids"], timeout), wire
+    except BaseException:
+        wire.close()
+        raise
+
+
+def _group(file: int, own: Launched, pids: Sequence[int], timeout: float) -> Group:
+    memory = mapped(file, (shared_bytes(own.size),), "uint8")
+    os.close(file)
+    exits = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
+    return Group(memory, own.rank, own.size, exits, timeout)
+
+
+def _require_equal(rank: int, facts: Facts, theirs: Facts) -> None:
+    for name, mine in facts.items():
+        if theirs.get(name) != mine:
+            raise RankError(
+                f"rank {rank}: {name}: expected {mine} as on rank 0, got {theirs.get(name)}"
+            )
+
+
+def _address(own: Launched) -> str:
+    name = sha256(f"{os.getuid()}/{own.run}".encode()).hexdigest()[:32]
+    return f"\0kvgraph-{name}"
+
+
+def _listener(own: Launched) -> socket.socket:
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise UnsupportedError("ranks: expected Linux, whose processes share memory, got another")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(_address(own))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise RankError(
+                "rank 0: expected to be the only one of its run, got another one that waits: two "
+                "runs have one rendezvous id and port; start them with torchrun --standalone"
+            ) from error
+        raise
+    listener.listen(own.size)
+    return listener
+
+
+def _connected(own: Launched, timeout: float) -> socket.socket:
+    deadline = time.monotonic() + timeout
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(_address(own))
+            break
+        except OSError as error:
+            connection.close()
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"rank 0: expected it at the start, got nothing from it in {timeout:g} s"
+                ) from error
+            time.sleep(RETRY_SECONDS)
+    if _credentials(connection)[1] != os.getuid():
+        connection.close()
+        raise RankError("rank 0: expected a process of this user, got another user's")
+    return connection
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, from the kernel."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(data)
+    return pid, uid

@@ -1,0 +1,121 @@
+"""Sessions of a tensor-parallel artifact: of this process's rank, or of all in threads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvgraph.contract.plain import to_json, to_plain
+from kvgraph.errors import RankError, RequestError
+from kvgraph.ops.group import Group, shared_bytes
+from kvgraph.ops.header import ABI_VERSION
+from kvgraph.runtime.folder import ArtifactFolder
+from kvgraph.runtime.machine import default_threads
+from kvgraph.runtime.ranks import meeting
+from kvgraph.runtime.ranks.follower import Follower
+from kvgraph.runtime.ranks.launched import Launched, launched
+from kvgraph.runtime.ranks.leader import LeaderSession
+from kvgraph.runtime.ranks.wire import Wire
+from kvgraph.runtime.sessions.base import Session, host_zeros
+
+COLLECTIVE_TIMEOUT = 60.0
+"""Seconds that a rank waits for another one."""
+
+OPENING_SECONDS = 600.0
+"""That a rank may take to open its part of the weights."""
+
+Make = Callable[[ArtifactFolder, int], Session]
+"""`make(artifact, num_threads)`: the session of one rank."""
+
+
+def open_leader(
+    artifact: ArtifactFolder, make: Make, num_threads: int | None, timeout: float | None
+) -> Session:
+    """The session of all ranks. Under torchrun each is a process, else a thread of this one."""
+    own = launched()
+    seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout
+    if own is None:
+        return _in_threads(artifact, make, num_threads, seconds)
+    _require_size(artifact, own)
+    if own.rank:
+        raise RequestError(
+            f"rank {own.rank}: expected kvgraph.load(...).follow() on ranks above 0, got an engine"
+        )
+    group, wires = meeting.lead(own, _facts(artifact), seconds)
+    for wire in wires:
+        wire.limit(OPENING_SECONDS)
+    return LeaderSession(make(artifact, _threads(artifact, num_threads)), group, wires)
+
+
+def follow(
+    artifact: ArtifactFolder, make: Make, num_threads: int | None, timeout: float | None
+) -> None:
+    """Run this process's rank until the leader is done; RankError where it is gone."""
+    own = launched()
+    if own is None or own.rank == 0:
+        raise RequestError(
+            "follow: expected a rank above 0 of torchrun, got "
+            f"{'none' if own is None else 'rank 0, which runs an engine'}"
+        )
+    _require_size(artifact, own)
+    seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout
+    group, wire = meeting.follow(own, _facts(artifact), seconds)
+    part = replace(artifact, rank=own.rank)
+    Follower(make(part, _threads(artifact, num_threads)), group, wire).serve()
+
+
+def _in_threads(
+    artifact: ArtifactFolder, make: Make, num_threads: int | None, timeout: float
+) -> LeaderSession:
+    size, threads = artifact.ranks, _threads(artifact, num_threads)
+    memory = host_zeros((shared_bytes(size),), "uint8")
+    groups = [Group(memory, rank, size, [-1] * size, timeout) for rank in range(size)]
+    wires, running = [], []
+    for rank in range(1, size):
+        near, far = socket.socketpair()
+        session = make(replace(artifact, rank=rank), threads)
+        follower = Follower(session, groups[rank], Wire(far, 0))
+        running.append(threading.Thread(target=_serve, args=(follower, far), daemon=True))
+        running[-1].start()
+        wires.append(Wire(near, rank))
+
+    def ended() -> None:
+        for thread in running:
+            thread.join(timeout)
+
+    return LeaderSession(make(artifact, threads), groups[0], wires, ended)
+
+
+def _serve(follower: Follower, connection: socket.socket) -> None:
+    """What fails in a thread is told on stderr; the leader hears of it through the group."""
+    with connection:
+        follower.serve()
+
+
+def _threads(artifact: ArtifactFolder, num_threads: int | None) -> int:
+    """Of each rank: its share of the machine's."""
+    return num_threads or max(1, default_threads() // artifact.ranks)
+
+
+def _require_size(artifact: ArtifactFolder, own: Launched) -> None:
+    if own.size != artifact.ranks:
+        raise RankError(
+            f"{artifact.folder}: expected {artifact.ranks} ranks, which it was compiled for, got "
+            f"{own.size} from torchrun; use --nproc-per-node {artifact.ranks}"
+        )
+
+
+def _facts(artifact: ArtifactFolder) -> meeting.Facts:
+    """What decides the bits of a step."""
+    from hashlib import sha256
+
+    from kvgraph.ops import native
+
+    manifest = sha256(to_json(to_plain(artifact.manifest))).hexdigest()
+    return {
+        "artifact": manifest[:16],
+        "ABI version": ABI_VERSION,
+        "instruction set": native.isa(),
+    }

@@ -1,0 +1,32 @@
+"""A rank's part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgraph.contract.dims import Array
+from kvgraph.errors import KernelError, RankError
+from kvgraph.ops.group import Group
+from kvgraph.runtime.sessions.base import Session
+
+
+def run_part(session: Session, group: Group, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
+    """Logits of the step; RankError names the rank for which it failed.
+
+    A part that fails fails the step of all ranks at once: else they would wait for this one.
+    """
+    try:
+        return session.run_arrays(arrays)
+    except KernelError as error:
+        try:
+            group.require_whole()
+        except RankError as why:
+            raise why from error
+        group.abort()
+        raise
+    except BaseException:
+        group.abort()
+        raise

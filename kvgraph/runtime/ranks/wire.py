@@ -1,0 +1,121 @@
+"""Messages between the leader and a follower: a JSON header, arrays behind it, and shared memory.
+
+    4 bytes   length of the header, little endian
+    header    JSON; "arrays" lists dtype and shape of each array
+    arrays    row-major, one after the other
+
+Memory that both map travels as a file descriptor of an anonymous file, which nothing names: no
+process leaves it behind, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvgraph.contract.dims import Array
+from kvgraph.contract.dtypes import DTYPES
+from kvgraph.errors import RankError
+
+MOST_HEADER_BYTES = 1 << 20
+
+
+class Wire:
+    """One end of a connection to `peer`, the rank at the other end."""
+
+    def __init__(self, connection: socket.socket, peer: int) -> None:
+        self._socket = connection
+        self.peer = peer
+
+    def send(
+        self, header: Mapping[str, Any], arrays: Sequence[Array] = (), file: int | None = None
+    ) -> None:
+        """RankError where the other rank is gone."""
+        listed = [(array.dtype.name, array.shape) for array in arrays]
+        text = json.dumps({**header, "arrays": listed}).encode()
+        parts = [len(text).to_bytes(4, "little"), text]
+        parts += [np.ascontiguousarray(array).tobytes() for array in arrays]
+        data = b"".join(parts)
+        try:
+            if file is not None:
+                sent = socket.send_fds(self._socket, [data], [file])
+                data = data[sent:]
+            self._socket.sendall(data)
+        except TimeoutError as error:
+            raise RankError(f"rank {self.peer}: expected it to take a message, got none") from error
+        except OSError as error:
+            raise self._gone() from error
+
+    def receive(self) -> tuple[dict[str, Any], list[Array], int | None]:
+        """Header, arrays and file descriptor of the next message; RankError where none comes."""
+        head, file = self._head()
+        length = int.from_bytes(head, "little")
+        if length > MOST_HEADER_BYTES:
+            raise RankError(f"rank {self.peer}: expected a message of kvgraph, got other bytes")
+        header = json.loads(self._exactly(length))
+        arrays = []
+        for name, shape in header.pop("arrays"):
+            dtype = DTYPES[name].numpy
+            count = int(np.prod(shape, dtype=np.int64))
+            data = self._exactly(count * dtype.itemsize)
+            arrays.append(np.frombuffer(data, dtype).reshape(shape))
+        return header, arrays, file
+
+    def limit(self, seconds: float | None) -> None:
+        """How long a message may take; None: for ever."""
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _head(self) -> tuple[bytes, int | None]:
+        """The first 4 bytes, with which a file comes."""
+        try:
+            data, files, _, _ = socket.recv_fds(self._socket, 4, 1)
+        except TimeoutError as error:
+            raise RankError(f"rank {self.peer}: expected a message, got none") from error
+        except OSError as error:
+            raise self._gone() from error
+        if not data:
+            raise self._gone()
+        return data + self._exactly(4 - len(data)), files[0] if files else None
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray(count)
+        view, got = memoryview(data), 0
+        while got < count:
+            try:
+                more = self._socket.recv_into(view[got:])
+            except OSError as error:
+                raise self._gone() from error
+            if not more:
+                raise self._gone()
+            got += more
+        return bytes(data)
+
+    def _gone(self) -> RankError:
+        return RankError(
+            f"rank {self.peer}: expected it to take part, got the end of its process; start all "
+            "ranks again"
+        )
+
+
+def shared_file(nbytes: int) -> int:
+    """A descriptor of `nbytes` bytes of zeroed memory that processes can share; the caller's."""
+    file = os.memfd_create("kvgraph", os.MFD_CLOEXEC)
+    os.ftruncate(file, max(nbytes, 1))
+    return file
+
+
+def mapped(file: int, shape: Sequence[int], dtype: str) -> Array:
+    """The memory of `file` as an array; the descriptor may be closed."""
+    kind = DTYPES[dtype].numpy
+    count = int(np.prod(shape, dtype=np.int64))
+    memory = mmap.mmap(file, max(count * kind.itemsize, 1))
+    return np.frombuffer(memory, np.uint8)[: count * kind.itemsize].view(kind).reshape(shape)

@@ -1,0 +1,187 @@
+#include "cpu/group.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <thread>
+
+#include "cpu/check.h"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace kvg {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Another rank that computes at the same time is this near: sleeping costs more than waiting.
+constexpr auto kSpin = std::chrono::microseconds(100);
+constexpr auto kSleep = std::chrono::milliseconds(20);  // until the other rank is looked at again
+
+// What a rank says of the pieces that it has published: how many, and the bytes of the last two,
+// by the lowest bit of their number. It may have gone on to the next piece before this one is read.
+struct alignas(64) Line {
+  std::atomic<uint32_t> calls;
+  std::atomic<uint32_t> sleepers;
+  std::atomic<uint64_t> bytes[2];
+};
+
+struct Shared {
+  Line lines[KVG_MOST_RANKS];
+  alignas(64) std::atomic<uint32_t> broken;  // as kvg_cpu_group_broken has it; set once, for all
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4,
+              "processes share them");
+
+thread_local kvg_group* t_group = nullptr;
+
+Shared& shared(const kvg_group& group) { return *static_cast<Shared*>(group.memory); }
+
+char* place(const kvg_group& group, uint64_t call, int32_t rank) {
+  const size_t index = (call & 1) * static_cast<size_t>(group.size) + static_cast<size_t>(rank);
+  return static_cast<char*>(group.memory) + sizeof(Shared) + index * kPieceBytes;
+}
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// Sleeps while `word` is `seen`, for kSleep at most.
+void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+#if defined(__linux__)
+  const timespec limit = {0, std::chrono::nanoseconds(kSleep).count()};
+  syscall(SYS_futex, &word, FUTEX_WAIT, seen, &limit, nullptr, 0);
+#else
+  (void)word, (void)seen;
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+#endif
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#else
+  (void)word;
+#endif
+}
+
+bool has_ended(const kvg_group& group, int32_t rank) {
+  if (!group.exits || group.exits[rank] < 0) return false;
+  pollfd exit = {group.exits[rank], POLLIN, 0};
+  return poll(&exit, 1, 0) == 1;
+}
+
+void mark_broken(const kvg_group& group, int32_t rank, uint32_t reason) {
+  uint32_t none = 0;
+  Shared& all = shared(group);
+  all.broken.compare_exchange_strong(none, reason << 16 | static_cast<uint32_t>(rank));
+  for (int32_t i = 0; i < group.size; ++i) wake_all(all.lines[i].calls);
+}
+
+// The thread's group; refuses unless it is one of `ranks`.
+kvg_group& entered(const char* op, int64_t ranks) {
+  const auto count = static_cast<long long>(ranks);
+  if (!t_group)
+    refuse("%s: expected one of %lld ranks on this thread, got no group; start the artifact's ranks "
+           "with torchrun --nproc-per-node %lld",
+           op, count, count);
+  if (t_group->size != ranks)
+    refuse("%s: expected a group of %lld ranks from the graph, got one of %d", op, count,
+           t_group->size);
+  return *t_group;
+}
+
+}  // namespace
+
+Meeting::Meeting(const char* op, int64_t ranks) : op_(op), group_(entered(op, ranks)) {}
+
+char* Meeting::begin() { return place(group_, group_.calls + 1, group_.rank); }
+
+const char* Meeting::part(int32_t rank) const { return place(group_, group_.calls, rank); }
+
+void Meeting::exchange(size_t bytes) {
+  ++group_.calls;
+  group_.moved_bytes += bytes;
+  Line& own = shared(group_).lines[group_.rank];
+  own.bytes[group_.calls & 1].store(bytes, std::memory_order_relaxed);
+  own.calls.store(static_cast<uint32_t>(group_.calls));
+  if (own.sleepers.load()) wake_all(own.calls);
+  for (int32_t rank = 0; rank < group_.size; ++rank)
+    if (rank != group_.rank) wait_for(rank, bytes);
+}
+
+void Meeting::wait_for(int32_t rank, size_t bytes) {
+  Shared& all = shared(group_);
+  Line& line = all.lines[rank];
+  const auto wanted = static_cast<uint32_t>(group_.calls);
+  const auto there = [&](uint32_t calls) { return static_cast<int32_t>(calls - wanted) >= 0; };
+  uint32_t calls = line.calls.load();
+  if (!there(calls)) {
+    const auto start = Clock::now();
+    const auto deadline = start + std::chrono::milliseconds(group_.timeout_ms);
+    for (uint32_t turns = 0; !there(calls = line.calls.load()); ++turns) {
+      if (const uint32_t broken = all.broken.load())
+        fail(static_cast<int32_t>(broken & 0xffff), broken >> 16);
+      if (turns % 64 || Clock::now() - start < kSpin) {
+        pause_briefly();
+        continue;
+      }
+      // A rank that ended just after it had published is not missing.
+      if (has_ended(group_, rank) && !there(line.calls.load())) fail(rank, KVG_RANK_ENDED);
+      if (Clock::now() > deadline) fail(rank, KVG_RANK_LATE);
+      ++line.sleepers;
+      if (!there(line.calls.load())) sleep_on(line.calls, calls);
+      --line.sleepers;
+      turns = 63;  // looks at all of it again
+    }
+    group_.waited_ns += static_cast<uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+  }
+  const uint64_t found = line.bytes[group_.calls & 1].load(std::memory_order_relaxed);
+  if (found != bytes)
+    refuse("%s: expected %zu bytes from rank %d as of this one, got %llu: the ranks run different "
+           "steps",
+           op_, bytes, rank, static_cast<unsigned long long>(found));
+}
+
+void Meeting::fail(int32_t rank, uint32_t reason) {
+  mark_broken(group_, rank, reason);
+  if (reason == KVG_RANK_ENDED)
+    refuse("%s: expected rank %d of %d to take part, got the end of its process", op_, rank,
+           group_.size);
+  if (reason == KVG_RANK_LATE)
+    refuse("%s: expected rank %d of %d within %.3g s (--collective-timeout), got nothing from it",
+           op_, rank, group_.size, static_cast<double>(group_.timeout_ms) / 1e3);
+  refuse("%s: expected rank %d of %d to take part, got its failure in this step; its own message "
+         "says why",
+         op_, rank, group_.size);
+}
+
+}  // namespace kvg
+
+extern "C" uint64_t kvg_cpu_group_bytes(int32_t size) {
+  return sizeof(kvg::Shared) + 2 * static_cast<uint64_t>(size) * kvg::kPieceBytes;
+}
+
+extern "C" void kvg_cpu_enter_group(kvg_group* group) { kvg::t_group = group; }
+
+extern "C" void kvg_cpu_abort_group(kvg_group* group) {
+  kvg::mark_broken(*group, group->rank, KVG_RANK_FAILED);
+}
+
+extern "C" uint32_t kvg_cpu_group_broken(const kvg_group* group) {
+  return kvg::shared(*group).broken.load();
+}

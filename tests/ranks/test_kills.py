@@ -1,0 +1,44 @@
+"""Ranks that are killed at any moment: the other ends with one sentence, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import ended, started
+
+KILLS = 50
+SECONDS = 1.5
+"""From the start of the processes into their steps."""
+
+
+def shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(compiled: Callable[..., Path]) -> None:
+    folder, moments = compiled("tiny-llama", tp=2), random.Random(7)
+    before = shared_files()
+    in_steps = 0
+    for kill in range(KILLS):
+        victim, after = kill % 2, moments.uniform(0, SECONDS)
+        command = ("generate", folder, "The import", "--max-new-tokens", 2000, "--ignore-eos")
+        with started(*command, "--collective-timeout", 4) as ranks:
+            time.sleep(after)
+            ranks[victim].kill()
+            start = time.monotonic()
+            code, _, said = ended(ranks[1 - victim])
+        assert time.monotonic() - start < 5, (kill, after)
+        assert code == 2, (kill, after, said)
+        sentences = [line for line in said.splitlines() if line.startswith("kvgraph: ")]
+        assert len(sentences) == 1, (kill, after, said)
+        assert f"rank {victim}: " in said or "got none of [1]" in said, (kill, after, said)
+        in_steps += "in the step of 2 ranks" in said
+    assert shared_files() == before
+    assert in_steps > KILLS // 5, "too few kills while steps ran"
