@@ -5,7 +5,7 @@ It needs the compiler and the session that runs what was made, so it stands abov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -142,12 +142,12 @@ def _write(
 
     Of several ranks: rank 0's files, and in `rank1/` and so on what differs from them.
     """
-    lower = pipeline.lowering(request, weights, progress)
     if request.ranks == 1:
+        lower = pipeline.lowering(request, weights, progress)
         own, lowered = traced, pipeline.lower(lower, traced, folder)
         collectives: list[Collective] = []
     else:
-        own, lowered, collectives = _write_ranks(request, lower, traced, folder, progress)
+        own, lowered, collectives = _write_ranks(request, weights, traced, folder, progress)
     progress("writing the artifact")
     return emit.emit(
         folder,
@@ -163,7 +163,7 @@ def _write(
 
 def _write_ranks(
     request: options.Request,
-    lower: Callable[..., Lowered],
+    weights: str | None,
     traced: Traced,
     folder: Path,
     progress: Progress,
@@ -171,13 +171,18 @@ def _write_ranks(
     """The files of every rank; the trace and what was lowered of rank 0, and its collectives."""
     from kvgraph.compiler.collectives import collectives_of
 
+    lower = pipeline.lowering(request, weights, progress)
     made: list[tuple[Traced, Lowered, list[Collective]]] = []
-    for rank, own in enumerate(pipeline.trace_ranks(traced, request, request.backend.functional)):
+    kernels_once = replace(request, target=replace(request.target, archs=()))
+    lower_others = pipeline.lowering(kernels_once, weights, progress)
+    kind, functional = request.target.kind, request.backend.functional
+    traces = pipeline.trace_ranks(traced, kind, request.ranks, functional=functional)
+    for rank, own in enumerate(traces):
         progress(f"lowering rank {rank} of {request.ranks}")
         place = folder / f"rank{rank}" if rank else folder
         place.mkdir(exist_ok=True)
         collectives = collectives_of(own)
-        lowered = pipeline.lower(lower, own, place)
+        lowered = pipeline.lower(lower_others if rank else lower, own, place)
         own.program = traced.program  # its weights are written
         made.append((own, lowered, collectives))
         if rank:

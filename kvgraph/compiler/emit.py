@@ -42,11 +42,11 @@ def _files(folder: Path) -> list[str]:
 
 
 def drop_shared(place: Path, folder: Path) -> list[str]:
-    """Remove from `place`, in `folder`, the files that `folder` itself has with the same bytes; the
-    names of the others from `folder` on."""
+    """Remove from `place`, in `folder`, the log and the files that `folder` itself has with the
+    same bytes; the names of the others from `folder` on."""
     kept = []
     for path in sorted(place.iterdir()):
-        if filecmp.cmp(path, folder / path.name, shallow=False):
+        if path.name == BUILD_LOG_NAME or filecmp.cmp(path, folder / path.name, shallow=False):
             path.unlink()
         else:
             kept.append(f"{place.name}/{path.name}")

@@ -148,18 +148,19 @@ def describe(model: Model, plan: CachePlan) -> GraphSignature:
     return GraphSignature.of(manager.get_symbolic_inputs()[0], model.vocab_size)
 
 
-def trace_ranks(traced: Traced, request: Request, functional: bool) -> Iterator[Traced]:
-    """What each rank runs, one after the other: the model of `traced` is cut, and traced again.
+def trace_ranks(traced: Traced, kind: str, ranks: int, *, functional: bool) -> Iterator[Traced]:
+    """What each of `ranks` devices of `kind` runs, one after the other: the model of `traced` is
+    cut, and traced again.
 
     Graphs of all ranks are equal; parameters, and where a rank's tokens begin, are not.
     """
     from kvgraph.compiler.frontends.ranks import cut
     from kvgraph.compiler.trace import trace
 
-    params = of_one_replica(traced.plan.params, request.target.kind, request.ranks)
+    params = of_one_replica(traced.plan.params, kind, ranks)
     plan = replace(traced.plan, params=params)
-    for rank in range(request.ranks):
-        own = cut(traced.model, request.ranks, rank)
+    for rank in range(ranks):
+        own = cut(traced.model, ranks, rank)
         dump = traced.dump if rank == 0 else None
         yield trace(own, describe(own, plan), plan, functional=functional, dump=dump)
 

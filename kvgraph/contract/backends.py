@@ -141,6 +141,7 @@ OURS = (
             "cuda": Support(
                 lower="kvgraph.compiler.targets.cuda:lower",
                 options=("archs", "progress"),
+                ranks=True,
                 sessions=(
                     Runner(name="torch", entry="kvgraph.runtime.sessions.torch:cuda_session"),
                 ),

@@ -71,6 +71,7 @@ def test_files(compiled: Callable[..., Path]) -> None:
     assert (fused.applied, fused.unmatched) == (8, [])
 
 
+@pytest.mark.slow
 def test_same_bytes_again(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     for name in ("a", "b"):
         kvgraph.compile(model_folder("llama"), tmp_path / name, tp=2, page_size=16, check=False)
@@ -79,8 +80,11 @@ def test_same_bytes_again(model_folder: Callable[[str], Path], tmp_path: Path) -
     assert not a.nondeterministic_files
 
 
-def test_symbols_of_every_rank_are_the_null_managers(compiled: Callable[..., Path]) -> None:
-    artifact = kvgraph.load(compiled("gemma2", tp=2))
+@pytest.mark.parametrize("model", ["tiny-llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_symbols_of_every_rank_are_the_null_managers(
+    model: str, compiled: Callable[..., Path]
+) -> None:
+    artifact = kvgraph.load(compiled(model, tp=2))
     params = artifact.params()
     null = NullKVCacheManager(
         params,
@@ -100,6 +104,7 @@ def test_symbols_of_every_rank_are_the_null_managers(compiled: Callable[..., Pat
             assert theirs.device.index in (rank, 0)  # max_lengths is on the host
 
 
+@pytest.mark.slow
 def test_check_compares_with_the_whole_model(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -123,8 +128,9 @@ def test_ranks_that_no_model_has(model_folder: Callable[[str], Path], tmp_path: 
     refused(UnsupportedError, sentence, model, out, tp=4)
     sentence = "cache: expected 'paged' for 2 ranks, got 'padded'"
     refused(UnsupportedError, sentence, model, out, tp=2, cache="padded")
-    sentence = "tp: expected 1 for backend torch on cuda, which has no collectives yet, got 2"
-    refused(UnsupportedError, sentence, model, out, tp=2, target="cuda:sm_90")
+    for backend in ("onnx", "tensorrt"):
+        sentence = f"tp: expected 1 for backend {backend} on cuda, which has no collectives yet"
+        refused(UnsupportedError, sentence, model, out, tp=2, target="cuda:sm_90", backend=backend)
     one = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=16, num_layers=2, page_size=16)
     sentence = r"params.devices: expected 2 devices per replica \(tp\), got 1 shards"
     refused(UnsupportedError, sentence, model, out, tp=2, params=one)

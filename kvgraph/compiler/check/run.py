@@ -23,6 +23,7 @@ from kvgraph.compiler.check.compare import Logits, difference, tolerance
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.locate import wrong_layer
+from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
 from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
@@ -34,6 +35,7 @@ from kvgraph.contract.backends import Backend, Support, imported
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import CheckError
 
@@ -68,6 +70,11 @@ class Made:
     @property
     def support(self) -> Support:
         return self.backend.targets[self.kind]
+
+    @property
+    def ranks(self) -> int:
+        """That the artifact has; `traced` is of the whole model."""
+        return shards_of(self.manifest.layout)
 
     @property
     def kinds(self) -> list[str]:
@@ -158,6 +165,9 @@ def _check_module(made: Made) -> str:
 def _run_program(
     made: Made, traced: Traced, rows: Sequence[Row], streamed: Streamed | None
 ) -> list[Logits]:
+    if made.ranks > 1:
+        rewrite = imported(made.support.rewrite)
+        return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK, streamed)
     if made.support.rewrite:
         imported(made.support.rewrite)(traced)
     program = ProgramRun(traced.program, streamed=streamed)

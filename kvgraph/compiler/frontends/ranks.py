@@ -19,8 +19,10 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kvgraph.compiler.cache import require_heads
+from kvgraph.compiler.checkpoint import Share
 from kvgraph.compiler.frontends.huggingface import Decoder, probe
 from kvgraph.compiler.model import Model
 from kvgraph.errors import UnsupportedError
@@ -40,11 +42,11 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     """
     decoder = model.module
     assert isinstance(decoder, Decoder), "of a checkpoint folder"
-    assert model.checkpoint is None, "its values are in memory"
     require_heads(model.architecture, model.layers, ranks)
     shared = [*decoder.parameters(), *decoder.buffers()]
     own = copy.deepcopy(decoder, {id(tensor): tensor for tensor in shared})
-    _Cutter(model.architecture, _plan(decoder, model.architecture), ranks, rank).run(own.model)
+    cutter = _Cutter(model.architecture, _plan(decoder, model.architecture), ranks, rank)
+    cutter.run(own.model)
     seen = probe(own, model.architecture, len(model.layers))
     for layer, (part, whole) in enumerate(zip(seen, model.layers, strict=True)):
         if part.n_kv_heads * ranks != whole.n_kv_heads:
@@ -52,7 +54,11 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
                 f"tp: expected {whole.n_kv_heads // ranks} kv heads of a rank in layer {layer} of "
                 f"{model.architecture!r}, got {part.n_kv_heads}: its plan does not cut attention"
             )
-    return replace(model, module=own, place=own.place)
+    checkpoint = model.checkpoint
+    if checkpoint is not None:
+        shares = {f"model.{name}": share for name, share in cutter.shares.items()}
+        checkpoint = replace(checkpoint, shares=shares)
+    return replace(model, module=own, place=own.place, checkpoint=checkpoint)
 
 
 def _plan(decoder: Decoder, architecture: str) -> Mapping[str, str]:
@@ -75,6 +81,8 @@ class _Cutter:
     plan: Mapping[str, str]
     ranks: int
     rank: int
+    shares: dict[str, Share] = field(default_factory=dict)
+    """By name of a parameter: what is kept of it."""
     _cut: dict[tuple[int, int, int], nn.Parameter] = field(default_factory=dict)
 
     def run(self, model: nn.Module) -> None:
@@ -176,12 +184,14 @@ class _Cutter:
                 f"tp: expected ranks that divide the {extent // parts} rows or columns of {name}, "
                 f"got {self.ranks}"
             )
-        key = (id(whole), dim % whole.dim(), parts)
+        share = Share(dim % whole.dim(), parts, self.ranks, self.rank)
+        self.shares[name] = share
+        key = (id(whole), share.dim, parts)
         if key not in self._cut:
-            packed = whole.detach().chunk(parts, dim)
-            shares = [each.chunk(self.ranks, dim)[self.rank] for each in packed]
-            share = torch.cat(shares, dim) if parts > 1 else shares[0]
-            self._cut[key] = nn.Parameter(share.contiguous(), requires_grad=False)
+            view = share.of(whole.detach())
+            # One without values is no view of others: ranks share a program that names its place.
+            kept = view.clone() if isinstance(view, FakeTensor) else view.contiguous()
+            self._cut[key] = nn.Parameter(kept, requires_grad=False)
         module._parameters[own] = self._cut[key]
 
 

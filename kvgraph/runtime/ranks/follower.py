@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from kvgraph.contract.dims import Array
-from kvgraph.errors import RankError
+from kvgraph.errors import KVGraphError, RankError
 from kvgraph.ops.group import Group
 from kvgraph.runtime.ranks.part import run_part
 from kvgraph.runtime.ranks.wire import Wire, mapped
@@ -17,7 +18,7 @@ class Follower:
 
     def __init__(self, session: Session, group: Group, wire: Wire) -> None:
         self._session, self._group, self._wire = session, group, wire
-        self._buffers: dict[str, Array] = {}
+        self._buffers: dict[str, Any] = {}
 
     def serve(self) -> None:
         self._group.enter()
@@ -25,19 +26,31 @@ class Follower:
         while True:
             said, arrays, file = self._wire.receive()
             if "run" in said:
-                self._run(arrays)
+                self._run(arrays, said["run"] == "captured")
             elif "allocate" in said:
-                assert file is not None
-                self._buffers[said["allocate"]] = mapped(file, said["shape"], said["dtype"])
-                os.close(file)
+                self._allocate(said["allocate"], said["sizes"], file)
             elif "close" in said:
                 return
             else:
                 raise RankError(f"rank 0: expected a step, got {sorted(said)}")
 
-    def _run(self, given: list[Array]) -> None:
+    def _allocate(self, name: str, sizes: dict[str, int], file: int | None) -> None:
+        """A pool: memory that the leader maps too, or this rank's own device's."""
+        symbol = next(s for s in self._session.signature.inputs if s.name == name)
+        if file is not None:
+            self._buffers[name] = mapped(file, symbol.extents(sizes), symbol.dtype)
+            os.close(file)
+            return
+        try:
+            self._buffers[name] = self._session.allocate(symbol, sizes).handle
+        except KVGraphError as error:
+            self._wire.send({"refused": str(error)})
+            raise
+        self._wire.send({"allocated": name})
+
+    def _run(self, given: list[Array], capture: bool) -> None:
         arrays, tensors = [], iter(given)
         for symbol in self._session.signature.inputs:
             is_buffer = symbol.kind == "buffer"
             arrays.append(self._buffers[symbol.name] if is_buffer else next(tensors))
-        run_part(self._session, self._group, arrays)
+        run_part(self._session, self._group, arrays, capture=capture)

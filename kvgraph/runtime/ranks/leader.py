@@ -2,7 +2,7 @@
 
 Decision: pools of all ranks are memory that the leader maps. A manager with tiers or a prefix cache
 then copies and keeps pages of every shard as it does on one device, and a step's message holds only
-its few small arrays, which all shards share.
+its few small arrays, which all shards share. Pools on GPUs stay with their ranks and have no tiers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import Array, TensorType
+from kvgraph.contract.dims import TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
-from kvgraph.errors import BindingError, RankError
+from kvgraph.errors import BindingError, CapacityError, RankError
 from kvgraph.ops.group import Group
 from kvgraph.runtime.ranks.part import run_part
 from kvgraph.runtime.ranks.wire import Wire, mapped, shared_file
@@ -41,6 +41,7 @@ class LeaderSession(Session):
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(own.artifact)
+        self.captures = own.captures
         self.step_tokens = own.step_tokens
         self.limits = own.limits
         self._own, self._group, self._wires = own, group, list(wires)
@@ -56,19 +57,30 @@ class LeaderSession(Session):
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
         rank = symbol.device.index
         if rank == 0:
-            return super().allocate(symbol, sizes)
+            return self._own.allocate(symbol, sizes)
         known = replace(symbol, device=symbol.device._replace(index=0))
         self._require_known(known if rank < self.ranks else symbol)
         shape = symbol.extents(sizes)
+        wire, said = self._wires[rank - 1], {"allocate": symbol.name, "sizes": dict(sizes)}
+        if not self._own.host_pools:
+            wire.send(said)
+            answer, _, _ = wire.receive()
+            if "refused" in answer:
+                raise CapacityError(f"rank {rank}: {answer['refused']}")
+            return Buffer(symbol.dtype, shape, symbol.device)
         nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[symbol.dtype].numpy.itemsize
         file = shared_file(nbytes)
         try:
             array = mapped(file, shape, symbol.dtype)
-            said = {"allocate": symbol.name, "shape": shape, "dtype": symbol.dtype}
-            self._wires[rank - 1].send(said, file=file)
+            wire.send(said, file=file)
         finally:
             os.close(file)
         return Buffer(symbol.dtype, shape, symbol.device, array)
+
+    def free_memory(self) -> int | None:
+        """Of all ranks, as if their devices were alike."""
+        own = self._own.free_memory()
+        return None if own is None else own * self.ranks
 
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
         """Of rank 0: the small ones are those of all ranks."""
@@ -78,18 +90,27 @@ class LeaderSession(Session):
             raise BindingError(f"cache: expected records of {self.ranks} devices, got {got}")
         return super()._arrays(inputs, records[0])
 
-    def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
+    def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
+        return self._step(arrays, capture=False)
+
+    def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
+        return self._step(arrays, capture=True)
+
+    def _synchronize(self) -> None:
+        self._own.synchronize()
+
+    def _step(self, arrays: Sequence[Any], *, capture: bool) -> npt.NDArray[np.float32]:
         self._group.require_whole()
         symbols = self.signature.inputs
         small = [a for s, a in zip(symbols, arrays, strict=True) if s.kind == "tensor"]
         for wire in self._wires:
             try:
-                wire.send({"run": 1}, small)
+                wire.send({"run": "captured" if capture else "once"}, small)
             except RankError:
                 self._group.abort()
                 raise
         self._group.enter()
-        return run_part(self._own, self._group, arrays)
+        return run_part(self._own, self._group, arrays, capture=capture)
 
     def close(self) -> None:
         """The other ranks end. Idempotent."""

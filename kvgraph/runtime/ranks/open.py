@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvgraph.contract.devices import Target
 from kvgraph.contract.plain import to_json, to_plain
 from kvgraph.errors import RankError, RequestError
 from kvgraph.ops.group import Group, shared_bytes
@@ -36,6 +37,11 @@ def open_leader(
     """The session of all ranks. Under torchrun each is a process, else a thread of this one."""
     own = launched()
     seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout
+    if own is None and Target.parse(artifact.manifest.target).kind != "cpu":
+        raise RankError(
+            f"{artifact.folder}: expected {artifact.ranks} processes, a GPU for each, got one; "
+            f"start it with torchrun --standalone --nproc-per-node {artifact.ranks}"
+        )
     if own is None:
         return _in_threads(artifact, make, num_threads, seconds)
     _require_size(artifact, own)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.dims import Array
 from kvgraph.errors import KernelError, RankError
 from kvgraph.ops.group import Group
 from kvgraph.runtime.sessions.base import Session
 
 
-def run_part(session: Session, group: Group, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
+def run_part(
+    session: Session, group: Group, arrays: Sequence[Any], *, capture: bool
+) -> npt.NDArray[np.float32]:
     """Logits of the step; RankError names the rank for which it failed.
 
     A part that fails fails the step of all ranks at once: else they would wait for this one.
     """
     try:
-        return session.run_arrays(arrays)
+        return session.run_arrays(arrays, capture=capture)
     except KernelError as error:
         try:
             group.require_whole()

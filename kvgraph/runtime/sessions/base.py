@@ -26,6 +26,9 @@ ALIGNMENT = 64
 class Session(ABC):
     """A loaded artifact. One step at a time: one that overlaps another is a RequestError."""
 
+    host_pools = True
+    """Whether pools are host memory, which processes can share."""
+
     captures = False
     """Whether `run(..., capture=True)` is faster: the engine then pads decode steps to buckets."""
 
@@ -104,16 +107,18 @@ class Session(ABC):
             if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
                 logits = np.empty((len(inputs.logits_indices), self._vocab), np.float32)
             else:
-                logits = self._run_captured(arrays) if capture else self._run(arrays)
+                logits = self.run_arrays(arrays, capture=capture)
             self._has_ended = True
             return logits
         finally:
             if self._turns.running is call:
                 del self._turns.running
 
-    def run_arrays(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
-        """As `run`, over arrays in the signature's order that another rank has checked."""
-        return self._run(arrays)
+    def run_arrays(
+        self, arrays: Sequence[Any], *, capture: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """As `run`, over checked arrays in the signature's order, on the host or the device."""
+        return self._run_captured(arrays) if capture else self._run(arrays)
 
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
         """Dense host arrays, or a device's own, in the signature's order, checked against it."""

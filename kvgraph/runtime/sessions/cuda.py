@@ -23,6 +23,7 @@ from kvgraph.kernels import launch, variants
 from kvgraph.kv.pool.batch import Upload
 from kvgraph.kv.tiers.copies import Rows
 from kvgraph.runtime.folder import ArtifactFolder
+from kvgraph.runtime.sessions import nccl
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_pages import PageCopies
 from kvgraph.runtime.sessions.program import Gpu, load_program
@@ -35,8 +36,9 @@ MAX_CAPTURED = 256
 
 
 class CudaSession(Session):
-    """Runs a `cuda` artifact. `gpu` is what launches: by default GPU 0 of this machine."""
+    """Runs a `cuda` artifact. `gpu` is what launches: by default the GPU of the rank's number."""
 
+    host_pools = False
     captures = True
 
     def __init__(self, artifact: ArtifactFolder, gpu: Gpu | None = None) -> None:
@@ -44,7 +46,9 @@ class CudaSession(Session):
         if gpu is None:
             from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
 
-            gpu = CudaGpu(artifact.folder)
+            gpu = CudaGpu(artifact.folder, artifact.rank)
+            if artifact.ranks > 1:
+                nccl.join(artifact.rank, artifact.ranks)
         self.gpu = gpu
         self._program = load_program(artifact, gpu)
         gpu.require([variants.increment_variant()])

@@ -57,7 +57,7 @@ class Gpu(Protocol):
 
 def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
     """`model.pt2` with its weights on the GPU's device, over inputs in the signature's order."""
-    path = artifact.folder / "model.pt2"
+    path = artifact.file("model.pt2")
     with opening(path, f"torch {torch.__version__}"):
         program = read_program(artifact, gpu.device)
         if gpu.device.type != "cpu":  # saved as a CPU graph
@@ -71,7 +71,7 @@ def load_program(artifact: ArtifactFolder, gpu: Gpu) -> torch.fx.GraphModule:
 def read_program(artifact: ArtifactFolder, device: torch.device) -> torch.export.ExportedProgram:
     """`model.pt2`, a CPU graph, with its weights on `device`. ArtifactError for a file that would
     run code as it is read."""
-    path = artifact.folder / "model.pt2"
+    path = artifact.file("model.pt2")
     require_no_pickles(path)
     program = _load(path)
     _bind_weights(program, artifact, device)

@@ -1,0 +1,77 @@
+"""The programs of all ranks, run together on this machine: a thread for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvgraph.compiler.check.compare import Logits, Tokens
+from kvgraph.compiler.check.host import Params, logits_of
+from kvgraph.compiler.check.interpret import ProgramRun
+from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.pipeline import trace_ranks
+from kvgraph.compiler.traced import Traced
+from kvgraph.contract.devices import Device
+from kvgraph.contract.trees import MultiKVCacheParams
+from kvgraph.ops.group import Group, shared_bytes
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for another: operators run one by one."""
+
+
+def rank_logits(
+    traced: Traced,
+    ranks: int,
+    kind: str,
+    rewrite: Callable[[Traced], None],
+    rows: Sequence[Tokens],
+    chunk: int,
+    streamed: Streamed | None,
+) -> list[Logits]:
+    """What rank 0 of the model of `traced` computes, as `logits_of`, beside all others.
+
+    `rewrite` runs the passes of a target for devices of `kind`. Parameters that are fake are
+    `streamed`.
+    """
+    given = replace(traced, model=replace(traced.model, checkpoint=Checkpoint({})))
+    memory = np.zeros(shared_bytes(ranks), np.uint8)
+    groups = [Group(memory, rank, ranks, [-1] * ranks, TIMEOUT) for rank in range(ranks)]
+    runs = []
+    for own in trace_ranks(given, kind, ranks, functional=False):
+        rewrite(own)
+        checkpoint = own.model.checkpoint
+        assert checkpoint is not None
+        mine = streamed and streamed.cut(checkpoint.shares, traced.model.module)
+        runs.append((own, ProgramRun(own.program, streamed=mine)))
+    found: list[list[Logits]] = [[] for _ in runs]
+    failed: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        own, step = runs[rank]
+        groups[rank].enter()
+        try:
+            params = _of_one_rank(own.plan.params)
+            found[rank] = logits_of(step, own.signature, params, rows, chunk=chunk)
+        except BaseException as error:
+            failed.append(error)
+            groups[rank].abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _of_one_rank(params: Params) -> Params:
+    """The caches of a rank as if it were alone."""
+    if isinstance(params, MultiKVCacheParams):
+        return MultiKVCacheParams.from_params({n: _of_one_rank(c) for n, c in params.children})
+    return replace(params, n_kv_heads=params.n_kv_heads_per_device, devices=(Device("cpu"),))
