@@ -76,12 +76,13 @@ def require_target(
 
 
 def require_heads(architecture: str, layers: Sequence[LayerNeed], ranks: int) -> None:
-    """UnsupportedError unless each of `ranks` gets as many kv heads of each layer."""
+    """UnsupportedError unless each of `ranks` gets as many kv heads of each layer: a share of them,
+    or where there are fewer a copy of one."""
     for need in layers:
-        if need.n_kv_heads % ranks:
+        if need.n_kv_heads % ranks and ranks % need.n_kv_heads:
             raise UnsupportedError(
                 f"tp: expected ranks that divide the {need.n_kv_heads} kv heads of "
-                f"{architecture!r}, got {ranks}"
+                f"{architecture!r}, or a multiple of them, got {ranks}"
             )
 
 
@@ -93,7 +94,10 @@ def of_one_replica(
         children = {name: of_one_replica(child, kind, ranks) for name, child in params.children}
         return MultiKVCacheParams.from_params(children)
     devices = tuple(Device(f"{kind}:{i}") for i in range(ranks))
-    return replace(params, devices=devices, data_parallel_degree=1)
+    copied = params.allow_kv_head_replication or ranks > params.n_kv_heads
+    return replace(
+        params, devices=devices, data_parallel_degree=1, allow_kv_head_replication=copied
+    )
 
 
 def pool_types(dtype: str, cache_dtype: str | None) -> tuple[str, KVCacheQuantization | None]:
@@ -137,6 +141,7 @@ def plan_cache(
             quantization=quantization,
             cache_strategy=strategy,
             devices=tuple(devices),
+            allow_kv_head_replication=len(devices) > group.n_kv_heads,
         )
         for group in groups
     }

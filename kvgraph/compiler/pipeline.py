@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.cache import (
     CachePlan,
+    LayerNeed,
     of_one_replica,
     plan_cache,
     pool_types,
@@ -146,6 +147,17 @@ def describe(model: Model, plan: CachePlan) -> GraphSignature:
     )
     model.place(plan)
     return GraphSignature.of(manager.get_symbolic_inputs()[0], model.vocab_size)
+
+
+def notes_of_ranks(layers: Sequence[LayerNeed], ranks: int) -> list[str]:
+    """A sentence where ranks hold copies of kv heads."""
+    heads = min((need.n_kv_heads for need in layers), default=ranks)
+    if heads >= ranks:
+        return []
+    return [
+        f"kv heads: {heads} in a layer are fewer than the {ranks} ranks, so the pool holds each "
+        f"{ranks // heads} times"
+    ]
 
 
 def trace_ranks(traced: Traced, kind: str, ranks: int, *, functional: bool) -> Iterator[Traced]:

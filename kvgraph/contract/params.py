@@ -296,6 +296,7 @@ class KVCacheParams:
         """
         if devices is None:
             devices = [Device(f"cpu:{i}") for i in range(shards_of(layout))]
+        shards, heads = len(devices) // data_parallel_degree, layout.get("n_kv_heads")
         fields = {k: v for k, v in layout.items() if k != "n_shards"}
         if isinstance(fields.get("quantization"), Mapping):
             fields["quantization"] = KVCacheQuantization(**fields["quantization"])  # type: ignore[arg-type]
@@ -304,6 +305,7 @@ class KVCacheParams:
             devices=tuple(devices),
             data_parallel_degree=data_parallel_degree,
             enable_prefix_caching=enable_prefix_caching,
+            allow_kv_head_replication=isinstance(heads, int) and shards > heads,
         )
         params.require_layout(layout, source="the layout")
         return params

@@ -58,6 +58,17 @@ def test_packed_halves_are_cut_each(tmp_path: Path) -> None:
     assert torch.equal(own, torch.cat([gate.chunk(2, 1)[1], up.chunk(2, 1)[1]], 1))
 
 
+def test_fewer_kv_heads_than_ranks_are_copied(model_folder: Callable[[str], Path]) -> None:
+    model = huggingface.load(model_folder("llama"), "float32")
+    whole = dict(model.module.named_parameters())
+    heads = whole["model.model.layers.0.self_attn.k_proj.weight"].chunk(2)
+    for rank in range(4):
+        own = dict(cut(model, 4, rank).module.named_parameters())
+        assert torch.equal(own["model.model.layers.0.self_attn.k_proj.weight"], heads[rank // 2])
+        queries = whole["model.model.layers.0.self_attn.q_proj.weight"].chunk(4)
+        assert torch.equal(own["model.model.layers.0.self_attn.q_proj.weight"], queries[rank])
+
+
 def test_files(compiled: Callable[..., Path]) -> None:
     folder = compiled("tiny-llama", tp=2)
     manifest = read_manifest(folder)
@@ -124,8 +135,10 @@ def test_ranks_that_no_model_has(model_folder: Callable[[str], Path], tmp_path: 
     out, model = tmp_path / "out", model_folder("llama")
     for tp in (0, 65):
         refused(UnsupportedError, f"tp: expected 1 to 64 ranks, got {tp}", model, out, tp=tp)
-    sentence = "tp: expected ranks that divide the 2 kv heads of 'llama', got 4"
-    refused(UnsupportedError, sentence, model, out, tp=4)
+    sentence = "the 2 kv heads of 'llama', or a multiple of them, got 3"
+    refused(UnsupportedError, sentence, model, out, tp=3)
+    sentence = "tp: expected ranks that divide the 4 attention heads of 'llama', got 8"
+    refused(UnsupportedError, sentence, model, out, tp=8)
     sentence = "cache: expected 'paged' for 2 ranks, got 'padded'"
     refused(UnsupportedError, sentence, model, out, tp=2, cache="padded")
     for backend in ("onnx", "tensorrt"):
@@ -182,7 +195,9 @@ def test_plan_counts_one_rank(compiled: Callable[..., Path], model_folder: Any) 
     assert two.weights == pytest.approx(stored, rel=0.01)
     assert two.bytes_per_page[""] * 2 == one.bytes_per_page[""]
     assert two.pages[""] > 2 * one.pages[""]
-    with pytest.raises(UnsupportedError, match="divide the 4 kv heads of 'llama', got 3"):
+    with pytest.raises(
+        UnsupportedError, match="the 4 kv heads of 'llama', or a multiple of them, got 3"
+    ):
         plan_deployment(model_folder("tiny-llama"), tp=3, **given)
 
 

@@ -15,13 +15,13 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kvgraph.compiler.cache import require_heads
+from kvgraph.compiler.cache import LayerNeed, require_heads
 from kvgraph.compiler.checkpoint import Share
 from kvgraph.compiler.frontends.huggingface import Decoder, probe
 from kvgraph.compiler.model import Model
@@ -45,13 +45,15 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     require_heads(model.architecture, model.layers, ranks)
     shared = [*decoder.parameters(), *decoder.buffers()]
     own = copy.deepcopy(decoder, {id(tensor): tensor for tensor in shared})
-    cutter = _Cutter(model.architecture, _plan(decoder, model.architecture), ranks, rank)
+    plan = _plan(decoder, model.architecture, ranks)
+    cutter = _Cutter(model.architecture, plan, ranks, rank, set(model.layers))
     cutter.run(own.model)
     seen = probe(own, model.architecture, len(model.layers))
     for layer, (part, whole) in enumerate(zip(seen, model.layers, strict=True)):
-        if part.n_kv_heads * ranks != whole.n_kv_heads:
+        wanted = max(1, whole.n_kv_heads // ranks)
+        if part.n_kv_heads != wanted:
             raise UnsupportedError(
-                f"tp: expected {whole.n_kv_heads // ranks} kv heads of a rank in layer {layer} of "
+                f"tp: expected {wanted} kv heads of a rank in layer {layer} of "
                 f"{model.architecture!r}, got {part.n_kv_heads}: its plan does not cut attention"
             )
     checkpoint = model.checkpoint
@@ -61,14 +63,19 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     return replace(model, module=own, place=own.place, checkpoint=checkpoint)
 
 
-def _plan(decoder: Decoder, architecture: str) -> Mapping[str, str]:
+def _plan(decoder: Decoder, architecture: str, ranks: int) -> Mapping[str, str]:
     """Name of a module or a parameter, with "*" for its layer -> how it is cut."""
-    text = decoder.model.config.get_text_config()  # type: ignore[union-attr,operator]
+    text: Any = decoder.model.config.get_text_config()  # type: ignore[union-attr,operator]
     plan: Mapping[str, str] | None = getattr(decoder.model, "tp_plan", None)
     if not plan or not getattr(text, "base_model_tp_plan", None):
         raise UnsupportedError(
             f"tp: expected a plan for tensor parallelism in transformers' model of "
             f"{architecture!r}, got none"
+        )
+    if text.num_attention_heads % ranks:
+        raise UnsupportedError(
+            f"tp: expected ranks that divide the {text.num_attention_heads} attention heads of "
+            f"{architecture!r}, got {ranks}"
         )
     return plan
 
@@ -81,8 +88,10 @@ class _Cutter:
     plan: Mapping[str, str]
     ranks: int
     rank: int
+    needs: set[LayerNeed]
     shares: dict[str, Share] = field(default_factory=dict)
     """By name of a parameter: what is kept of it."""
+    _parts: dict[str, nn.Module] = field(default_factory=dict)
     _cut: dict[tuple[int, int, int], nn.Parameter] = field(default_factory=dict)
 
     def run(self, model: nn.Module) -> None:
@@ -96,7 +105,8 @@ class _Cutter:
             "moe_tp_experts": lambda name, module: self._sum_output(module),
             "all_reduce": lambda name, module: self._sum_output(module),
         }
-        for name, module in list(model.named_modules()):
+        self._parts = dict(model.named_modules())
+        for name, module in self._parts.items():
             style = self._style(name)
             if style is not None:
                 self._known(styles, name, style)(name, module)
@@ -122,12 +132,30 @@ class _Cutter:
     # -- modules
 
     def _columns(self, name: str, module: nn.Module) -> None:
+        heads = self._copied_heads(name, module)
+        if heads:
+            one = Share(0, 1, heads, self.rank * heads // self.ranks)
+            for own in _present(module):
+                self._keep(f"{name}.{own}", module, own, one)
+            return
         for own in _present(module):
             self._parameter(f"{name}.{own}", module, own, 0, 1)
 
     def _packed_columns(self, name: str, module: nn.Module) -> None:
         for own in _present(module):
             self._parameter(f"{name}.{own}", module, own, 0, 2)
+
+    def _copied_heads(self, name: str, module: nn.Module) -> int:
+        """Of a layer that makes keys or values of fewer heads than ranks: how many heads. 0: of
+        any other layer."""
+        if not hasattr(self._parts.get(name.rpartition(".")[0]), "layer_idx"):
+            return 0
+        rows = _rows_of(module)
+        fewer = [need for need in self.needs if need.n_kv_heads < self.ranks]
+        widths = {
+            need.n_kv_heads * w: need for need in fewer for w in (need.head_dim, need.v_head_dim)
+        }
+        return widths[rows].n_kv_heads if rows in widths else 0
 
     def _gathered_columns(self, name: str, module: nn.Module) -> None:
         width = _rows_of(module)
@@ -184,9 +212,13 @@ class _Cutter:
                 f"tp: expected ranks that divide the {extent // parts} rows or columns of {name}, "
                 f"got {self.ranks}"
             )
-        share = Share(dim % whole.dim(), parts, self.ranks, self.rank)
+        self._keep(name, module, own, Share(dim % whole.dim(), parts, self.ranks, self.rank))
+
+    def _keep(self, name: str, module: nn.Module, own: str, share: Share) -> None:
+        whole = module._parameters[own]
+        assert whole is not None
         self.shares[name] = share
-        key = (id(whole), share.dim, parts)
+        key = (id(whole), share.dim, share.parts)
         if key not in self._cut:
             view = share.of(whole.detach())
             # One without values is no view of others: ranks share a program that names its place.
