@@ -10,8 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered
-from kvgraph.compiler.targets.weights import WEIGHTS_NAME
+from kvgraph.compiler.targets import BUILD_LOG_NAME, WEIGHTS_NAME, Lowered
 from kvgraph.contract.backends import Backend
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import Target

@@ -10,6 +10,8 @@ from pathlib import Path
 from kvgraph.compiler.passes import PassReport
 from kvgraph.contract.manifest import EngineInfo
 
+WEIGHTS_NAME = "weights.safetensors"
+
 BUILD_LOG_NAME = "build.json"
 """How long the parts of this build took: never the same twice, so it is not hashed."""
 

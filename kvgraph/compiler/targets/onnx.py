@@ -25,8 +25,8 @@ from kvgraph.compiler.export import symbolic_batch
 from kvgraph.compiler.passes.lists import PASSES, PassList, run_passes
 from kvgraph.compiler.passes.parameters import name_outputs, tensor_of
 from kvgraph.compiler.quiet import quiet_loggers
-from kvgraph.compiler.targets import Lowered
-from kvgraph.compiler.targets.weights import WEIGHTS_NAME, write_safetensors
+from kvgraph.compiler.targets import WEIGHTS_NAME, Lowered
+from kvgraph.compiler.targets.weights import write_safetensors
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name

@@ -15,10 +15,9 @@ import torch
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.targets import WEIGHTS_NAME
 from kvgraph.contract.dtypes import ALL
 from kvgraph.progress import task
-
-WEIGHTS_NAME = "weights.safetensors"
 
 STORED_DTYPES = {
     getattr(torch, dtype.name): dtype.safetensors

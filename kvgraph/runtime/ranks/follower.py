@@ -35,7 +35,9 @@ class Follower:
                 raise RankError(f"rank 0: expected a step, got {sorted(said)}")
 
     def _allocate(self, name: str, sizes: dict[str, int], file: int | None) -> None:
-        """A pool: memory that the leader maps too, or this rank's own device's."""
+        """A pool: memory that the leader maps too, or this rank's own device's. The one before it
+        goes first: a device may not have room for two."""
+        self._buffers.pop(name, None)
         symbol = next(s for s in self._session.signature.inputs if s.name == name)
         if file is not None:
             self._buffers[name] = mapped(file, symbol.extents(sizes), symbol.dtype)
