@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
 from kvgraph.compiler.options import check_weights, default_weights, require_ranks
-from kvgraph.contract.backends import default_backend
+from kvgraph.contract.backends import Support, default_backend
 from kvgraph.contract.devices import Target, virtual_devices
 from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError
@@ -96,8 +96,9 @@ def plan_deployment(
     weight_bytes = model.weight_bytes(dtype, bits)
     available = memory - weight_bytes
     if available <= 0:
+        less = "".join(_smaller(model, support, memory, weight_bytes, tp))
         raise ParamsError(
-            f"memory: expected more than the {weight_bytes} bytes of weights, got {memory}"
+            f"memory: expected more than the {weight_bytes} bytes of weights, got {memory}{less}"
         )
     length = model.max_seq_len if max_seq_len is None else max_seq_len
     if not 1 <= length <= model.max_seq_len:
@@ -127,6 +128,22 @@ def plan_deployment(
         longest_context=min(model.max_seq_len, tokens),
         ranks=tp,
     )
+
+
+def _smaller(
+    model: Described, support: Support, memory: int, weight_bytes: int, tp: int
+) -> Iterator[str]:
+    """What would fit, as ends of the sentence that this does not."""
+    if "weight_bits" in support.options:
+        for name in ("int8", "int4"):
+            nbytes = model.weight_bytes("float32", WEIGHT_BITS[name])
+            if nbytes < min(memory, weight_bytes):
+                yield f"; --weights {name} takes {nbytes}"
+    heads = min(need.n_kv_heads for need in model.layers)
+    fitting = (n for n in range(2, heads + 1) if heads % n == 0 and weight_bytes < memory * n)
+    least = next(fitting, None) if support.ranks and tp == 1 else None
+    if least is not None:
+        yield f"; --tp {least} about {weight_bytes // least} on each device"
 
 
 def _describe(

@@ -85,6 +85,11 @@ class Group:
             )
 
     @property
+    def calls(self) -> int:
+        """Pieces of collectives so far."""
+        return int(self._group.calls)
+
+    @property
     def waited_seconds(self) -> float:
         """Spent in collectives, waiting for other ranks."""
         return float(self._group.waited_ns) / 1e9

@@ -165,6 +165,17 @@ def test_models_that_cannot_be_cut(
         cut(model, 2, 0)
 
 
+def test_modules_of_another_layout_are_refused(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = huggingface.load(model_folder("llama"), "float32")
+    plan = dict(model.module.model.tp_plan) | {"model.layers.*.input_layernorm": "colwise"}
+    monkeypatch.setattr(type(model.module.model), "tp_plan", plan)
+    sentence = r"layers.0.input_layernorm of 'llama': expected a Linear to cut 'colwise', got Llama"
+    with pytest.raises(UnsupportedError, match=sentence):
+        cut(model, 2, 0)
+
+
 def test_a_module_of_ones_own_has_no_plan(tmp_path: Path) -> None:
     class Own(nn.Module):
         def forward(self, tokens: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -199,6 +210,31 @@ def test_plan_counts_one_rank(compiled: Callable[..., Path], model_folder: Any) 
         UnsupportedError, match="the 4 kv heads of 'llama', or a multiple of them, got 3"
     ):
         plan_deployment(model_folder("tiny-llama"), tp=3, **given)
+
+
+def test_plan_says_what_would_fit(model_folder: Callable[[str], Path]) -> None:
+    def refused(memory: int, **options: Any) -> str:
+        with pytest.raises(ParamsError) as error:
+            plan_deployment(
+                model_folder("tiny-llama"),
+                memory=memory,
+                max_seq_len=None,
+                max_batch_size=8,
+                dtype=None,
+                cache_dtype=None,
+                page_size=16,
+                **options,
+            )
+        return str(error.value).partition("bytes of weights, ")[2]
+
+    assert refused(2 << 20, target="cpu") == (
+        "got 2097152; --weights int8 takes 1731072; --weights int4 takes 1239040; --tp 2 about "
+        "2066688 on each device"
+    )
+    assert refused(3 << 20, target="cuda:sm_90") == (
+        "got 3145728; --tp 2 about 2066688 on each device"
+    )
+    assert refused(1, target="cpu") == "got 1"
 
 
 @pytest.mark.parametrize("shards", [0, 65, "2", None])

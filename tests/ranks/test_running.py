@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,52 @@ def test_pages_of_every_shard_come_back_from_disk(two: Path, tmp_path: Path) -> 
     assert cached == [0, 96]
 
 
+def test_an_interrupt_behind_a_step_costs_no_token(
+    two: Path, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks have run it: it runs again."""
+    with kvgraph.Engine(two, num_pages=64) as engine:
+        own: Any = engine.session
+        own = own._own
+        run, steps = own._run, []
+
+        def interrupted(arrays: Any) -> Any:
+            logits = run(arrays)
+            steps.append(1)
+            if len(steps) == 5:
+                raise KeyboardInterrupt
+            return logits
+
+        monkeypatch.setattr(own, "_run", interrupted)
+        engine.submit(PROMPT, GREEDY)
+        text, interrupts = "", 0
+        while engine.busy:
+            try:
+                text += "".join(token.text for token in engine.step())
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert (text, interrupts) == (expected, 1)
+
+
+def test_an_interrupt_before_a_step_ends_the_ranks(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have it: they would sum this step's parts with the next one's."""
+    with kvgraph.Engine(two, num_pages=64) as engine:
+        engine.submit(PROMPT, GREEDY)
+        own: Any = engine.session
+
+        def interrupted(arrays: Any, **options: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(own._own, "run_arrays", interrupted)
+        monkeypatch.setattr(threading, "excepthook", lambda given: None)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        with pytest.raises(RankError, match=r"rank 0: expected it to take part .* its failure"):
+            engine.step()
+
+
 def test_records_of_other_devices_are_refused(two: Path) -> None:
     artifact = kvgraph.load(two)
     session = artifact.session()
@@ -81,6 +128,24 @@ def test_rank_0_writes_the_text(two: Path, expected: str) -> None:
     assert leader[:2] == (0, expected + "\n")
     assert "generated: 24 tokens" in leader[2]
     assert follower == (0, "", "")
+
+
+def test_a_server_of_two_ranks_drains(two: Path, expected: str) -> None:
+    with started("serve", two, "--port", 0, "--num-pages", 64) as (leader, follower):
+        assert leader.stderr is not None
+        url = json.loads(leader.stderr.readline())["url"]
+        while json.loads(leader.stderr.readline())["event"] != "ready":
+            pass
+        body = {"model": "tiny-llama-onnx", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+        asked = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            said = json.load(answer)
+        assert expected.startswith(said["choices"][0]["text"])
+        leader.send_signal(signal.SIGTERM)
+        assert ended(leader)[0] == 0
+        assert ended(follower) == (0, "", "")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -33,6 +33,9 @@ T = TypeVar("T")
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "local_params")
 """Styles that leave a module as it is; the second is a matter of training."""
 
+OF_ANY_MODULE = ("moe_tp_experts", "all_reduce")
+"""Styles that only sum what a module returns."""
+
 
 def cut(model: Model, ranks: int, rank: int) -> Model:
     """The part of `model` that `rank` of `ranks` runs; its cache holds its share of the kv heads.
@@ -109,7 +112,9 @@ class _Cutter:
         for name, module in self._parts.items():
             style = self._style(name)
             if style is not None:
-                self._known(styles, name, style)(name, module)
+                apply = self._known(styles, name, style)
+                self._require_type(name, module, style)
+                apply(name, module)
         for name, module in list(model.named_modules()):
             for own in list(module._parameters):
                 style = self._style(f"{name}.{own}")
@@ -128,6 +133,15 @@ class _Cutter:
                 f"its plan, got {style!r}"
             )
         return styles[style]
+
+    def _require_type(self, name: str, module: nn.Module, style: str) -> None:
+        """Other modules may lay their weight out in another way."""
+        kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+        if style not in OF_ANY_MODULE and not isinstance(module, kind):
+            raise UnsupportedError(
+                f"tp: {name} of {self.architecture!r}: expected a {kind.__name__} to cut "
+                f"{style!r}, got {type(module).__name__}"
+            )
 
     # -- modules
 

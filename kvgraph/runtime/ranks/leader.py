@@ -103,13 +103,13 @@ class LeaderSession(Session):
         self._group.require_whole()
         symbols = self.signature.inputs
         small = [a for s, a in zip(symbols, arrays, strict=True) if s.kind == "tensor"]
-        for wire in self._wires:
-            try:
+        try:
+            self._group.enter()
+            for wire in self._wires:
                 wire.send({"run": "captured" if capture else "once"}, small)
-            except RankError:
-                self._group.abort()
-                raise
-        self._group.enter()
+        except BaseException:  # an interrupt too: some ranks have the step, and some have not
+            self._group.abort()
+            raise
         return run_part(self._own, self._group, arrays, capture=capture)
 
     def close(self) -> None:

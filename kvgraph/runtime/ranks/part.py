@@ -18,8 +18,10 @@ def run_part(
 ) -> npt.NDArray[np.float32]:
     """Logits of the step; RankError names the rank for which it failed.
 
-    A part that fails fails the step of all ranks at once: else they would wait for this one.
+    A part that fails fails the step of all ranks at once: else they would wait for this one. One
+    that was interrupted when all of it had run does not: it can run again.
     """
+    before = group.calls
     try:
         return session.run_arrays(arrays, capture=capture)
     except KernelError as error:
@@ -29,6 +31,8 @@ def run_part(
             raise why from error
         group.abort()
         raise
-    except BaseException:
-        group.abort()
+    except BaseException as error:
+        has_run = session.runs_in_one_call and group.calls != before
+        if isinstance(error, Exception) or not has_run:
+            group.abort()
         raise

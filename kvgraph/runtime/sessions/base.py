@@ -29,6 +29,9 @@ class Session(ABC):
     host_pools = True
     """Whether pools are host memory, which processes can share."""
 
+    runs_in_one_call = False
+    """Whether a step is one native call: an interrupt then comes before it or after it."""
+
     captures = False
     """Whether `run(..., capture=True)` is faster: the engine then pads decode steps to buckets."""
 

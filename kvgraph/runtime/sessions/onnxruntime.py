@@ -77,6 +77,7 @@ class OnnxRuntimeSession(Session):
     """
 
     step_tokens = 768  # see above
+    runs_in_one_call = True
 
     def __init__(
         self, artifact: ArtifactFolder, num_threads: int | None = None, provider: str = PROVIDERS[0]
