@@ -58,6 +58,15 @@ def test_packed_halves_are_cut_each(tmp_path: Path) -> None:
     assert torch.equal(own, torch.cat([gate.chunk(2, 1)[1], up.chunk(2, 1)[1]], 1))
 
 
+@pytest.mark.slow
+def test_a_layer_that_takes_its_columns_of_a_whole_input(tmp_path: Path) -> None:
+    """GLM's plan gathers gate and up: ranks still share the graph."""
+    manifest = kvgraph.compile(make_model("glm", tmp_path / "m"), tmp_path / "out", tp=2)
+    assert "rank1/model.onnx" not in manifest.files
+    assert manifest.ops["kvgraph.all_gather"] == 3
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+
+
 def test_fewer_kv_heads_than_ranks_are_copied(model_folder: Callable[[str], Path]) -> None:
     model = huggingface.load(model_folder("llama"), "float32")
     whole = dict(model.module.named_parameters())

@@ -103,6 +103,7 @@ class _Cutter:
             "colwise_gather_output": self._gathered_columns,
             "colwise_rep": self._gathered_columns,
             "rowwise": self._rows,
+            "rowwise_split_input": self._rows_of_whole,
             "packed_colwise": self._packed_columns,
             "embedding_rowwise": self._vocabulary,
             "moe_tp_experts": lambda name, module: self._sum_output(module),
@@ -186,6 +187,21 @@ class _Cutter:
         def forward(x: torch.Tensor) -> torch.Tensor:
             parts = nn.functional.linear(x, module.weight)  # type: ignore[arg-type]
             return _reduce(parts, self.ranks) + module.bias  # type: ignore[operator]
+
+        module.forward = forward
+
+    def _rows_of_whole(self, name: str, module: nn.Module) -> None:
+        """The input is whole on every rank, which takes its columns of it by a table."""
+        weight = module._parameters["weight"]
+        assert weight is not None
+        share = torch.arange(weight.shape[1]).chunk(self.ranks)[self.rank]
+        self._rows(name, module)
+        module.register_buffer("own_columns", share)
+        run = module.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            summed: torch.Tensor = run(x.index_select(-1, module.own_columns))  # type: ignore[arg-type]
+            return summed
 
         module.forward = forward
 

@@ -292,8 +292,10 @@ class TokenLabels:
         given = self[source]
         if packet(node) is aten.index_select:
             known = self._known.get(index)
-            if known is None or not self[index].is_empty:
+            if not self[index].is_empty:
                 return None
+            if known is None:  # any of them
+                return self._filled(node.meta["val"], given.joined([at]))
             return given.map(lambda x: x.index_select(at, known.long()))
         any_of = given.joined([at])
         for other, extent in enumerate(self.shape(index)):

@@ -38,6 +38,8 @@ OPSET, IR_VERSION = 23, 10
 MODEL_NAME = "model.onnx"
 INLINE_BYTES = 1024
 """Initializers up to this size stay in the graph: shapes, axes, small tables."""
+INLINE_BYTES_OF_RANKS = 64
+"""The same where ranks share a graph: shapes and axes, and nothing that differs between them."""
 
 KEPT_WHOLE = ("aten::rms_norm", "aten::silu", "aten::squeeze")
 """Not decomposed: ONNX Runtime has the first two as single nodes, and torch's exporter has no
@@ -73,8 +75,10 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
     traced.changed("to_onnx")
     run_passes(traced, passes.onnx)
     _clean(onnx_model)
-    own = _rank_names(traced.program) if traced.plan.params.n_shards > 1 else frozenset()
-    _save(onnx_model, folder, own)
+    if traced.plan.params.n_shards == 1:
+        _save(onnx_model, folder, INLINE_BYTES, frozenset())
+    else:
+        _save(onnx_model, folder, INLINE_BYTES_OF_RANKS, _rank_names(traced.program))
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     lowered = Lowered(
         ops=dict(sorted(counts.items())),
@@ -207,13 +211,12 @@ def _rank_names(program: ExportedProgram) -> frozenset[str]:
     return frozenset([*signature.parameters, *signature.buffers])
 
 
-def _save(model: ir.Model, folder: Path, own: Set[str]) -> None:
-    """`own`: names of initializers that do not stay in the graph, however small."""
+def _save(model: ir.Model, folder: Path, most: int, own: Set[str]) -> None:
+    """Initializers of up to `most` bytes stay in the graph, but for those named in `own`."""
     large = {
         name: value
         for name, value in sorted(model.graph.initializers.items())
-        if value.const_value is not None
-        and (value.const_value.nbytes > INLINE_BYTES or name in own)
+        if value.const_value is not None and (value.const_value.nbytes > most or name in own)
     }
     path = folder / WEIGHTS_NAME
     tensors = {name: _tensor(value) for name, value in large.items()}
