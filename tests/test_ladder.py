@@ -32,17 +32,13 @@ RANKS = {"onnx-2-ranks": ("onnx", 2), "torch-2-ranks": ("torch", 2), "onnx-4-ran
 """Rungs of tensor-parallel artifacts; their ranks are threads of the test's process."""
 
 
+def _case(model: str, kind: str) -> Any:
+    marks = [pytest.mark.slow] if _is_slow(model, kind) else []
+    return pytest.param(model, kind, id=f"{model}-{kind}", marks=marks)
+
+
 def _cases(kinds: tuple[str, ...]) -> list[Any]:
-    return [
-        pytest.param(
-            model,
-            kind,
-            id=f"{model}-{kind}",
-            marks=[pytest.mark.slow] if _is_slow(model, kind) else [],
-        )
-        for model in MODELS
-        for kind in kinds
-    ]
+    return [_case(model, kind) for model in MODELS for kind in kinds]
 
 
 def _is_slow(model: str, kind: str) -> bool:
@@ -56,15 +52,7 @@ def _rank_cases() -> list[Any]:
     cut = [model for model in [*MODELS, "mixtral"] if model != "gpt_oss"]
     pairs = [(model, "onnx-2-ranks") for model in cut]
     pairs += [("llama", "torch-2-ranks"), ("llama", "onnx-4-ranks")]
-    return [
-        pytest.param(
-            model,
-            kind,
-            id=f"{model}-{kind}",
-            marks=[pytest.mark.slow] if _is_slow(model, kind) else [],
-        )
-        for model, kind in pairs
-    ]
+    return [_case(model, kind) for model, kind in pairs]
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
