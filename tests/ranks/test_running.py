@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -18,7 +19,7 @@ import pytest
 
 import kvgraph
 from kvgraph.contract.inputs import ModelInputs
-from kvgraph.errors import BindingError, RankError, RequestError
+from kvgraph.errors import BindingError, RankError, RequestError, UnsupportedError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.ranks import meeting
@@ -328,6 +329,19 @@ def test_memory_that_both_sides_map(pair: tuple[Wire, Wire]) -> None:
     mine[1, 2] = 7
     assert theirs[1, 2] == 7
     assert not theirs[0].any()
+
+
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    calls: list[Callable[[], object]] = [
+        lambda: shared_file(1),
+        lambda: meeting.lead(Launched(0, 2, "x"), FACTS, 1.0),
+        lambda: meeting.follow(Launched(1, 2, "x"), FACTS, 1.0),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedError, match=r"ranks: expected Linux.* got darwin"):
+            call()
 
 
 def test_a_connection_that_ends(pair: tuple[Wire, Wire]) -> None:

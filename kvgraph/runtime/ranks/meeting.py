@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 
-from kvgraph.errors import RankError, UnsupportedError
+from kvgraph.errors import RankError
 from kvgraph.ops.group import Group, shared_bytes
 from kvgraph.runtime.ranks.launched import Launched
-from kvgraph.runtime.ranks.wire import Wire, mapped, shared_file
+from kvgraph.runtime.ranks.wire import Wire, mapped, require_linux, shared_file
 
 RETRY_SECONDS = 0.05
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -33,6 +33,7 @@ def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]
     RankError where one does not come in `timeout` seconds, or differs in `facts`: then all are
     told.
     """
+    require_linux()
     wires: list[Wire] = []
     try:
         pids = _welcome(own, facts, timeout, wires)
@@ -83,6 +84,7 @@ def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> 
 
 def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
     """Meet rank 0; the group, and the connection to it. RankError as of `lead`."""
+    require_linux()
     wire = Wire(_connected(own, timeout), 0)
     try:
         wire.limit(timeout)
@@ -119,8 +121,6 @@ def _address(own: Launched) -> str:
 
 
 def _listener(own: Launched) -> socket.socket:
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        raise UnsupportedError("ranks: expected Linux, whose processes share memory, got another")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_address(own))

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
-from kvgraph.errors import RankError
+from kvgraph.errors import RankError, UnsupportedError
 
 MOST_HEADER_BYTES = 1 << 20
 
@@ -106,8 +107,17 @@ class Wire:
         )
 
 
+def require_linux() -> None:
+    """UnsupportedError where processes have neither anonymous shared memory nor pidfds."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise UnsupportedError(
+            f"ranks: expected Linux, whose ranks share memory, got {sys.platform}"
+        )
+
+
 def shared_file(nbytes: int) -> int:
     """A descriptor of `nbytes` bytes of zeroed memory that processes can share; the caller's."""
+    require_linux()
     file = os.memfd_create("kvgraph", os.MFD_CLOEXEC)
     os.ftruncate(file, max(nbytes, 1))
     return file
