@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-ranks | bench-compile | bench-cuda | bench-kernels | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +16,7 @@ DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 .PHONY: demo test test-fast test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-ranks bench-compile bench-cuda bench-kernels bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -37,8 +37,10 @@ test-browser: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/serve/test_page.py
 
 # Artifacts of several ranks: the ladder over all models, and ranks that are killed at 50 moments.
+# Replicas on Ray: 200 conversations over two and four of them, and replicas that are killed.
 test-distributed: $(VENV)/.installed
 	$(PYTEST) tests/ranks tests/test_ladder.py -k "ranks"
+	$(BIN)/python -m pytest tests/serve/replicas
 
 # Other projects' own packages: GPU builds, as far as they go without a GPU, and lm-eval against a
 # served artifact. 400 MB of wheels.
@@ -86,6 +88,12 @@ bench-linear: $(VENV)/.installed
 bench-ranks: $(VENV)/.installed
 	$(BENCH).ranks
 
+bench-replicas: $(VENV)/.installed
+	$(BENCH).replicas $(ARTIFACT)
+
+bench-routing: $(VENV)/.installed
+	$(BENCH).routing
+
 # 20 GB of disk, most of it sparse.
 bench-compile: $(VENV)/.installed
 	$(BENCH).compile
@@ -126,7 +134,7 @@ $(VENV)/.installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --progress-bar on -q "$(TORCH)"
-	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda,tensorrt,tiers,serve,guide,events]"
+	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda,tensorrt,tiers,serve,guide,events,ray]"
 	touch $@
 
 $(DOCS)/.installed: pyproject.toml

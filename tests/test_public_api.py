@@ -111,11 +111,12 @@ FLAGS = {
     "serve": "--api-key-file --cache-memory --collective-timeout --disk --disk-bytes "
     "--drain-seconds --host --host-memory --kv-events --kv-events-replay --kv-events-topic "
     "--log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens --max-queued-requests "
-    "--max-queued-tokens --metrics-prefix --num-pages --port --remote --threads --verify",
+    "--max-queued-tokens --max-replicas --metrics-prefix --num-pages --port --remote "
+    "--replicas --threads --verify",
     "verify": "--execute --json --record",
 }
 
-ENVIRONMENT = {"KVGRAPH_CPU_ISA", "XDG_CACHE_HOME"}
+ENVIRONMENT = {"KVGRAPH_CPU_ISA", "RAY_ADDRESS", "XDG_CACHE_HOME"}
 """Environment variables that kvgraph reads."""
 
 

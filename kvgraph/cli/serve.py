@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +25,18 @@ from kvgraph.cli.options import (
     Verify,
 )
 from kvgraph.cli.ranks import follows
-from kvgraph.errors import MissingDependencyError, RequestError
+from kvgraph.contract.devices import Target
+from kvgraph.errors import (
+    ArtifactError,
+    MissingDependencyError,
+    RequestError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.engine import Engine
-    from kvgraph.runtime.sessions.base import Session
+    from kvgraph.serve.options import ServeOptions
 
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
@@ -86,6 +92,12 @@ def serve(
     threads: Threads = None,
     collective_timeout: CollectiveTimeout = None,
     verify: Verify = False,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines on Ray, of RAY_ADDRESS or of this machine.")
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines that Ray may start as requests wait.")
+    ] = None,
 ) -> None:
     """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
     for name in NEEDED:
@@ -117,33 +129,96 @@ def serve(
     )
     with Bars(stderr):
         loaded = load(artifact, verify=verify or None)
-    if follows(loaded, None, threads, collective_timeout):
+    if replicas is None and max_replicas is not None:
+        raise RequestError("--max-replicas: expected --replicas beside it, got none")
+    if replicas is not None and max_replicas is not None and max_replicas < replicas:
+        raise RequestError(
+            f"--max-replicas: expected at least --replicas={replicas}, got {max_replicas}"
+        )
+    if replicas is None and follows(loaded, None, threads, collective_timeout):
         return
-    open_session = partial(
-        loaded.session, num_threads=threads, collective_timeout=collective_timeout
+    name = artifact.name.removesuffix(".kvg")
+    settings = {
+        "max_batch_size": max_batch_size,
+        "max_batch_tokens": max_batch_tokens,
+        "max_prefill_tokens": max_prefill_tokens,
+        "num_pages": num_pages,
+        "cache_memory": cache_memory,
+        "host_memory": host_memory or 0,
+        "disk": disk,
+        "disk_bytes": disk_bytes,
+        "remote": remote,
+    }
+    open_session = {"num_threads": threads, "collective_timeout": collective_timeout}
+    if replicas is None:
+        make = partial(_engine, loaded, open_session, **settings)
+        listen(name, make, options, host=host, port=port)
+        return
+    _require_replicas(loaded, options)
+    from kvgraph.serve.replicas.application import ReplicaOptions, serve_replicas
+
+    folder = artifact.resolve()
+    identity = loaded.manifest.identity
+    serve_replicas(
+        name,
+        folder,
+        partial(_replica, folder, identity, verify, collective_timeout, settings),
+        options,
+        ReplicaOptions(
+            replicas,
+            max_replicas or replicas,
+            threads,
+            1 if _is_cuda(loaded) else 0,
+        ),
+        host=host,
+        port=port,
     )
-    make = partial(
-        _engine,
-        loaded,
-        open_session,
-        max_batch_size=max_batch_size,
-        max_batch_tokens=max_batch_tokens,
-        max_prefill_tokens=max_prefill_tokens,
-        num_pages=num_pages,
-        cache_memory=cache_memory,
-        host_memory=host_memory or 0,
-        disk=disk,
-        disk_bytes=disk_bytes,
-        remote=remote,
-    )
-    listen(artifact.name.removesuffix(".kvg"), make, options, host=host, port=port)
 
 
-def _engine(loaded: Artifact, open_session: Callable[[], Session], **settings: Any) -> Engine:
+def _engine(loaded: Artifact, open_session: Mapping[str, Any], **settings: Any) -> Engine:
     """In the thread that runs it, as the session is opened there."""
     from kvgraph.runtime.engine import Engine
 
-    return Engine(loaded, session=open_session(), **settings)
+    return Engine(loaded, session=loaded.session(**open_session), **settings)
+
+
+def _replica(
+    folder: Path,
+    identity: bytes,
+    verify: bool,
+    collective_timeout: float | None,
+    settings: Mapping[str, Any],
+    threads: int,
+) -> Engine:
+    """In a process of its own, which may be on another machine. ArtifactError for another model."""
+    from kvgraph.runtime.artifact import load
+
+    loaded = load(folder, verify=verify or None)
+    if loaded.manifest.identity != identity:
+        raise ArtifactError(
+            f"{folder}: expected the model that this command was given, got another one"
+        )
+    open_session = {"num_threads": threads, "collective_timeout": collective_timeout}
+    return _engine(loaded, open_session, **settings)
+
+
+def _require_replicas(loaded: Artifact, options: ServeOptions) -> None:
+    """What several engines on Ray cannot have."""
+    if find_spec("ray") is None:
+        raise MissingDependencyError(
+            "ray: needed for --replicas, not installed; pip install 'kvgraph[ray]'"
+        )
+    if options.kv_events is not None:
+        raise RequestError("--kv-events: expected one engine, got --replicas")
+    if loaded.ranks > 1 and _is_cuda(loaded):
+        raise UnsupportedError(
+            f"--replicas: expected a CUDA artifact of one rank, got {loaded.ranks}; start one "
+            "server for each with torchrun"
+        )
+
+
+def _is_cuda(loaded: Artifact) -> bool:
+    return Target.parse(loaded.manifest.target).kind == "cuda"
 
 
 def _read_keys(path: Path) -> tuple[str, ...]:

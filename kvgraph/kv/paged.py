@@ -242,6 +242,16 @@ class PagedKVCacheManager(PagedQueries):
         journal.clear()
         return events
 
+    def followed(self, replica_idx: int = 0) -> tuple[int, int | None]:
+        """Of the leaf that `events` tells of: its pages, and its window."""
+        leaf = at_replica(self._replicas, replica_idx, "followed").followed
+        return leaf.pool.num_pages, leaf.window
+
+    def committed_digests(self, replica_idx: int = 0) -> list[bytes]:
+        """Of the pages that are committed now, as `events` tells of them; in no order."""
+        replica = at_replica(self._replicas, replica_idx, "committed_digests")
+        return list(replica.followed.pool.index)
+
     def rebuild(self) -> None:
         if self._tiers is not None:
             self._tiers.connector.drain()

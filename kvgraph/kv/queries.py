@@ -16,6 +16,7 @@ from kvgraph.errors import RequestError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.memory import most_pages
 from kvgraph.kv.metrics import KVCacheMetrics
+from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.pool.leaf import ReplicaBuffers
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.plan import Loadable
@@ -158,12 +159,17 @@ class PagedQueries(KVCacheManager):
 
         The same in every process that serves the same model, layout, adapter, seed and salt.
         """
-        return self._replicas[0].settings.identities(ctx)[1]
+        return self.settings.identities(ctx)[1]
+
+    @property
+    def settings(self) -> PoolSettings:
+        """What its pages are told apart by; `identities` needs no pool."""
+        return self._replicas[0].settings
 
     @property
     def fingerprint(self) -> bytes:
         """Of model and layout: what tells pages in files and stores apart; 32 bytes."""
-        return fingerprint_of(self._replicas[0].settings.identity)
+        return fingerprint_of(self.settings.identity)
 
     def committed_pages(
         self, ctx: TextContext, replica_idx: int = 0

@@ -20,6 +20,7 @@ from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import NO_TOKEN, SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
+from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import Completion, completion_of
 
 T = TypeVar("T")
@@ -36,16 +37,23 @@ class TokenStream:
     """
 
     def __init__(
-        self, engine: AsyncEngine, request: Request, most_unread: int | None, news: asyncio.Event
+        self,
+        request_id: str,
+        stats: RequestStats,
+        cancel: Callable[[TokenStream], None],
+        most_unread: int | None,
+        news: asyncio.Event | None,
     ) -> None:
-        self.request_id = request.request_id
-        self.stats = request.stats
+        self.request_id = request_id
+        self.stats = stats
         self.has_ended = False
         """Whether its last token has come; it may be unread."""
-        self._engine = engine
+        self.was_lost = False
+        """Whether it ended by a fault of what ran it: asked for again, it may succeed."""
+        self._cancel = cancel
         self._most_unread = most_unread
         self._unread: list[Token] = []
-        self._news = news
+        self._news = news or asyncio.Event()
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -70,9 +78,12 @@ class TokenStream:
 
     def cancel(self) -> None:
         """Cancel the request, unless it has ended."""
-        self._engine._cancel(self)
+        self.has_ended = True
+        self._news.set()
+        self._cancel(self)
 
-    def _give(self, tokens: list[Token]) -> None:
+    def give(self, tokens: list[Token]) -> None:
+        """Tokens have come; the last one may end it."""
         self._unread += tokens
         self.has_ended = bool(tokens[-1].finish_reason)
         self._news.set()
@@ -123,7 +134,7 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             stream.cancel()
             why = f"request {stream.request_id!r}: the engine was closed"
-            stream._give([failed(stream.request_id, why)])
+            stream.give([failed(stream.request_id, why)])
         if self._thread is None:
             self.engine.close()
         else:
@@ -146,6 +157,10 @@ class AsyncEngine:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     async def submit(
         self,
@@ -178,7 +193,7 @@ class AsyncEngine:
         if request_id in self._streams:
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
         stream = self._streams[request_id] = TokenStream(
-            self, request, most_unread, news or asyncio.Event()
+            request_id, request.stats, self._cancel, most_unread, news
         )
         self._inbox.put(lambda: self._begin(request))
         return stream
@@ -234,8 +249,6 @@ class AsyncEngine:
             raise RequestError(f"AsyncEngine.{call}: expected a running engine, got a stopped one")
 
     def _cancel(self, stream: TokenStream) -> None:
-        stream.has_ended = True
-        stream._news.set()
         if self._streams.pop(stream.request_id, None) is not None:
             self._inbox.put(lambda: self._end(stream.request_id))
 
@@ -248,7 +261,7 @@ class AsyncEngine:
             if (stream := self._streams.get(request_id)) is not None:
                 if mine[-1].finish_reason:
                     del self._streams[request_id]
-                stream._give(mine)
+                stream.give(mine)
 
     # -- in the engine's thread
 

@@ -49,14 +49,35 @@ class ChatFields(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-class Chats(ABC):
-    """An engine's methods for messages: dicts with role and content, in OpenAI's form.
+class Prompts:
+    """From text, and from messages in OpenAI's form, to token ids: what an artifact's folder says.
 
-    The keywords are the fields of `ChatFields`.
+    It needs no session. Keywords for messages are the fields of `ChatFields`.
     """
 
-    _templates: ChatTemplates
-    _text: TextCodec
+    def __init__(self, folder: Path) -> None:
+        self._text = TextCodec(folder)
+        self._templates = ChatTemplates(folder)
+
+    def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        return self._text.tokenize(text, special_tokens=special_tokens)
+
+    def apply_chat_template(self, messages: Messages, **fields: Unpack[ChatFields]) -> list[int]:
+        """Token ids of a chat in the form that the artifact's template gives it.
+
+        Special tokens are those that the template writes, in messages too: none is added.
+        `tools`: JSON schemas of functions. `add_generation_prompt` (default: True): whether the
+        text ends where an answer begins. `chat_template`: a template, or the name of one of the
+        artifact's. `chat_template_kwargs`: more variables of the template.
+        RequestError: what is no message, a template that refuses the messages or fails at them.
+        ArtifactError: no template, or a damaged one.
+        """
+        return self._text.tokenize(self._templates.render(messages, **fields), special_tokens=False)
+
+
+class Chats(Prompts, ABC):
+    """An engine's methods for messages: dicts with role and content, in OpenAI's form."""
 
     @abstractmethod
     def generate(
@@ -79,18 +100,6 @@ class Chats(ABC):
         if sampling is not None:
             require_single(sampling)
         return self.generate([self.apply_chat_template(messages, **fields)], sampling)[0]
-
-    def apply_chat_template(self, messages: Messages, **fields: Unpack[ChatFields]) -> list[int]:
-        """Token ids of a chat in the form that the artifact's template gives it.
-
-        Special tokens are those that the template writes, in messages too: none is added.
-        `tools`: JSON schemas of functions. `add_generation_prompt` (default: True): whether the
-        text ends where an answer begins. `chat_template`: a template, or the name of one of the
-        artifact's. `chat_template_kwargs`: more variables of the template.
-        RequestError: what is no message, a template that refuses the messages or fails at them.
-        ArtifactError: no template, or a damaged one.
-        """
-        return self._text.tokenize(self._templates.render(messages, **fields), special_tokens=False)
 
 
 class ChatTemplates:

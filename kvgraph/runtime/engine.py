@@ -14,7 +14,7 @@ from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.cache import make_cache
-from kvgraph.runtime.chat import Chats, ChatTemplates
+from kvgraph.runtime.chat import Chats
 from kvgraph.runtime.config import (
     BatchConfig,
     CacheConfig,
@@ -30,7 +30,7 @@ from kvgraph.runtime.scheduler import Batch, Request
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.share import shared
 from kvgraph.runtime.stats import EngineStats, cache_stats
-from kvgraph.runtime.text import Completion, TextCodec, completions_of
+from kvgraph.runtime.text import Completion, completions_of
 from kvgraph.runtime.turns import Turns, in_turn
 
 MOST_WAIT_SECONDS = 0.05
@@ -82,8 +82,7 @@ class Engine(Chats):
             session = artifact.session(session, num_threads=num_threads)
         self.session = session
         self.kv, self.scheduler, self._buckets = make_cache(artifact, session, cache, tiers, batch)
-        self._text = TextCodec(artifact.folder)
-        self._templates = ChatTemplates(artifact.folder)
+        super().__init__(artifact.folder)
         self._builder = RequestBuilder(self.model, self._text, self.scheduler)
         self._turns = Turns("Engine")
         self._ids = itertools.count()
@@ -206,10 +205,6 @@ class Engine(Chats):
 
     def __repr__(self) -> str:
         return f"<Engine {self.artifact.folder.name}: {self.stats()}>"
-
-    def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
-        return self._text.tokenize(text, special_tokens=special_tokens)
 
     @in_turn("close")
     def close(self) -> None:

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Lifespan, Receive, Scope, Send
 
 from kvgraph import __version__
 from kvgraph.errors import ArtifactError, RequestError
@@ -33,7 +33,6 @@ from kvgraph.serve.protocol import (
     decoded,
 )
 from kvgraph.serve.service import Service
-from kvgraph.serve.state import state_of
 
 JSON = "application/json"
 
@@ -41,7 +40,7 @@ Events = Callable[[Job, Generation], AsyncIterator[bytes]]
 Answer = Callable[[Job, Generation], Awaitable[dict[str, object]]]
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(service: Service, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
     """The application; `service` may still be loading."""
     endpoints = Endpoints(service)
     routes = [
@@ -64,7 +63,7 @@ def make_app(service: Service) -> Starlette:
         ClientDisconnect: _gone,
         500: _failed,
     }
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
 class Endpoints:
@@ -102,7 +101,9 @@ class Endpoints:
         self._require_key(request)
         served = self._service.require_loaded()
         try:
-            return Response(encoded(await state_of(served)), media_type=JSON)
+            state = await served.state()
+            state["num_queued"] = served.admission.num_queued
+            return Response(encoded(state), media_type=JSON)
         except RequestError as error:  # the engine was closed: the server ends
             raise ServeError(503, str(error), retry_after=1) from error
 
@@ -114,7 +115,7 @@ class Endpoints:
             "object": "model",
             "created": self._created,
             "owned_by": "kvgraph",
-            "max_model_len": served.longest,
+            "max_model_len": served.facts.longest,
         }
         return Response(encoded({"object": "list", "data": [model]}), media_type=JSON)
 
@@ -127,7 +128,7 @@ class Endpoints:
         try:
             if given.messages is not None:
                 tokens = await asyncio.to_thread(
-                    served.engine.apply_chat_template,
+                    served.prompts.apply_chat_template,
                     given.messages,
                     add_generation_prompt=given.add_generation_prompt,
                 )
@@ -135,7 +136,7 @@ class Endpoints:
                 tokens = await served.tokenize(given.prompt or "", given.add_special_tokens)
         except (RequestError, ArtifactError) as error:
             raise ServeError(400, str(error)) from error
-        found = {"tokens": tokens, "count": len(tokens), "max_model_len": served.longest}
+        found = {"tokens": tokens, "count": len(tokens), "max_model_len": served.facts.longest}
         return Response(encoded(found), media_type=JSON)
 
     async def detokenize(self, request: Request) -> Response:
@@ -161,9 +162,11 @@ class Endpoints:
         job = await chat_job(self._service, given)
         return await self._run(request, job, answer_chat, chat_events)
 
-    async def _run(self, request: Request, job: Job, answer: Answer, events: Events) -> Response:
+    async def _run(
+        self, request: Request, job: Job, answer: Answer, events: Events, tries: int = 2
+    ) -> Response:
         served = self._service.require_ready()
-        generation = Generation(served.engine_async, served.admission, served.metrics)
+        generation = Generation(served.runner, served.admission, served.metrics)
         options = self._service.options
         started = time.perf_counter()
 
@@ -177,6 +180,8 @@ class Endpoints:
                 return EventStream(frames, generation, options.send_seconds, lambda: log(200))
             body = await _unless_gone(request, answer(job, generation))
         except ServeError as error:
+            if generation.was_lost and not job.streams and tries > 1:
+                return await self._run(request, job, answer, events, tries - 1)
             if error.status == 500 and self._service.is_draining:
                 error.status = 503  # the drain cut it
             log(error.status)

@@ -29,7 +29,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     prompt = await _rendered(served, given, tools)
     wanted = given.max_completion_tokens
     wanted = given.max_tokens if wanted is None else wanted
-    fits = require_output_room(prompt, wanted, served.longest)
+    fits = require_output_room(prompt, wanted, served.facts.longest)
     params = sampling_of(
         given,
         max_tokens=fits,
@@ -56,7 +56,7 @@ async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[in
     """In a thread: a template is the artifact's own program."""
     try:
         return await asyncio.to_thread(
-            served.engine.apply_chat_template,
+            served.prompts.apply_chat_template,
             given.messages,
             tools=given.tools if tools else None,
             add_generation_prompt=given.add_generation_prompt is not False,

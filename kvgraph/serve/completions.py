@@ -50,7 +50,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     for prompt in prompts:
         fits = 1 if drops_output else wanted
         room = require_output_room(
-            prompt, None if given.max_tokens is None else fits, served.longest
+            prompt, None if given.max_tokens is None else fits, served.facts.longest
         )
         wanted = min(wanted, room)
     params = sampling_of(

@@ -7,15 +7,31 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Protocol
 
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
-from kvgraph.runtime.async_engine import AsyncEngine, TokenStream
+from kvgraph.runtime.async_engine import TokenStream
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.load import Admission
 from kvgraph.serve.metrics import Metrics
+
+
+class Runner(Protocol):
+    """What runs requests: an AsyncEngine, or several."""
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        cache_salt: bytes = b"",
+        most_unread: int | None = None,
+        news: asyncio.Event | None = None,
+    ) -> TokenStream:
+        """As of `AsyncEngine.submit`."""
 
 
 @dataclass(slots=True)
@@ -44,8 +60,8 @@ class Generation:
     Leave it with `close`: what has not ended is cancelled.
     """
 
-    def __init__(self, engine: AsyncEngine, admission: Admission, metrics: Metrics) -> None:
-        self._engine = engine
+    def __init__(self, runner: Runner, admission: Admission, metrics: Metrics) -> None:
+        self._runner = runner
         self._admission = admission
         self._metrics = metrics
         self._news = asyncio.Event()
@@ -62,7 +78,7 @@ class Generation:
         self._admission.require_room(len(each), sum([len(prompt) for prompt, _ in each]))
         try:
             for index, (prompt, one) in enumerate(each):
-                stream = await self._engine.submit(
+                stream = await self._runner.submit(
                     prompt, one, cache_salt=salt, most_unread=most, news=self._news
                 )
                 self.choices.append(Choice(index, prompt, stream))
@@ -132,6 +148,11 @@ class Generation:
                 if not choice.has_started:
                     self._admission.start(len(choice.prompt))
                 self._metrics.ended(choice.stream.stats, "abort")
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether a choice could not go on where it ran, and may be asked for again."""
+        return any(choice.stream.was_lost for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:

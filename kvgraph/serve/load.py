@@ -15,6 +15,7 @@ from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.errors import ServeError
+from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.options import ServeOptions
 
 SMOOTHING = 0.1
@@ -68,16 +69,27 @@ def _computed(stats: EngineStats) -> int:
 class Admission:
     """Counts what was handed to the engine and has no token yet: the queue."""
 
-    def __init__(self, engine: Engine, options: ServeOptions, load: Callable[[], Load]) -> None:
+    def __init__(self, facts: EngineFacts, options: ServeOptions, load: Callable[[], Load]) -> None:
         self._load = load
-        self._rows = engine.scheduler.max_batch_size
-        self._page_size = engine.kv.params.page_size
+        self._facts = facts
+        self._page_size = facts.page_size
         self._most_requests = options.max_queued_requests
-        most = options.max_queued_tokens
-        self._most_tokens = 16 * engine.scheduler.max_batch_tokens if most is None else most
+        self._given_tokens = options.max_queued_tokens
+        self.num_engines = 1
+        """Alike, and all behind this queue."""
         self.num_open = 0
         self.num_queued = 0
         self.queued_tokens = 0
+
+    @property
+    def _rows(self) -> int:
+        return self._facts.max_batch_size * self.num_engines
+
+    @property
+    def _most_tokens(self) -> int:
+        if self._given_tokens is not None:
+            return self._given_tokens
+        return 16 * self._facts.max_batch_tokens * self.num_engines
 
     def require_room(self, count: int, tokens: int) -> None:
         """A ServeError (429) where `count` more requests of `tokens` tokens do not fit the queue.

@@ -16,8 +16,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.stats import EngineStats, RequestStats
+from kvgraph.serve.facts import EngineFacts
 
 TIME_TO_FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -71,7 +71,7 @@ class Metrics(Collector):
     """Counts of one server. The names are `<prefix><name>{model_name="..."}`."""
 
     def __init__(
-        self, prefix: str, model: str, engine: Engine, stats: Callable[[], EngineStats]
+        self, prefix: str, model: str, facts: EngineFacts, stats: Callable[[], EngineStats]
     ) -> None:
         self._prefix = prefix
         self._model = model
@@ -81,7 +81,7 @@ class Metrics(Collector):
         self._ended = dict.fromkeys(("stop", "length", "error", "abort"), 0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._registry.register(_EngineCollector(prefix, model, engine, stats))
+        self._registry.register(_EngineCollector(prefix, model, facts, stats))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -131,16 +131,15 @@ class _EngineCollector(Collector):
     """What the engine's last snapshot says, read when somebody asks."""
 
     def __init__(
-        self, prefix: str, model: str, engine: Engine, stats: Callable[[], EngineStats]
+        self, prefix: str, model: str, facts: EngineFacts, stats: Callable[[], EngineStats]
     ) -> None:
         self._prefix = prefix
         self._model = model
         self._stats = stats
-        params = engine.kv.params
         self._config = {
-            "block_size": str(params.page_size),
-            "num_gpu_blocks": str(stats().num_pages),
-            "enable_prefix_caching": str(params.enable_prefix_caching),
+            "block_size": str(facts.page_size),
+            "num_gpu_blocks": str(facts.num_pages),
+            "enable_prefix_caching": str(facts.prefix_caching),
         }
 
     def collect(self) -> Iterator[Metric]:

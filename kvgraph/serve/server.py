@@ -16,7 +16,7 @@ from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
 from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
-from kvgraph.serve.service import Service
+from kvgraph.serve.service import EngineService, Service
 
 SWITCH_SECONDS = 0.0005
 """How long one thread may keep Python from the other. The engine's needs it between two steps; at
@@ -39,9 +39,9 @@ def serve(
     OSError for an address that cannot be had. What `make` raises ends the server, and is raised
     here.
     """
-    listening = _listen(host, port)
+    listening = listen(host, port)
     sys.setswitchinterval(SWITCH_SECONDS)
-    service = Service(name, make, options)
+    service = EngineService(name, make, options)
     config = uvicorn.Config(
         make_app(service),
         http="httptools",
@@ -57,7 +57,7 @@ def serve(
         runner.run(_Server(config, service).main(listening))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
             self._failure = error
             self.should_exit = True
             return
-        pages = self._service.require_loaded().engine.stats().num_pages
+        pages = self._service.require_loaded().facts.num_pages
         write_line({"event": "ready", "model": self._service.name, "pages": pages})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -1,21 +1,26 @@
-"""What the routes serve: an artifact that is loaded in the background, and later let go of."""
+"""What the routes serve: what runs requests, opened in the background, and later let go of."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.runtime.async_engine import LONG_TEXT, AsyncEngine
+from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError
-from kvgraph.serve.load import Admission, LoadMeter
+from kvgraph.serve.facts import EngineFacts, facts_of
+from kvgraph.serve.generation import Runner
+from kvgraph.serve.load import Admission, Load, LoadMeter
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.options import ServeOptions
+from kvgraph.serve.state import state_of
 
 if TYPE_CHECKING:
     from kvgraph.runtime.sampling import Token
@@ -24,24 +29,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Served:
-    """An engine that runs, and what is known of it."""
+    """What runs requests, and what is known of it."""
 
-    engine: Engine
-    engine_async: AsyncEngine
-    meter: LoadMeter
+    prompts: Prompts
+    runner: Runner
+    facts: EngineFacts
+    load: Callable[[], Load]
+    """Of the last step."""
+    state: Callable[[], Awaitable[dict[str, object]]]
+    """What runs now, for the page at /."""
     admission: Admission
     metrics: Metrics
     spell: Spelling
-    longest: int
-    """Tokens of the longest context that model and pool can hold."""
 
     async def tokenize(self, text: str, special_tokens: bool = True) -> list[int]:
         """On the loop where that is quick. ServeError for a text that is not Unicode."""
         try:
             if len(text) <= LONG_TEXT:
-                return self.engine.tokenize(text, special_tokens=special_tokens)
+                return self.prompts.tokenize(text, special_tokens=special_tokens)
             return await asyncio.to_thread(
-                self.engine.tokenize, text, special_tokens=special_tokens
+                self.prompts.tokenize, text, special_tokens=special_tokens
             )
         except (RequestError, ArtifactError) as error:
             raise ServeError(400, str(error), param="prompt") from error
@@ -49,7 +56,7 @@ class Served:
     def detokenize(self, tokens: list[int], *, special_tokens: bool = True) -> str:
         """ServeError without a tokenizer, or for a token that it has not."""
         tokenizer = self._tokenizer()
-        size = self.engine.model.vocab_size
+        size = self.facts.vocab_size
         if tokens and max(tokens) >= size:
             raise ServeError(
                 400,
@@ -67,44 +74,41 @@ class Served:
         return [decoder.step(tokenizer, token) or "" for token in tokens]
 
     def _tokenizer(self) -> Any:
-        if (tokenizer := self.engine._text.tokenizer) is None:
+        if (tokenizer := self.prompts._text.tokenizer) is None:
             raise ServeError(400, "tokens: expected an artifact with a tokenizer, got none")
         return tokenizer
 
 
-class Service:
-    """`make` gives the engine, in a thread: the server answers meanwhile."""
+class Service(ABC):
+    """What a server offers, which is opened while the server answers already."""
 
-    def __init__(self, name: str, make: Callable[[], Engine], options: ServeOptions) -> None:
+    def __init__(self, name: str, options: ServeOptions) -> None:
         self.name = name
         self.options = options
         self.served: Served | None = None
         self.is_draining = False
-        self.events: KVEventPublisher | None = None
-        self._make = make
 
+    @abstractmethod
     async def load(self) -> None:
-        engine = await asyncio.to_thread(self._make)
-        shared = AsyncEngine(engine)
-        meter = LoadMeter(engine)
-        shared.after_step = meter.after_step
-        self.events = _publisher(engine, self.options)
-        if self.events is not None:
-            shared.after_step = _both(meter, engine, self.events)
-        stats = lambda: meter.load.stats  # noqa: E731
-        metrics = Metrics(self.options.metrics_prefix, self.name, engine, stats)
-        admission = Admission(engine, self.options, lambda: meter.load)
-        await shared.start()
-        spell = Spelling(_decoder(engine))
-        self.served = Served(
-            engine, shared, meter, admission, metrics, spell, longest_context(engine)
-        )
+        """Open what runs requests: `served` is there from then on."""
 
-    async def close(self) -> None:
-        if self.served is not None:
-            await self.served.engine_async.close()
-        if self.events is not None:
-            await asyncio.to_thread(self.events.close)
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    def serve(
+        self,
+        prompts: Prompts,
+        runner: Runner,
+        facts: EngineFacts,
+        load: Callable[[], Load],
+        state: Callable[[], Awaitable[dict[str, object]]],
+    ) -> Served:
+        """From now on."""
+        metrics = Metrics(self.options.metrics_prefix, self.name, facts, lambda: load().stats)
+        admission = Admission(facts, self.options, load)
+        spell = Spelling(_decoder(prompts))
+        self.served = Served(prompts, runner, facts, load, state, admission, metrics, spell)
+        return self.served
 
     def require_loaded(self) -> Served:
         """ServeError (503) while the artifact is read."""
@@ -123,22 +127,41 @@ class Service:
         return 0 if self.served is None else self.served.admission.num_open
 
 
-def longest_context(engine: Engine) -> int:
-    """Tokens of prompt and output that a request may have: of the model, and in the pool."""
-    low, high = 1, engine.model.max_seq_len
-    chunk = engine.scheduler.max_batch_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            engine.kv.require_room("longest", middle - 1, chunk)
-            low = middle
-        except RequestError:
-            high = middle - 1
-    return low
+class EngineService(Service):
+    """One engine of this process. `make` gives it, in a thread: the server answers meanwhile."""
+
+    def __init__(self, name: str, make: Callable[[], Engine], options: ServeOptions) -> None:
+        super().__init__(name, options)
+        self.engine: AsyncEngine | None = None
+        self._make = make
+        self._events: KVEventPublisher | None = None
+
+    async def load(self) -> None:
+        engine = await asyncio.to_thread(self._make)
+        shared = AsyncEngine(engine)
+        meter = LoadMeter(engine)
+        shared.after_step = meter.after_step
+        self._events = _publisher(engine, self.options)
+        if self._events is not None:
+            shared.after_step = _both(meter, engine, self._events)
+        facts = facts_of(engine)
+        await shared.start()
+        self.engine = shared
+
+        def load() -> Load:
+            return meter.load
+
+        self.serve(engine, shared, facts, load, lambda: state_of(shared, load()))
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.close()
+        if self._events is not None:
+            await asyncio.to_thread(self._events.close)
 
 
-def _decoder(engine: Engine) -> Callable[[list[int]], str]:
-    tokenizer = engine._text.tokenizer
+def _decoder(prompts: Prompts) -> Callable[[list[int]], str]:
+    tokenizer: Any = prompts._text.tokenizer
     if tokenizer is None:
         return lambda tokens: f"token_id:{tokens[0]}"
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.engine import Engine
-from kvgraph.serve.service import Served
+from kvgraph.runtime.stats import EngineStats
+from kvgraph.serve.load import Load
 
 
-async def state_of(served: Served) -> dict[str, object]:
+async def state_of(engine: AsyncEngine, load: Load) -> dict[str, object]:
     """Asked of the engine's thread, between two steps."""
-    load = served.meter.load
-    found = await served.engine_async.call(_state)
-    rates = {"prefill_rate": load.prefill_rate, "step_seconds": load.step_seconds}
-    return {**found, **rates, "num_queued": served.admission.num_queued}
+    held = await engine.call(_held)
+    return {**counts_of(held.pop("stats"), load), **held}
 
 
-def _state(engine: Engine) -> dict[str, object]:
-    stats = engine.stats()
+def counts_of(stats: EngineStats, load: Load) -> dict[str, object]:
+    return {
+        "num_pages": stats.num_pages,
+        "num_free_pages": stats.num_free_pages,
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "prefill_rate": load.prefill_rate,
+        "step_seconds": load.step_seconds,
+    }
+
+
+def _held(engine: Engine) -> dict[str, Any]:
+    """What each row holds."""
     held: Counter[int] = Counter()
     rows = []
     for request in engine.scheduler.running:
@@ -33,14 +48,5 @@ def _state(engine: Engine) -> dict[str, object]:
                 "pages": len(pages),
             }
         )
-    return {
-        "num_pages": stats.num_pages,
-        "num_free_pages": stats.num_free_pages,
-        "num_shared_pages": sum([count > 1 for count in held.values()]),
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "prompt_tokens": stats.prompt_tokens,
-        "cached_tokens": stats.cached_tokens,
-        "generated_tokens": stats.generated_tokens,
-        "rows": rows,
-    }
+    shared = sum([count > 1 for count in held.values()])
+    return {"stats": engine.stats(), "num_shared_pages": shared, "rows": rows}

@@ -8,9 +8,12 @@ several leaves   a fixed point: the deepest that all of them can continue from
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import TypeVar
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.kv.pool.leaf import Leaf
+
+T = TypeVar("T")
 
 
 class PrefixLookup:
@@ -101,7 +104,7 @@ def longest_run(digests: Sequence[bytes], index: Container[bytes]) -> int:
     return len(digests)
 
 
-def deepest_window(digests: Sequence[bytes], index: Container[bytes], window_pages: int) -> int:
+def deepest_window(digests: Sequence[T], index: Container[T], window_pages: int) -> int:
     """Deepest point whose last `window_pages` pages `index` holds, or all of them to the root."""
     point, run = len(digests), 0
     for i in reversed(range(len(digests))):

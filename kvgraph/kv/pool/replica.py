@@ -305,12 +305,16 @@ class Replica:
 
     # -- cache and metrics
 
+    @property
+    def followed(self) -> Leaf:
+        """The leaf that keeps whole prefixes, or the first: `follow` tells of its pages."""
+        return next((leaf for leaf in self.leaves if not leaf.window), self.leaves[0])
+
     def follow(self) -> list[Event]:
-        """A list that what happens to committed pages is appended to from now on: of the leaf that
-        keeps whole prefixes, or of the first."""
-        leaf = next((leaf for leaf in self.leaves if not leaf.window), self.leaves[0])
-        leaf.pool.journal = [Cleared()]
-        return leaf.pool.journal
+        """A list that what happens to committed pages is appended to from now on."""
+        pool = self.followed.pool
+        pool.journal = [Cleared()]
+        return pool.journal
 
     def reset_prefix_cache(self) -> None:
         """Un-commit what no live request holds, and the rest once none holds it any more."""

@@ -1,0 +1,157 @@
+"""What runs in Ray's processes: the index, the replicas, the ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from starlette.applications import Starlette
+
+from kvgraph.runtime.chat import Prompts
+from kvgraph.runtime.engine import Engine
+from kvgraph.serve.app import make_app
+from kvgraph.serve.load import Load
+from kvgraph.serve.options import ServeOptions
+from kvgraph.serve.replicas.fleet import Fleet
+from kvgraph.serve.replicas.host import EngineHost, ReplicaClosedError
+from kvgraph.serve.replicas.index import RoutingIndex
+from kvgraph.serve.replicas.messages import Message, Order
+from kvgraph.serve.replicas.report import Report
+from kvgraph.serve.server import SWITCH_SECONDS
+from kvgraph.serve.service import Service
+from kvgraph.serve.state import counts_of
+
+LOOK_SECONDS = 0.5
+"""How old an ingress's numbers of the replicas are at most."""
+
+
+class EngineReplica:
+    """Serve's deployment of an engine; an actor for each. `make` gives the engine."""
+
+    async def __init__(  # type: ignore[misc]
+        self, index: Any, make: Callable[[], Engine]
+    ) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
+
+        async def send(report: Report) -> float | None:
+            pause: float | None = await index.report.remote(report)
+            return pause
+
+        name = str(serve.get_replica_context().replica_id.unique_id)
+        self._host = EngineHost(name, send)
+        await self._host.start(make)
+
+    async def generate(self, order: Order) -> AsyncIterator[Message]:
+        async for message in self._host.generate(order):
+            yield message
+
+    async def committed(self) -> tuple[str, list[bytes]]:
+        """Its name, and digests of the pages that it holds."""
+        return self._host.name, await self._host.committed()
+
+    async def __del__(self) -> None:
+        await self._host.close()
+
+
+class FleetService(Service):
+    """The replicas of this application."""
+
+    def __init__(
+        self, name: str, folder: Path, options: ServeOptions, index: Any, replicas: Any
+    ) -> None:
+        super().__init__(name, options)
+        self._folder = folder
+        self._index = index
+        # Messages over gRPC, not through Ray's object store: half the time of each.
+        self._generate = replicas.generate.options(stream=True, _by_reference=False)
+        self._fleet: Fleet | None = None
+        self._load: Load | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """Wait for the first replica."""
+        prompts = await asyncio.to_thread(Prompts, self._folder)
+        while not await self._look():
+            await asyncio.sleep(LOOK_SECONDS)
+        facts = await self._index.facts.remote()
+        self._fleet = Fleet(self._ask, _is_gone, facts.settings)
+        self.serve(prompts, self._fleet, facts, self._last_load, self._state)
+        self._looking = asyncio.create_task(self._keep_looking())
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._fleet is not None:
+            await self._fleet.close()
+
+    async def _ask(self, order: Order) -> AsyncIterator[Message]:
+        answer = self._generate.remote(order)
+        try:
+            async for message in answer:
+                yield message
+        finally:
+            answer.cancel()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            with suppress(RayError):
+                await self._look()
+
+    async def _look(self) -> bool:
+        count, found = await self._index.load.remote()
+        if found is not None:
+            self._load = found
+            if self.served is not None:
+                self.served.admission.num_engines = count
+        return found is not None
+
+    def _last_load(self) -> Load:
+        assert self._load is not None
+        return self._load
+
+    async def _state(self) -> dict[str, object]:
+        await self._look()
+        load = self._last_load()
+        return {**counts_of(load.stats, load), "num_shared_pages": 0, "rows": []}
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether a replica has died, or the node it was on, and not the request."""
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, ReplicaClosedError)
+    return isinstance(error, RayError | RayServeException | ReplicaClosedError)
+
+
+def ingress_app(
+    name: str, folder: Path, options: ServeOptions, index: Any, replicas: tuple[str, str]
+) -> Starlette:
+    """The routes, in the process that Serve runs them in."""
+    handle = serve.get_deployment_handle(*replicas)
+    service = FleetService(name, folder, options, index, handle)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        loading = asyncio.create_task(service.load())
+        yield
+        loading.cancel()
+        await service.close()
+
+    return make_app(service, lifespan)
+
+
+def start_index(name: str, namespace: str) -> Any:
+    """The actor of the index, which Ray starts again where it dies."""
+    return (
+        ray.remote(RoutingIndex)
+        .options(name=name, namespace=namespace, lifetime="detached", num_cpus=0, max_restarts=-1)
+        .remote()
+    )

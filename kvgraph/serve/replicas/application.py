@@ -1,0 +1,266 @@
+"""Starts the replicas on Ray, and ends them as told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from starlette.applications import Starlette
+
+from kvgraph.errors import RequestError
+from kvgraph.runtime.engine import Engine
+from kvgraph.serve.log import write_line
+from kvgraph.serve.options import ServeOptions
+from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_index
+from kvgraph.serve.replicas.router import PageRouter
+from kvgraph.serve.server import listen
+
+APPLICATION = "kvgraph"
+REPLICAS = "replicas"
+NAMESPACE = "kvgraph"
+HEALTH_SECONDS = 2.0
+LOOK_SECONDS = 0.5
+STOP_SECONDS = 20.0
+"""For Ray's own processes to end, behind the time of requests."""
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Of a Ray that is started here; what travels is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How many replicas there are, and what each of them takes.
+
+    `most` above `least` lets Ray add replicas as requests wait, and take them away again.
+    """
+
+    least: int
+    most: int
+    threads: int | None = None
+    """Cores of one; None: an equal share of those that Ray knows."""
+    gpus: int = 0
+
+
+@dataclass(slots=True)
+class _Ending:
+    """Set by the first signal, and by the second one."""
+
+    first: threading.Event = field(default_factory=threading.Event)
+    second: threading.Event = field(default_factory=threading.Event)
+
+    def listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.first.is_set():
+            self.second.set()
+            return
+        write_line({"event": "draining", "signal": signal.Signals(number).name})
+        self.first.set()
+
+
+def serve_replicas(
+    name: str,
+    folder: Path,
+    make: Callable[[int], Engine],
+    options: ServeOptions,
+    replicas: ReplicaOptions,
+    *,
+    host: str,
+    port: int,
+) -> None:
+    """Serve until SIGTERM or SIGINT. `make` gives the engine of so many threads, in the process of
+    each replica.
+
+    A cluster is the one of RAY_ADDRESS; without it, Ray is started on this machine. RequestError
+    where no replica starts, with the sentence of the first that did not; OSError for an address
+    that cannot be had.
+    """
+    ending = _Ending()
+    _connect()
+    index = None
+    try:
+        _require_alone()
+        with listen(host, port) as free:
+            host, port = free.getsockname()[:2]
+        index = start_index(APPLICATION, NAMESPACE)
+        serve.start(
+            http_options=HTTPOptions(host=host, port=port),
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
+        write_line({"event": "listening", "url": f"http://{host}:{port}"})
+        ending.listen()
+        application = _application(name, folder, make, options, replicas, index)
+        target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        if _wait_until_ready(ending, f"http://{_own(host)}:{port}/ready"):
+            write_line({"event": "ready", "model": name, "replicas": replicas.least})
+            while not ending.first.wait(LOOK_SECONDS):
+                _require_ray()
+    finally:
+        _stop(index, options, ending)
+
+
+def _connect() -> None:
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    where: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        where |= {"address": "local", "include_dashboard": False}
+        where["object_store_memory"] = OBJECT_STORE_BYTES
+    try:
+        ray.init(**where)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RequestError(
+            f"RAY_ADDRESS={address}: expected a Ray cluster, got {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _require_alone() -> None:
+    """RequestError where Serve has applications: its address is theirs. What an earlier command
+    left behind is ended."""
+    with suppress(RayError):  # Serve does not run yet
+        if others := list(serve.status().applications):
+            raise RequestError(
+                f"--replicas: expected a cluster on which Ray Serve runs nothing, got {others}; "
+                "end them with `serve shutdown`"
+            )
+        serve.shutdown()
+    with suppress(ValueError):  # there is none
+        ray.kill(ray.get_actor(APPLICATION, namespace=NAMESPACE))
+
+
+def _application(
+    name: str,
+    folder: Path,
+    make: Callable[[int], Engine],
+    options: ServeOptions,
+    replicas: ReplicaOptions,
+    index: Any,
+) -> serve.Application:
+    share = ray.cluster_resources().get("CPU", 1.0) / replicas.most
+    threads = replicas.threads or max(1, int(share))
+    scale: dict[str, Any] = {"num_replicas": replicas.least}
+    if replicas.most > replicas.least:
+        scale = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=replicas.least, max_replicas=replicas.most
+            )
+        }
+    engines = serve.deployment(EngineReplica, name=REPLICAS).options(
+        **scale,
+        max_ongoing_requests=1 << 20,  # the ingress holds what is too much
+        ray_actor_options={"num_cpus": min(threads, share), "num_gpus": replicas.gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=PageRouter,
+            request_router_kwargs={"name": APPLICATION, "namespace": NAMESPACE},
+        ),
+        health_check_period_s=HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=options.drain_seconds,
+        max_constructor_retry_count=1,
+    )
+
+    def app() -> Starlette:
+        return ingress_app(name, folder, options, index, (REPLICAS, APPLICATION))
+
+    ingress = serve.deployment(serve.ingress(app)(_Ingress), name="ingress").options(
+        max_ongoing_requests=1 << 20,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=options.drain_seconds,
+        health_check_period_s=HEALTH_SECONDS,
+    )
+    return ingress.bind(engines.bind(index, partial(make, threads)))
+
+
+class _Ingress:
+    """Serve gives it the routes; its argument makes Serve start the replicas first."""
+
+    def __init__(self, replicas: object) -> None:
+        pass
+
+
+def _wait_until_ready(ending: _Ending, url: str) -> bool:
+    """False where a signal came first. RequestError where a replica cannot start."""
+    while not ending.first.wait(LOOK_SECONDS):
+        _require_ray()
+        found = serve.status().applications.get(APPLICATION)
+        if found is not None and found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise RequestError(f"--replicas: expected replicas that start, got {_why(found)}")
+        with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return True
+    return False
+
+
+def _own(host: str) -> str:
+    """Where this machine reaches a server of `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _require_ray() -> None:
+    if _has_lost_ray():
+        raise RequestError("ray: expected its processes to run, got one that has ended")
+
+
+def _why(found: Any) -> str:
+    """The error of the first replica that did not start, without its traceback."""
+    for deployment in found.deployments.values():
+        lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("kvgraph.errors.")]
+        if errors:
+            return str(errors[-1].partition(": ")[2])
+        if lines and deployment.status not in ("HEALTHY", "UPDATING"):
+            return str(lines[-1])
+    return str(found.message)
+
+
+def _stop(index: Any, options: ServeOptions, ending: _Ending) -> None:
+    """Requests that run end first, for as long as each deployment gives them.
+
+    A second signal, or a Ray that has died, ends the wait.
+    """
+
+    def stop() -> None:
+        with suppress(Exception):
+            serve.delete(APPLICATION)
+            if os.environ.get("RAY_ADDRESS"):
+                serve.shutdown()
+        if index is not None:
+            with suppress(Exception):
+                ray.kill(index)
+        ray.shutdown()
+
+    stopping = threading.Thread(target=stop, daemon=True)
+    stopping.start()
+    end = time.monotonic() + 2 * options.drain_seconds + STOP_SECONDS
+    while stopping.is_alive() and time.monotonic() < end:
+        if ending.second.is_set() or _has_lost_ray():
+            break
+        stopping.join(0.1)
+
+
+def _has_lost_ray() -> bool:
+    """Whether a process of the Ray that was started here has ended, unasked.
+
+    Its calls wait for a minute then.
+    """
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # there are none: the cluster is another one's
+        return False

@@ -1,0 +1,178 @@
+"""Requests on several engines: what a server hands to one engine goes to the replica that answers
+first, and on to another one where that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+
+from kvgraph.errors import RequestError
+from kvgraph.kv.pool.identity import PoolSettings
+from kvgraph.kv.requests import TextContext
+from kvgraph.runtime.async_engine import TokenStream, failed
+from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.runtime.stats import RequestStats
+from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Refused
+from kvgraph.serve.replicas.report import packed
+
+TRIES = 8
+RETRY_SECONDS = 0.1
+"""Before the second try; each one after it waits twice as long."""
+
+
+class Fleet:
+    """Runs requests as an AsyncEngine does.
+
+    `ask` gives the messages of a replica that a router chooses; `is_gone` tells the errors of a
+    replica that has died from others. Then the request is asked for again, whole: equal tokens are
+    not given twice. Where the new ones differ, the stream ends with finish_reason "error".
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Order], AsyncIterator[Message]],
+        is_gone: Callable[[Exception], bool],
+        settings: PoolSettings | None,
+    ) -> None:
+        self._ask = ask
+        self._is_gone = is_gone
+        self._settings = settings
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        cache_salt: bytes = b"",
+        most_unread: int | None = None,
+        news: asyncio.Event | None = None,
+    ) -> TokenStream:
+        """Queue token ids at a replica. RequestError as of `Engine.submit`, at once."""
+        order = self._order(prompt, sampling or SamplingParams(), cache_salt)
+        stats = RequestStats(prompt_tokens=len(prompt))
+        stream = TokenStream(order.request_id, stats, self._cancel, most_unread, news)
+        answered = asyncio.get_running_loop().create_future()
+        self._running[order.request_id] = asyncio.create_task(self._run(order, stream, answered))
+        try:
+            await answered
+        except BaseException:
+            self._cancel(stream)
+            raise
+        return stream
+
+    async def close(self) -> None:
+        """Cancel what runs."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+
+    def _order(self, prompt: Sequence[int], sampling: SamplingParams, salt: bytes) -> Order:
+        request_id = uuid.uuid4().hex
+        if sampling.temperature > 0 and sampling.seed is None:
+            # Asked for again, it has the same tokens.
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        try:
+            tokens = np.array(prompt, "<i4")
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RequestError(f"prompt: expected token ids, got {error}") from error
+        chain: list[bytes] = []
+        if self._settings is not None and len(tokens) and sampling.prompt_logprobs is None:
+            context = TextContext(request_id, tokens.tolist(), cache_salt=salt)
+            chain = self._settings.identities(context)[1]
+        return Order(request_id, tokens.tobytes(), sampling, salt, packed(chain))
+
+    async def _run(self, order: Order, stream: TokenStream, answered: asyncio.Future[None]) -> None:
+        given: list[int] = []
+        why = "no replica answered"
+        try:
+            for tried in range(TRIES):
+                if tried:
+                    await asyncio.sleep(RETRY_SECONDS * 2 ** (tried - 1))
+                try:
+                    await self._attempt(order, stream, given, answered)
+                    return
+                except _DiffersError:
+                    why = "its replica died, and another one gives other tokens"
+                    break
+                except RequestError as error:
+                    if answered.done():
+                        raise
+                    answered.set_exception(error)
+                    return
+                except Exception as error:
+                    if not (isinstance(error, _CutError) or self._is_gone(error)):
+                        why = f"{type(error).__name__}: {error}".split("\n")[0]
+                        break
+            if not answered.done():
+                answered.set_result(None)
+            stream.was_lost = True
+            stream.give([failed(order.request_id, f"request {order.request_id!r}: {why}")])
+        finally:
+            self._running.pop(order.request_id, None)
+
+    async def _attempt(
+        self,
+        order: Order,
+        stream: TokenStream,
+        given: list[int],
+        answered: asyncio.Future[None],
+    ) -> None:
+        """All tokens from one replica; `given` are those that the stream had from others."""
+        known = list(given)
+        async for message in self._ask(order):
+            if isinstance(message, Refused):
+                raise RequestError(message.why)
+            if isinstance(message, Accepted):
+                if not answered.done():
+                    answered.set_result(None)
+                continue
+            tokens = _behind(known, message.tokens)
+            _note(stream.stats, message)
+            given += [token.token_id for token in tokens]
+            if tokens:
+                if tokens[-1].finish_reason:
+                    stream.stats.ended = perf_counter()
+                stream.give(tokens)
+        if not stream.has_ended:
+            raise _CutError
+
+    def _cancel(self, stream: TokenStream) -> None:
+        if (task := self._running.pop(stream.request_id, None)) is not None:
+            task.cancel()
+
+
+class _CutError(Exception):
+    """A replica's messages ended before the last token."""
+
+
+class _DiffersError(Exception):
+    """A replica gives other tokens than the one before it."""
+
+
+def _behind(known: list[int], tokens: list[Token]) -> list[Token]:
+    """Those that are new; what is known is taken off `known`."""
+    count = min(len(known), len(tokens))
+    if [token.token_id for token in tokens[:count]] != known[:count]:
+        raise _DiffersError
+    del known[:count]
+    return tokens[count:]
+
+
+def _note(stats: RequestStats, piece: Piece) -> None:
+    """Times by this process's clock."""
+    if stats.first_token is None:
+        stats.cached_tokens = piece.cached_tokens
+        stats.started = stats.submitted + piece.queue_seconds
+        stats.first_token = perf_counter()

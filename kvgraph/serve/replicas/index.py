@@ -1,0 +1,256 @@
+"""Which replica a prompt goes to: the one that has least to do before its first token.
+
+    table   64 bits of a page's digest -> bit mask of the replicas that hold the page
+
+    cost    tokens to compute, those that wait before it, and those whose pages it would evict
+
+Reports of a replica keep the table equal to its pool. One that does not follow the report before it
+is refused, and the replica sends all it holds: after a restart of either side nothing is stale.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from kvgraph.contract.dims import ceildiv
+from kvgraph.kv.pool.lookup import deepest_window
+from kvgraph.runtime.stats import EngineStats
+from kvgraph.serve.facts import EngineFacts
+from kvgraph.serve.load import Load
+from kvgraph.serve.replicas.report import Report, nbytes_of, unpacked
+
+ASSIGNED_SECONDS = 300.0
+"""A request of which no report has told for so long is not waited for any more."""
+
+LEAST_PAUSE_SECONDS = 0.01
+MOST_REPORTS = 1000
+"""Reports a second of all replicas together: half of what an actor of Ray takes."""
+
+SILENT_SECONDS = 30.0
+"""A replica that has reported nothing for so long is forgotten."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What the index knows of a replica."""
+
+    bit: int
+    epoch: bytes
+    sequence: int
+    facts: EngineFacts
+    load: Load
+    heard: float
+    num_pages: int = 0
+    """Pages of it in the table."""
+    assigned: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Request -> tokens of it to compute, and when it was assigned: until it has started."""
+    turn: int = 0
+    """When it was last chosen."""
+
+    @property
+    def queued_tokens(self) -> int:
+        return sum([tokens for tokens, _ in self.assigned.values()])
+
+
+class RoutingIndex:
+    """Knows the pages of all replicas; `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._table: dict[int, int] = {}
+        self._known: dict[str, Known] = {}
+        self._turns = itertools.count(1)
+        self._gone: EngineStats | None = None  # counters of replicas that are no more
+
+    # -- from replicas
+
+    def report(self, report: Report) -> float | None:
+        """Seconds to wait before the next report; None: the replica is to send a whole one now."""
+        known = self._known.get(report.replica)
+        if report.is_whole:
+            known = self._begin(report)
+        elif known is None or (known.epoch, known.sequence + 1) != (report.epoch, report.sequence):
+            return None
+        bit, table = known.bit, self._table
+        for digest in unpacked(report.removed):
+            mask = table.get(digest, 0)
+            if mask & bit:
+                known.num_pages -= 1
+                if mask == bit:
+                    del table[digest]
+                else:
+                    table[digest] = mask ^ bit
+        for digest in unpacked(report.added):
+            mask = table.get(digest, 0)
+            if not mask & bit:
+                known.num_pages += 1
+                table[digest] = mask | bit
+        for request in report.started:
+            known.assigned.pop(request, None)
+        known.sequence, known.load, known.heard = report.sequence, report.load, self._clock()
+        return max(LEAST_PAUSE_SECONDS, len(self._known) / MOST_REPORTS)
+
+    def _begin(self, report: Report) -> Known:
+        """A replica without pages, which the whole report fills."""
+        assert report.facts is not None
+        old = self._known.get(report.replica)
+        self.forget(report.replica)
+        used = sum([known.bit for known in self._known.values()])
+        bit = next(1 << i for i in itertools.count() if not used >> i & 1)
+        known = Known(bit, report.epoch, 0, report.facts, report.load, self._clock())
+        if old is not None and old.epoch == report.epoch:
+            known.assigned, known.turn = old.assigned, old.turn
+        self._known[report.replica] = known
+        return known
+
+    def forget(self, replica: str) -> None:
+        """It is gone, with its pages."""
+        known = self._known.pop(replica, None)
+        if known is None:
+            return
+        if known.num_pages:
+            rest = ~known.bit
+            self._table = {d: left for d, mask in self._table.items() if (left := mask & rest)}
+        self._gone = _sum([self._gone, _counters(known.load.stats)])
+
+    # -- from routers
+
+    def choose(
+        self, request: str, candidates: Sequence[str], chain: bytes, num_tokens: int
+    ) -> list[str]:
+        """`candidates` by their cost, the cheapest first; the request counts as the first one's.
+
+        `chain`: packed digests of the prompt's full pages. Candidates that have not reported come
+        last.
+        """
+        self._forget_silent()
+        known = {name: found for name in candidates if (found := self._known.get(name))}
+        hits = self.hits(chain, known)
+        costs = {name: self._cost(request, known[name], hits[name], num_tokens) for name in known}
+        order = sorted(known, key=lambda name: (costs[name], known[name].turn))
+        if order:
+            first = known[order[0]]
+            for other in self._known.values():
+                other.assigned.pop(request, None)  # it is routed again
+            left = num_tokens - hits[order[0]] * first.facts.page_size
+            first.assigned[request] = left, self._clock()
+            first.turn = next(self._turns)
+        return order + [name for name in candidates if name not in known]
+
+    def hits(self, chain: bytes, candidates: Collection[str]) -> dict[str, int]:
+        """Pages of the prompt that each of the candidates can take from its pool."""
+        digests = unpacked(chain)
+        found = dict.fromkeys(candidates, 0)
+        whole = {}
+        for name in candidates:
+            known = self._known[name]
+            if (window := known.facts.window) is None:
+                whole[name] = known.bit
+            else:
+                pages = ceildiv(window - 1, known.facts.page_size)
+                found[name] = deepest_window(digests, _Held(self._table, known.bit), pages)
+        left = sum(whole.values())
+        for count, digest in enumerate(digests):
+            now = left & self._table.get(digest, 0)
+            if now != left:
+                found |= {name: count for name, bit in whole.items() if (left ^ now) & bit}
+                if not now:
+                    return found
+                left = now
+        return found | {name: len(digests) for name, bit in whole.items() if left & bit}
+
+    def _cost(self, request: str, known: Known, hit: int, num_tokens: int) -> tuple[int, int]:
+        """Tokens before the first one of the request; then requests that run."""
+        size, now = known.facts.page_size, self._clock()
+        if any(now - since > ASSIGNED_SECONDS for _, since in known.assigned.values()):
+            known.assigned = {
+                name: (tokens, since)
+                for name, (tokens, since) in known.assigned.items()
+                if now - since <= ASSIGNED_SECONDS
+            }
+        before = known.queued_tokens - known.assigned.get(request, (0, 0.0))[0]
+        fresh = ceildiv(num_tokens, size) - hit
+        evicted = max(0, fresh - (known.facts.routed_pages - known.num_pages))
+        return num_tokens - hit * size + before + evicted * size, known.load.stats.num_running
+
+    def _forget_silent(self) -> None:
+        """Replicas that are gone without a word."""
+        least = self._clock() - SILENT_SECONDS
+        for name in [name for name, known in self._known.items() if known.heard < least]:
+            self.forget(name)
+
+    # -- for those who look
+
+    def facts(self) -> EngineFacts | None:
+        """Of one engine; all are alike. None before any has reported."""
+        return next((known.facts for known in self._known.values()), None)
+
+    def load(self) -> tuple[int, Load | None]:
+        """How many replicas there are, and what they do together."""
+        loads = [known.load for known in self._known.values()]
+        if not loads:
+            return 0, None
+        return len(loads), _together(loads, self._gone)
+
+    def pages(self, replica: str) -> list[int]:
+        """64 bits of the digest of each page that the replica holds."""
+        bit = known.bit if (known := self._known.get(replica)) else 0
+        return [digest for digest, mask in self._table.items() if mask & bit]
+
+    def queued(self) -> Mapping[str, int]:
+        """Tokens of prompts that wait, by replica."""
+        return {name: known.queued_tokens for name, known in self._known.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table."""
+        return nbytes_of(self._table)
+
+
+class _Held:
+    """The pages of one replica."""
+
+    def __init__(self, table: Mapping[int, int], bit: int) -> None:
+        self._table, self._bit = table, bit
+
+    def __contains__(self, digest: object) -> bool:
+        return bool(self._table.get(digest, 0) & self._bit)  # type: ignore[call-overload]
+
+
+COUNTERS = (
+    "generated_tokens",
+    "num_preemptions",
+    "num_failed_requests",
+    "num_repairs",
+    "prompt_tokens",
+    "cached_tokens",
+)
+"""Fields of EngineStats that only grow."""
+
+
+def _counters(stats: EngineStats) -> EngineStats:
+    """Of an engine that is no more."""
+    kept = {name: getattr(stats, name) for name in COUNTERS}
+    return EngineStats(0, 0, num_free_pages=0, num_pages=0, **kept)
+
+
+def _sum(parts: Sequence[EngineStats | None]) -> EngineStats:
+    """None of a field counts as 0."""
+    given = [part for part in parts if part is not None]
+    names = [entry.name for entry in fields(EngineStats)]
+    return EngineStats(**{n: sum([getattr(part, n) or 0 for part in given]) for n in names})
+
+
+def _together(loads: Sequence[Load], gone: EngineStats | None) -> Load:
+    """Rates add up; a step is as long as the longest."""
+    ends = sum([1 / load.finish_seconds for load in loads if load.finish_seconds])
+    return replace(
+        loads[0],
+        stats=_sum([*(load.stats for load in loads), gone]),
+        prefill_rate=sum([load.prefill_rate for load in loads]),
+        finish_seconds=1 / ends if ends else 0.0,
+        step_seconds=max([load.step_seconds for load in loads]),
+    )

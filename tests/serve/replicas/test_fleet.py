@@ -1,0 +1,196 @@
+"""Requests on several engines: the tokens of one engine, whatever dies, and a right index."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgraph import Engine, RequestError, SamplingParams
+from kvgraph.runtime.sampling import Token
+from kvgraph.serve.replicas.messages import Order, Piece
+from tests.serve.replicas.in_process import DeadError, Local, with_replicas
+
+PROMPTS = [[5 + (7 * i + j) % 1000 for j in range(20 + 9 * i)] for i in range(8)]
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+
+
+async def tokens_of(stream: Any) -> list[Token]:
+    return [token async for tokens in stream for token in tokens]
+
+
+async def ids_of(local: Local, prompts: list[list[int]], sampling: SamplingParams) -> list[Any]:
+    fleet = local.fleet()
+    streams = [await fleet.submit(prompt, sampling) for prompt in prompts]
+    found = await asyncio.gather(*map(tokens_of, streams))
+    assert all(not stream.was_lost for stream in streams)
+    return [[token.token_id for token in tokens] for tokens in found]
+
+
+@pytest.fixture(scope="module")
+def alone(artifact: Path) -> dict[SamplingParams, list[list[int]]]:
+    engine = Engine(artifact, num_threads=1, num_pages=200)
+    return {
+        sampling: [done.token_ids for done in engine.generate(PROMPTS, sampling)]
+        for sampling in (GREEDY, DRAWN)
+    }
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_all_replicas_give_the_tokens_of_one_engine(
+    artifact: Path, alone: Any, sampling: SamplingParams
+) -> None:
+    async def task(local: Local) -> None:
+        assert await ids_of(local, PROMPTS, sampling) == alone[sampling]
+        assert set(local.asked) == {"r0", "r1"}
+        await local.until_equal()
+
+    with_replicas(artifact, 2, task, num_pages=100)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("at", [0, 1, 2, 7])
+def test_a_replica_that_dies_is_not_seen(
+    artifact: Path, alone: Any, sampling: SamplingParams, at: int
+) -> None:
+    """Before it accepts, before the first token, and behind tokens that were handed over."""
+
+    async def task(local: Local) -> None:
+        died: list[str] = []
+
+        def fault(name: str, order: Order, number: int) -> None:
+            if number == at and not died:
+                died.append(name)
+            if name in died:
+                raise DeadError(name)
+
+        def choose(request: str, names: list[str], *rest: Any) -> list[str]:
+            return order(request, [name for name in names if name not in died], *rest)
+
+        order, local.index.choose = local.index.choose, choose  # type: ignore[method-assign]
+        local.fault = fault
+        assert await ids_of(local, PROMPTS, sampling) == alone[sampling]
+        assert died
+
+    with_replicas(artifact, 3, task, num_pages=100)
+
+
+def test_another_replica_that_differs_ends_the_stream(artifact: Path) -> None:
+    """What was handed over stays right: the stream says that it cannot go on."""
+
+    async def task(local: Local) -> None:
+        asks = 0
+        ask = local.ask
+
+        async def differing(order: Order) -> Any:
+            nonlocal asks
+            asks += 1
+            count = 0
+            async for message in ask(order):
+                if isinstance(message, Piece):
+                    count += len(message.tokens)
+                    if asks > 1:
+                        tokens = [token._replace(token_id=3) for token in message.tokens]
+                        message = message._replace(tokens=tokens)
+                    elif count > 4:
+                        raise DeadError("r0")
+                yield message
+
+        local.ask = differing  # type: ignore[method-assign]
+        stream = await local.fleet().submit(PROMPTS[0], GREEDY)
+        tokens = await tokens_of(stream)
+        assert stream.was_lost
+        assert tokens[-1].finish_reason == "error"
+        assert tokens[-1].error is not None
+        assert "another one gives other tokens" in tokens[-1].error
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_no_replica_at_all(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvgraph.serve.replicas.fleet.RETRY_SECONDS", 0.001)
+
+    async def task(local: Local) -> None:
+        def fault(*given: Any) -> None:
+            raise DeadError
+
+        local.fault = fault
+        stream = await local.fleet().submit(PROMPTS[0], GREEDY)
+        tokens = await tokens_of(stream)
+        assert [token.error for token in tokens] == [
+            f"request {stream.request_id!r}: no replica answered"
+        ]
+        assert stream.was_lost
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([5, 10**6], "expected token ids in"),
+        ([], "expected a prompt, got an empty one"),
+        ([5] * 3000, "at most 2047 tokens"),
+        ([2**40], "expected token ids"),
+        (["a"], "expected token ids"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(artifact: Path, prompt: list[Any], message: str) -> None:
+    async def task(local: Local) -> None:
+        with pytest.raises(RequestError, match=message):
+            await local.fleet().submit(prompt, GREEDY)
+        assert len(await ids_of(local, PROMPTS[:1], GREEDY)) == 1
+        assert local.index.queued() == {"r0": 0} or not await _drained(local)
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+async def _drained(local: Local) -> None:
+    while any(local.index.queued().values()):
+        await asyncio.sleep(0.01)
+
+
+def test_a_request_that_is_left_is_cancelled(artifact: Path) -> None:
+    async def task(local: Local) -> None:
+        fleet = local.fleet()
+        long = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+        stream = await fleet.submit(PROMPTS[0], long)
+        await anext(stream)
+        stream.cancel()
+        engine = local.hosts["r0"]._engine
+        assert engine is not None
+        while engine.num_open:
+            await asyncio.sleep(0.01)
+        free = await engine.call(lambda own: own.kv.num_free_blocks())
+        assert free == 100
+        await _drained(local)
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_the_index_follows_pools_that_evict_and_are_reset(artifact: Path) -> None:
+    """With reports that are lost, and an index that starts anew."""
+
+    async def task(local: Local) -> None:
+        for turn in range(12):
+            prompts = [[5 + (31 * turn + 7 * i + j) % 1000 for j in range(90)] for i in range(6)]
+            await ids_of(local, prompts, GREEDY)
+            if turn % 4 == 1:
+                local.loses_reports = True
+            if turn % 4 == 2:
+                local.loses_reports = False
+            if turn == 5:
+                local.index = type(local.index)()
+            if turn == 8:
+                engine = local.hosts["r0"]._engine
+                assert engine is not None
+                await engine.call(lambda own: own.kv.reset_prefix_cache())
+            if not local.loses_reports:
+                await local.until_equal()
+        await local.until_equal()
+        assert all(len(local.index.pages(name)) > 10 for name in local.hosts)
+
+    with_replicas(artifact, 2, task, num_pages=40, max_batch_size=4)

@@ -1,0 +1,264 @@
+"""`kvgraph serve --replicas` on a Ray of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ray = pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
+
+from kvgraph import Engine, SamplingParams  # noqa: E402
+from tests.serve.running import Server, answered, refusal, serving, wait_for  # noqa: E402
+from tests.support.command_line import COMMAND  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of pydantic
+
+APPLICATION = "kvgraph"
+PAGES = 3200
+"""Of a replica: more than half of all conversations' pages."""
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """A Ray that the server and this process share; its processes are gone afterwards."""
+    kept = dict(os.environ)
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ.pop("RAY_ADDRESS", None)
+    own: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        context = ray.init(
+            "local", num_cpus=4, include_dashboard=False, object_store_memory=2**28, **own
+        )
+        os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
+        yield
+    finally:
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+@contextmanager
+def replicas(artifact: Path, log: Path, count: int, *more: Any) -> Iterator[Server]:
+    flags = ("--replicas", count, "--threads", 1, "--num-pages", PAGES, *more)
+    with serving(log, artifact, *flags) as server:
+        yield server
+
+
+def index() -> Any:
+    return ray.get_actor(APPLICATION, namespace=APPLICATION)
+
+
+def processes() -> list[int]:
+    """Of the replicas."""
+    name = f"ray::ServeReplica:{APPLICATION}:replicas"
+    found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
+    return list(map(int, found.stdout.split()))
+
+
+def require_right_index(count: int) -> None:
+    """The index holds the pages of each pool, and no others.
+
+    Asked by a process of its own: Serve keeps a cluster that it knew.
+    """
+    command = [sys.executable, "-m", "tests.serve.replicas.pools", str(count)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    pools = json.loads(found.stdout.splitlines()[-1])
+    assert len(pools) == count
+    for name, held in pools.items():
+        wait_for(
+            lambda name=name, held=held: sorted(ray.get(index().pages.remote(name))) == held,
+            f"the index differs from the pool of {name}",
+        )
+
+
+class Conversations:
+    """Prompts of token ids, each the one before it and `new` more tokens, in a random order."""
+
+    def __init__(self, count: int, turns: int = 5, new: int = 64, seed: int = 0) -> None:
+        drawn = random.Random(seed)
+        self.texts = [[drawn.randrange(5, 2000) for _ in range(turns * new)] for _ in range(count)]
+        lengths = [(i, new * (turn + 1)) for i in range(count) for turn in range(turns)]
+        keys = {i: iter(sorted(drawn.random() for _ in range(turns))) for i in range(count)}
+        self.order = sorted(lengths, key=lambda pair: next(keys[pair[0]]))
+
+    def prompts(self) -> list[list[int]]:
+        return [self.texts[i][:length] for i, length in self.order]
+
+
+def hit_tokens(client: httpx.Client, prompts: list[list[int]]) -> int:
+    found = 0
+    for prompt in prompts:
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        usage = answered(client.post("/v1/completions", json=body))["usage"]
+        found += usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def test_a_server_of_two_replicas(artifact: Path, engine: Engine, tmp_path: Path) -> None:
+    """The answers of one engine, and its refusals; SIGTERM ends all of it."""
+    prompts = ["The import statement", "A for statement", "An expression"]
+    greedy = SamplingParams(max_new_tokens=16)
+    expected = [done.text for done in engine.generate(prompts, greedy)]
+    with replicas(artifact, tmp_path / "log", 2) as server:
+        for _ in range(2):
+            for prompt, text in zip(prompts, expected, strict=True):
+                done = server.complete(prompt, max_tokens=16)
+                assert done["choices"][0]["text"] == text
+        chunks = server.events(
+            "/v1/completions", {"prompt": prompts[0], "max_tokens": 16, "temperature": 0}
+        )
+        assert "".join([chunk["choices"][0]["text"] for chunk in chunks]) == expected[0]
+        assert server.chat("What is a module?")["choices"][0]["message"]["content"]
+        refused = server.post("/v1/completions", {"prompt": [5, 10**6], "max_tokens": 4})
+        assert "expected token ids in [0, 2048)" in refusal(refused, 400)
+        assert server.client.get("/ready").status_code == 200
+        assert answered(server.client.get("/v1/models"))["data"][0]["max_model_len"] == 2048
+        wait_for(lambda: server.state()["generated_tokens"] > 100, "no numbers of the replicas")
+        assert server.state()["num_pages"] == 2 * PAGES
+        assert "num_requests_running" in server.client.get("/metrics").text
+        wait_for(lambda: len(processes()) == 2, "not two replicas")
+        os.kill(processes()[0], signal.SIGKILL)
+        for prompt, text in zip(prompts * 3, expected * 3, strict=True):
+            done = server.complete(prompt, max_tokens=16)
+            assert done["choices"][0]["text"] == text
+    assert processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "least"), [(2, 1.35), (4, 2.2)])
+def test_prompts_go_where_their_pages_are(
+    artifact: Path, tmp_path: Path, count: int, least: float
+) -> None:
+    """As many tokens from caches as one engine has with all pools, and more than by chance."""
+    prompts = Conversations(200).prompts()
+    one = Engine(artifact, num_threads=1, num_pages=PAGES * count)
+    once = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    best = sum([one.generate([prompt], once)[0].cached_tokens for prompt in prompts])
+    with cluster(), replicas(artifact, tmp_path / "log", count) as server:
+        wait_for(lambda: ray.get(index().load.remote())[0] == count, "a replica is missing")
+        routed = hit_tokens(server.client, prompts)
+        require_right_index(count)
+        ray.kill(index(), no_restart=True)  # from here on chance decides
+        others = Conversations(200, seed=1).prompts()
+        by_chance = hit_tokens(server.client, others)
+    print(f"{count} replicas: {routed} of {best}, by chance {by_chance}")
+    assert routed >= 0.98 * best
+    assert routed >= least * by_chance
+
+
+@pytest.mark.slow
+def test_replicas_that_are_killed(artifact: Path, tmp_path: Path) -> None:
+    """Every request is answered once with the tokens of one engine, streamed ones too."""
+    prompts = Conversations(60).prompts()
+    few = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    engine = Engine(artifact, num_threads=1, num_pages=PAGES)
+    expected = [done.text for done in engine.generate(prompts, few)]
+    ended = threading.Event()
+    kills = 0
+
+    def kill() -> None:
+        nonlocal kills
+        drawn = random.Random(1)
+        while not ended.wait(drawn.uniform(1, 5)):
+            if len(found := processes()) == 2:
+                os.kill(drawn.choice(found), signal.SIGKILL)
+                kills += 1
+
+    with cluster(), replicas(artifact, tmp_path / "log", 2) as server:
+
+        def ask(number: int) -> str:
+            body = {"prompt": prompts[number], "max_tokens": 24, "temperature": 0}
+            body |= {"ignore_eos": True}
+            if number % 2:
+                chunks = server.events("/v1/completions", body)
+                return "".join([chunk["choices"][0]["text"] for chunk in chunks])
+            done = answered(server.post("/v1/completions", body))
+            text: str = done["choices"][0]["text"]
+            return text
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(ask, range(len(prompts))))
+        ended.set()
+        killer.join()
+        assert found == expected
+        assert kills >= 2
+        wait_for(lambda: len(processes()) == 2, "a replica was not started again")
+        require_right_index(2)
+        print(f"{kills} kills")
+    assert processes() == []
+
+
+def refused(*arguments: Any, **environment: str) -> str:
+    command = [*COMMAND, "serve", *map(str, arguments)]
+    given = {"env": os.environ | environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, timeout=120, **given)  # type: ignore[call-overload]
+    assert done.returncode == 2, done.stderr
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("kvgraph: ")]
+    return line
+
+
+def test_bad_flags(artifact: Path) -> None:
+    assert "--max-replicas: expected --replicas" in refused(artifact, "--max-replicas", 3)
+    events = ("--kv-events", "tcp://127.0.0.1:*")
+    assert "--kv-events: expected one engine" in refused(artifact, "--replicas", 2, *events)
+    line = refused(artifact, "--replicas", 3, "--max-replicas", 2)
+    assert "--max-replicas: expected at least --replicas=3, got 2" in line
+
+
+def test_an_address_of_no_cluster(artifact: Path) -> None:
+    line = refused(artifact, "--replicas", 2, RAY_ADDRESS="nowhere")
+    assert "RAY_ADDRESS=nowhere: expected a Ray cluster" in line
+
+
+def test_without_ray(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'ray' else find(name, *rest)\n"
+    )
+    line = refused(artifact, "--replicas", 2, PYTHONPATH=str(tmp_path))
+    assert line.endswith("pip install 'kvgraph[ray]'")
+
+
+def test_a_port_in_use_and_a_replica_with_another_model(
+    artifact: Path, compiled: Callable[..., Path], tmp_path: Path
+) -> None:
+    with cluster():
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            line = refused(artifact, "--replicas", 2, "--port", port)
+            assert f"127.0.0.1:{port}: expected an address to listen at" in line
+        mine = tmp_path / "model.kvg"
+        shutil.copytree(artifact, mine)
+        shutil.copytree(compiled("llama"), tmp_path / "other")
+        # The command has read its artifact before a replica does.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvgraph", "serve", mine, "--replicas", "1", "--port", "0"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        assert "listening" in process.stderr.readline()
+        mine.rename(tmp_path / "old")
+        (tmp_path / "other").rename(mine)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 2, errors
+        assert "expected the model that this command was given" in errors
+    assert processes() == []
