@@ -8,6 +8,14 @@ thread, over tiny-llama (or ARTIFACT); the client is another process of the same
   streams  tokens/s of 32 streams of 64 tokens
   rss      resident memory of all processes that the command started, Ray's among them
 
+With --prefill: prompts of --tokens tokens, the time to the first token
+
+  computed   of one replica that computes it
+  loaded     of another one, started later, that loads the same prompt's pages from the disk tier
+  elsewhere  of a replica for which another one computes it (--prefill-replicas)
+
+and the ratio of the last to the sum of the others. The disk tier is in memory where --folder is.
+
 Reference: every answer's text is that of the server without Ray. The baseline is that server; the
 limit of a request's cost is the hop through Serve's proxy, measured by GET /health.
 """
@@ -37,7 +45,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas")
     parser.add_argument("artifact", type=Path, nargs="?")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--folder", default="/dev/shm")
     wanted = parser.parse_args()
+    if wanted.prefill:
+        print(json.dumps(elsewhere(wanted.artifact, wanted.tokens, wanted.folder)))
+        return
     with tempfile.TemporaryDirectory() as folder:
         artifact = wanted.artifact
         if artifact is None:
@@ -81,8 +95,37 @@ def measured(port: int, pid: int) -> tuple[dict[str, Any], list[str]]:
     return row, [answer.text for answers in (single, *batches) for answer in answers]
 
 
-def prompt(rng: random.Random) -> list[int]:
-    return [rng.randrange(5, 2000) for _ in range(64)]
+def elsewhere(artifact: Path, tokens: int, folder: str) -> dict[str, Any]:
+    """Milliseconds to the first token; the answers of all three are compared."""
+    rng = random.Random(0)
+    prompts = [prompt(rng, tokens) for _ in range(8)]
+    one = ("--threads", "1", "--num-pages", "2000", "--replicas", "1")
+    found: dict[str, Any] = {}
+    texts: list[list[str]] = []
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as kept,
+        tempfile.TemporaryDirectory(dir=folder) as other,
+    ):
+        for name, flags in (
+            ("computed", ("--disk", kept)),
+            ("loaded", ("--disk", kept)),
+            ("elsewhere", ("--disk", other, "--prefill-replicas", "1")),
+        ):
+            with server(artifact, *one, *flags) as (port, _):
+                run(ask(port, prompt(rng, tokens), 4))
+                answers = [run(ask(port, each, 4)) for each in prompts]
+            found[f"{name} ms"] = ms([answer.news[0] - answer.sent for answer in answers])
+            found[f"{name} cached"] = [
+                answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers
+            ]
+            texts.append([answer.text for answer in answers])
+    assert texts[0] == texts[1] == texts[2], "texts differ"
+    sum_of = found["computed ms"] + found["loaded ms"]
+    return found | {"ratio": round(found["elsewhere ms"] / sum_of, 2)}
+
+
+def prompt(rng: random.Random, tokens: int = 64) -> list[int]:
+    return [rng.randrange(5, 2000) for _ in range(tokens)]
 
 
 def rate(answers: list[Answer]) -> float:

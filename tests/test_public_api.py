@@ -111,8 +111,8 @@ FLAGS = {
     "serve": "--api-key-file --cache-memory --collective-timeout --disk --disk-bytes "
     "--drain-seconds --host --host-memory --kv-events --kv-events-replay --kv-events-topic "
     "--log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens --max-queued-requests "
-    "--max-queued-tokens --max-replicas --metrics-prefix --num-pages --port --remote "
-    "--replicas --threads --verify",
+    "--max-queued-tokens --max-replicas --metrics-prefix --num-pages --port "
+    "--prefill-replicas --remote --replicas --threads --verify",
     "verify": "--execute --json --record",
 }
 

@@ -98,6 +98,9 @@ def serve(
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="Engines that Ray may start as requests wait.")
     ] = None,
+    prefill_replicas: Annotated[
+        int, typer.Option(min=0, help="Engines that compute long prompts for --replicas.")
+    ] = 0,
 ) -> None:
     """Serve an artifact over HTTP, as OpenAI's clients ask; SIGTERM drains it."""
     for name in NEEDED:
@@ -131,6 +134,12 @@ def serve(
         loaded = load(artifact, verify=verify or None)
     if replicas is None and max_replicas is not None:
         raise RequestError("--max-replicas: expected --replicas beside it, got none")
+    if prefill_replicas and replicas is None:
+        raise RequestError("--prefill-replicas: expected --replicas beside it, got none")
+    if prefill_replicas and disk is None and remote is None:
+        raise RequestError(
+            "--prefill-replicas: expected --disk or --remote, through which pages go, got none"
+        )
     if replicas is not None and max_replicas is not None and max_replicas < replicas:
         raise RequestError(
             f"--max-replicas: expected at least --replicas={replicas}, got {max_replicas}"
@@ -169,6 +178,7 @@ def serve(
             max_replicas or replicas,
             threads,
             1 if _is_cuda(loaded) else 0,
+            prefill_replicas,
         ),
         host=host,
         port=port,

@@ -161,6 +161,16 @@ class PagedQueries(KVCacheManager):
         """
         return self.settings.identities(ctx)[1]
 
+    def has_settled(self, ctx: TextContext, replica_idx: int = 0) -> bool:
+        """Whether no page that starts `ctx` is on its way to a tier: all that will be is there."""
+        at_replica(self._replicas, replica_idx, "has_settled")
+        if self._tiers is None:
+            return True
+        digests = self.page_identities(ctx)
+        pools = self.leaf_pools(replica_idx)
+        keys = {page_key(digest, own.leaf, own.shards) for own in pools for digest in digests}
+        return self._tiers.connector.has_settled(keys)
+
     @property
     def settings(self) -> PoolSettings:
         """What its pages are told apart by; `identities` needs no pool."""

@@ -6,7 +6,7 @@ say so, and nothing raises for a tier that fails: what it held is missed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from kvgraph.kv.metrics import KVCacheMetrics
@@ -68,6 +68,9 @@ class Connector(Protocol):
         The caller keeps these pages held until `poll` returns them; the rest is known below
         already, or dropped and counted.
         """
+
+    def has_settled(self, keys: Collection[bytes]) -> bool:
+        """Whether no page of these keys is on its way down: the stores have it, or never will."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """These pages were used; the last of them is the most precious."""

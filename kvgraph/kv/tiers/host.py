@@ -105,6 +105,10 @@ class HostStore:
         """Whether the page is held, or on its way."""
         return key in self._shelves[size].held or key in self._reserved
 
+    def is_coming(self, key: bytes) -> bool:
+        """Whether the page is on its way to a slot."""
+        return key in self._reserved
+
     def reserve(self, key: bytes, size: int) -> Slot | None:
         """A pinned slot to fill, which no look-up finds; None: all are pinned, or `key` is here."""
         if self.knows(key, size):

@@ -10,7 +10,7 @@ below the host is promoted on its way up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
@@ -65,6 +65,14 @@ class TieredConnector(TierWorkers):
                 self._offloads.extend(taken)
                 self._changed.notify_all()
         return taken
+
+    def has_settled(self, keys: Collection[bytes]) -> bool:
+        with self._lock:
+            if self._to_flush or self._is_flushing:
+                return False
+            slots = [*self._writes, *self._writing]
+            coming = {move.key for move in self._offloads} | {slot.key for slot in slots}
+            return not any(key in coming or self._host.is_coming(key) for key in keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:

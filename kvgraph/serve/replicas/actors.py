@@ -24,10 +24,13 @@ from kvgraph.serve.replicas.fleet import Fleet
 from kvgraph.serve.replicas.host import EngineHost, ReplicaClosedError
 from kvgraph.serve.replicas.index import RoutingIndex
 from kvgraph.serve.replicas.messages import Message, Order
-from kvgraph.serve.replicas.report import Report
+from kvgraph.serve.replicas.report import DECODE, PREFILL, Report
 from kvgraph.serve.server import SWITCH_SECONDS
 from kvgraph.serve.service import Service
 from kvgraph.serve.state import counts_of
+
+PREFILL_TOKENS = 256
+"""A prompt with fewer tokens to compute is computed where it is answered."""
 
 LOOK_SECONDS = 0.5
 """How old an ingress's numbers of the replicas are at most."""
@@ -37,7 +40,7 @@ class EngineReplica:
     """Serve's deployment of an engine; an actor for each. `make` gives the engine."""
 
     async def __init__(  # type: ignore[misc]
-        self, index: Any, make: Callable[[], Engine]
+        self, index: Any, make: Callable[[], Engine], role: str
     ) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
 
@@ -46,12 +49,15 @@ class EngineReplica:
             return pause
 
         name = str(serve.get_replica_context().replica_id.unique_id)
-        self._host = EngineHost(name, send)
+        self._host = EngineHost(name, send, role)
         await self._host.start(make)
 
     async def generate(self, order: Order) -> AsyncIterator[Message]:
         async for message in self._host.generate(order):
             yield message
+
+    async def prefill(self, order: Order) -> None:
+        await self._host.prefill(order)
 
     async def committed(self) -> tuple[str, list[bytes]]:
         """Its name, and digests of the pages that it holds."""
@@ -65,13 +71,20 @@ class FleetService(Service):
     """The replicas of this application."""
 
     def __init__(
-        self, name: str, folder: Path, options: ServeOptions, index: Any, replicas: Any
+        self,
+        name: str,
+        folder: Path,
+        options: ServeOptions,
+        index: Any,
+        replicas: Any,
+        prefill: Any | None,
     ) -> None:
         super().__init__(name, options)
         self._folder = folder
         self._index = index
         # Messages over gRPC, not through Ray's object store: half the time of each.
         self._generate = replicas.generate.options(stream=True, _by_reference=False)
+        self._prefill = prefill and prefill.prefill.options(_by_reference=False)
         self._fleet: Fleet | None = None
         self._load: Load | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -82,7 +95,9 @@ class FleetService(Service):
         while not await self._look():
             await asyncio.sleep(LOOK_SECONDS)
         facts = await self._index.facts.remote()
-        self._fleet = Fleet(self._ask, _is_gone, facts.settings)
+        self._page_size = facts.page_size
+        prefill = None if self._prefill is None else self._compute
+        self._fleet = Fleet(self._ask, _is_gone, facts.settings, prefill)
         self.serve(prompts, self._fleet, facts, self._last_load, self._state)
         self._looking = asyncio.create_task(self._keep_looking())
 
@@ -99,6 +114,15 @@ class FleetService(Service):
                 yield message
         finally:
             answer.cancel()
+
+    async def _compute(self, order: Order) -> None:
+        """Have a long prompt computed by a replica of that role, if none has its pages."""
+        if order.num_tokens < PREFILL_TOKENS or not order.chain:
+            return
+        assert self._prefill is not None
+        cached = self._page_size * await self._index.cached.remote(order.chain)
+        if order.num_tokens - cached >= PREFILL_TOKENS:
+            await self._prefill.remote(order._replace(request_id=f"{order.request_id}-prefill"))
 
     async def _keep_looking(self) -> None:
         while True:
@@ -132,11 +156,11 @@ def _is_gone(error: Exception) -> bool:
 
 
 def ingress_app(
-    name: str, folder: Path, options: ServeOptions, index: Any, replicas: tuple[str, str]
+    name: str, folder: Path, options: ServeOptions, index: Any, application: str, roles: list[str]
 ) -> Starlette:
-    """The routes, in the process that Serve runs them in."""
-    handle = serve.get_deployment_handle(*replicas)
-    service = FleetService(name, folder, options, index, handle)
+    """The routes, in the process that Serve runs them in. Deployments are named by their role."""
+    handles = {role: serve.get_deployment_handle(role, application) for role in roles}
+    service = FleetService(name, folder, options, index, handles[DECODE], handles.get(PREFILL))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -27,12 +27,15 @@ from kvgraph.runtime.engine import Engine
 from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_index
+from kvgraph.serve.replicas.report import DECODE, PREFILL
 from kvgraph.serve.replicas.router import PageRouter
 from kvgraph.serve.server import listen
 
 APPLICATION = "kvgraph"
-REPLICAS = "replicas"
 NAMESPACE = "kvgraph"
+UNBOUNDED = 1 << 20
+"""Requests of a replica: the ingress holds what is too much."""
+
 HEALTH_SECONDS = 2.0
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 20.0
@@ -54,6 +57,8 @@ class ReplicaOptions:
     threads: int | None = None
     """Cores of one; None: an equal share of those that Ray knows."""
     gpus: int = 0
+    prefill: int = 0
+    """Replicas besides these that compute long prompts for them, over a tier that all share."""
 
 
 @dataclass(slots=True)
@@ -155,8 +160,10 @@ def _application(
     replicas: ReplicaOptions,
     index: Any,
 ) -> serve.Application:
-    share = ray.cluster_resources().get("CPU", 1.0) / replicas.most
+    share = ray.cluster_resources().get("CPU", 1.0) / (replicas.most + replicas.prefill)
     threads = replicas.threads or max(1, int(share))
+    make_one = partial(make, threads)
+    cores = {"num_cpus": min(threads, share), "num_gpus": replicas.gpus}
     scale: dict[str, Any] = {"num_replicas": replicas.least}
     if replicas.most > replicas.least:
         scale = {
@@ -164,35 +171,45 @@ def _application(
                 min_replicas=replicas.least, max_replicas=replicas.most
             )
         }
-    engines = serve.deployment(EngineReplica, name=REPLICAS).options(
+    engines = {DECODE: _deployment(DECODE, scale, cores, options)}
+    if replicas.prefill:
+        fixed = {"num_replicas": replicas.prefill}
+        engines[PREFILL] = _deployment(PREFILL, fixed, cores, options)
+    roles = list(engines)
+
+    def app() -> Starlette:
+        return ingress_app(name, folder, options, index, APPLICATION, roles)
+
+    ingress = serve.deployment(serve.ingress(app)(_Ingress), name="ingress").options(
+        max_ongoing_requests=UNBOUNDED,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=options.drain_seconds,
+        health_check_period_s=HEALTH_SECONDS,
+    )
+    return ingress.bind([engines[role].bind(index, make_one, role) for role in roles])
+
+
+def _deployment(
+    role: str, scale: dict[str, Any], cores: dict[str, float], options: ServeOptions
+) -> serve.Deployment:
+    index = {"name": APPLICATION, "namespace": NAMESPACE}
+    return serve.deployment(EngineReplica, name=role).options(
         **scale,
-        max_ongoing_requests=1 << 20,  # the ingress holds what is too much
-        ray_actor_options={"num_cpus": min(threads, share), "num_gpus": replicas.gpus},
+        max_ongoing_requests=UNBOUNDED,
+        ray_actor_options=cores,
         request_router_config=RequestRouterConfig(
-            request_router_class=PageRouter,
-            request_router_kwargs={"name": APPLICATION, "namespace": NAMESPACE},
+            request_router_class=PageRouter, request_router_kwargs=index
         ),
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_timeout_s=options.drain_seconds,
         max_constructor_retry_count=1,
     )
 
-    def app() -> Starlette:
-        return ingress_app(name, folder, options, index, (REPLICAS, APPLICATION))
-
-    ingress = serve.deployment(serve.ingress(app)(_Ingress), name="ingress").options(
-        max_ongoing_requests=1 << 20,
-        ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=options.drain_seconds,
-        health_check_period_s=HEALTH_SECONDS,
-    )
-    return ingress.bind(engines.bind(index, partial(make, threads)))
-
 
 class _Ingress:
     """Serve gives it the routes; its argument makes Serve start the replicas first."""
 
-    def __init__(self, replicas: object) -> None:
+    def __init__(self, replicas: list[object]) -> None:
         pass
 
 

@@ -39,9 +39,14 @@ class Feed:
     """Of one engine. `send` gives what `RoutingIndex.report` does."""
 
     def __init__(
-        self, replica: str, engine: Engine, send: Callable[[Report], Awaitable[float | None]]
+        self,
+        replica: str,
+        role: str,
+        engine: Engine,
+        send: Callable[[Report], Awaitable[float | None]],
     ) -> None:
         self._replica = replica
+        self._role = role
         self._send = send
         self._facts = facts_of(engine)
         self._epoch = token_bytes(8)
@@ -164,6 +169,7 @@ class Feed:
             started,
             self.load,
             self._facts if is_whole else None,
+            self._role,
         )
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
@@ -34,6 +34,7 @@ class Fleet:
     `ask` gives the messages of a replica that a router chooses; `is_gone` tells the errors of a
     replica that has died from others. Then the request is asked for again, whole: equal tokens are
     not given twice. Where the new ones differ, the stream ends with finish_reason "error".
+    `prefill` has the prompt computed elsewhere first; where that fails, who answers computes it.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Fleet:
         ask: Callable[[Order], AsyncIterator[Message]],
         is_gone: Callable[[Exception], bool],
         settings: PoolSettings | None,
+        prefill: Callable[[Order], Awaitable[None]] | None = None,
     ) -> None:
+        self._prefill = prefill
         self._ask = ask
         self._is_gone = is_gone
         self._settings = settings
@@ -101,6 +104,8 @@ class Fleet:
                 if tried:
                     await asyncio.sleep(RETRY_SECONDS * 2 ** (tried - 1))
                 try:
+                    if self._prefill is not None and not given:
+                        await self._try_prefill(order, self._prefill)
                     await self._attempt(order, stream, given, answered)
                     return
                 except _DiffersError:
@@ -121,6 +126,10 @@ class Fleet:
             stream.give([failed(order.request_id, f"request {order.request_id!r}: {why}")])
         finally:
             self._running.pop(order.request_id, None)
+
+    async def _try_prefill(self, order: Order, prefill: Callable[[Order], Awaitable[None]]) -> None:
+        with suppress(Exception):
+            await prefill(order)
 
     async def _attempt(
         self,

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import numpy as np
 
 from kvgraph.errors import ArtifactError, MissingDependencyError, RequestError, UnsupportedError
 from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.engine import Engine
+from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.serve.replicas.feed import Feed
 from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Refused
-from kvgraph.serve.replicas.report import Report
+from kvgraph.serve.replicas.report import DECODE, Report
+
+SETTLE_SECONDS = 10.0
+LOOK_SECONDS = 0.002
 
 
 class ReplicaClosedError(Exception):
@@ -23,8 +29,10 @@ class ReplicaClosedError(Exception):
 class EngineHost:
     """Runs what ingresses ask; `name` is the replica's, `send` hands a report to the index."""
 
-    def __init__(self, name: str, send: Callable[[Report], Awaitable[float | None]]) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, send: Callable[[Report], Awaitable[float | None]], role: str = DECODE
+    ) -> None:
+        self.name, self.role = name, role
         self._send = send
         self._engine: AsyncEngine | None = None
         self._feed: Feed | None = None
@@ -33,7 +41,7 @@ class EngineHost:
     async def start(self, make: Callable[[], Engine]) -> None:
         engine = await asyncio.to_thread(make)
         shared = AsyncEngine(engine)
-        self._feed = Feed(self.name, engine, self._send)
+        self._feed = Feed(self.name, self.role, engine, self._send)
         shared.after_step = self._feed.after_step
         await shared.start()
         self._feeding = asyncio.create_task(self._feed.run(shared))
@@ -76,10 +84,31 @@ class EngineHost:
                 stream.cancel()
             self._feed.ended(order.request_id)
 
+    async def prefill(self, order: Order) -> None:
+        """Compute the prompt, and return once its pages are in the tiers.
+
+        Nothing is raised for a prompt that cannot be computed, or a tier that takes nothing: who
+        asks for the answer is told, or computes the prompt.
+        """
+        assert self._engine is not None
+        only = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        async for message in self.generate(order._replace(sampling=only)):
+            if isinstance(message, Refused):
+                return
+        prompt = np.frombuffer(order.prompt, "<i4").tolist()
+        context = TextContext(order.request_id, prompt, cache_salt=order.cache_salt)
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while not await self._engine.call(partial(_has_settled, context)):
+                await asyncio.sleep(LOOK_SECONDS)
+
     async def committed(self) -> list[bytes]:
         """Digests of the pages that the pool holds now."""
         assert self._engine is not None
         return await self._engine.call(_committed)
+
+
+def _has_settled(context: TextContext, engine: Engine) -> bool:
+    return not isinstance(engine.kv, PagedKVCacheManager) or engine.kv.has_settled(context)
 
 
 def _committed(engine: Engine) -> list[bytes]:

@@ -20,7 +20,7 @@ from kvgraph.kv.pool.lookup import deepest_window
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.load import Load
-from kvgraph.serve.replicas.report import Report, nbytes_of, unpacked
+from kvgraph.serve.replicas.report import DECODE, Report, nbytes_of, unpacked
 
 ASSIGNED_SECONDS = 300.0
 """A request of which no report has told for so long is not waited for any more."""
@@ -43,6 +43,7 @@ class Known:
     facts: EngineFacts
     load: Load
     heard: float
+    role: str
     num_pages: int = 0
     """Pages of it in the table."""
     assigned: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -100,7 +101,8 @@ class RoutingIndex:
         self.forget(report.replica)
         used = sum([known.bit for known in self._known.values()])
         bit = next(1 << i for i in itertools.count() if not used >> i & 1)
-        known = Known(bit, report.epoch, 0, report.facts, report.load, self._clock())
+        now = self._clock()
+        known = Known(bit, report.epoch, 0, report.facts, report.load, now, report.role)
         if old is not None and old.epoch == report.epoch:
             known.assigned, known.turn = old.assigned, old.turn
         self._known[report.replica] = known
@@ -114,7 +116,8 @@ class RoutingIndex:
         if known.num_pages:
             rest = ~known.bit
             self._table = {d: left for d, mask in self._table.items() if (left := mask & rest)}
-        self._gone = _sum([self._gone, _counters(known.load.stats)])
+        if known.role == DECODE:
+            self._gone = _sum([self._gone, _counters(known.load.stats)])
 
     # -- from routers
 
@@ -188,9 +191,14 @@ class RoutingIndex:
         """Of one engine; all are alike. None before any has reported."""
         return next((known.facts for known in self._known.values()), None)
 
+    def cached(self, chain: bytes, role: str = DECODE) -> int:
+        """Most pages of a prompt that a replica of the role can take from its pool."""
+        names = [name for name, known in self._known.items() if known.role == role]
+        return max(self.hits(chain, names).values(), default=0)
+
     def load(self) -> tuple[int, Load | None]:
-        """How many replicas there are, and what they do together."""
-        loads = [known.load for known in self._known.values()]
+        """How many replicas answer requests, and what they do together."""
+        loads = [known.load for known in self._known.values() if known.role == DECODE]
         if not loads:
             return 0, None
         return len(loads), _together(loads, self._gone)

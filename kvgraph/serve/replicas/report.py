@@ -11,6 +11,9 @@ import numpy as np
 from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.load import Load
 
+DECODE, PREFILL = "decode", "prefill"
+"""Roles: a replica that answers requests, and one that computes prompts for others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -30,6 +33,7 @@ class Report:
     load: Load
     facts: EngineFacts | None = None
     """Of whole reports."""
+    role: str = DECODE
 
 
 def packed(digests: Iterable[bytes]) -> bytes:

@@ -41,10 +41,9 @@ class Local:
             raise DeadError("the index is not there")
         return self.index.report(report)
 
-    async def ask(self, order: Order) -> AsyncIterator[Message]:
-        name = self.index.choose(order.request_id, list(self.hosts), order.chain, order.num_tokens)[
-            0
-        ]
+    async def ask(self, order: Order, among: list[str] | None = None) -> AsyncIterator[Message]:
+        names = among or list(self.hosts)
+        name = self.index.choose(order.request_id, names, order.chain, order.num_tokens)[0]
         self.asked.append(name)
         number = 0
         async for message in self.hosts[name].generate(order):
@@ -52,10 +51,15 @@ class Local:
             number += 1
             yield message
 
-    def fleet(self) -> Fleet:
+    def fleet(self, prefill: Any = None, among: list[str] | None = None) -> Fleet:
         engine = next(iter(self.hosts.values()))._engine
         assert engine is not None
-        return Fleet(self.ask, is_gone, facts_of(engine.engine).settings)
+        settings = facts_of(engine.engine).settings
+
+        def ask(order: Order) -> AsyncIterator[Message]:
+            return self.ask(order, among) if among else self.ask(order)
+
+        return Fleet(ask, is_gone, settings, prefill)
 
     async def is_equal(self, name: str) -> bool:
         """Whether the index knows exactly what the replica's pool holds."""

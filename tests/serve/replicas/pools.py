@@ -14,7 +14,7 @@ from kvgraph.serve.replicas.report import packed, unpacked
 
 
 async def pools(count: int) -> dict[str, list[int]]:
-    handle = serve.get_deployment_handle("replicas", "kvgraph")
+    handle = serve.get_deployment_handle("decode", "kvgraph")
     found: dict[str, list[int]] = {}
     async with asyncio.timeout(60):
         while len(found) < count:

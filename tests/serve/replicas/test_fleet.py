@@ -14,8 +14,8 @@ from kvgraph.serve.replicas.messages import Order, Piece
 from tests.serve.replicas.in_process import DeadError, Local, with_replicas
 
 PROMPTS = [[5 + (7 * i + j) % 1000 for j in range(20 + 9 * i)] for i in range(8)]
-GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
-DRAWN = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=64, ignore_eos=True)
+DRAWN = SamplingParams(max_new_tokens=64, temperature=1.0, seed=3, ignore_eos=True)
 
 
 async def tokens_of(stream: Any) -> list[Token]:
@@ -52,7 +52,7 @@ def test_all_replicas_give_the_tokens_of_one_engine(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("at", [0, 1, 2, 7])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_a_replica_that_dies_is_not_seen(
     artifact: Path, alone: Any, sampling: SamplingParams, at: int
 ) -> None:
@@ -88,16 +88,13 @@ def test_another_replica_that_differs_ends_the_stream(artifact: Path) -> None:
         async def differing(order: Order) -> Any:
             nonlocal asks
             asks += 1
-            count = 0
             async for message in ask(order):
-                if isinstance(message, Piece):
-                    count += len(message.tokens)
-                    if asks > 1:
-                        tokens = [token._replace(token_id=3) for token in message.tokens]
-                        message = message._replace(tokens=tokens)
-                    elif count > 4:
-                        raise DeadError("r0")
+                if asks > 1 and isinstance(message, Piece):
+                    tokens = [token._replace(token_id=3) for token in message.tokens]
+                    message = message._replace(tokens=tokens)
                 yield message
+                if asks == 1 and isinstance(message, Piece):
+                    raise DeadError("r0")
 
         local.ask = differing  # type: ignore[method-assign]
         stream = await local.fleet().submit(PROMPTS[0], GREEDY)
@@ -194,3 +191,38 @@ def test_the_index_follows_pools_that_evict_and_are_reset(artifact: Path) -> Non
         assert all(len(local.index.pages(name)) > 10 for name in local.hosts)
 
     with_replicas(artifact, 2, task, num_pages=40, max_batch_size=4)
+
+
+def test_prompts_computed_elsewhere(artifact: Path, tmp_path: Path) -> None:
+    """Pages go through a shared tier; where that fails, who answers computes the prompt."""
+    prompt = [5 + 7 * i % 1000 for i in range(300)]
+    expected = Engine(artifact, num_threads=1, num_pages=200).generate([prompt], GREEDY)[0]
+
+    async def task(local: Local) -> None:
+        prefills = 0
+
+        async def prefill(order: Order) -> None:
+            nonlocal prefills
+            prefills += 1
+            if prefills > 1:
+                raise DeadError("r1")
+            await local.hosts["r1"].prefill(order._replace(request_id="elsewhere"))
+
+        fleet = local.fleet(prefill, ["r0"])
+        stream = await fleet.submit(prompt, GREEDY)
+        assert [token.token_id for token in await tokens_of(stream)] == expected.token_ids
+        assert stream.stats.cached_tokens == 288, "18 of 18 full pages"
+        other = await fleet.submit(prompt[::-1], GREEDY)
+        assert (await tokens_of(other))[-1].error is None
+        assert (other.stats.cached_tokens, prefills) == (0, 2)
+
+    with_replicas(artifact, 2, task, num_pages=100, disk=tmp_path / "pages")
+
+
+def test_a_prompt_that_cannot_be_computed_elsewhere(artifact: Path, tmp_path: Path) -> None:
+    async def task(local: Local) -> None:
+        fleet = local.fleet(lambda order: local.hosts["r0"].prefill(order))
+        with pytest.raises(RequestError, match="expected token ids in"):
+            await fleet.submit([5, 10**6], GREEDY)
+
+    with_replicas(artifact, 1, task, num_pages=100, disk=tmp_path / "pages")

@@ -65,7 +65,7 @@ def index() -> Any:
 
 def processes() -> list[int]:
     """Of the replicas."""
-    name = f"ray::ServeReplica:{APPLICATION}:replicas"
+    name = f"ray::ServeReplica:{APPLICATION}:(decode|prefill)"
     found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
     return list(map(int, found.stdout.split()))
 
@@ -162,9 +162,14 @@ def test_prompts_go_where_their_pages_are(
 
 
 @pytest.mark.slow
-def test_replicas_that_are_killed(artifact: Path, tmp_path: Path) -> None:
-    """Every request is answered once with the tokens of one engine, streamed ones too."""
-    prompts = Conversations(60).prompts()
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_replicas_that_are_killed(artifact: Path, tmp_path: Path, prefill: int) -> None:
+    """Every request is answered once with the tokens of one engine, streamed ones too.
+
+    Replicas that compute prompts for others are killed as well.
+    """
+    prompts = Conversations(60, new=64 if prefill == 0 else 320).prompts()
+    more = ("--prefill-replicas", 1, "--disk", tmp_path / "pages") if prefill else ()
     few = SamplingParams(max_new_tokens=24, ignore_eos=True)
     engine = Engine(artifact, num_threads=1, num_pages=PAGES)
     expected = [done.text for done in engine.generate(prompts, few)]
@@ -175,11 +180,11 @@ def test_replicas_that_are_killed(artifact: Path, tmp_path: Path) -> None:
         nonlocal kills
         drawn = random.Random(1)
         while not ended.wait(drawn.uniform(1, 5)):
-            if len(found := processes()) == 2:
+            if len(found := processes()) == 2 + prefill:
                 os.kill(drawn.choice(found), signal.SIGKILL)
                 kills += 1
 
-    with cluster(), replicas(artifact, tmp_path / "log", 2) as server:
+    with cluster(), replicas(artifact, tmp_path / "log", 2, *more) as server:
 
         def ask(number: int) -> str:
             body = {"prompt": prompts[number], "max_tokens": 24, "temperature": 0}
@@ -199,7 +204,7 @@ def test_replicas_that_are_killed(artifact: Path, tmp_path: Path) -> None:
         killer.join()
         assert found == expected
         assert kills >= 2
-        wait_for(lambda: len(processes()) == 2, "a replica was not started again")
+        wait_for(lambda: len(processes()) == 2 + prefill, "a replica was not started again")
         require_right_index(2)
         print(f"{kills} kills")
     assert processes() == []
@@ -218,6 +223,9 @@ def test_bad_flags(artifact: Path) -> None:
     assert "--max-replicas: expected --replicas" in refused(artifact, "--max-replicas", 3)
     events = ("--kv-events", "tcp://127.0.0.1:*")
     assert "--kv-events: expected one engine" in refused(artifact, "--replicas", 2, *events)
+    assert "--prefill-replicas: expected --replicas" in refused(artifact, "--prefill-replicas", 1)
+    both = ("--replicas", 1, "--prefill-replicas", 1)
+    assert "expected --disk or --remote" in refused(artifact, *both)
     line = refused(artifact, "--replicas", 3, "--max-replicas", 2)
     assert "--max-replicas: expected at least --replicas=3, got 2" in line
 
