@@ -78,17 +78,28 @@ class Generation:
         self._admission.require_room(len(each), sum([len(prompt) for prompt, _ in each]))
         try:
             for index, (prompt, one) in enumerate(each):
-                stream = await self._runner.submit(
-                    prompt, one, cache_salt=salt, most_unread=most, news=self._news
-                )
+                stream = await self._submit(prompt, one, salt, most)
                 self.choices.append(Choice(index, prompt, stream))
-                self._admission.enter(len(prompt))
                 self._metrics.submitted(len(prompt))
         except (RequestError, UnsupportedError, MissingDependencyError) as error:
             self.close()
             raise ServeError(400, str(error)) from error
         except BaseException:
             self.close()
+            raise
+
+    async def _submit(
+        self, prompt: list[int], params: SamplingParams, salt: bytes, most: int
+    ) -> TokenStream:
+        """It is in the queue while it is handed over, which may take a while."""
+        self._admission.enter(len(prompt))
+        try:
+            return await self._runner.submit(
+                prompt, params, cache_salt=salt, most_unread=most, news=self._news
+            )
+        except BaseException:
+            self._admission.start(len(prompt))
+            self._admission.leave()
             raise
 
     def __aiter__(self) -> Generation:

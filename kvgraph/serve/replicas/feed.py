@@ -22,7 +22,7 @@ from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import Token
 from kvgraph.serve.facts import facts_of
-from kvgraph.serve.load import Load, LoadMeter
+from kvgraph.serve.load import LoadMeter
 from kvgraph.serve.replicas.report import Report, packed
 
 BEAT_SECONDS = 5.0
@@ -167,11 +167,7 @@ class Feed:
             added,
             removed,
             started,
-            self.load,
+            self._meter.load,
             self._facts if is_whole else None,
             self._role,
         )
-
-    @property
-    def load(self) -> Load:
-        return self._meter.load

@@ -19,6 +19,8 @@ from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Ref
 from kvgraph.serve.replicas.report import DECODE, Report
 
 SETTLE_SECONDS = 10.0
+"""For the pages of a prompt to reach the tiers."""
+
 LOOK_SECONDS = 0.002
 
 
@@ -88,7 +90,7 @@ class EngineHost:
         """Compute the prompt, and return once its pages are in the tiers.
 
         Nothing is raised for a prompt that cannot be computed, or a tier that takes nothing: who
-        asks for the answer is told, or computes the prompt.
+        asks for the answer is told, or computes the prompt. TimeoutError for a tier that is slow.
         """
         assert self._engine is not None
         only = SamplingParams(max_new_tokens=1, ignore_eos=True)

@@ -34,6 +34,7 @@ class Report:
     facts: EngineFacts | None = None
     """Of whole reports."""
     role: str = DECODE
+    """`DECODE` or `PREFILL`."""
 
 
 def packed(digests: Iterable[bytes]) -> bytes:

@@ -136,6 +136,12 @@ def test_a_server_of_two_replicas(artifact: Path, engine: Engine, tmp_path: Path
         for prompt, text in zip(prompts * 3, expected * 3, strict=True):
             done = server.complete(prompt, max_tokens=16)
             assert done["choices"][0]["text"] == text
+        long = {"prompt": [5, 6, 7], "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as thread:
+            stream = thread.submit(server.events, "/v1/completions", long)
+            wait_for(lambda: server.state()["num_running"] == 1, "the stream does not run")
+            server.terminate()
+            assert stream.result()[-1]["choices"][0]["finish_reason"] == "length", "it was drained"
     assert processes() == []
 
 
@@ -152,6 +158,8 @@ def test_prompts_go_where_their_pages_are(
     with cluster(), replicas(artifact, tmp_path / "log", count) as server:
         wait_for(lambda: ray.get(index().load.remote())[0] == count, "a replica is missing")
         routed = hit_tokens(server.client, prompts)
+        require_right_index(count)
+        ray.kill(index(), no_restart=False)  # it starts anew, and is told all again
         require_right_index(count)
         ray.kill(index(), no_restart=True)  # from here on chance decides
         others = Conversations(200, seed=1).prompts()
