@@ -106,7 +106,7 @@ def compile(
     progress("describing the cache")
     plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, request)
     signature = pipeline.describe(loaded, plan)
-    notes += pipeline.notes_of_ranks(loaded.layers, tp)
+    notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
     pipeline.require_kernels(plan, request)
 
     from kvgraph.compiler import step_memory

@@ -42,6 +42,8 @@ class Model:
     """Of the checkpoint's weights, where the module has them in another dtype."""
     loaded: str = ""
     """Why a module has its values in memory that was asked for without them."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the manifest."""
 
     def __post_init__(self) -> None:
         self.module.eval()

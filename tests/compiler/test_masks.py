@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 import kvgraph
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends import decoder
 from kvgraph.compiler.frontends.masks import AskedMask, asked_mask
 from tests.support.models import make_model
 
@@ -98,8 +98,8 @@ def attend(**keywords: Any) -> None:
     module = torch.nn.Module()
     module.layer_idx = 0  # type: ignore[assignment]
     q = torch.zeros(1, 4, 3, 8)
-    probe = huggingface.Probe()
-    huggingface.paged_kv_attention(module, q, q, q, paged_kv=probe, **keywords)
+    with decoder._running_over(decoder.Probe()):
+        decoder.paged_kv_attention(module, q, q, q, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_keywords_without_effect() -> None:
     )
 
 
-class Seen(huggingface.Decoder):
+class Seen(decoder.Decoder):
     """Its one layer stores keys and sees everything, whatever the configuration says."""
 
     def run(self, *given: Any) -> torch.Tensor:
@@ -150,4 +150,4 @@ def test_layer_type_of_a_decoder_inside_a_larger_model() -> None:
     text = transformers.Gemma3TextConfig(num_hidden_layers=1, layer_types=["sliding_attention"])
     model.config = transformers.Gemma3Config(text_config=text.to_dict())  # type: ignore[assignment]
     with pytest.raises(kvgraph.UnsupportedError, match="layer 0 is sliding_attention, which its"):
-        huggingface.probe(Seen(model), "gemma3", 1)
+        decoder.probe(Seen(model), "gemma3", 1)

@@ -14,7 +14,7 @@ from kvgraph.compiler.check.compare import Logits, Tokens, Tolerance, errors_of
 from kvgraph.compiler.check.host import logits_of
 from kvgraph.compiler.check.reference import eager, transformers_logits
 from kvgraph.compiler.check.subject import decoder_layers
-from kvgraph.compiler.frontends.huggingface import Decoder
+from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.traced import Traced
 
 if TYPE_CHECKING:

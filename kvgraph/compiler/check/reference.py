@@ -11,7 +11,8 @@ from torch import nn
 
 from kvgraph.compiler.check.compare import Logits, Tokens
 from kvgraph.compiler.check.host import logits_of
-from kvgraph.compiler.frontends.huggingface import REPORTING, Decoder
+from kvgraph.compiler.frontends.decoder import Decoder
+from kvgraph.compiler.frontends.huggingface import REPORTING
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.traced import Traced
 

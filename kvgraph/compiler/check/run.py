@@ -27,7 +27,7 @@ from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
 from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
-from kvgraph.compiler.frontends.huggingface import Decoder, probe
+from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.trace import trace
 from kvgraph.compiler.traced import Traced

@@ -14,7 +14,7 @@ from torch import nn
 
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.check.streamed import Streamed
-from kvgraph.compiler.frontends.huggingface import Decoder
+from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.model import Model
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from torch import nn
 
 from kvgraph.compiler.described import Described, Linear
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.compiler.model import Model
 
@@ -42,7 +43,7 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
 
 def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Module:
     """The part of rank 0."""
-    decoder = huggingface.Decoder(model.module)
+    decoder = Decoder(model.module)
     whole = Model(decoder, model.architecture, model.layers, 1, model.max_seq_len, dtype)
     with next(decoder.parameters()).fake_mode:  # type: ignore[attr-defined]
         own: nn.Module = cut(whole, ranks, 0).module.model  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvgraph.compiler.cache import LayerNeed, require_heads
 from kvgraph.compiler.checkpoint import Share
-from kvgraph.compiler.frontends.huggingface import Decoder, probe
+from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import torch_ops

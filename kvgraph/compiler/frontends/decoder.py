@@ -1,0 +1,200 @@
+"""A decoder of transformers over the graph's signature: what its attention calls.
+
+The model is built with an attention implementation of ours, which stores into and reads from the
+paged cache; where it asks for a mask it gets what the mask says (`masks.py`). Tokens of all rows
+run as one sequence whose position ids say where each token sits in its row. The model's own code
+does everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvgraph import progress
+from kvgraph.compiler.cache import CachePlan, LayerNeed
+from kvgraph.compiler.frontends import masks
+from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
+from kvgraph.compiler.frontends.masks import AskedMask
+from kvgraph.errors import UnsupportedError
+
+PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
+"""Model types on the equivalence ladder; others compile if their attention allows it."""
+
+WITHOUT_EFFECT = (
+    "dropout",  # 0 outside training
+    "position_ids",  # applied to q and k already
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+)
+"""Keywords that models hand to their attention and that change nothing here."""
+
+
+NO_INTERFACE = "its attention has no interface"
+
+
+class Decoder(nn.Module):
+    """A causal language model of transformers over the graph's signature."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._plan: CachePlan | None = None
+
+    def place(self, plan: CachePlan) -> None:
+        self._plan = plan
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        input_row_offsets: torch.Tensor,
+        logits_indices: torch.Tensor,
+        *cache: torch.Tensor,
+    ) -> torch.Tensor:
+        assert self._plan is not None, "place() comes before export"
+        kv = make_cache(self._plan, input_row_offsets, cache)
+        return self.run(tokens, kv.positions(tokens), logits_indices, kv)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        paged_kv: PagedCache | PaddedCache | Probe,
+    ) -> torch.Tensor:
+        with masks.ragged_rows(), _running_over(paged_kv):
+            output = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logits_indices.long(),
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+
+_CACHE: ContextVar[PagedCache | PaddedCache | Probe] = ContextVar("cache")
+"""Of the forward that runs; not every model hands its keywords on to its attention."""
+
+
+@contextlib.contextmanager
+def _running_over(cache: PagedCache | PaddedCache | Probe) -> Iterator[None]:
+    token = _CACHE.set(cache)
+    try:
+        yield
+    finally:
+        _CACHE.reset(token)
+
+
+def paged_kv_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: AskedMask | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function; q, k, v are `[1, heads, T, D]`, returns `[1, T, N, D]`.
+
+    UnsupportedError: a mask or a keyword with a meaning that the cache ops do not have.
+    """
+    _require_known(others)
+    q_TND, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out_TND = _CACHE.get().attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        q_TND,
+        k_TKD,
+        v_TKD,
+        s_aux.float() if s_aux is not None else None,
+        scale=scaling if scaling is not None else q_TND.shape[-1] ** -0.5,
+        window=_window(attention_mask, sliding_window),
+        softcap=softcap or 0.0,
+        causal=int(causal),
+        v_head_dim=v_TKD.shape[-1] if v_TKD.shape[-1] != q_TND.shape[-1] else 0,
+    )
+    progress.advance()
+    return out_TND[None], None
+
+
+def _require_known(others: dict[str, object]) -> None:
+    unknown = [name for name, given in others.items() if given is not None]
+    unknown = [name for name in unknown if name not in WITHOUT_EFFECT]
+    if unknown or others.get("dropout"):
+        named = ", ".join(map(repr, unknown or ["dropout"]))
+        raise UnsupportedError(f"its attention is given {named}, which the cache ops do not have")
+
+
+def _window(mask: AskedMask | None, sliding_window: int | None) -> int:
+    """What the mask says and what attention is told; 0 where both see everything before them."""
+    if mask is None:
+        return sliding_window or 0
+    if not isinstance(mask, AskedMask):
+        raise UnsupportedError("its attention has a mask of its own")
+    if sliding_window is not None and sliding_window != mask.window:
+        raise UnsupportedError(
+            f"its attention is told sliding_window={sliding_window}, "
+            f"and its mask has {mask.window or 'no window'}"
+        )
+    return mask.window or 0
+
+
+def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNeed, ...]:
+    """What each layer's attention stores, seen by running one token on fake tensors.
+
+    UnsupportedError where a layer's attention does not come through the interface.
+    """
+    seen = Probe()
+    mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        one = torch.zeros(1, dtype=torch.int32)
+        try:
+            decoder.run(one, one, one, seen)
+        except Exception as error:
+            # Attention code of the model's own, which does arithmetic with the mask.
+            own = not seen.layers and AskedMask.__name__ in str(error)
+            why = NO_INTERFACE if own else first_line(error)
+            raise UnsupportedError(unsupported(architecture, why)) from error
+    if not seen.layers:
+        raise UnsupportedError(unsupported(architecture, NO_INTERFACE))
+    if sorted(seen.layers) != list(range(num_layers)):
+        why = f"attention of {len(seen.layers)} of {num_layers} layers reaches the interface"
+        raise UnsupportedError(unsupported(architecture, why))
+    config: Any = decoder.model.config
+    config = config.get_text_config()
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if (seen.layers[layer].window_size is None) != (kind == "full_attention"):
+            why = f"layer {layer} is {kind}, which its attention does not say"
+            raise UnsupportedError(unsupported(architecture, why))
+    return tuple(seen.layers[i] for i in range(num_layers))
+
+
+def unsupported(kind: str, why: str) -> str:
+    proven = ", ".join(PROVEN)
+    return (
+        f"architecture {kind!r}: expected a decoder that uses transformers' attention interface "
+        f"(proven: {proven}), got one that cannot be compiled: {why}"
+    )
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,66 @@
+"""Models that no flag of transformers lets in: their attention shows that they can be compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvgraph
+from tests.support.models import make_model
+
+PROMPTS = [
+    [3 + (7 * i + 5 * j) % 150 for j in range(length)] for i, length in enumerate((1, 9, 40))
+]
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT | EXPERTS | {"head_dim": 16},
+    "glm4_moe_lite": LATENT | EXPERTS | {"head_dim": 16},
+    "minicpm3": LATENT,
+    "nemotron": {},  # hands no keyword on to its attention
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_tokens_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    folder = make_model(architecture, tmp_path / "model", **MODELS[architecture])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    manifest = kvgraph.compile(folder, tmp_path / "out", page_size=16)
+    engine = kvgraph.Engine(tmp_path / "out", num_pages=32)
+    greedy = kvgraph.SamplingParams(max_new_tokens=12, ignore_eos=True)
+    for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, greedy), strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=12,
+            max_new_tokens=12,
+            do_sample=False,
+        )
+        assert done.token_ids == expected[0, len(prompt) :].tolist()
+    latent = [note for note in manifest.notes if "latent attention (MLA)" in note]
+    assert len(latent) == ("kv_lora_rank" in MODELS[architecture])
+    if latent:
+        assert latent[0].endswith("192 elements of a token in a layer, 4.0 times its latent 48")
