@@ -70,6 +70,7 @@ def _load(
     if not mapping[type(text)]._supports_attention_backend:
         with FakeTensorMode(allow_non_fake_inputs=True):  # before weights are read for nothing
             _probed(_make(transformers, folder, text, dtype), text)
+    longest = _longest(text)
     require_tokenizer(folder / "tokenizer.json")
     model, checkpoint, loaded = None, None, ""
     if weightless:
@@ -88,7 +89,7 @@ def _load(
         layers=layers,
         place=decoder.place,
         vocab_size=text.vocab_size,
-        max_seq_len=text.max_position_embeddings,
+        max_seq_len=longest,
         dtype=dtype,
         files=text_files(folder),
         eos_token_ids=as_ids(eos),
@@ -172,7 +173,16 @@ def describe(folder: Path, dtype: str) -> Description:
         text = _decoder_config(transformers, folder, config)
         model = _make(transformers, folder, text, dtype)
         layers = _probed(model, text)
-    return Description(text.model_type, layers, model, text.max_position_embeddings)
+    return Description(text.model_type, layers, model, _longest(text))
+
+
+def _longest(config: PretrainedConfig) -> int:
+    """Tokens of the longest context."""
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        why = "its configuration has no max_position_embeddings"
+        raise UnsupportedError(unsupported(config.model_type, why))
+    return longest
 
 
 def _transformers() -> ModuleType:
@@ -217,9 +227,6 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig) -> None
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(unsupported(kind, "it is not a causal decoder"))
-    if getattr(config, "max_position_embeddings", None) is None:
-        why = "its configuration has no max_position_embeddings"
-        raise UnsupportedError(unsupported(kind, why))
     if getattr(config, "index_topk", None):
         why = "its sparse attention (index_topk) has no kernel yet"
         raise UnsupportedError(unsupported(kind, why))
