@@ -33,10 +33,12 @@ EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT | EXPERTS | {"head_dim": 16},  # its rotary embedding is complex
     "deepseek_v3": LATENT | EXPERTS | {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS | {"head_dim": 16},
     "minicpm3": LATENT,
     "nemotron": {},  # hands no keyword on to its attention
+    "biogpt": {"hidden_act": "gelu"},  # makes a padding mask of ones
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
 }
 

@@ -9,13 +9,15 @@ apart by the cache ops alone, so transformers' own detection of packed rows is s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvgraph.errors import UnsupportedError
@@ -48,7 +50,7 @@ def asked_mask(
     **_: object,
 ) -> AskedMask:
     """transformers' mask function. UnsupportedError: a mask that is neither causal nor sliding."""
-    if attention_mask is not None:
+    if attention_mask is not None and not _ones.get().has(attention_mask):
         raise UnsupportedError("it masks tokens by a padding mask of its own")
     limit = min(getattr(config, "max_position_embeddings", None) or MOST_KEYS, MOST_KEYS)
     length = max(limit, 2 * (local_size or 1) + 2)
@@ -68,8 +70,39 @@ def ragged_rows() -> Iterator[None]:
     """Within it transformers does not look for packed rows in position ids."""
     from transformers import masking_utils
 
-    with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
-        yield
+    ones = _Ones()
+    token = _ones.set(ones)
+    try:
+        packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+        with packed, ones:
+            yield
+    finally:
+        _ones.reset(token)
+
+
+class _Ones(TorchFunctionMode):
+    """Knows the tensors that are made of ones: a padding mask of them masks nothing."""
+
+    CASTS = (torch.Tensor.to, torch.Tensor.bool, torch.Tensor.long, torch.Tensor.float)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: list[torch.Tensor] = []
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is one for one in self._known)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_cast = func in self.CASTS and self.has(args[0])
+        if is_cast or func in (torch.ones, torch.ones_like):
+            self._known.append(made)
+        return made
+
+
+_ones: ContextVar[_Ones] = ContextVar("ones", default=_Ones())  # noqa: B039
 
 
 def _window(mask_function: Callable[..., torch.Tensor], length: int) -> int | None:
