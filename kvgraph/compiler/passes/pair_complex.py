@@ -8,17 +8,18 @@ checks behind this pass refuse it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import UnmatchedError, expect, value
 
 aten = torch.ops.aten
 MOVES = (aten.alias, aten.clone, aten.contiguous, aten.detach)
+AT_DIM = (aten.unsqueeze, aten.slice)
 CASTS = (aten.to, aten._to_copy)
 CHECK = aten._assert_tensor_metadata.default
 
@@ -67,9 +68,9 @@ class _Pairs:
     def of(self, node: Node) -> Node:
         """The pairs of `node`. UnmatchedError for an operator without a rule."""
         packet = getattr(node.target, "overloadpacket", None)
-        args: Sequence[Any] = node.args
+        args = cast(Sequence[Node], node.args)  # and numbers, where an operator has them
         if packet is aten.view_as_complex:
-            return args[0]  # type: ignore[no-any-return]
+            return args[0]
         if packet is aten.polar:
             return self._polar(*args)
         if packet is aten.mul:
@@ -82,11 +83,8 @@ class _Pairs:
             return source
         if packet in MOVES:
             return self._call(node.target, source, *args[1:], **node.kwargs)
-        if packet is aten.unsqueeze:
-            dim = args[1]
-            return self._call(node.target, source, dim if dim >= 0 else dim - 1)
-        if packet is aten.slice and len(args) > 1:
-            dim = args[1]
+        if packet in AT_DIM and len(args) > 1:
+            dim = cast(int, args[1])
             return self._call(node.target, source, dim if dim >= 0 else dim - 1, *args[2:])
         raise UnmatchedError(f"expected an operator on pairs, got {node.target}")
 
@@ -113,8 +111,8 @@ class _Pairs:
     def _times(self, one: Node, other: Node) -> Node:
         return self._call(aten.mul.Tensor, one, other)
 
-    def _call(self, target: Any, *args: Any, **attributes: Any) -> Node:
+    def _call(self, target: object, *args: Argument, **attributes: Argument) -> Node:
+        assert callable(target)
         node = self._graph.call_function(target, args, attributes)
-        given = map_arg(args, value)
-        node.meta["val"] = target(*given, **attributes)
+        node.meta["val"] = target(*map_arg(args, value), **attributes)
         return node

@@ -7,12 +7,13 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from kvgraph.runtime.chat import Prompts
@@ -40,7 +41,7 @@ class EngineReplica:
     """Serve's deployment of an engine; an actor for each. `make` gives the engine."""
 
     async def __init__(  # type: ignore[misc]
-        self, index: Any, make: Callable[[], Engine], role: str
+        self, index: ActorHandle, make: Callable[[], Engine], role: str
     ) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
 
@@ -75,9 +76,9 @@ class FleetService(Service):
         name: str,
         folder: Path,
         options: ServeOptions,
-        index: Any,
-        replicas: Any,
-        prefill: Any | None,
+        index: ActorHandle,
+        replicas: DeploymentHandle,
+        prefill: DeploymentHandle | None,
     ) -> None:
         super().__init__(name, options)
         self._folder = folder
@@ -156,7 +157,12 @@ def _is_gone(error: Exception) -> bool:
 
 
 def ingress_app(
-    name: str, folder: Path, options: ServeOptions, index: Any, application: str, roles: list[str]
+    name: str,
+    folder: Path,
+    options: ServeOptions,
+    index: ActorHandle,
+    application: str,
+    roles: list[str],
 ) -> Starlette:
     """The routes, in the process that Serve runs them in. Deployments are named by their role."""
     handles = {role: serve.get_deployment_handle(role, application) for role in roles}
@@ -172,7 +178,7 @@ def ingress_app(
     return make_app(service, lifespan)
 
 
-def start_index(name: str, namespace: str) -> Any:
+def start_index(name: str, namespace: str) -> ActorHandle:
     """The actor of the index, which Ray starts again where it dies."""
     return (
         ray.remote(RoutingIndex)

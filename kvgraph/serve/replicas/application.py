@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import ray
 from ray import serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.schema import ApplicationStatusOverview
 from starlette.applications import Starlette
 
 from kvgraph.errors import RequestError
@@ -99,7 +100,7 @@ def serve_replicas(
     """
     ending = _Ending()
     _connect()
-    index = None
+    index: ActorHandle | None = None
     try:
         _require_alone()
         with listen(host, port) as free:
@@ -125,7 +126,7 @@ def serve_replicas(
 def _connect() -> None:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    where: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    where: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         where |= {"address": "local", "include_dashboard": False}
@@ -158,13 +159,13 @@ def _application(
     make: Callable[[int], Engine],
     options: ServeOptions,
     replicas: ReplicaOptions,
-    index: Any,
+    index: ActorHandle,
 ) -> serve.Application:
     share = ray.cluster_resources().get("CPU", 1.0) / (replicas.most + replicas.prefill)
     threads = replicas.threads or max(1, int(share))
     make_one = partial(make, threads)
     cores = {"num_cpus": min(threads, share), "num_gpus": replicas.gpus}
-    scale: dict[str, Any] = {"num_replicas": replicas.least}
+    scale: dict[str, object] = {"num_replicas": replicas.least}
     if replicas.most > replicas.least:
         scale = {
             "autoscaling_config": AutoscalingConfig(
@@ -173,7 +174,7 @@ def _application(
         }
     engines = {DECODE: _deployment(DECODE, scale, cores, options)}
     if replicas.prefill:
-        fixed = {"num_replicas": replicas.prefill}
+        fixed: dict[str, object] = {"num_replicas": replicas.prefill}
         engines[PREFILL] = _deployment(PREFILL, fixed, cores, options)
     roles = list(engines)
 
@@ -190,7 +191,7 @@ def _application(
 
 
 def _deployment(
-    role: str, scale: dict[str, Any], cores: dict[str, float], options: ServeOptions
+    role: str, scale: dict[str, object], cores: dict[str, float], options: ServeOptions
 ) -> serve.Deployment:
     index = {"name": APPLICATION, "namespace": NAMESPACE}
     return serve.deployment(EngineReplica, name=role).options(
@@ -235,7 +236,7 @@ def _require_ray() -> None:
         raise RequestError("ray: expected its processes to run, got one that has ended")
 
 
-def _why(found: Any) -> str:
+def _why(found: ApplicationStatusOverview) -> str:
     """The error of the first replica that did not start, without its traceback."""
     for deployment in found.deployments.values():
         lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
@@ -247,7 +248,7 @@ def _why(found: Any) -> str:
     return str(found.message)
 
 
-def _stop(index: Any, options: ServeOptions, ending: _Ending) -> None:
+def _stop(index: ActorHandle | None, options: ServeOptions, ending: _Ending) -> None:
     """Requests that run end first, for as long as each deployment gives them.
 
     A second signal, or a Ray that has died, ends the wait.
