@@ -36,7 +36,6 @@ from kvgraph.errors import (
 if TYPE_CHECKING:
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.engine import Engine
-    from kvgraph.serve.options import ServeOptions
 
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
@@ -119,6 +118,14 @@ def serve(
         )
     if kv_events is None and kv_events_replay is not None:
         raise RequestError("--kv-events-replay: expected --kv-events beside it, got none")
+    if replicas is None:
+        _require_one(max_replicas, prefill_replicas)
+    else:
+        _require_replicas(replicas, max_replicas, kv_events)
+        if prefill_replicas and disk is None and remote is None:
+            raise RequestError(
+                "--prefill-replicas: expected --disk or --remote, through which pages go, got none"
+            )
     options = ServeOptions(
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
@@ -132,18 +139,6 @@ def serve(
     )
     with Bars(stderr):
         loaded = load(artifact, verify=verify or None)
-    if replicas is None and max_replicas is not None:
-        raise RequestError("--max-replicas: expected --replicas beside it, got none")
-    if prefill_replicas and replicas is None:
-        raise RequestError("--prefill-replicas: expected --replicas beside it, got none")
-    if prefill_replicas and disk is None and remote is None:
-        raise RequestError(
-            "--prefill-replicas: expected --disk or --remote, through which pages go, got none"
-        )
-    if replicas is not None and max_replicas is not None and max_replicas < replicas:
-        raise RequestError(
-            f"--max-replicas: expected at least --replicas={replicas}, got {max_replicas}"
-        )
     if replicas is None and follows(loaded, None, threads, collective_timeout):
         return
     name = artifact.name.removesuffix(".kvg")
@@ -158,12 +153,16 @@ def serve(
         "disk_bytes": disk_bytes,
         "remote": remote,
     }
-    open_session = {"num_threads": threads, "collective_timeout": collective_timeout}
     if replicas is None:
-        make = partial(_engine, loaded, open_session, **settings)
+        make = partial(_engine, loaded, collective_timeout, settings, threads)
         listen(name, make, options, host=host, port=port)
         return
-    _require_replicas(loaded, options)
+    is_cuda = Target.parse(loaded.manifest.target).kind == "cuda"
+    if is_cuda and loaded.ranks > 1:
+        raise UnsupportedError(
+            f"--replicas: expected a CUDA artifact of one rank, got {loaded.ranks}; start one "
+            "server for each with torchrun"
+        )
     from kvgraph.serve.replicas.application import ReplicaOptions, serve_replicas
 
     folder = artifact.resolve()
@@ -177,7 +176,7 @@ def serve(
             replicas,
             max_replicas or replicas,
             threads,
-            1 if _is_cuda(loaded) else 0,
+            int(is_cuda),
             prefill_replicas,
         ),
         host=host,
@@ -185,11 +184,17 @@ def serve(
     )
 
 
-def _engine(loaded: Artifact, open_session: Mapping[str, Any], **settings: Any) -> Engine:
+def _engine(
+    loaded: Artifact,
+    collective_timeout: float | None,
+    settings: Mapping[str, Any],
+    threads: int | None,
+) -> Engine:
     """In the thread that runs it, as the session is opened there."""
     from kvgraph.runtime.engine import Engine
 
-    return Engine(loaded, session=loaded.session(**open_session), **settings)
+    session = loaded.session(num_threads=threads, collective_timeout=collective_timeout)
+    return Engine(loaded, session=session, **settings)
 
 
 def _replica(
@@ -208,27 +213,27 @@ def _replica(
         raise ArtifactError(
             f"{folder}: expected the model that this command was given, got another one"
         )
-    open_session = {"num_threads": threads, "collective_timeout": collective_timeout}
-    return _engine(loaded, open_session, **settings)
+    return _engine(loaded, collective_timeout, settings, threads)
 
 
-def _require_replicas(loaded: Artifact, options: ServeOptions) -> None:
-    """What several engines on Ray cannot have."""
+def _require_one(max_replicas: int | None, prefill_replicas: int) -> None:
+    """No flag that is about several engines."""
+    given = {"--max-replicas": max_replicas, "--prefill-replicas": prefill_replicas}
+    for name, value in given.items():
+        if value:
+            raise RequestError(f"{name}: expected --replicas beside it, got none")
+
+
+def _require_replicas(least: int, most: int | None, kv_events: str | None) -> None:
+    """What several engines on Ray need, and cannot have."""
+    if most is not None and most < least:
+        raise RequestError(f"--max-replicas: expected at least --replicas={least}, got {most}")
+    if kv_events is not None:
+        raise RequestError("--kv-events: expected one engine, got --replicas")
     if find_spec("ray") is None:
         raise MissingDependencyError(
             "ray: needed for --replicas, not installed; pip install 'kvgraph[ray]'"
         )
-    if options.kv_events is not None:
-        raise RequestError("--kv-events: expected one engine, got --replicas")
-    if loaded.ranks > 1 and _is_cuda(loaded):
-        raise UnsupportedError(
-            f"--replicas: expected a CUDA artifact of one rank, got {loaded.ranks}; start one "
-            "server for each with torchrun"
-        )
-
-
-def _is_cuda(loaded: Artifact) -> bool:
-    return Target.parse(loaded.manifest.target).kind == "cuda"
 
 
 def _read_keys(path: Path) -> tuple[str, ...]:

@@ -161,15 +161,19 @@ class PagedQueries(KVCacheManager):
         """
         return self.settings.identities(ctx)[1]
 
-    def has_settled(self, ctx: TextContext, replica_idx: int = 0) -> bool:
-        """Whether no page that starts `ctx` is on its way to a tier: all that will be is there."""
-        at_replica(self._replicas, replica_idx, "has_settled")
-        if self._tiers is None:
-            return True
+    def tier_keys(self, ctx: TextContext, replica_idx: int = 0) -> list[bytes]:
+        """Keys in the tiers of the pages that start `ctx`; none without tiers."""
+        at_replica(self._replicas, replica_idx, "tier_keys")
+        pools = () if self._tiers is None else self._tiers.pools[replica_idx]
         digests = self.page_identities(ctx)
-        pools = self.leaf_pools(replica_idx)
-        keys = {page_key(digest, own.leaf, own.shards) for own in pools for digest in digests}
-        return self._tiers.connector.has_settled(keys)
+        return [page_key(digest, own.leaf, own.shards) for own in pools for digest in digests]
+
+    def has_settled(self, keys: Sequence[bytes]) -> bool:
+        """Whether no page of these `tier_keys` is on its way to a tier: all that will be is there.
+
+        Any thread may ask.
+        """
+        return self._tiers is None or self._tiers.connector.has_settled(keys)
 
     @property
     def settings(self) -> PoolSettings:

@@ -34,8 +34,6 @@ class Served:
     prompts: Prompts
     runner: Runner
     facts: EngineFacts
-    load: Callable[[], Load]
-    """Of the last step."""
     state: Callable[[], Awaitable[dict[str, object]]]
     """What runs now, for the page at /."""
     admission: Admission
@@ -102,13 +100,12 @@ class Service(ABC):
         facts: EngineFacts,
         load: Callable[[], Load],
         state: Callable[[], Awaitable[dict[str, object]]],
-    ) -> Served:
+    ) -> None:
         """From now on."""
         metrics = Metrics(self.options.metrics_prefix, self.name, facts, lambda: load().stats)
         admission = Admission(facts, self.options, load)
         spell = Spelling(_decoder(prompts))
-        self.served = Served(prompts, runner, facts, load, state, admission, metrics, spell)
-        return self.served
+        self.served = Served(prompts, runner, facts, state, admission, metrics, spell)
 
     def require_loaded(self) -> Served:
         """ServeError (503) while the artifact is read."""

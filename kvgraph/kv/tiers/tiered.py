@@ -68,7 +68,7 @@ class TieredConnector(TierWorkers):
 
     def has_settled(self, keys: Collection[bytes]) -> bool:
         with self._lock:
-            if self._to_flush or self._is_flushing:
+            if self._to_flush:
                 return False
             slots = [*self._writes, *self._writing]
             coming = {move.key for move in self._offloads} | {slot.key for slot in slots}

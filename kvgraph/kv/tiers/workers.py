@@ -78,7 +78,7 @@ class TierWorkers:
         self._ended: list[Transfer] = []
         self._news = False  # since the last `poll`
         self._is_starved = False  # offloads wait for slots
-        self._to_clear = self._to_flush = self._is_flushing = self._is_closing = False
+        self._to_clear = self._to_flush = self._is_closing = False
         self._generation = 0  # of the tiers' content: raised by `reset`
         self._counts = KVCacheMetrics()
         self._read = self._written = 0  # pages, of the host tier
@@ -234,7 +234,6 @@ class TierWorkers:
             keys, self._touched = self._touched, []
             return partial(self._touch, keys)
         if self._to_flush:
-            self._to_flush, self._is_flushing = False, True
             return self._flush
         return None
 
@@ -332,4 +331,4 @@ class TierWorkers:
                 store.flush()
         finally:
             with self._changed:
-                self._is_flushing = False
+                self._to_flush = False

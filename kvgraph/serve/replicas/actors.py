@@ -96,7 +96,6 @@ class FleetService(Service):
         while not await self._look():
             await asyncio.sleep(LOOK_SECONDS)
         facts = await self._index.facts.remote()
-        self._page_size = facts.page_size
         prefill = None if self._prefill is None else self._compute
         self._fleet = Fleet(self._ask, _is_gone, facts.settings, prefill)
         self.serve(prompts, self._fleet, facts, self._last_load, self._state)
@@ -121,7 +120,9 @@ class FleetService(Service):
         if order.num_tokens < PREFILL_TOKENS or not order.chain:
             return
         assert self._prefill is not None
-        cached = self._page_size * await self._index.cached.remote(order.chain)
+        cached = self.require_loaded().facts.page_size * await self._index.cached.remote(
+            order.chain
+        )
         if order.num_tokens - cached >= PREFILL_TOKENS:
             await self._prefill.remote(order._replace(request_id=f"{order.request_id}-prefill"))
 

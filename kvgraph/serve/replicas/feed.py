@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from secrets import token_bytes
 from threading import Lock
+from typing import cast
 
 from kvgraph.errors import RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -52,7 +53,8 @@ class Feed:
         self._epoch = token_bytes(8)
         self._sequence = 0
         self._meter = LoadMeter(engine)
-        self._kv = engine.kv if self._facts.settings is not None else None
+        shares = isinstance(engine.kv, PagedKVCacheManager) and self._facts.prefix_caching
+        self._kv = cast(PagedKVCacheManager, engine.kv) if shares else None
         self._lock = Lock()  # of the changes
         self._changes: dict[bytes, bool] = {}  # digest -> whether it is held now
         self._started: list[str] = []
@@ -61,7 +63,7 @@ class Feed:
         self._has_stepped = False
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        if isinstance(self._kv, PagedKVCacheManager):
+        if self._kv is not None:
             self._kv.follow()
 
     def queued(self, request: str) -> None:
@@ -91,7 +93,7 @@ class Feed:
                 self._loop.call_soon_threadsafe(self._news.set)
 
     def _gather(self) -> None:
-        if isinstance(self._kv, PagedKVCacheManager):
+        if self._kv is not None:
             for event in self._kv.events():
                 if isinstance(event, Cleared):
                     self._is_lost = True
@@ -150,7 +152,7 @@ class Feed:
         with self._lock:
             self._is_lost = False
             held: list[bytes] = []
-            if isinstance(self._kv, PagedKVCacheManager):
+            if self._kv is not None:
                 self._kv.events()
                 held = self._kv.committed_digests()
             self._changes.clear()

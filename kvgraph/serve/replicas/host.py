@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 
 import numpy as np
 
@@ -99,18 +98,18 @@ class EngineHost:
                 return
         prompt = np.frombuffer(order.prompt, "<i4").tolist()
         context = TextContext(order.request_id, prompt, cache_salt=order.cache_salt)
+        kv = self._engine.engine.kv
+        if not isinstance(kv, PagedKVCacheManager):
+            return
+        keys = kv.tier_keys(context)
         async with asyncio.timeout(SETTLE_SECONDS):
-            while not await self._engine.call(partial(_has_settled, context)):
+            while not kv.has_settled(keys):
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def committed(self) -> list[bytes]:
         """Digests of the pages that the pool holds now."""
         assert self._engine is not None
         return await self._engine.call(_committed)
-
-
-def _has_settled(context: TextContext, engine: Engine) -> bool:
-    return not isinstance(engine.kv, PagedKVCacheManager) or engine.kv.has_settled(context)
 
 
 def _committed(engine: Engine) -> list[bytes]:

@@ -11,8 +11,9 @@ is refused, and the replica sends all it holds: after a restart of either side n
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from kvgraph.contract.dims import ceildiv
@@ -20,7 +21,7 @@ from kvgraph.kv.pool.lookup import deepest_window
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.load import Load
-from kvgraph.serve.replicas.report import DECODE, Report, nbytes_of, unpacked
+from kvgraph.serve.replicas.report import DECODE, Report, unpacked
 
 ASSIGNED_SECONDS = 300.0
 """A request of which no report has told for so long is not waited for any more."""
@@ -64,7 +65,7 @@ class RoutingIndex:
         self._table: dict[int, int] = {}
         self._known: dict[str, Known] = {}
         self._turns = itertools.count(1)
-        self._gone: EngineStats | None = None  # counters of replicas that are no more
+        self._gone: dict[bytes, EngineStats] = {}  # epoch -> counters of an engine that is no more
 
     # -- from replicas
 
@@ -103,6 +104,7 @@ class RoutingIndex:
         bit = next(1 << i for i in itertools.count() if not used >> i & 1)
         now = self._clock()
         known = Known(bit, report.epoch, 0, report.facts, report.load, now, report.role)
+        self._gone.pop(report.epoch, None)
         if old is not None and old.epoch == report.epoch:
             known.assigned, known.turn = old.assigned, old.turn
         self._known[report.replica] = known
@@ -117,7 +119,7 @@ class RoutingIndex:
             rest = ~known.bit
             self._table = {d: left for d, mask in self._table.items() if (left := mask & rest)}
         if known.role == DECODE:
-            self._gone = _sum([self._gone, _counters(known.load.stats)])
+            self._gone[known.epoch] = _counters(known.load.stats)
 
     # -- from routers
 
@@ -129,15 +131,15 @@ class RoutingIndex:
         `chain`: packed digests of the prompt's full pages. Candidates that have not reported come
         last.
         """
-        self._forget_silent()
+        self._forget_old()
+        for other in self._known.values():
+            other.assigned.pop(request, None)  # it is routed again
         known = {name: found for name in candidates if (found := self._known.get(name))}
         hits = self.hits(chain, known)
-        costs = {name: self._cost(request, known[name], hits[name], num_tokens) for name in known}
+        costs = {name: _cost(known[name], hits[name], num_tokens) for name in known}
         order = sorted(known, key=lambda name: (costs[name], known[name].turn))
         if order:
             first = known[order[0]]
-            for other in self._known.values():
-                other.assigned.pop(request, None)  # it is routed again
             left = num_tokens - hits[order[0]] * first.facts.page_size
             first.assigned[request] = left, self._clock()
             first.turn = next(self._turns)
@@ -165,25 +167,18 @@ class RoutingIndex:
                 left = now
         return found | {name: len(digests) for name, bit in whole.items() if left & bit}
 
-    def _cost(self, request: str, known: Known, hit: int, num_tokens: int) -> tuple[int, int]:
-        """Tokens before the first one of the request; then requests that run."""
-        size, now = known.facts.page_size, self._clock()
-        if any(now - since > ASSIGNED_SECONDS for _, since in known.assigned.values()):
-            known.assigned = {
-                name: (tokens, since)
-                for name, (tokens, since) in known.assigned.items()
-                if now - since <= ASSIGNED_SECONDS
-            }
-        before = known.queued_tokens - known.assigned.get(request, (0, 0.0))[0]
-        fresh = ceildiv(num_tokens, size) - hit
-        evicted = max(0, fresh - (known.facts.routed_pages - known.num_pages))
-        return num_tokens - hit * size + before + evicted * size, known.load.stats.num_running
-
-    def _forget_silent(self) -> None:
-        """Replicas that are gone without a word."""
-        least = self._clock() - SILENT_SECONDS
-        for name in [name for name, known in self._known.items() if known.heard < least]:
-            self.forget(name)
+    def _forget_old(self) -> None:
+        """Replicas that are gone without a word, and requests of which none has told."""
+        now = self._clock()
+        for name, known in list(self._known.items()):
+            if now - known.heard > SILENT_SECONDS:
+                self.forget(name)
+                continue
+            while known.assigned:  # the oldest first
+                request, (_, since) = next(iter(known.assigned.items()))
+                if now - since <= ASSIGNED_SECONDS:
+                    break
+                del known.assigned[request]
 
     # -- for those who look
 
@@ -201,7 +196,7 @@ class RoutingIndex:
         loads = [known.load for known in self._known.values() if known.role == DECODE]
         if not loads:
             return 0, None
-        return len(loads), _together(loads, self._gone)
+        return len(loads), _together(loads, self._gone.values())
 
     def pages(self, replica: str) -> list[int]:
         """64 bits of the digest of each page that the replica holds."""
@@ -214,8 +209,17 @@ class RoutingIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the table."""
-        return nbytes_of(self._table)
+        """Memory of the table; a digest is an object of 32 bytes."""
+        return sys.getsizeof(self._table) + 32 * len(self._table)
+
+
+def _cost(known: Known, hit: int, num_tokens: int) -> tuple[int, int]:
+    """Tokens before the first one of a request; then requests that run."""
+    size = known.facts.page_size
+    fresh = ceildiv(num_tokens, size) - hit
+    evicted = max(0, fresh - (known.facts.routed_pages - known.num_pages))
+    tokens = num_tokens - hit * size + known.queued_tokens + evicted * size
+    return tokens, known.load.stats.num_running
 
 
 class _Held:
@@ -245,19 +249,18 @@ def _counters(stats: EngineStats) -> EngineStats:
     return EngineStats(0, 0, num_free_pages=0, num_pages=0, **kept)
 
 
-def _sum(parts: Sequence[EngineStats | None]) -> EngineStats:
+def _sum(parts: Sequence[EngineStats]) -> EngineStats:
     """None of a field counts as 0."""
-    given = [part for part in parts if part is not None]
     names = [entry.name for entry in fields(EngineStats)]
-    return EngineStats(**{n: sum([getattr(part, n) or 0 for part in given]) for n in names})
+    return EngineStats(**{n: sum([getattr(part, n) or 0 for part in parts]) for n in names})
 
 
-def _together(loads: Sequence[Load], gone: EngineStats | None) -> Load:
+def _together(loads: Sequence[Load], gone: Iterable[EngineStats]) -> Load:
     """Rates add up; a step is as long as the longest."""
     ends = sum([1 / load.finish_seconds for load in loads if load.finish_seconds])
     return replace(
         loads[0],
-        stats=_sum([*(load.stats for load in loads), gone]),
+        stats=_sum([*(load.stats for load in loads), *gone]),
         prefill_rate=sum([load.prefill_rate for load in loads]),
         finish_seconds=1 / ends if ends else 0.0,
         step_seconds=max([load.step_seconds for load in loads]),

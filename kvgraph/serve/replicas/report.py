@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,8 +44,3 @@ def packed(digests: Iterable[bytes]) -> bytes:
 def unpacked(data: bytes) -> Sequence[int]:
     numbers = np.frombuffer(data, "<u8").tolist()
     return numbers  # type: ignore[no-any-return]
-
-
-def nbytes_of(table: dict[int, int]) -> int:
-    """Memory of a table of digests, in bytes."""
-    return sys.getsizeof(table) + 32 * len(table)

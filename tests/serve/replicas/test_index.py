@@ -261,3 +261,22 @@ def test_many_replicas_report_less_often() -> None:
         Replica(f"r{number}").tell(index)
     report = Report("r0", b"", 0, True, b"", b"", (), load_of(), FACTS)
     assert index.report(report) == 200 / MOST_REPORTS
+
+
+def test_counters_of_an_engine_that_tells_all_again_count_once() -> None:
+    index, replica = RoutingIndex(), Replica("a")
+    for _ in range(3):
+        assert replica.report(index, whole=True, load=load_of(generated_tokens=5))
+    assert _generated(index) == 5
+    index.forget("a")
+    assert replica.report(index, whole=True, load=load_of(generated_tokens=6))
+    assert _generated(index) == 6
+    replica.start()
+    assert replica.report(index, whole=True, load=load_of(generated_tokens=2))
+    assert _generated(index) == 8, "of two engines"
+
+
+def _generated(index: RoutingIndex) -> int:
+    _, together = index.load()
+    assert together is not None
+    return together.stats.generated_tokens

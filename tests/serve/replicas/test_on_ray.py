@@ -159,7 +159,7 @@ def test_prompts_go_where_their_pages_are(
         wait_for(lambda: ray.get(index().load.remote())[0] == count, "a replica is missing")
         routed = hit_tokens(server.client, prompts)
         require_right_index(count)
-        ray.kill(index(), no_restart=False)  # it starts anew, and is told all again
+        ray.kill(index(), no_restart=False)  # it starts again, and is told all
         require_right_index(count)
         ray.kill(index(), no_restart=True)  # from here on chance decides
         others = Conversations(200, seed=1).prompts()
