@@ -109,7 +109,6 @@ def compile(
     notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
     pipeline.require_kernels(plan, request)
 
-    from kvgraph.compiler import step_memory
     from kvgraph.compiler.check.run import Made
     from kvgraph.compiler.check.run import check as require_equal
     from kvgraph.compiler.trace import trace
@@ -119,7 +118,6 @@ def compile(
     with staging(out, force=force) as folder:
         progress(f"lowering to {request.backend.name}{request.reason}")
         traced = trace(loaded, signature, plan, functional=functional, dump=dump)
-        notes += step_memory.notes_of(traced.program, signature)
         manifest = write(traced, folder, progress)
         note = "check: left out (--no-check)"
         if check:

@@ -15,8 +15,10 @@ from rich.table import Table
 
 from kvgraph.contract.files import open_regular
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, PassEntry, QualityInfo
+from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.plain import from_plain
+from kvgraph.contract.sizes import size_text
 from kvgraph.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ def facts(manifest: Manifest) -> Table:
     for c in manifest.collectives:
         per = "token" if c.rows == "tokens" else "row of logits"
         table.add_row(f"{c.op}", f"{c.count} in a step, {c.bytes:,} bytes per {per} and rank")
+    for mixture in manifest.mixtures:
+        table.add_row("experts", mixture_line(mixture))
     if engine := manifest.engine:
         where = ", ".join(engine.archs) or "any architecture"
         table.add_row("engine", f"{engine.module} {engine.version}, for {where}")
@@ -76,6 +80,17 @@ def facts(manifest: Manifest) -> Table:
     for note in manifest.notes:
         table.add_row("note", note)
     return table
+
+
+def mixture_line(mixture: Mixture) -> str:
+    """How many there are, and what of them works on a token and is read in a step."""
+    read = {rows: size_text(mixture.read(rows)) for rows in (1, 64)}
+    return (
+        f"{mixture.layers} layers of {mixture.experts}, {mixture.active} for a token: "
+        f"{mixture.parameters:,} parameters, {mixture.active_parameters:,} at work on a token; a "
+        f"step reads {read[1]} of their {size_text(mixture.bytes)} with 1 row, about {read[64]} "
+        "with 64"
+    )
 
 
 def quality_line(quality: QualityInfo) -> str:
@@ -133,7 +148,18 @@ def passes(manifest: Manifest) -> Iterator[str]:
 
 
 def _applied(entry: PassEntry) -> str:
-    return "; ".join([f"{entry.applied} places", *entry.unmatched])
+    return "; ".join([f"{entry.applied} places", *grouped(entry.unmatched)])
+
+
+def grouped(sentences: Sequence[str]) -> Iterator[str]:
+    """Sentences "place: why", those of one reason in one."""
+    places: dict[str, list[str]] = {}
+    for sentence in sentences:
+        place, _, why = sentence.partition(": ")
+        places.setdefault(why, []).append(place)
+    for why, found in places.items():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield f"{found[0]}{more}: {why}" if why else found[0]
 
 
 def _options(manifest: Manifest) -> PassOptions:

@@ -1,16 +1,17 @@
 """What a step must read and compute at the least, counted from the manifest and the weights file.
 
-    decode bytes of a step  = W + B * kv(context)          W: all weights but lookup tables
+    decode bytes of a step  = W + experts(B) + B * kv(context)     W: weights but lookup tables
     prefill flops           = 2 * M * B * P + 2 * H * B    M, H: elements of matrices, of the head
     share of the read limit = decode bytes / seconds / (read GB/s * 1e9)
     share of the GEMM limit = prefill flops / seconds / (GFLOP/s * 1e9)
 
 B rows of P tokens; only the last token of a row meets the head. kv(context) is what the pool holds
-of `context` tokens (of a window, at most its length), in bytes. Lookup tables (the embedding, the
-rotary ones) are read by rows and not counted; a tied embedding is the head, and is. Attention's own
-flops, the activations, the sampler and the small tensors that stay in the graph's own file are not
-counted, so shares err downwards; a mixture of experts counts every expert, so its shares err
-upwards. Packed weights count with their padding.
+of `context` tokens (of a window, at most its length), in bytes. experts(B) is what `Mixture.read`
+expects of a mixture's experts; a token computes with its active ones. Lookup tables (the embedding,
+the rotary ones) are read by rows and not counted; a tied embedding is the head, and is. Attention's
+own flops, the activations, the sampler and the small tensors that stay in the graph's own file are
+not counted, so shares err downwards. A mixture without packed experts counts all of them, so its
+shares err upwards. Packed weights count with their padding.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from pathlib import Path
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.safetensors import TensorAt, read_layout
 from kvgraph.contract.trees import params_from_layout
-from kvgraph.ops._linear import COLUMNS
+from kvgraph.ops.packed import COLUMNS
 
 CLASSES = {dtype.name: dtype.short for dtype in ALL if dtype.short}
 """Manifest's `weights` -> class of precision, where that is not its name already."""
 
 PACKED = ".packed"
-"""End of the names of packed weights (`kvgraph.linear`)."""
+"""End of the names of packed weights (`kvgraph.linear`, `kvgraph.experts`)."""
+
+STACKED = 4
+"""Dims of packed weights of all experts; those of a linear layer are one fewer."""
 
 GEMM_DTYPES = {dtype.short: dtype.name for dtype in ALL if dtype.short} | {"int4": "int8"}
 """Class -> the dtype that its matrix products can run in."""
@@ -38,15 +43,17 @@ GEMM_DTYPES = {dtype.short: dtype.name for dtype in ALL if dtype.short} | {"int4
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """`precision`: class of the weights; `weight_bytes` W, `matrices` M and `head` H of above."""
+    """`precision`: class of the weights; `weight_bytes` W, `matrices` M and `head` H of above; M
+    has of experts those that work on a token."""
 
     precision: str
     file_bytes: int
     weight_bytes: int
-    matrices: int
+    matrices: float
     head: int
     kv_bytes: dict[int, float]
     """Window (0: none) -> bytes of the pool for one token of one row, scales included."""
+    mixtures: tuple[Mixture, ...] = ()
 
     def decode_bytes(self, batch: int, context: float) -> float:
         """Bytes of one step of `batch` rows that have `context` tokens each."""
@@ -54,7 +61,8 @@ class Counts:
             each * (min(context, window) if window else context)
             for window, each in self.kv_bytes.items()
         )
-        return self.weight_bytes + batch * kv
+        experts = sum(mixture.read(batch) for mixture in self.mixtures)
+        return self.weight_bytes + experts + batch * kv
 
     def prefill_flops(self, batch: int, prompt: float) -> float:
         """Flops of `batch` prompts of `prompt` tokens; a multiply and an add are two."""
@@ -70,21 +78,30 @@ def count(folder: Path, manifest: Manifest) -> Counts:
     read = {name: at for name, at in tensors.items() if not _is_table(name, with_vocab)}
     four_bits = manifest.weights == "int4"
     elements = {n: _elements(n, at, four_bits) for n, at in read.items() if _is_matrix(n, at)}
+    at_work = {mixture.experts: mixture.active / mixture.experts for mixture in manifest.mixtures}
+    used = {n: count * _used(n, read[n], at_work) for n, count in elements.items()}
     head = sum(number for name, number in elements.items() if name in with_vocab)
     return Counts(
         CLASSES.get(manifest.weights, manifest.weights),
         path.stat().st_size,
-        sum(at.nbytes for at in read.values()),
-        sum(elements.values()) - head,
+        sum(at.nbytes for at in read.values()) - sum(m.bytes for m in manifest.mixtures),
+        sum(used.values()) - head,
         head,
         _kv_bytes(manifest),
+        tuple(manifest.mixtures),
     )
+
+
+def _used(name: str, at: TensorAt, at_work: dict[int, float]) -> float:
+    """Share of a matrix that a token meets: of stacked experts, that of the active ones."""
+    is_stacked = name.endswith(PACKED) and len(at.shape) == STACKED
+    return at_work.get(at.shape[0], 1.0) if is_stacked else 1.0
 
 
 def _has_vocab(name: str, at: TensorAt, vocab: int) -> bool:
     """Whether a matrix has a row or column for every token: an embedding or a head."""
     if name.endswith(PACKED):
-        return at.shape[0] == ceildiv(vocab, COLUMNS)
+        return len(at.shape) != STACKED and at.shape[0] == ceildiv(vocab, COLUMNS)
     return vocab in at.shape and len(at.shape) > 1
 
 

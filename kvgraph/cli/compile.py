@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvgraph.cli.console import Stages, print_json, size_text, stderr, summary
+from kvgraph.cli.console import Stages, print_json, stderr, summary
 from kvgraph.cli.options import (
     CacheDtypeOption,
     DtypeOption,
@@ -18,8 +18,9 @@ from kvgraph.cli.options import (
 )
 from kvgraph.contract.backends import OURS, default_backend
 from kvgraph.contract.params import KVCacheStrategy
+from kvgraph.contract.sizes import size_text
 from kvgraph.errors import KVGraphError, RequestError
-from kvgraph.show import quality_line
+from kvgraph.show import grouped, quality_line
 
 if TYPE_CHECKING:
     from kvgraph.contract.manifest import Manifest
@@ -172,5 +173,5 @@ def _measured(
 
 def _warn_unmatched(manifest: Manifest) -> None:
     for entry in manifest.passes:
-        for sentence in entry.unmatched:
+        for sentence in grouped(entry.unmatched):
             stderr.print(f"note: pass {entry.name}: {sentence}", soft_wrap=True)

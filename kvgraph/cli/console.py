@@ -67,11 +67,3 @@ def summary(folder: Path, manifest: Manifest) -> dict[str, object]:
         "files": sorted(manifest.files),
         "notes": manifest.notes,
     }
-
-
-def size_text(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
-        count /= 1024  # type: ignore[assignment]
-    return f"{count:.1f} GiB"

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvgraph.cli.console import print_json, size_text, stderr, stdout
+from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import CacheDtypeOption, DtypeOption, Json, PageSize, WeightsOption
 from kvgraph.contract.plain import to_plain
-from kvgraph.contract.sizes import parse_bytes
+from kvgraph.contract.sizes import parse_bytes, size_text
 
 
 def plan(
@@ -57,6 +57,13 @@ def plan(
         f"weights ({made.weights_dtype})": size_text(made.weights),
         f"cache ({made.cache_dtype})": size_text(made.cache_memory),
     }
+    if made.active_parameters != made.parameters:
+        rows["parameters, and those at work on a token"] = (
+            f"{made.parameters:,}; {made.active_parameters:,}"
+        )
+        read = (size_text(nbytes) for nbytes in made.read_by_step.values())
+        named = " and ".join(made.read_by_step)
+        rows[f"weights read by a step of {named} rows"] = "; about ".join(read)
     for leaf, pages in made.pages.items():
         name = f" ({leaf})" if leaf else ""
         rows[f"bytes per page of {made.page_size} tokens{name}"] = f"{made.bytes_per_page[leaf]:,}"

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli.console import print_json, size_text, stdout, working
+from kvgraph.cli.console import print_json, stdout, working
 from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify
+from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvgraph.cli.console import print_json, size_text, stdout, summary, working
+from kvgraph.cli.console import print_json, stdout, summary, working
 from kvgraph.cli.options import ArtifactFolder, Json
+from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
 from kvgraph.progress import task
 from kvgraph.show import ratio, titled

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from kvgraph.compiler.packed_weights import Packed, pack
 from kvgraph.compiler.passes import TABLE_BYTES
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import itemsize
-from kvgraph.ops._linear import COLUMNS, DEPTH
+from kvgraph.contract.mixtures import Mixture
+from kvgraph.ops.packed import COLUMNS, DEPTH
 
 
 @dataclass(frozen=True, order=True)
@@ -24,13 +26,35 @@ class Linear:
     is_tied: bool = False
 
 
+@dataclass(frozen=True, order=True)
+class Experts:
+    """A layer of `count` gated experts, of which a token takes `active`."""
+
+    count: int
+    active: int
+    in_features: int
+    inner_features: int
+    has_bias: bool
+
+    @property
+    def parts(self) -> tuple[Linear, Linear, Linear]:
+        """Gate, up and down of one expert."""
+        wide, narrow = self.in_features, self.inner_features
+        up = Linear(narrow, wide, self.has_bias)
+        return up, up, Linear(wide, narrow, self.has_bias)
+
+    @property
+    def elements(self) -> int:
+        return self.count * sum(map(_elements, self.parts))
+
+
 @dataclass(frozen=True)
 class Described:
     """A checkpoint as its configuration and the shapes of its weights describe it.
 
     `table_elements` are those of embedding tables, `other_elements` of all parameters that are no
-    table and not of a linear layer. `rotary_dims`: of each rotary embedding that a table by
-    position can hold.
+    table, not of a linear layer and not of experts that have a kernel on CPUs. `rotary_dims`: of
+    each rotary embedding that a table by position can hold.
     """
 
     architecture: str
@@ -40,20 +64,61 @@ class Described:
     table_elements: int
     other_elements: int
     rotary_dims: tuple[int, ...]
+    experts: tuple[Experts, ...] = ()
 
-    def weight_bytes(self, dtype: str, bits: int | None) -> int:
+    @property
+    def parameters(self) -> int:
+        """All of them, those of a tied table once."""
+        own = sum(_elements(linear) for linear in self.linears if not linear.is_tied)
+        mixtures = sum(each.elements for each in self.experts)
+        return own + self.table_elements + self.other_elements + mixtures
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that work on a token: of experts, those that it takes."""
+        idle = (each.elements * (each.count - each.active) // each.count for each in self.experts)
+        return self.parameters - sum(idle)
+
+    def mixtures(self, dtype: str, bits: int | None, on_cpu: bool) -> list[Mixture]:
+        """What an artifact says of its experts, layers of one kind together."""
+        found: dict[tuple[int, int], Mixture] = {}
+        for each in self.experts:
+            kind = each.count, each.active
+            before = found.get(kind) or Mixture(
+                layers=0, experts=each.count, active=each.active, parameters=0, bytes=0
+            )
+            found[kind] = replace(
+                before,
+                layers=before.layers + 1,
+                parameters=before.parameters + each.elements,
+                bytes=before.bytes + _expert_bytes(each, dtype, bits, on_cpu),
+            )
+        return list(found.values())
+
+    def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
         """With rotary tables: of `dtype`, or with linear layers packed and tables in bfloat16.
 
-        Packed, a router that is a linear layer counts as one; it keeps its few bytes (pack_linear).
+        `on_cpu`: experts are packed whatever `bits` are, in float32 where these are None. Packed,
+        a router that is a linear layer counts as one; it keeps its few bytes (pack_linear).
         """
-        other = self.other_elements * itemsize(dtype) + sum(self._rotary_tables())
+        table = self.table_elements * itemsize(dtype if bits is None else "bfloat16")
+        mixtures = sum(mixture.bytes for mixture in self.mixtures(dtype, bits, on_cpu))
+        own = self._linear_bytes(dtype, bits, with_tied=bits is not None)
+        return own + table + mixtures + self._other_bytes(dtype) + sum(self._rotary_tables())
+
+    def read_bytes(self, dtype: str, bits: int | None, on_cpu: bool, rows: int) -> int:
+        """Bytes of weights that a step of `rows` rows reads: of tables, one that is the head."""
+        mixtures = sum(mixture.read(rows) for mixture in self.mixtures(dtype, bits, on_cpu))
+        return self._linear_bytes(dtype, bits) + mixtures + self._other_bytes(dtype)
+
+    def _linear_bytes(self, dtype: str, bits: int | None, *, with_tied: bool = True) -> int:
+        linears = [linear for linear in self.linears if with_tied or not linear.is_tied]
         if bits is None:
-            own = [linear for linear in self.linears if not linear.is_tied]
-            elements = self.table_elements + sum(map(_elements, own))
-            return elements * itemsize(dtype) + other
-        tile = pack([np.zeros((COLUMNS, DEPTH), np.float32)], bits)
-        packed = sum(_packed_bytes(linear, tile) for linear in self.linears)
-        return packed + self.table_elements * itemsize("bfloat16") + other
+            return sum(map(_elements, linears)) * itemsize(dtype)
+        return sum(_packed_bytes(linear, _tile(bits)) for linear in linears)
+
+    def _other_bytes(self, dtype: str) -> int:
+        return self.other_elements * itemsize(dtype)
 
     def _rotary_tables(self) -> list[int]:
         """Bytes of each table of cosines and sines by position that fuse_rope makes."""
@@ -65,8 +130,20 @@ def _elements(linear: Linear) -> int:
     return linear.out_features * (linear.in_features + linear.has_bias)
 
 
+def _expert_bytes(experts: Experts, dtype: str, bits: int | None, on_cpu: bool) -> int:
+    if not on_cpu or (bits is None and dtype != "float32"):
+        return experts.elements * itemsize(dtype)
+    tile = _tile(bits or 32)
+    return experts.count * sum(_packed_bytes(part, tile) for part in experts.parts)
+
+
+@cache
+def _tile(bits: int) -> Packed:
+    """A panel that is `DEPTH` deep."""
+    return pack([np.zeros((COLUMNS, DEPTH), np.float32)], bits)
+
+
 def _packed_bytes(linear: Linear, tile: Packed) -> int:
-    """`tile`: a panel that is `DEPTH` deep, as `pack` makes it."""
     panels, tiles = ceildiv(linear.out_features, COLUMNS), ceildiv(linear.in_features, DEPTH)
     bias = 4 * COLUMNS if linear.has_bias else 0
     deep = tile.weight.nbytes + (tile.multipliers.nbytes if tile.multipliers is not None else 0)

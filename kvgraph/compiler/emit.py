@@ -98,6 +98,7 @@ def emit(
         tools={name: metadata.version(name) for name in backend.targets[target.kind].tools},
         engine=lowered.engine,
         collectives=collectives,
+        mixtures=lowered.mixtures,
     )
     write_manifest(folder, manifest)
     return manifest

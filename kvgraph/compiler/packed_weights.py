@@ -1,4 +1,4 @@
-"""Weights of linear layers -> the packed form that `kvgraph.linear` reads (ops/_linear.py).
+"""Weights of linear layers -> the packed form that our ops read (ops/packed.py).
 
 Decision: rounded to nearest, without calibration: a compile needs no data, and the loss is measured
 (kvgraph/quality). An int4 multiplier is the one of the least squared error.
@@ -6,14 +6,14 @@ Decision: rounded to nearest, without calibration: a compile needs no data, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
 from kvgraph.contract.dims import Array, ceildiv
-from kvgraph.ops._linear import COLUMNS, DEPTH, GROUP, PER_LINE
+from kvgraph.ops.packed import COLUMNS, DEPTH, GROUP, PER_LINE
 
 NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
 TRIED = 4
@@ -71,6 +71,23 @@ def pack(
     return Packed(bits, weight, scales, multipliers, biases)
 
 
+def pack_each(
+    experts: Iterable[tuple[Sequence[Array], Sequence[Array | None]]], bits: int
+) -> Packed:
+    """Weights of each expert and their biases -> operands of `kvgraph.experts` with them in a row.
+
+    Two weights are gate and up, panel by panel in turn.
+    """
+    each = [pack(weights, bits, bias, interleave=len(weights) > 1) for weights, bias in experts]
+    fields = ("weight", "scales", "multipliers", "bias")
+    stacked = {
+        name: np.stack([getattr(packed, name) for packed in each])
+        for name in fields
+        if getattr(each[0], name) is not None
+    }
+    return Packed(bits, **stacked)
+
+
 def _order(panels: list[int], interleave: bool) -> list[tuple[int, int]]:
     """(section, panel) in the order of the file."""
     if interleave:
@@ -80,6 +97,8 @@ def _order(panels: list[int], interleave: bool) -> list[tuple[int, int]]:
 
 def _pack_panels(rows: Array, bits: int) -> tuple[Array, Array | None, Array | None]:
     """`rows [panels, COLUMNS, K]` -> lines, scales with column sums, multipliers."""
+    if bits == 32:
+        return _lines(rows, 32), None, None
     if bits == 16:
         return _lines(rows.astype(ml_dtypes.bfloat16), 16), None, None
     if bits == 8:

@@ -178,11 +178,17 @@ def trace_ranks(traced: Traced, kind: str, ranks: int, *, functional: bool) -> I
 
 
 def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
-    """What `lowering` gave, over a trace. UnsupportedError for an operator that ONNX lacks."""
+    """What `lowering` gave, over a trace, with what its program says after the passes.
+
+    UnsupportedError for an operator that ONNX lacks.
+    """
     import torch.onnx
 
+    from kvgraph.compiler import step_memory
+    from kvgraph.compiler.mixtures import mixtures_of
+
     try:
-        return backend(traced, folder)
+        lowered = backend(traced, folder)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -191,6 +197,9 @@ def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowe
             f"architecture {traced.model.architecture!r}: expected operators that the onnx "
             f"exporter has, got one that it has not: {str(cause).splitlines()[0]}"
         ) from error
+    lowered.notes += step_memory.notes_of(traced.program, traced.signature, traced.passes)
+    lowered.mixtures = mixtures_of(traced)
+    return lowered
 
 
 def lowering(request: Request, weights: str | None, progress: Progress) -> Callable[..., Any]:

@@ -18,6 +18,9 @@ from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError
 from kvgraph.kv.memory import plan_leaves
 
+ROWS = (1, 64)
+"""Of steps whose reads a plan tells."""
+
 
 @dataclass(frozen=True)
 class DeploymentPlan:
@@ -46,6 +49,11 @@ class DeploymentPlan:
     """Requests of `max_seq_len` tokens that fit at once."""
     longest_context: int
     """Tokens of a lone request, at most the model's own limit."""
+    parameters: int
+    active_parameters: int
+    """Those that work on a token: of a mixture of experts, its active ones."""
+    read_by_step: dict[str, int]
+    """Of a mixture of experts: rows of a step -> bytes of weights that it reads."""
     ranks: int = 1
 
 
@@ -93,7 +101,8 @@ def plan_deployment(
         page_size=page_size,
         devices=virtual_devices(target, tp),
     )
-    weight_bytes = model.weight_bytes(dtype, bits)
+    on_cpu = parsed.kind == "cpu"
+    weight_bytes = model.weight_bytes(dtype, bits, on_cpu)
     available = memory - weight_bytes
     if available <= 0:
         less = "".join(_smaller(model, support, memory, weight_bytes, tp))
@@ -126,6 +135,11 @@ def plan_deployment(
         max_seq_len=length,
         concurrent_requests=planned.max_concurrent_requests,
         longest_context=min(model.max_seq_len, tokens),
+        parameters=model.parameters,
+        active_parameters=model.active_parameters,
+        read_by_step={
+            str(rows): model.read_bytes(dtype, bits, on_cpu, rows) for rows in ROWS if model.experts
+        },
         ranks=tp,
     )
 
@@ -136,7 +150,7 @@ def _smaller(
     """What would fit, as ends of the sentence that this does not."""
     if "weight_bits" in support.options:
         for name in ("int8", "int4"):
-            nbytes = model.weight_bytes("float32", WEIGHT_BITS[name])
+            nbytes = model.weight_bytes("float32", WEIGHT_BITS[name], on_cpu=True)
             if nbytes < min(memory, weight_bytes):
                 yield f"; --weights {name} takes {nbytes}"
     heads = min(need.n_kv_heads for need in model.layers)

@@ -1,44 +1,88 @@
-"""What a step asks for: the largest tensor of a program at a number of new tokens.
+"""What a step asks for: the largest tensor of a program at a number of new tokens, and experts'
+weights that are gathered for each token.
 
-A mixture of experts is the case that hurts: transformers gathers each token's experts, whose
-weights a step of 2,048 tokens then has 2,048 times.
+The latter is how transformers computes a mixture of experts, and what is left of it where
+`pack_experts` found no match: a step of 2,048 tokens then has such weights 2,048 times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvgraph.contract.dims import BATCH_SIZE, NUM_LOGITS, TOTAL_SEQ_LEN
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Node
 
+    from kvgraph.compiler.passes import PassReport
     from kvgraph.contract.signature import GraphSignature
 
 STEP = {TOTAL_SEQ_LEN: 2048, BATCH_SIZE: 64, NUM_LOGITS: 64}
 """Of an engine without settings."""
 
+PACKS = "pack_experts"
+
 LARGE = 4 << 30
 """Bytes of one tensor that a user should know of."""
 
 
-def notes_of(program: ExportedProgram, signature: GraphSignature) -> list[str]:
-    """A sentence where one tensor of such a step is LARGE."""
-    nbytes, operator = max(sizes(program, signature), default=(0, ""))
-    if nbytes < LARGE:
-        return []
-    tokens = STEP[TOTAL_SEQ_LEN]
-    return [
-        f"memory: a step of {tokens} new tokens makes a tensor of {nbytes / 2**30:.1f} GiB "
-        f"({operator}; a mixture of experts gathers weights for each token); an engine with a "
-        "smaller max_batch_tokens takes less"
-    ]
+def notes_of(
+    program: ExportedProgram, signature: GraphSignature, passes: Iterable[PassReport] = ()
+) -> list[str]:
+    """Sentences of `program` behind `passes`: where experts are gathered, and where one tensor of
+    such a step is LARGE."""
+    found = list(sizes(program, signature))
+    notes = []
+    if gathered := [each for each in found if _is_gathered(each.node)]:
+        stored = {each.node.args[0]: _nbytes(each.node.args[0]) for each in gathered}
+        packs = any(report.name == PACKS for report in passes)
+        why = f"as pass {PACKS} says" if packs else "since the backend has no kernel for them"
+        copied = sum(each.nbytes for each in gathered) // STEP[TOTAL_SEQ_LEN]
+        notes.append(
+            f"experts: {sum(stored.values()) / 2**20:,.1f} MiB of their weights are kept as the "
+            f"model has them, and {copied / 2**20:,.1f} MiB are copied for each token, {why}"
+        )
+    largest = max(found, key=lambda each: each.nbytes, default=None)
+    if largest is not None and largest.nbytes >= LARGE:
+        notes.append(
+            f"memory: a step of {STEP[TOTAL_SEQ_LEN]} new tokens makes a tensor of "
+            f"{largest.nbytes / 2**30:.1f} GiB ({largest.node.target}); an engine with a smaller "
+            "max_batch_tokens takes less"
+        )
+    return notes
 
 
-def sizes(program: ExportedProgram, signature: GraphSignature) -> Iterator[tuple[int, str]]:
-    """Bytes of each value whose extents follow from STEP, and the operator that makes it."""
+@dataclass(frozen=True)
+class Size:
+    """Bytes of what `node` makes in a step of STEP."""
+
+    nbytes: int
+    node: Node
+
+
+def _is_gathered(node: Node) -> bool:
+    """Whether it copies rows of stacked matrices of the model."""
+    import torch
+
+    source = node.args[0] if node.args else None
+    return (
+        node.target is torch.ops.aten.index.Tensor
+        and getattr(source, "op", "") == "placeholder"
+        and source.meta["val"].dim() == 3  # type: ignore[union-attr]
+    )
+
+
+def _nbytes(node: Any) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())
+
+
+def sizes(program: ExportedProgram, signature: GraphSignature) -> Iterator[Size]:
+    """Of each value whose extents follow from STEP."""
     import torch
 
     own = set(program.graph_signature.user_inputs)
@@ -57,4 +101,4 @@ def sizes(program: ExportedProgram, signature: GraphSignature) -> Iterator[tuple
             for extent in value.shape
         )
         if not getattr(count, "free_symbols", ()):
-            yield int(count) * value.element_size(), str(node.target)
+            yield Size(int(count) * value.element_size(), node)

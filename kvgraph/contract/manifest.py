@@ -21,6 +21,7 @@ from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.files import PARTIAL, inside, open_regular, replacing
 from kvgraph.contract.layouts import require_layout
+from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.plain import from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
@@ -190,6 +191,7 @@ class Manifest:
     quality: QualityInfo | None = None
     executed: list[ExecutedKernel] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    mixtures: list[Mixture] = field(default_factory=list)
 
     @property
     def signature(self) -> GraphSignature:

@@ -23,3 +23,12 @@ def parse_bytes(name: str, size: int | str) -> int:
     elif hasattr(size, "__index__") and not isinstance(size, bool) and operator.index(size) >= 0:
         return operator.index(size)
     raise RequestError(f"{name}: expected a size such as 80GiB or 512MB, got {size!r}")
+
+
+def size_text(count: float) -> str:
+    """`count` bytes in the unit that a reader takes in at once."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.1f} GiB"

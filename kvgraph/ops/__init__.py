@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.ops._collectives import ALL_GATHER as ALL_GATHER
 from kvgraph.ops._collectives import ALL_REDUCE as ALL_REDUCE
+from kvgraph.ops._experts import EXPERTS as EXPERTS
 from kvgraph.ops._linear import LINEAR as LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION as PAGED_ATTENTION
 from kvgraph.ops._rms_norm import RMS_NORM as RMS_NORM
@@ -115,6 +116,29 @@ if TYPE_CHECKING:
 
     def all_gather(x: Tensor, *, ranks: int, out_width: int) -> Tensor:
         """The columns of x of all ranks next to each other, in the order of the ranks."""
+        ...
+
+    def experts(
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_scales: Tensor | None = None,
+        up_multipliers: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        down_scales: Tensor | None = None,
+        down_multipliers: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        *,
+        inner_features: int,
+        bits: int,
+        activation: int = 0,
+        alpha: float = 1.0,
+        limit: float = 0.0,
+        up_offset: float = 0.0,
+    ) -> Tensor:
+        """The gated MLPs of each row's experts, weighed and summed, over packed weights."""
         ...
 # end of generated
 

@@ -15,6 +15,7 @@ from onnx.reference.op_run import OpRun
 
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops._collectives import ALL_GATHER, ALL_REDUCE
+from kvgraph.ops._experts import EXPERTS
 from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
@@ -70,6 +71,7 @@ def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
     return {
         torch_ops.update_and_attend_functional.default: _translation(UPDATE_AND_ATTEND),
         torch_ops.linear.default: _translation(LINEAR),
+        torch_ops.experts.default: _translation(EXPERTS),
         torch_ops.all_reduce.default: _translation(ALL_REDUCE),
         torch_ops.all_gather.default: _translation(ALL_GATHER),
     }

@@ -15,7 +15,7 @@ OPSET_DOMAIN = "kvgraph"
 OPSET_VERSION = 1
 
 ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
-WEIGHT = ("bfloat16", "int8")
+WEIGHT = ("float32", "bfloat16", "int8")
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
 
@@ -67,19 +67,20 @@ class Attribute:
 class Rule:
     """What must hold besides equal dims and dtypes.
 
-    `fault(...)` takes attributes and static dims by name, and operands as their dtypes (None: left
-    out); it returns what is expected instead, or nothing. `subject` ends with the name that is
-    wrong; `got` replaces its value in the sentence. A rule that names a dim without an extent, or
-    one that is symbolic, is not asked.
+    `fault(...)` takes attributes and static dims, and operands as their dtypes (None: left out), by
+    `names` or those of its parameters; it returns what is expected instead, or nothing. `subject`
+    ends with the name that is wrong; `got` replaces its value in the sentence. A rule that names a
+    dim without an extent, or one that is symbolic, is not asked.
     """
 
     subject: str
     fault: Callable[..., bool | str]
     got: str = ""
+    names: tuple[str, ...] = ()
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(signature(self.fault).parameters)
+    def __post_init__(self) -> None:
+        if not self.names:
+            object.__setattr__(self, "names", tuple(signature(self.fault).parameters))
 
 
 @dataclass(frozen=True)

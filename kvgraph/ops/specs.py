@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvgraph.ops._collectives import ALL_GATHER, ALL_REDUCE
+from kvgraph.ops._experts import EXPERTS
 from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
 from kvgraph.ops._rms_norm import RMS_NORM
@@ -14,7 +15,7 @@ from kvgraph.ops.spec import OpSpec
 SPECS: tuple[OpSpec, ...] = (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND)
 """The cache ops, in the order of their C entry points."""
 
-CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER)
+CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS)
 """What only graphs for a CPU hold; after the cache ops in every table."""
 
 ALL_SPECS = SPECS + CPU_SPECS

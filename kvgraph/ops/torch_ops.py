@@ -206,6 +206,7 @@ for _spec in ALL_SPECS:  # what `help` and an editor show
 
 all_gather = torch.ops.kvgraph.all_gather
 all_reduce = torch.ops.kvgraph.all_reduce
+experts = torch.ops.kvgraph.experts
 linear = torch.ops.kvgraph.linear
 store_kv = torch.ops.kvgraph.store_kv
 paged_attention = torch.ops.kvgraph.paged_attention

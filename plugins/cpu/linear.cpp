@@ -7,6 +7,7 @@
 
 #include "cpu/check.h"
 #include "cpu/kernels.h"
+#include "cpu/packed.h"
 #include "cpu/parallel.h"
 
 namespace kvg {
@@ -14,57 +15,26 @@ namespace {
 
 using ll = long long;
 
+constexpr Gate kSwiglu = {kSilu, 1.0f, kInfinity, 0.0f};
+
 // Rows that go along all panels before the next ones do: their inputs stay in the second-level cache.
 constexpr int64_t kRowsPerBlock = 384;
 // Inputs below which a row is prepared before another thread has woken up.
 constexpr int64_t kInputsPerTask = 16384;
-// Bytes of weights below which the same holds for a product of few rows.
-constexpr int64_t kBytesPerTask = 32768;
-
-int64_t ceildiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Linear read(const Operands& in) {
-  Linear job = {};
-  job.bits = in.integer(KVG_LINEAR_ATTR_BITS);
-  job.panels = in.dims[KVG_DIM_NUM_PANELS];
-  job.lines = in.data<const char>(KVG_LINEAR_WEIGHT);
-  job.multipliers = in.data<const uint8_t>(KVG_LINEAR_MULTIPLIERS);
-  job.scales = in.data<const float>(KVG_LINEAR_SCALES);
-  job.bias = in.data<const float>(KVG_LINEAR_BIAS);
+  const int64_t width = in.dims[KVG_DIM_IN_FEATURES];
+  if (width == 0) refuse("linear: x: dim in_features: expected at least 1, got 0");
+  Linear job = read_packed(in, KVG_LINEAR_WEIGHT, KVG_LINEAR_SCALES,
+                           in.integer(KVG_LINEAR_ATTR_BITS), width, "inputs of x");
   job.residual = in.data<const float>(KVG_LINEAR_RESIDUAL);
-  job.silu_mul = in.integer(KVG_LINEAR_ATTR_SILU_MUL) != 0;
+  if (in.integer(KVG_LINEAR_ATTR_SILU_MUL)) job.gate = &kSwiglu;
   job.rows = in.dims[KVG_DIM_ROWS];
-  job.depth = ceildiv(in.dims[KVG_DIM_IN_FEATURES], kDepth) * kDepth;
   return job;
 }
 
-void check_weight(const Operands& in, const Linear& job) {
-  if (job.depth == 0) refuse("linear: x: dim in_features: expected at least 1, got 0");
-  if (job.bits != 16 && job.bits != 8 && job.bits != 4)
-    refuse("linear: bits: expected 16, 8 or 4, got %lld", ll{job.bits});
-  const bool half = in.dtype(KVG_LINEAR_WEIGHT) == KVG_BFLOAT16;
-  if (half != (job.bits == 16))
-    refuse("linear: weight: expected %s for %lld bits, got %s", job.bits == 16 ? "bfloat16" : "int8",
-           ll{job.bits}, half ? "bfloat16" : "int8");
-  const int64_t line = half ? kLineBytes / 2 : kLineBytes;
-  if (in.dims[KVG_DIM_LINE] != line)
-    refuse("linear: weight: dim line: expected %lld, got %lld", ll{line}, ll{in.dims[KVG_DIM_LINE]});
-  if (in.dims[KVG_DIM_NUM_LINES] != job.line_count())
-    refuse("linear: weight: dim num_lines: expected %lld for %lld inputs of x, got %lld",
-           ll{job.line_count()}, ll{in.dims[KVG_DIM_IN_FEATURES]}, ll{in.dims[KVG_DIM_NUM_LINES]});
-  if (in.has(KVG_LINEAR_SCALES) != (job.bits != 16))
-    refuse("linear: scales: expected %s for %lld bits, got %s", job.bits != 16 ? "some" : "none",
-           ll{job.bits}, in.has(KVG_LINEAR_SCALES) ? "some" : "none");
-  if (in.has(KVG_LINEAR_MULTIPLIERS) != (job.bits == 4))
-    refuse("linear: multipliers: expected %s for %lld bits, got %s", job.bits == 4 ? "some" : "none",
-           ll{job.bits}, in.has(KVG_LINEAR_MULTIPLIERS) ? "some" : "none");
-  if (job.bits == 4 && in.dims[KVG_DIM_NUM_GROUPS] != job.depth / kGroup)
-    refuse("linear: multipliers: dim num_groups: expected %lld, got %lld", ll{job.depth / kGroup},
-           ll{in.dims[KVG_DIM_NUM_GROUPS]});
-}
-
 void check_sections(const Operands& in, Linear& job) {
-  const int64_t blocks = job.silu_mul ? job.panels / 2 : job.panels;
+  const int64_t blocks = job.gate ? job.panels / 2 : job.panels;
   int64_t block = 0;
   for (int i = 0; i < 3; ++i) {
     const int64_t width = in.integer(KVG_LINEAR_ATTR_OUT_FEATURES + i);
@@ -81,9 +51,9 @@ void check_sections(const Operands& in, Linear& job) {
                                         block + ceildiv(width, kColumns)};
     block += ceildiv(width, kColumns);
   }
-  if (block != blocks || (job.silu_mul && job.panels % 2))
+  if (block != blocks || (job.gate && job.panels % 2))
     refuse("linear: weight: dim num_panels: expected %lld for out_features, got %lld",
-           ll{job.silu_mul ? 2 * block : block}, ll{job.panels});
+           ll{job.gate ? 2 * block : block}, ll{job.panels});
   if (job.residual && job.num_sections != 1)
     refuse("linear: residual: expected none with %lld outputs", ll{job.num_sections});
 }
@@ -119,21 +89,12 @@ void multiply(const kvg_call& call, const LinearKernels& run, Linear& job, const
   const int64_t spread = static_cast<int64_t>(4 * parallelism(call));
   const int64_t step = job.rows > 16 ? 1 : std::max(least, ceildiv(pairs, spread));
   const int64_t steps = ceildiv(pairs, step);
-  const auto scratch = static_cast<size_t>(run.scratch_bytes(job));
   std::atomic<bool> failed{false};  // a task must not throw
   parallel_for(call, static_cast<size_t>(blocks * steps), [&](size_t task) {
-    static thread_local std::vector<char> own;
-    try {
-      if (own.size() < scratch) own.resize(scratch);
-    } catch (const std::bad_alloc&) {
-      failed = true;
-      return;
-    }
     const int64_t block = static_cast<int64_t>(task) / steps;
     const int64_t first = static_cast<int64_t>(task) % steps * step;
     const int64_t row = block * per_block, count = std::min(per_block, job.rows - row);
-    for (int64_t pair = first; pair < std::min(pairs, first + step); ++pair)
-      run.multiply(job, pair, row, count, own.data());
+    if (!multiply_pairs(run, job, first, std::min(pairs, first + step), row, count)) failed = true;
   });
   if (failed) throw std::bad_alloc();
 }
@@ -146,7 +107,6 @@ extern "C" int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t me
   return entry(message, message_size, [&] {
     const Operands in = check(KVG_OP_LINEAR, call);
     Linear job = read(in);
-    check_weight(in, job);
     check_sections(in, job);
     const LinearKernels& run = linear_kernels();
     if (job.rows > 0)

@@ -1,10 +1,11 @@
-// Linear layers over weights packed for the CPU: what linear.cpp asks of one instruction set.
+// Linear layers over weights packed for the CPU: what linear.cpp and experts.cpp ask of one
+// instruction set.
 //
 // Legend: M rows, N output columns, K inputs padded to a multiple of kDepth. Weights lie in panels of
 // kColumns output columns; a panel's lines of 64 bytes follow each other along K, each with the same
-// few consecutive k of all its columns: 2 bfloat16, 4 int8, or 8 int4 (the low nibbles are the first
-// four). int4 is stored divided by a multiplier 1 to 16 for each column and group of kGroup
-// inputs, so that nibble times multiplier is an exact int8 under one scale for a column.
+// few consecutive k of all its columns: 1 float32, 2 bfloat16, 4 int8, or 8 int4 (the low nibbles
+// are the first four). int4 is stored divided by a multiplier 1 to 16 for each column and group of
+// kGroup inputs, so that nibble times multiplier is an exact int8 under one scale for a column.
 #pragma once
 
 #include <cstddef>
@@ -15,21 +16,30 @@ namespace kvg {
 constexpr int64_t kColumns = 16, kDepth = 64, kGroup = 32, kLineBytes = 64;
 constexpr int64_t kPair = 2;  // panels that are worked on together, gate and up of SwiGLU among them
 
+// What joins the halves of a gated layer: activation(min(gate, limit)) * (clamp(up, limit) + offset).
+struct Gate {
+  int64_t activation;  // kSilu, kGelu or kGeluTanh
+  float alpha;         // of silu: x * sigmoid(alpha * x)
+  float limit;         // infinity: none
+  float up_offset;
+};
+constexpr int64_t kSilu = 0, kGelu = 1, kGeluTanh = 2;  // as ops/packed.py numbers them
+
 struct Section {
   float* out;          // M x width
   int64_t width;       // columns
-  int64_t first, end;  // column blocks: panels, or pairs of panels under silu_mul
+  int64_t first, end;  // column blocks: panels, or pairs of panels under a gate
 };
 
 struct Linear {
-  int64_t bits;                // 16, 8 or 4
+  int64_t bits;                // 32, 16, 8 or 4
   int64_t panels, depth;       // depth: K
   const char* lines;           // panels x line_count() lines
   const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, less one each
   const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns
   const float* bias;           // panels x kColumns; nullptr: none
   const float* residual;       // M x the only section's width; nullptr: none
-  bool silu_mul;               // panels alternate gate and up: out = silu(gate) * up
+  const Gate* gate;            // panels alternate gate and up, which it joins; nullptr: they do not
   Section sections[3];
   int64_t num_sections;
   const char* x;  // prepared rows, x_stride bytes apart

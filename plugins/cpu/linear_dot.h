@@ -1,8 +1,8 @@
 // One line of packed weights times one prepared row, for linear_kernels.cpp.
 //
-// Rows were prepared so that a step along K is one broadcast: with native dot products the 2
-// bfloat16 or 4 uint8 of a line (int8 + 128, which the sums of the weights' columns take back), else
-// two float32 or four int16.
+// Rows were prepared so that a step along K is one broadcast, of kStep bytes: one float32; with
+// native dot products the 2 bfloat16 or 4 uint8 of a line (int8 + 128, which the sums of the weights'
+// columns take back), else two float32 or four int16.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@
 namespace kvg::KVG_ISA {
 
 constexpr int kVectors = kColumns / kLanes;  // of a panel
-constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;  // bytes of a prepared row for a line
+constexpr int64_t kAhead = 40;             // lines to ask memory for before they are read
 constexpr int32_t kOffset = KVG_NATIVE_DOT ? 128 : 0;
 
 template <class T>
@@ -33,8 +33,17 @@ T read(const char* from) {
   return value;
 }
 
+struct Whole {  // float32: one k a line
+  using Sum = Vector;
+  using Line = Vector;
+  static constexpr int64_t kStep = 4;
+  static Line line(const char* from) { return read<Vector>(from); }
+  static Sum add(Sum sum, const char* x, Line w) { return sum + w * read<float>(x); }
+};
+
 struct Half {  // bfloat16: two k a line
   using Sum = Vector;
+  static constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;
 #if KVG_NATIVE_DOT
   using Line = __m512i;
   static Line line(const char* from) { return _mm512_loadu_si512(from); }
@@ -59,6 +68,7 @@ struct Half {  // bfloat16: two k a line
 
 struct Byte {  // int8: four k a line
   using Sum = Index;
+  static constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;
 #if KVG_NATIVE_DOT
   using Line = __m512i;
   static Line line(const char* from) { return _mm512_loadu_si512(from); }

@@ -7,9 +7,11 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cpu/gate.h"
 #include "cpu/kernels.h"
 #include "cpu/linear.h"
 #include "cpu/linear_dot.h"
+#include "cpu/linear_nibbles.h"
 #include "cpu/vector.h"
 #if defined(KVG_AMX)
 #include "cpu/amx_linear.h"
@@ -27,7 +29,6 @@ constexpr int kTileRows = 4;
 #endif
 // Rows up to which nibbles are unpacked for each tile; beyond, a pair of panels once for all rows.
 constexpr int64_t kDirectRows = KVG_NATIVE_DOT ? 8 : 0;
-constexpr int64_t kAhead = 40;  // lines
 #if defined(KVG_AMX)
 constexpr int64_t kAmxRows = 16;  // a whole tile; not measured
 static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
@@ -49,7 +50,7 @@ void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int
           Fetch fetch, typename Kind::Sum* out) {
   constexpr int kCache = Rows <= 4 ? 3 : 2;  // the first level, or the second: x fills the first
   typename Kind::Sum sums[Rows][Panels * kVectors] = {};
-  for (int64_t i = 0; i < lines; ++i, x += kStep, w += kLineBytes, fetch.at += fetch.step) {
+  for (int64_t i = 0; i < lines; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
     typename Kind::Line line[Panels * kVectors];
     if (i == fetch.turn) fetch.at = fetch.then;
     KVG_UNROLL
@@ -68,86 +69,6 @@ void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
     for (int p = 0; p < Panels * kVectors; ++p) out[m * Panels * kVectors + p] = sums[m][p];
-  }
-}
-
-// ---- int4 -------------------------------------------------------------------------------------
-
-#if defined(__AVX512BW__)
-
-// The multipliers of a group: 8 bytes with two columns each.
-inline Index multipliers(const uint8_t* from) {
-  const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-  const __m128i low = _mm_and_si128(two, _mm_set1_epi8(15));
-  const __m128i high = _mm_and_si128(_mm_srli_epi16(two, 4), _mm_set1_epi8(15));
-  return as<Index>(_mm512_maskz_cvtepu8_epi32(0xffff, _mm_unpacklo_epi8(low, high))) + 1;
-}
-
-#endif
-
-#if KVG_NATIVE_DOT
-
-// As `tile`, from nibbles as they are stored. High nibbles are read as 16 times their value.
-template <int Rows>
-void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
-                     int64_t groups, Index* out) {
-  Index sums[Rows] = {};
-  for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
-    __m512i group[Rows] = {};
-    KVG_UNROLL
-    for (int i = 0; i < 4; ++i, x += 2 * kStep, w += kLineBytes) {
-      __builtin_prefetch(w + kAhead * kLineBytes);
-      const Words both = read<Words>(w);
-      const __m512i first = as<__m512i>(both << 4 & 0xf0f0f0f0u);
-      const __m512i second = as<__m512i>(both & 0xf0f0f0f0u);
-      KVG_UNROLL
-      for (int m = 0; m < Rows; ++m) {
-        const char* at = x + m * stride;
-        group[m] = _mm512_dpbusd_epi32(group[m], _mm512_set1_epi32(read<int32_t>(at)), first);
-        group[m] =
-            _mm512_dpbusd_epi32(group[m], _mm512_set1_epi32(read<int32_t>(at + 4)), second);
-      }
-    }
-    const Index factor = multipliers(multiplier);
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) sums[m] += (as<Index>(group[m]) >> 4) * factor;
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) out[m] = sums[m];
-}
-
-#endif
-
-// A panel of nibbles as lines of int8, which nibble times multiplier is.
-void expand(const char* w, const uint8_t* multiplier, int64_t groups, char* to) {
-  for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
-#if defined(__AVX512BW__)
-    const Index wide = multipliers(multiplier);  // of a column's 32 bits, then of both halves
-    const auto factor = as<__m512i>(wide | wide << 16);
-    const __m512i byte = _mm512_set1_epi16(0xff);
-    for (int i = 0; i < 4; ++i, w += kLineBytes) {
-      __builtin_prefetch(w + kAhead * kLineBytes);
-      const __m512i both = _mm512_loadu_si512(w);
-      const auto join = [&](__m512i even, __m512i odd) {  // both hold 16 bits with the sign on top
-        even = _mm512_mullo_epi16(_mm512_srai_epi16(even, 12), factor);
-        odd = _mm512_mullo_epi16(_mm512_srai_epi16(odd, 12), factor);
-        const __m512i line =
-            _mm512_or_si512(_mm512_and_si512(even, byte), _mm512_slli_epi16(odd, 8));
-        _mm512_storeu_si512(to, line);
-        to += kLineBytes;
-      };
-      join(_mm512_slli_epi16(both, 12), _mm512_slli_epi16(both, 4));
-      join(_mm512_slli_epi16(both, 8), both);
-    }
-#else
-    for (int i = 0; i < 4; ++i, w += kLineBytes, to += 2 * kLineBytes)
-      for (int b = 0; b < kLineBytes; ++b) {
-        const int factor = (multiplier[b / 8] >> (b / 4 % 2 * 4) & 15) + 1;
-        const auto both = static_cast<int8_t>(w[b]);
-        to[b] = static_cast<char>((static_cast<int8_t>(both << 4) >> 4) * factor);
-        to[kLineBytes + b] = static_cast<char>((both >> 4) * factor);
-      }
-#endif
   }
 }
 
@@ -172,20 +93,13 @@ void nibbles_of(int64_t rows, const char* x, int64_t stride, const char* w,
 
 // ---- from sums to outputs ---------------------------------------------------------------------
 
-inline float silu(float x) {
-  const float power = exp2_of_negative(-1.442695041f * (x < 0 ? -x : x));
-  const float sigmoid = (x < 0 ? power : 1.0f) / (1.0f + power);
-  return x * sigmoid;
-}
-
 // The values of one panel for one row, from its sums.
-void value(const Linear& job, int64_t panel, int64_t row, const float* sums, float* to) {
+void value(const Linear& job, int64_t panel, int64_t, const float* sums, float* to) {
   std::memcpy(to, sums, kColumns * sizeof(float));
   if (job.bias) {
     const float* bias = job.bias + panel * kColumns;
     for (int c = 0; c < kColumns; ++c) to[c] += bias[c];
   }
-  (void)row;
 }
 
 void value(const Linear& job, int64_t panel, int64_t row, const int32_t* sums, float* to) {
@@ -240,14 +154,13 @@ void finish(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_
             const Number* sums) {
   float values[kPair][kColumns];
   Place places[kPair];
-  for (int64_t p = 0; p < (job.silu_mul ? 1 : panels); ++p)
-    places[p] = place_of(job, job.silu_mul ? pair : pair * kPair + p);
+  for (int64_t p = 0; p < (job.gate ? 1 : panels); ++p)
+    places[p] = place_of(job, job.gate ? pair : pair * kPair + p);
   for (int64_t m = row; m < row + rows; ++m) {
     for (int64_t p = 0; p < panels; ++p, sums += kColumns)
       value(job, pair * kPair + p, m, sums, values[p]);
-    if (job.silu_mul) {
-#pragma omp simd
-      for (int c = 0; c < kColumns; ++c) values[0][c] = silu(values[0][c]) * values[1][c];
+    if (job.gate) {
+      join(*job.gate, values[0], values[1]);
       put(places[0], m, values[0]);
     } else {
       for (int64_t p = 0; p < panels; ++p) put(places[p], m, values[p]);
@@ -281,8 +194,9 @@ template <class Kind, class Number>
 void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows, const char* w,
          int64_t panel_bytes, int64_t lines, const char* next) {
 #if defined(KVG_AMX)
-  if (rows >= kAmxRows)
-    return run_amx<Number>(job, pair, panels, row, rows, w, panel_bytes, lines);
+  if constexpr (!std::is_same_v<Kind, Whole>)
+    if (rows >= kAmxRows)
+      return run_amx<Number>(job, pair, panels, row, rows, w, panel_bytes, lines);
 #endif
   alignas(64) typename Kind::Sum sums[kTileRows * kPair * kVectors];
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
@@ -309,6 +223,7 @@ void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* 
   const int64_t bytes = job.panel_bytes(), lines = job.line_count();
   const char* w = job.lines + first * bytes;
   const char* next = w + panels * bytes;  // a hint: may be past the end
+  if (job.bits == 32) return run<Whole, float>(job, pair, panels, row, rows, w, bytes, lines, next);
   if (job.bits == 16) return run<Half, float>(job, pair, panels, row, rows, w, bytes, lines, next);
   if (job.bits == 8) return run<Byte, int32_t>(job, pair, panels, row, rows, w, bytes, lines, next);
   const int64_t groups = job.depth / kGroup;
@@ -330,7 +245,10 @@ void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* 
   run<Byte, int32_t>(job, pair, panels, row, rows, scratch, 2 * bytes, 2 * lines, scratch);
 }
 
-int64_t row_bytes(int64_t bits, int64_t depth) { return depth * kStep / (bits == 16 ? 2 : 4); }
+int64_t row_bytes(int64_t bits, int64_t depth) {
+  if (bits == 32) return depth * Whole::kStep;
+  return bits == 16 ? depth * Half::kStep / 2 : depth * Byte::kStep / 4;
+}
 
 int64_t scratch_bytes(const Linear& job) { return job.bits == 4 ? 2 * kPair * job.panel_bytes() : 0; }
 
@@ -380,6 +298,11 @@ void prepare_byte(const float* x, int64_t width, int64_t depth, char* to, float*
 }
 
 void prepare(const float* x, int64_t width, int64_t depth, int64_t bits, char* to, float* scale) {
+  if (bits == 32) {
+    std::memcpy(to, x, static_cast<size_t>(width) * sizeof(float));
+    std::memset(to + width * 4, 0, static_cast<size_t>(depth - width) * sizeof(float));
+    return;
+  }
   if (bits == 16) return prepare_half(x, width, depth, to);
   prepare_byte(x, width, depth, to, scale);
 }

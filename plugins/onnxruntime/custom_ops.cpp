@@ -15,7 +15,8 @@ namespace {
 // In the order of KVG_CPU_OPS.
 constexpr Entry kEntries[KVG_NUM_CPU_OPS] = {kvg_cpu_store_kv, kvg_cpu_paged_attention,
                                              kvg_cpu_update_and_attend, kvg_cpu_linear,
-                                             kvg_cpu_all_reduce, kvg_cpu_all_gather};
+                                             kvg_cpu_all_reduce, kvg_cpu_all_gather,
+                                             kvg_cpu_experts};
 
 // The callback has no argument that tells the op, so each op has its own.
 template <int Op>
@@ -34,7 +35,8 @@ size_t alias_map(int** inputs, int** outputs) {
 }
 
 constexpr decltype(ort::CustomOp::GetAliasMap) kAliasMaps[KVG_NUM_CPU_OPS] = {
-    alias_map<0>, alias_map<1>, alias_map<2>, alias_map<3>, alias_map<4>, alias_map<5>};
+    alias_map<0>, alias_map<1>, alias_map<2>, alias_map<3>,
+    alias_map<4>, alias_map<5>, alias_map<6>};
 
 ort::Characteristic characteristic(const kvg_operand& spec) {
   return spec.optional ? ort::kOptional : ort::kRequired;

@@ -8,26 +8,44 @@ from pathlib import Path
 
 import pytest
 
-import kvgraph
 from kvgraph.compiler import step_memory
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.pack_experts import pack_experts
+from tests.support.programs import program_of
 
 
-@pytest.mark.parametrize(("model", "is_large"), [("mixtral", True), ("tiny-llama", False)])
 def test_a_step_that_gathers_experts_is_named(
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    is_large: bool,
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token of mixtral has two experts, each with a gate and an up projection in one."""
     monkeypatch.setattr(step_memory, "LARGE", 32 << 20)
-    folder = model_folder(model)
-    made = kvgraph.compile(folder, tmp_path / "out", check=False)
-    notes = [note for note in made.notes if note.startswith("memory: a step of 2048 new tokens")]
-    assert len(notes) == is_large
-    if is_large:
-        config = json.loads((folder / "config.json").read_text())
-        weights = 2 * config["intermediate_size"] * config["hidden_size"] * 4
-        nbytes = 2048 * config["num_experts_per_tok"] * weights
-        assert f"a tensor of {nbytes / 2**30:.1f} GiB (aten.index.Tensor; " in notes[0]
+    folder = model_folder("mixtral")
+    program, signature = program_of(folder, "float32")
+    config = json.loads((folder / "config.json").read_text())
+    layers, count = config["num_hidden_layers"], config["num_local_experts"]
+    expert = 4 * config["intermediate_size"] * config["hidden_size"]
+    stored, copied = (
+        layers * count * 3 * expert,
+        layers * config["num_experts_per_tok"] * 3 * expert,
+    )
+    experts, memory = step_memory.notes_of(program, signature)
+    assert experts == (
+        f"experts: {stored / 2**20:,.1f} MiB of their weights are kept as the model has them, and "
+        f"{copied / 2**20:,.1f} MiB are copied for each token, since the backend has no kernel for "
+        "them"
+    )
+    nbytes = 2048 * config["num_experts_per_tok"] * 2 * expert
+    assert f"a tensor of {nbytes / 2**30:.1f} GiB (aten.index.Tensor); an engine" in memory
+    unmatched = [PassReport("pack_experts", 0, ["sum_1: expected a SiLU or GELU gate"])]
+    experts, _ = step_memory.notes_of(program, signature, unmatched)
+    assert experts.endswith("are copied for each token, as pass pack_experts says")
+    report = pack_experts(program, 8)
+    assert report.applied == layers
+    assert step_memory.notes_of(program, signature, [report]) == []
+
+
+def test_a_model_without_experts_has_no_note(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_memory, "LARGE", 32 << 20)
+    assert step_memory.notes_of(*program_of(model_folder("tiny-llama"), "float32")) == []

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvgraph.compiler.packed_weights import Packed, pack
 from kvgraph.errors import KernelError
 from kvgraph.ops import LINEAR, native, torch_ops
-from kvgraph.ops._linear import linear, quantize_rows, unpack
+from kvgraph.ops._linear import linear
+from kvgraph.ops.packed import quantize_rows, unpack
 from tests.support.isa import forced_isa
 
 Array = npt.NDArray[Any]
@@ -60,7 +61,7 @@ def outputs(result: Any) -> tuple[Array, ...]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
 @pytest.mark.parametrize("isa", ISAS)
 def test_is_the_reference(isa: str, bits: int, shape: str) -> None:
     with forced_isa(isa):
@@ -70,7 +71,7 @@ def test_is_the_reference(isa: str, bits: int, shape: str) -> None:
             found = outputs(native.run(LINEAR, *given_, **attributes))
             assert len(found) == len(expected)
             # Sums of bfloat16 differ by their order, those of integers do not.
-            close = 2e-5 if bits == 16 else 2e-6
+            close = 2e-5 if bits >= 16 else 2e-6
             for mine, reference in zip(found, expected, strict=True):
                 np.testing.assert_allclose(mine, reference, rtol=close, atol=close * 8)
 
@@ -92,7 +93,7 @@ def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, bits:
             np.testing.assert_array_equal(native.run(LINEAR, *some, **attributes), expected[:take])
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
 def test_a_row_with_a_nan_is_nan_and_others_are_not(bits: int) -> None:
     given_, attributes, _ = call_of("one panel", bits, 12)
     x = given_[0]
@@ -107,7 +108,7 @@ def test_a_row_with_a_nan_is_nan_and_others_are_not(bits: int) -> None:
 
 
 def test_rows_of_zeros_and_no_rows() -> None:
-    for bits in (16, 8, 4):
+    for bits in (32, 16, 8, 4):
         given_, attributes, _ = call_of("one panel", bits, 3)
         zeros = np.zeros_like(given_[0])  # type: ignore[arg-type]
         assert not native.run(LINEAR, zeros, *given_[1:], **attributes).any()
@@ -146,7 +147,7 @@ def test_int4_stores_every_weight_to_half_a_step(
 
 
 def test_weights_of_zeros_stay_zeros() -> None:
-    for bits in (16, 8, 4):
+    for bits in (32, 16, 8, 4):
         packed = pack([np.zeros((20, 70), np.float32)], bits)
         x = np.ones((2, 70), np.float32)
         found = native.run(LINEAR, x, *operands(packed), out_features=20, bits=bits)
@@ -170,7 +171,7 @@ def test_torch_op_gives_sections_and_empty_tensors_for_the_rest() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, float], dict[int, Any], str]] = {
-    "bits": ({"bits": 3}, {}, "linear: bits: expected 16, 8 or 4, got 3"),
+    "bits": ({"bits": 3}, {}, "linear: bits: expected 32, 16, 8 or 4, got 3"),
     "kind": ({"bits": 16}, {}, "linear: weight: expected bfloat16 for 16 bits, got int8"),
     "inputs": (
         {},

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from kvgraph.compiler.described import Described, Linear
+from kvgraph.compiler.described import Described, Experts, Linear
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.ranks import cut
@@ -15,6 +16,8 @@ from kvgraph.compiler.model import Model
 
 FREQUENCIES = "inv_freq"
 """How the name of a rotary embedding's frequencies ends in transformers."""
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+"""Names of how many experts a token takes."""
 OF_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on a step's length: no table by position holds them."""
 
@@ -29,7 +32,8 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
     modules = list(module.modules())
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     tables = {module.weight for module in modules if isinstance(module, nn.Embedding)}
-    counted = tables | {parameter for layer in layers for parameter in layer.parameters()}
+    mixtures = [module for module in modules if _has_kernel(module)]
+    counted = tables | {p for layer in [*layers, *mixtures] for p in layer.parameters()}
     return Described(
         architecture=model.architecture,
         layers=model.layers,
@@ -38,6 +42,7 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
         table_elements=sum(table.numel() for table in tables),
         other_elements=sum(p.numel() for p in set(module.parameters()) - counted),
         rotary_dims=tuple(dim for module in modules for dim in _rotary_dims(module)),
+        experts=tuple(map(_experts, mixtures)),
     )
 
 
@@ -48,6 +53,24 @@ def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Modul
     with next(decoder.parameters()).fake_mode:  # type: ignore[attr-defined]
         own: nn.Module = cut(whole, ranks, 0).module.model  # type: ignore[assignment]
     return own
+
+
+def _has_kernel(module: nn.Module) -> bool:
+    """Whether it is experts by transformers' interface that `pack_experts` knows."""
+    has_gate = getattr(module, "has_gate", False)
+    return has_gate and not getattr(module, "has_post_expert_norm", False)
+
+
+def _experts(module: Any) -> Experts:
+    count, *sizes = module.down_proj.shape
+    inner, width = sizes if module.is_transposed else sizes[::-1]
+    return Experts(count, _active(module.config) or count, width, inner, module.has_bias)
+
+
+def _active(config: object) -> int | None:
+    """Experts of a token, by whichever name a family has."""
+    found = (getattr(config, name, None) for name in ACTIVE)
+    return next((number for number in found if isinstance(number, int)), None)
 
 
 def _linear(layer: nn.Linear, is_tied: bool) -> Linear:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.described import Described, Linear
+from kvgraph.compiler.described import Described, Experts, Linear
 from kvgraph.compiler.frontends.folder import Config, checkpoint_dtype
 from kvgraph.compiler.shards import Index, read_index, shard_paths, stored_tensors
 from kvgraph.contract.dtypes import DTYPES, itemsize
@@ -40,6 +40,8 @@ EXPERTS = tuple(
         *("experts.down_proj", "experts.down_proj_bias"),
     )
 )
+
+DOWN = ".mlp.experts.down_proj"
 
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings over all elements of a head, by position alone."""
@@ -106,6 +108,7 @@ def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
         table_elements=sizes.table,
         other_elements=sizes.others,
         rotary_dims=_rotary_dims(family, config, head_dim, types),
+        experts=sizes.experts,
     )
 
 
@@ -209,6 +212,7 @@ class _Sizes:
     table: int
     others: int
     shapes: Shapes
+    experts: tuple[Experts, ...] = ()
 
 
 def _require_shapes(shapes: Shapes, config: Config, queries: int, keys: int) -> None:
@@ -242,6 +246,8 @@ def _sizes(folder: Path, family: Family, config: Config, layers: int, by_shape: 
     expected = {TABLE, *others, *(f"{name}.weight" for name in linears)}
     expected |= {f"{name}.bias" for name, has_bias in linears.items() if has_bias}
     if not all(path.is_file() for path in shard_paths(folder)):
+        if "num_local_experts" in config:
+            raise InDoubtError("an index alone does not say how large its experts are")
         return _by_index(read_index(folder), expected, config, by_shape)
     shapes = {
         name: stored.shape
@@ -253,8 +259,18 @@ def _sizes(folder: Path, family: Family, config: Config, layers: int, by_shape: 
     if is_tied:
         made.append(_linear(shapes, TABLE, False, is_tied=True))
     elements = {name: math.prod(shape) for name, shape in shapes.items()}
-    rest = sum(elements[name] for name in others)
-    return _Sizes(tuple(sorted(made)), elements[TABLE], rest, shapes)
+    stacked = {name for name in others if ".mlp.experts." in name}
+    rest = sum(elements[name] for name in others - stacked)
+    experts = tuple(
+        _experts(shapes, name, config) for name in sorted(stacked) if name.endswith(DOWN)
+    )
+    return _Sizes(tuple(sorted(made)), elements[TABLE], rest, shapes, experts)
+
+
+def _experts(shapes: Shapes, down: str, config: Config) -> Experts:
+    """Of a layer, whose second weight `down` is `[experts, inner, hidden]`."""
+    count, inner, hidden = shapes[down]
+    return Experts(count, _count(config, "num_experts_per_tok"), hidden, inner, has_bias=True)
 
 
 def _linears(family: Family, config: Config, layers: int) -> Iterator[tuple[str, bool]]:

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.operands import UnmatchedError, erase_unused, expect, value
+from kvgraph.compiler.passes.operands import UnmatchedError, any_node, erase_unused, expect, value
 
 aten = torch.ops.aten
 Rule = Callable[[Node], tuple[Argument, ...]]
@@ -42,6 +42,9 @@ POINTWISE = (
 )
 
 
+VIEWS = (aten.view.default, aten.reshape.default)
+
+
 def drop_batch_dim(graph: Graph) -> PassReport:
     """Rewrite `graph` in place; the result of each known operation is an unsqueeze of a flat one,
     which the next operation looks through."""
@@ -52,6 +55,9 @@ def drop_batch_dim(graph: Graph) -> PassReport:
             if node.target is aten.select.int and _selects_all(node):
                 rows = _first(node)
                 node.replace_all_uses_with(rows)
+                erase_unused(node)
+            elif (same := _viewed(graph, node)) is not None:
+                node.replace_all_uses_with(same)
                 erase_unused(node)
             elif _is_batched(node) and any(_flat(x) for x in node.all_input_nodes):
                 _flatten(graph, node)
@@ -70,6 +76,26 @@ def drop_batch_dim(graph: Graph) -> PassReport:
 def _selects_all(select: Node) -> bool:
     source = select.args[0]
     return isinstance(source, Node) and select.args[1:] == (0, 0) and _is_one(value(source))
+
+
+def _viewed(graph: Graph, node: Node) -> Node | None:
+    """What a view equals that drops the dim, puts it before the others, or changes nothing."""
+    if node.target not in VIEWS:
+        return None
+    given, dims = any_node(node.args[0], "a tensor"), _dims(node)
+    for same in (given, _flat(given)):
+        if same is not None and _dims(same) == dims:
+            return same
+    if dims != ["1", *_dims(given)]:
+        return None
+    with graph.inserting_before(node):
+        view = graph.call_function(aten.unsqueeze.default, (given, 0))
+    view.meta["val"] = value(node)
+    return view
+
+
+def _dims(node: Node) -> list[str]:
+    return [str(extent) for extent in value(node).shape]
 
 
 def _flat(node: object) -> Node | None:

@@ -116,13 +116,18 @@ PASSES = {
             Pass("drop_no_ops"),
             Pass("drop_batch_dim", needs=UNPADDED),
             Pass("fuse_all_reduce", needs=RANKS),
+            Pass("pack_experts"),
             Pass("pack_linear", needs=PACKED),
             *FUNCTIONAL,
         ),
         onnx=(Pass("tied_projection"), Pass("half_tables", needs=PACKED)),
     ),
     ("cpu", "torch"): PassList(
-        program=(Pass("pack_linear", needs=PACKED), Pass("half_embeddings", needs=PACKED)),
+        program=(
+            Pass("pack_experts"),
+            Pass("pack_linear", needs=PACKED),
+            Pass("half_embeddings", needs=PACKED),
+        ),
     ),
     ("cuda", "torch"): PassList(
         program=(Pass("drop_no_ops"), Pass("fuse_rms_norm"), Pass("fuse_silu_mul")),

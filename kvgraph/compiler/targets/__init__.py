@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.contract.manifest import EngineInfo
+from kvgraph.contract.mixtures import Mixture
 
 WEIGHTS_NAME = "weights.safetensors"
 
@@ -30,3 +31,4 @@ class Lowered:
     nondeterministic_files: list[str] = field(default_factory=list)
     engine: EngineInfo | None = None
     notes: list[str] = field(default_factory=list)
+    mixtures: list[Mixture] = field(default_factory=list)

@@ -65,6 +65,7 @@ KVG_EXPORT int32_t kvg_cpu_update_and_attend(const kvg_call* call, char* message
 KVG_EXPORT int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_all_reduce(const kvg_call* call, char* message, size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_all_gather(const kvg_call* call, char* message, size_t message_size);
+KVG_EXPORT int32_t kvg_cpu_experts(const kvg_call* call, char* message, size_t message_size);
 
 // One rank of a tensor-parallel graph among those of its machine, which meet in shared memory. The
 // caller owns it; a thread that has entered it runs that rank's graph.

@@ -10,7 +10,7 @@
 #define KVG_OPSET_VERSION 1
 #define KVG_MAX_RANK 6
 #define KVG_NUM_OPS 3
-#define KVG_NUM_CPU_OPS 6
+#define KVG_NUM_CPU_OPS 7
 
 typedef enum kvg_dtype { KVG_FLOAT32 = 1, KVG_FLOAT16 = 2, KVG_BFLOAT16 = 3, KVG_INT8 = 4, KVG_FLOAT8_E4M3FN = 5, KVG_INT32 = 6 } kvg_dtype;
 
@@ -20,8 +20,8 @@ static const int32_t KVG_DTYPE_ONNX[] = {0, 1, 10, 16, 3, 17, 6};
 static const float KVG_DTYPE_LARGEST[] = {0, 0, 0, 0, 127, 448, 0};
 // TensorRT's DataType of each from kvg_dtype 1 on.
 #define KVG_DTYPE_TENSORRT(scope) scope kFLOAT, scope kHALF, scope kBF16, scope kINT8, scope kFP8, scope kINT32
-#define KVG_NUM_DIM_SYMBOLS 26
-static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_groups", "out_features", "out_features_1", "out_features_2", "width", "out_width"};
+#define KVG_NUM_DIM_SYMBOLS 34
+static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_groups", "out_features", "out_features_1", "out_features_2", "width", "out_width", "num_active", "num_experts", "num_up_panels", "num_up_lines", "num_down_panels", "num_down_lines", "num_up_groups", "num_down_groups"};
 
 enum {
   KVG_DIM_NUM_PAGE_SLOTS = 0,
@@ -50,6 +50,14 @@ enum {
   KVG_DIM_OUT_FEATURES_2 = 23,
   KVG_DIM_WIDTH = 24,
   KVG_DIM_OUT_WIDTH = 25,
+  KVG_DIM_NUM_ACTIVE = 26,
+  KVG_DIM_NUM_EXPERTS = 27,
+  KVG_DIM_NUM_UP_PANELS = 28,
+  KVG_DIM_NUM_UP_LINES = 29,
+  KVG_DIM_NUM_DOWN_PANELS = 30,
+  KVG_DIM_NUM_DOWN_LINES = 31,
+  KVG_DIM_NUM_UP_GROUPS = 32,
+  KVG_DIM_NUM_DOWN_GROUPS = 33,
 };
 
 // Launches of a step: kernels by role, integers by value, shared float32 memory.
@@ -229,7 +237,7 @@ enum {
 };
 static const kvg_operand KVG_LINEAR_OPERANDS[] = {
     {"x", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
-    {"weight", 3, {{17, 0}, {18, 0}, {19, 0}}, 0x18u, 2, 0, -1},
+    {"weight", 3, {{17, 0}, {18, 0}, {19, 0}}, 0x1au, 2, 0, -1},
     {"scales", 3, {{17, 0}, {-1, 2}, {-1, 16}}, 0x2u, 0, 1, -1},
     {"multipliers", 3, {{17, 0}, {20, 0}, {-1, 8}}, 0x10u, 0, 1, -1},
     {"bias", 2, {{17, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
@@ -285,8 +293,55 @@ static const kvg_attribute KVG_ALL_GATHER_ATTRIBUTES[] = {
 };
 static const kvg_op KVG_OP_ALL_GATHER = {"all_gather", 1, 1, 2, KVG_ALL_GATHER_OPERANDS, KVG_ALL_GATHER_ATTRIBUTES};
 
+// experts: The gated MLPs of each row's experts, weighed and summed, over packed weights.
+enum {
+  KVG_EXPERTS_X = 0,
+  KVG_EXPERTS_INDICES = 1,
+  KVG_EXPERTS_WEIGHTS = 2,
+  KVG_EXPERTS_UP = 3,
+  KVG_EXPERTS_DOWN = 4,
+  KVG_EXPERTS_UP_SCALES = 5,
+  KVG_EXPERTS_UP_MULTIPLIERS = 6,
+  KVG_EXPERTS_UP_BIAS = 7,
+  KVG_EXPERTS_DOWN_SCALES = 8,
+  KVG_EXPERTS_DOWN_MULTIPLIERS = 9,
+  KVG_EXPERTS_DOWN_BIAS = 10,
+  KVG_EXPERTS_OUT = 11,
+};
+enum {
+  KVG_EXPERTS_ATTR_INNER_FEATURES = 0,
+  KVG_EXPERTS_ATTR_BITS = 1,
+  KVG_EXPERTS_ATTR_ACTIVATION = 2,
+  KVG_EXPERTS_ATTR_ALPHA = 3,
+  KVG_EXPERTS_ATTR_LIMIT = 4,
+  KVG_EXPERTS_ATTR_UP_OFFSET = 5,
+};
+static const kvg_operand KVG_EXPERTS_OPERANDS[] = {
+    {"x", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
+    {"indices", 2, {{15, 0}, {26, 0}}, 0x40u, 0, 0, -1},
+    {"weights", 2, {{15, 0}, {26, 0}}, 0x2u, 0, 0, -1},
+    {"up", 4, {{27, 0}, {28, 0}, {29, 0}, {19, 0}}, 0x1au, 2, 0, -1},
+    {"down", 4, {{27, 0}, {30, 0}, {31, 0}, {19, 0}}, 0x1au, 2, 0, -1},
+    {"up_scales", 4, {{27, 0}, {28, 0}, {-1, 2}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"up_multipliers", 4, {{27, 0}, {28, 0}, {32, 0}, {-1, 8}}, 0x10u, 0, 1, -1},
+    {"up_bias", 3, {{27, 0}, {28, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"down_scales", 4, {{27, 0}, {30, 0}, {-1, 2}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"down_multipliers", 4, {{27, 0}, {30, 0}, {33, 0}, {-1, 8}}, 0x10u, 0, 1, -1},
+    {"down_bias", 3, {{27, 0}, {30, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"out", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
+};
+static const kvg_attribute KVG_EXPERTS_ATTRIBUTES[] = {
+    {"inner_features", 0, 1, 0.0},
+    {"bits", 0, 1, 0.0},
+    {"activation", 0, 0, 0.0},
+    {"alpha", 1, 0, 1.0},
+    {"limit", 1, 0, 0.0},
+    {"up_offset", 1, 0, 0.0},
+};
+static const kvg_op KVG_OP_EXPERTS = {"experts", 11, 1, 6, KVG_EXPERTS_OPERANDS, KVG_EXPERTS_ATTRIBUTES};
+
 // The cache ops, which every backend has; then those that only the CPU has.
 static const kvg_op* const KVG_OPS[KVG_NUM_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND};
-static const kvg_op* const KVG_CPU_OPS[KVG_NUM_CPU_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND, &KVG_OP_LINEAR, &KVG_OP_ALL_REDUCE, &KVG_OP_ALL_GATHER};
+static const kvg_op* const KVG_CPU_OPS[KVG_NUM_CPU_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND, &KVG_OP_LINEAR, &KVG_OP_ALL_REDUCE, &KVG_OP_ALL_GATHER, &KVG_OP_EXPERTS};
 
 #endif  // KVGRAPH_CONTRACT_H_

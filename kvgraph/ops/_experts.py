@@ -1,0 +1,130 @@
+"""experts: a mixture of experts over weights packed for the CPU.
+
+Decisions, by `benchmarks/experts.py`:
+- One op from routed rows to their weighted sum: rows are sorted by expert, so that each expert's
+  weights are read once for all its rows, where transformers' `batched_mm` copies the weights of
+  each token's experts.
+- Weights, their rounding and the sums are those of `linear` (its decisions hold here), so that a
+  row's result depends neither on the other rows nor on threads. Each expert's result is weighed and
+  summed in the order in which the router names them.
+- The router stays in float32, outside: a wrong expert costs more than its few weights.
+
+Legend: M rows, A experts of a row, E experts, K in_features, I inner_features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvgraph.contract.dims import Array
+from kvgraph.ops import packed, spec
+from kvgraph.ops.packed import ACTIVATIONS, SILU, panel_count
+
+
+def experts(
+    x_MK: Array,
+    indices_MA: Array,
+    weights_MA: Array,
+    up: Array,
+    down: Array,
+    up_scales: Array | None = None,
+    up_multipliers: Array | None = None,
+    up_bias: Array | None = None,
+    down_scales: Array | None = None,
+    down_multipliers: Array | None = None,
+    down_bias: Array | None = None,
+    *,
+    inner_features: int,
+    bits: int,
+    activation: int = SILU,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    up_offset: float = 0.0,
+) -> Array:
+    """Reference: the gated MLP of each of a row's experts, weighed and summed: `[M, K]`.
+
+    `up` has panels of gate and up in turn; `packed.gated` says what joins them.
+    """
+
+    up_rest: Rest = (up_scales, up_multipliers, up_bias)
+    down_rest: Rest = (down_scales, down_multipliers, down_bias)
+    parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), np.float32)
+    for expert in np.unique(indices_MA):
+        rows, slots = np.nonzero(indices_MA == expert)
+        both = packed.product(x_MK[rows], up[expert], *_of(expert, up_rest), bits)
+        inner = packed.gated(both, activation, alpha, limit, up_offset)
+        inner = inner[:, :inner_features].astype(np.float32)
+        out = packed.product(inner, down[expert], *_of(expert, down_rest), bits)
+        parts_MAK[rows, slots] = out[:, : x_MK.shape[1]]
+    summed = np.zeros(x_MK.shape, np.float32)
+    for slot in range(indices_MA.shape[1]):
+        summed += parts_MAK[:, slot] * weights_MA[:, slot, None]
+    return summed
+
+
+Rest = tuple[Array | None, Array | None, Array | None]
+"""Scales, multipliers and biases of all experts."""
+
+
+def _of(expert: int, rest: Rest) -> Rest:
+    scales, multipliers, bias = (None if array is None else array[expert] for array in rest)
+    return scales, multipliers, bias
+
+
+def _up_panels_fault(num_up_panels: int, inner_features: int) -> bool | str:
+    expected = 2 * panel_count(inner_features)
+    return num_up_panels != expected and f"{expected} for inner_features {inner_features}"
+
+
+def _down_panels_fault(num_down_panels: int, in_features: int) -> bool | str:
+    expected = panel_count(in_features)
+    return num_down_panels != expected and f"{expected} for {in_features} inputs of x"
+
+
+_UP = packed.operands(
+    "up", "num_up_panels", "num_up_lines", "num_up_groups", ("num_experts",), "up_"
+)
+_DOWN = packed.operands(
+    "down", "num_down_panels", "num_down_lines", "num_down_groups", ("num_experts",), "down_"
+)
+
+EXPERTS = spec.OpSpec(
+    name="experts",
+    doc="The gated MLPs of each row's experts, weighed and summed, over packed weights.",
+    inputs=(
+        spec.Operand("x", ("rows", "in_features"), spec.FLOAT32),
+        spec.Operand("indices", ("rows", "num_active"), spec.INDEX),
+        spec.Operand("weights", ("rows", "num_active"), spec.FLOAT32),
+        _UP[0],
+        _DOWN[0],
+        *_UP[1:],
+        *_DOWN[1:],
+    ),
+    outputs=(spec.Operand("out", ("rows", "in_features"), spec.FLOAT32),),
+    attributes=(
+        spec.Attribute("inner_features", "int"),
+        spec.Attribute("bits", "int"),
+        spec.Attribute("activation", "int", SILU),
+        spec.Attribute("alpha", "float", 1.0),
+        spec.Attribute("limit", "float", 0.0),
+        spec.Attribute("up_offset", "float", 0.0),
+    ),
+    reference=experts,
+    rules=(
+        spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
+        spec.Rule("inner_features", lambda inner_features: inner_features < 1 and "at least 1"),
+        packed.BITS,
+        *packed.rules(_UP, "in_features", "inputs of x"),
+        *packed.rules(_DOWN, "inner_features", "inner_features"),
+        spec.Rule("up: dim num_up_panels", _up_panels_fault),
+        spec.Rule("down: dim num_down_panels", _down_panels_fault),
+        spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),
+        spec.Rule("alpha", lambda alpha: not math.isfinite(alpha) and "a finite number"),
+        spec.Rule("limit", lambda limit: not 0 <= limit < math.inf and "at least 0, and finite"),
+        spec.Rule(
+            "up_offset", lambda up_offset: not math.isfinite(up_offset) and "a finite number"
+        ),
+    ),
+)

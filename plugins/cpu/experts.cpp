@@ -1,0 +1,259 @@
+// A mixture of experts: rows are sorted by expert, so that each expert's weights are read once for
+// all its rows; then each row's results are weighed and summed.
+//
+// Legend: S slots, a row's turn at one of its experts; they lie by expert, then by row.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "cpu/check.h"
+#include "cpu/kernels.h"
+#include "cpu/packed.h"
+#include "cpu/parallel.h"
+
+namespace kvg {
+namespace {
+
+using ll = long long;
+
+// Rows of a slice of an expert's: their inputs stay in the second-level cache.
+constexpr int64_t kRowsPerBlock = 384;
+// Rows up to which an expert's weights are read in long stretches; beyond, a pair of panels at a time.
+constexpr int64_t kFewRows = 16;
+// Elements that are prepared or summed before another thread has woken up.
+constexpr int64_t kElementsPerTask = 16384;
+// Rows are worked on in blocks whose slots take about so much, whatever the step.
+constexpr int64_t kBlockBytes = 64 << 20;
+
+struct Experts {
+  Linear up, down;  // of the first expert, without rows
+  Gate gate;
+  const float* x;          // M x width
+  const int32_t* indices;  // M x active
+  const float* weights;    // M x active
+  float* out;              // M x width
+  int64_t rows, width, inner, active, count;
+};
+
+// Rows [begin, end) of a job's, over pairs of panels [first, last).
+struct Task {
+  int32_t job, first, last;
+  int64_t begin, end;
+};
+
+// Memory of one call, on the thread that made it: kept for the next call.
+struct Kept {
+  std::vector<int64_t> first;  // [count + 1]: an expert's slots
+  std::vector<int64_t> place;  // M x active: slots
+  std::vector<char> rows;      // prepared, of slots
+  std::vector<float> scales, inner, outer;
+  std::vector<Linear> jobs;
+  std::vector<Task> tasks;
+};
+
+Experts read(const Operands& in) {
+  Experts op = {};
+  const int64_t bits = in.integer(KVG_EXPERTS_ATTR_BITS);
+  op.rows = in.dims[KVG_DIM_ROWS];
+  op.width = in.dims[KVG_DIM_IN_FEATURES];
+  op.active = in.dims[KVG_DIM_NUM_ACTIVE];
+  op.count = in.dims[KVG_DIM_NUM_EXPERTS];
+  op.inner = in.integer(KVG_EXPERTS_ATTR_INNER_FEATURES);
+  if (op.width < 1) refuse("experts: x: dim in_features: expected at least 1, got 0");
+  if (op.inner < 1)
+    refuse("experts: inner_features: expected at least 1, got %lld", ll{op.inner});
+  op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, bits, op.width, "inputs of x");
+  op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, bits, op.inner,
+                        "inner_features");
+  op.x = in.data<const float>(KVG_EXPERTS_X);
+  op.indices = in.data<const int32_t>(KVG_EXPERTS_INDICES);
+  op.weights = in.data<const float>(KVG_EXPERTS_WEIGHTS);
+  op.out = in.data<float>(KVG_EXPERTS_OUT);
+  return op;
+}
+
+void check_panels(const Experts& op) {
+  const int64_t up = 2 * ceildiv(op.inner, kColumns), down = ceildiv(op.width, kColumns);
+  if (op.up.panels != up)
+    refuse("experts: up: dim num_up_panels: expected %lld for inner_features %lld, got %lld", ll{up},
+           ll{op.inner}, ll{op.up.panels});
+  if (op.down.panels != down)
+    refuse("experts: down: dim num_down_panels: expected %lld for %lld inputs of x, got %lld",
+           ll{down}, ll{op.width}, ll{op.down.panels});
+}
+
+Gate read_gate(const Operands& in) {
+  const int64_t activation = in.integer(KVG_EXPERTS_ATTR_ACTIVATION);
+  const double alpha = in.real(KVG_EXPERTS_ATTR_ALPHA), limit = in.real(KVG_EXPERTS_ATTR_LIMIT);
+  const double offset = in.real(KVG_EXPERTS_ATTR_UP_OFFSET);
+  if (activation < kSilu || activation > kGeluTanh)
+    refuse("experts: activation: expected 0, 1 or 2, got %lld", ll{activation});
+  if (!std::isfinite(alpha)) refuse("experts: alpha: expected a finite number, got %g", alpha);
+  if (!(limit >= 0 && std::isfinite(limit)))
+    refuse("experts: limit: expected at least 0, and finite, got %g", limit);
+  if (!std::isfinite(offset)) refuse("experts: up_offset: expected a finite number, got %g", offset);
+  return {activation, static_cast<float>(alpha), limit > 0 ? static_cast<float>(limit) : kInfinity,
+          static_cast<float>(offset)};
+}
+
+void check_indices(const Experts& op) {
+  for (int64_t i = 0; i < op.rows * op.active; ++i)
+    if (op.indices[i] < 0 || op.indices[i] >= op.count)
+      refuse("experts: indices: expected one of the %lld experts of up, got %lld", ll{op.count},
+             ll{op.indices[i]});
+}
+
+void sort_by_expert(const Experts& op, Kept& kept) {
+  const int64_t slots = op.rows * op.active;
+  kept.first.assign(static_cast<size_t>(op.count + 1), 0);
+  kept.place.resize(static_cast<size_t>(slots));
+  int64_t* first = kept.first.data();
+  for (int64_t i = 0; i < slots; ++i) ++first[op.indices[i] + 1];
+  for (int64_t e = 0; e < op.count; ++e) first[e + 1] += first[e];
+  std::vector<int64_t> next(first, first + op.count);
+  for (int64_t i = 0; i < slots; ++i)
+    kept.place[static_cast<size_t>(i)] = next[static_cast<size_t>(op.indices[i])]++;
+}
+
+template <class Body>
+void for_rows(const kvg_call& call, int64_t rows, int64_t elements, Body&& body) {
+  const int64_t chunk = std::max<int64_t>(1, kElementsPerTask / elements);
+  parallel_for(call, static_cast<size_t>(ceildiv(rows, chunk)), [&](size_t task) {
+    const int64_t begin = static_cast<int64_t>(task) * chunk;
+    for (int64_t row = begin; row < std::min(rows, begin + chunk); ++row) body(row);
+  });
+}
+
+// One job for each expert that has rows: `like`, with its weights and slots.
+void make_jobs(const Linear& like, Kept& kept, int64_t stride, float* out, int64_t width) {
+  kept.jobs.clear();
+  for (size_t e = 0; e + 1 < kept.first.size(); ++e) {
+    const int64_t begin = kept.first[e], end = kept.first[e + 1];
+    if (begin == end) continue;
+    Linear job = of_expert(like, static_cast<int64_t>(e));
+    job.rows = end - begin;
+    job.x = kept.rows.data() + begin * stride, job.x_stride = stride;
+    job.x_scales = kept.scales.data() + begin;
+    job.sections[0] = {out + begin * width, width, 0, ceildiv(width, kColumns)};
+    job.num_sections = 1;
+    kept.jobs.push_back(job);
+  }
+}
+
+// Cut so that threads end at one time, whatever the rows of each expert.
+void cut_jobs(const kvg_call& call, Kept& kept) {
+  kept.tasks.clear();
+  const auto pairs_of = [](const Linear& job) { return ceildiv(job.panels, kPair); };
+  int64_t few = 0;
+  for (const Linear& job : kept.jobs) few += job.rows > kFewRows ? 0 : pairs_of(job);
+  const int64_t least = std::max<int64_t>(1, kBytesPerTask / (kPair * kept.jobs[0].panel_bytes()));
+  const int64_t stretch =
+      std::max(least, ceildiv(few, static_cast<int64_t>(4 * parallelism(call))));
+  for (size_t j = 0; j < kept.jobs.size(); ++j) {
+    const Linear& job = kept.jobs[j];
+    const int64_t blocks = ceildiv(job.rows, kRowsPerBlock), per_block = ceildiv(job.rows, blocks);
+    const int64_t pairs = pairs_of(job), step = job.rows > kFewRows ? 1 : stretch;
+    for (int64_t row = 0; row < job.rows; row += per_block)
+      for (int64_t pair = 0; pair < pairs; pair += step)
+        kept.tasks.push_back({static_cast<int32_t>(j), static_cast<int32_t>(pair),
+                              static_cast<int32_t>(std::min(pairs, pair + step)), row,
+                              std::min(job.rows, row + per_block)});
+  }
+}
+
+void multiply(const kvg_call& call, const LinearKernels& run, Kept& kept) {
+  cut_jobs(call, kept);
+  std::atomic<bool> failed{false};  // a task must not throw
+  parallel_for(call, kept.tasks.size(), [&](size_t i) {
+    const Task& task = kept.tasks[i];
+    if (!multiply_pairs(run, kept.jobs[static_cast<size_t>(task.job)], task.first, task.last,
+                        task.begin, task.end - task.begin))
+      failed = true;
+  });
+  if (failed) throw std::bad_alloc();
+}
+
+// A stride off the powers of two: rows of a tile lie in different sets of the cache.
+int64_t stride_of(const LinearKernels& run, const Linear& job) {
+  return run.row_bytes(job.bits, job.depth) + kLineBytes;
+}
+
+void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op, Kept& kept) {
+  const int64_t slots = op.rows * op.active;
+  const int64_t wide = stride_of(run, op.up), narrow = stride_of(run, op.down);
+  sort_by_expert(op, kept);
+  kept.rows.resize(static_cast<size_t>(slots * std::max(wide, narrow)));
+  kept.scales.resize(static_cast<size_t>(slots));
+  kept.inner.resize(static_cast<size_t>(slots * op.inner));
+  kept.outer.resize(static_cast<size_t>(slots * op.width));
+  char* rows = kept.rows.data();
+  float *scales = kept.scales.data(), *inner = kept.inner.data(), *outer = kept.outer.data();
+
+  for_rows(call, op.rows, op.width * op.active, [&](int64_t m) {
+    const int64_t* place = kept.place.data() + m * op.active;
+    run.prepare(op.x + m * op.width, op.width, op.up.depth, op.up.bits, rows + place[0] * wide,
+                scales + place[0]);
+    for (int64_t a = 1; a < op.active; ++a) {
+      std::memcpy(rows + place[a] * wide, rows + place[0] * wide,
+                  static_cast<size_t>(wide - kLineBytes));
+      scales[place[a]] = scales[place[0]];
+    }
+  });
+  make_jobs(op.up, kept, wide, inner, op.inner);
+  multiply(call, run, kept);
+
+  for_rows(call, slots, op.inner, [&](int64_t s) {
+    run.prepare(inner + s * op.inner, op.inner, op.down.depth, op.down.bits, rows + s * narrow,
+                scales + s);
+  });
+  make_jobs(op.down, kept, narrow, outer, op.width);
+  multiply(call, run, kept);
+
+  for_rows(call, op.rows, op.width * op.active, [&](int64_t m) {
+    float* out = op.out + m * op.width;
+    std::fill(out, out + op.width, 0.0f);
+    for (int64_t a = 0; a < op.active; ++a) {
+      const float weight = op.weights[m * op.active + a];
+      const float* part = outer + kept.place[static_cast<size_t>(m * op.active + a)] * op.width;
+#pragma omp simd
+      for (int64_t c = 0; c < op.width; ++c) out[c] += weight * part[c];
+    }
+  });
+}
+
+void run_experts(const kvg_call& call, const LinearKernels& run, const Experts& op) {
+  static thread_local Kept kept;
+  const int64_t slot = std::max(stride_of(run, op.up), stride_of(run, op.down)) +
+                       static_cast<int64_t>(sizeof(float)) * (op.inner + op.width);
+  const int64_t most = std::max<int64_t>(1, kBlockBytes / (slot * op.active));
+  const int64_t blocks = ceildiv(op.rows, most), per_block = ceildiv(op.rows, blocks);
+  for (int64_t row = 0; row < op.rows; row += per_block) {
+    Experts block = op;
+    block.rows = std::min(per_block, op.rows - row);
+    block.x += row * op.width, block.out += row * op.width;
+    block.indices += row * op.active, block.weights += row * op.active;
+    run_block(call, run, block, kept);
+  }
+}
+
+}  // namespace
+}  // namespace kvg
+
+extern "C" int32_t kvg_cpu_experts(const kvg_call* call, char* message, size_t message_size) {
+  using namespace kvg;
+  return entry(message, message_size, [&] {
+    const Operands in = check(KVG_OP_EXPERTS, call);
+    Experts op = read(in);
+    check_panels(op);
+    op.gate = read_gate(in);
+    op.up.gate = &op.gate;
+    check_indices(op);
+    if (op.active == 0)
+      std::fill(op.out, op.out + op.rows * op.width, 0.0f);
+    else if (op.rows > 0)
+      run_experts(*call, linear_kernels(), op);
+  });
+}
