@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvgraph.contract.dims import BATCH_SIZE, NUM_LOGITS, TOTAL_SEQ_LEN
 
@@ -38,7 +38,9 @@ def notes_of(
     found = list(sizes(program, signature))
     notes = []
     if gathered := [each for each in found if _is_gathered(each.node)]:
-        stored = {each.node.args[0]: _nbytes(each.node.args[0]) for each in gathered}
+        stored = {
+            source: _nbytes(source) for each in gathered for source in each.node.all_input_nodes[:1]
+        }
         packs = any(report.name == PACKS for report in passes)
         why = f"as pass {PACKS} says" if packs else "since the backend has no kernel for them"
         copied = sum(each.nbytes for each in gathered) // STEP[TOTAL_SEQ_LEN]
@@ -76,7 +78,7 @@ def _is_gathered(node: Node) -> bool:
     )
 
 
-def _nbytes(node: Any) -> int:
+def _nbytes(node: Node) -> int:
     value = node.meta["val"]
     return int(value.numel() * value.element_size())
 

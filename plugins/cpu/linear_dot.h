@@ -33,8 +33,22 @@ T read(const char* from) {
   return value;
 }
 
+// Rows of a tile, by the number of registers.
+#if KVG_NATIVE_DOT
+constexpr int kTileRows = 12;
+#elif defined(__AVX512F__)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = 4;
+#endif
+
+// A kind of weights: kRows of a tile of one panel, and kPairRows of a pair's, beyond which its panels
+// take turns.
+
 struct Whole {  // float32: one k a line
   using Sum = Vector;
+  static constexpr int kRows = kLanes < 16 ? 6 : kTileRows;
+  static constexpr int kPairRows = kLanes < 16 ? 3 : kTileRows;
   using Line = Vector;
   static constexpr int64_t kStep = 4;
   static Line line(const char* from) { return read<Vector>(from); }
@@ -43,6 +57,7 @@ struct Whole {  // float32: one k a line
 
 struct Half {  // bfloat16: two k a line
   using Sum = Vector;
+  static constexpr int kRows = kTileRows, kPairRows = kTileRows;
   static constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;
 #if KVG_NATIVE_DOT
   using Line = __m512i;
@@ -68,6 +83,7 @@ struct Half {  // bfloat16: two k a line
 
 struct Byte {  // int8: four k a line
   using Sum = Index;
+  static constexpr int kRows = kTileRows, kPairRows = kTileRows;
   static constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;
 #if KVG_NATIVE_DOT
   using Line = __m512i;

@@ -1,6 +1,6 @@
 // Compiled once per instruction set, as kernels.cpp is.
 //
-// A tile of kTileRows x 2 panels stays in registers while it goes once along K. With AMX, kAmxRows
+// A tile of a few rows x 1 or 2 panels stays in registers while it goes once along K. With AMX, kAmxRows
 // rows or more go by its tiles instead: they add bfloat16 in another order, so that a row's last
 // bits then depend on how many rows there are.
 #include <cmath>
@@ -20,13 +20,6 @@
 namespace kvg::KVG_ISA {
 namespace {
 
-#if KVG_NATIVE_DOT
-constexpr int kTileRows = 12;
-#elif defined(__AVX512F__)
-constexpr int kTileRows = 8;
-#else
-constexpr int kTileRows = 4;
-#endif
 // Rows up to which nibbles are unpacked for each tile; beyond, a pair of panels once for all rows.
 constexpr int64_t kDirectRows = KVG_NATIVE_DOT ? 8 : 0;
 #if defined(KVG_AMX)
@@ -44,10 +37,10 @@ struct Fetch {
 
 // ---- sums of a few rows -----------------------------------------------------------------------
 
-// Rows x Panels sums over all lines, from `x` and the lines at `w`.
+// Rows x Panels sums over all lines, from `x` and the lines at `w`; rows of `out` are `width` apart.
 template <class Kind, int Rows, int Panels>
 void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
-          Fetch fetch, typename Kind::Sum* out) {
+          Fetch fetch, typename Kind::Sum* out, int width) {
   constexpr int kCache = Rows <= 4 ? 3 : 2;  // the first level, or the second: x fills the first
   typename Kind::Sum sums[Rows][Panels * kVectors] = {};
   for (int64_t i = 0; i < lines; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
@@ -68,7 +61,7 @@ void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
-    for (int p = 0; p < Panels * kVectors; ++p) out[m * Panels * kVectors + p] = sums[m][p];
+    for (int p = 0; p < Panels * kVectors; ++p) out[m * width + p] = sums[m][p];
   }
 }
 
@@ -76,10 +69,11 @@ void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int
 
 template <class Kind, int Rows, int Panels>
 void tile_of(int64_t rows, const char* x, int64_t stride, const char* w, int64_t panel_bytes,
-             int64_t lines, Fetch fetch, typename Kind::Sum* out) {
-  if (rows == Rows) return tile<Kind, Rows, Panels>(x, stride, w, panel_bytes, lines, fetch, out);
+             int64_t lines, Fetch fetch, typename Kind::Sum* out, int width) {
+  if (rows == Rows)
+    return tile<Kind, Rows, Panels>(x, stride, w, panel_bytes, lines, fetch, out, width);
   if constexpr (Rows > 1)
-    tile_of<Kind, Rows - 1, Panels>(rows, x, stride, w, panel_bytes, lines, fetch, out);
+    tile_of<Kind, Rows - 1, Panels>(rows, x, stride, w, panel_bytes, lines, fetch, out, width);
 }
 
 #if KVG_NATIVE_DOT
@@ -198,18 +192,22 @@ void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t r
     if (rows >= kAmxRows)
       return run_amx<Number>(job, pair, panels, row, rows, w, panel_bytes, lines);
 #endif
-  alignas(64) typename Kind::Sum sums[kTileRows * kPair * kVectors];
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  alignas(64) typename Kind::Sum sums[Kind::kRows * kPair * kVectors];
+  const int64_t tiles = (rows + Kind::kRows - 1) / Kind::kRows;
   // The first tile fetches its own lines; the others share the next pair's, which are read then.
   const int64_t ahead = lines < kAhead ? lines : kAhead;
   Fetch fetch{w + ahead * kLineBytes, kLineBytes, lines - ahead, next};
   for (int64_t t = 0, left = rows; t < tiles; ++t) {
     const int64_t take = (left + tiles - t - 1) / (tiles - t);  // as even as can be
     const char* x = job.x + row * job.x_stride;
-    if (panels == kPair)
-      tile_of<Kind, kTileRows, kPair>(take, x, job.x_stride, w, panel_bytes, lines, fetch, sums);
+    const int width = static_cast<int>(panels) * kVectors;
+    if (panels == kPair && take <= Kind::kPairRows)
+      tile_of<Kind, Kind::kPairRows, kPair>(take, x, job.x_stride, w, panel_bytes, lines, fetch, sums,
+                                      width);
     else
-      tile_of<Kind, kTileRows, 1>(take, x, job.x_stride, w, panel_bytes, lines, fetch, sums);
+      for (int64_t p = 0; p < panels; ++p, fetch.at += panel_bytes, fetch.then += panel_bytes)
+        tile_of<Kind, Kind::kRows, 1>(take, x, job.x_stride, w + p * panel_bytes, panel_bytes, lines,
+                                    fetch, sums + p * kVectors, width);
     finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
     row += take, left -= take;
     const int64_t step = tiles > 1 ? kLineBytes / (tiles - 1) : 0;

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -184,7 +183,7 @@ def _rewrite(program: ExportedProgram, mixture: _Mixture, bits: int) -> None:
     down = pack_each(_whole(mixture.down), bits)
     given = [*_operands(program, up, mixture.up.name), *_operands(program, down, mixture.down.name)]
     weights, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
-    attributes: dict[str, Any] = {"inner_features": mixture.down.weight.shape[2], "bits": bits}
+    attributes: dict[str, float] = {"inner_features": mixture.down.weight.shape[2], "bits": bits}
     with graph.inserting_before(total):
         ids = graph.call_function(aten._to_copy.default, (mixture.ids,), {"dtype": torch.int32})
         ids.meta["val"] = value(mixture.ids).to(torch.int32)
