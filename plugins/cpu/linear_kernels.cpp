@@ -3,6 +3,7 @@
 // A tile of a few rows x 1 or 2 panels stays in registers while it goes once along K. With AMX, kAmxRows
 // rows or more go by its tiles instead: they add bfloat16 in another order, so that a row's last
 // bits then depend on how many rows there are.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -20,8 +21,6 @@
 namespace kvg::KVG_ISA {
 namespace {
 
-// Rows up to which nibbles are unpacked for each tile; beyond, a pair of panels once for all rows.
-constexpr int64_t kDirectRows = KVG_NATIVE_DOT ? 8 : 0;
 #if defined(KVG_AMX)
 constexpr int64_t kAmxRows = 16;  // a whole tile; not measured
 static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
@@ -76,7 +75,7 @@ void tile_of(int64_t rows, const char* x, int64_t stride, const char* w, int64_t
     tile_of<Kind, Rows - 1, Panels>(rows, x, stride, w, panel_bytes, lines, fetch, out, width);
 }
 
-#if KVG_NATIVE_DOT
+#if KVG_NIBBLE_ROWS
 template <int Rows>
 void nibbles_of(int64_t rows, const char* x, int64_t stride, const char* w,
                 const uint8_t* multiplier, int64_t groups, Index* out) {
@@ -226,15 +225,16 @@ void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* 
   if (job.bits == 8) return run<Byte, int32_t>(job, pair, panels, row, rows, w, bytes, lines, next);
   const int64_t groups = job.depth / kGroup;
   const uint8_t* factors = job.multipliers + first * groups * (kColumns / 2);
-#if KVG_NATIVE_DOT
-  if (rows <= kDirectRows) {
-    alignas(64) Index sums[kPair][kDirectRows], ordered[kDirectRows * kPair];
+#if KVG_NIBBLE_ROWS
+  if (rows <= kNibbleRows) {
+    alignas(64) Index sums[kPair][kNibbleRows][kVectors], ordered[kNibbleRows * kPair * kVectors];
     const char* x = job.x + row * job.x_stride;
     for (int64_t p = 0; p < panels; ++p)
-      nibbles_of<kDirectRows>(rows, x, job.x_stride, w + p * bytes,
-                              factors + p * groups * (kColumns / 2), groups, sums[p]);
+      nibbles_of<kNibbleRows>(rows, x, job.x_stride, w + p * bytes,
+                              factors + p * groups * (kColumns / 2), groups, sums[p][0]);
+    Index* to = ordered;
     for (int64_t m = 0; m < rows; ++m)
-      for (int64_t p = 0; p < panels; ++p) ordered[m * panels + p] = sums[p][m];
+      for (int64_t p = 0; p < panels; ++p) to = std::copy_n(sums[p][m], kVectors, to);
     return finish(job, pair, panels, row, rows, reinterpret_cast<const int32_t*>(ordered));
   }
 #endif

@@ -4,7 +4,73 @@
 #include "cpu/linear_dot.h"
 #include "cpu/vector.h"
 
+// Rows up to which nibbles are unpacked for each tile; beyond, a pair of panels once for all rows.
+#if KVG_NATIVE_DOT
+#define KVG_NIBBLE_ROWS 8
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define KVG_NIBBLE_ROWS 2
+#else
+#define KVG_NIBBLE_ROWS 0
+#endif
+
 namespace kvg::KVG_ISA {
+
+constexpr int kNibbleRows = KVG_NIBBLE_ROWS;
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// The multipliers of 8 columns of a group, from 8 bytes with two columns each.
+inline __m256i multipliers(const uint8_t* from, int half) {
+  const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m128i most = _mm_set1_epi8(15);
+  const __m128i low = _mm_and_si128(two, most);
+  const __m128i less_one = _mm_unpacklo_epi8(low, _mm_and_si128(_mm_srli_epi16(two, 4), most));
+  const __m128i each = _mm_add_epi8(less_one, _mm_set1_epi8(1));
+  return _mm256_cvtepu8_epi32(half ? _mm_srli_si128(each, 8) : each);
+}
+
+// As `tile`, from nibbles as they are stored.
+template <int Rows>
+void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
+                     int64_t groups, Index* out) {
+  Index sums[Rows][kVectors] = {};
+  for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
+    __m256i group[Rows][kVectors] = {};
+    KVG_UNROLL
+    for (int i = 0; i < 4; ++i, x += 2 * Byte::kStep, w += kLineBytes) {
+      __builtin_prefetch(w + kAhead * kLineBytes);
+      KVG_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        const auto both = read<__m256i>(w + v * (kLineBytes / kVectors));
+        const __m256i parts[4] = {  // even and odd k of the first four, then of the second
+            _mm256_srai_epi16(_mm256_slli_epi16(both, 12), 12),
+            _mm256_srai_epi16(_mm256_slli_epi16(both, 4), 12),
+            _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 12), _mm256_srai_epi16(both, 12)};
+        KVG_UNROLL
+        for (int m = 0; m < Rows; ++m) {
+          KVG_UNROLL
+          for (int q = 0; q < 4; ++q) {
+            const __m256i k = _mm256_set1_epi32(read<int32_t>(x + m * stride + 4 * q));
+            group[m][v] = _mm256_add_epi32(group[m][v], _mm256_madd_epi16(parts[q], k));
+          }
+        }
+      }
+    }
+    KVG_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      const auto factor = as<Index>(multipliers(multiplier, v));
+      KVG_UNROLL
+      for (int m = 0; m < Rows; ++m) sums[m][v] += as<Index>(group[m][v]) * factor;
+    }
+  }
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int v = 0; v < kVectors; ++v) out[m * kVectors + v] = sums[m][v];
+  }
+}
+
+#endif
 
 #if defined(__AVX512BW__)
 
@@ -74,14 +140,9 @@ inline void expand(const char* w, const uint8_t* multiplier, int64_t groups, cha
     }
 #elif defined(__AVX2__)
     // As above, over half of the columns at a time.
-    const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(multiplier));
-    const __m128i one = _mm_set1_epi8(1), most = _mm_set1_epi8(15);
-    const __m128i each = _mm_add_epi8(
-        _mm_unpacklo_epi8(_mm_and_si128(two, most), _mm_and_si128(_mm_srli_epi16(two, 4), most)),
-        one);
     const __m256i byte = _mm256_set1_epi16(0xff);
     for (int half = 0; half < 2; ++half) {
-      const __m256i wide = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(each, 8) : each);
+      const __m256i wide = multipliers(multiplier, half);
       const __m256i factor = _mm256_or_si256(wide, _mm256_slli_epi32(wide, 16));
       const auto join = [&](__m256i even, __m256i odd, char* line) {
         even = _mm256_mullo_epi16(_mm256_srai_epi16(even, 12), factor);

@@ -197,7 +197,9 @@ def test_names_that_transformers_converts_pass_through_memory(tmp_path: Path) ->
     config = AutoConfig.for_model("mixtral", **COMMON, **experts)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     note = "weights: passed through memory: transformers converts model.layers.0."
-    assert [n[: len(note)] for n in compiled(folder, tmp_path / "out").notes] == [note, UNCHECKED]
+    first, gathered, last = compiled(folder, tmp_path / "out").notes
+    assert (first[: len(note)], last) == (note, UNCHECKED)
+    assert gathered.startswith("experts: ")  # which have no kernel for GPUs
 
 
 def test_a_base_model_s_names_pass_through_memory(llama: Path, tmp_path: Path) -> None:
