@@ -73,6 +73,8 @@ POOLS = (*ACTIVATIONS, *QUANTIZED)
 
 WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Bits of an element of packed weights, by their name in options and manifests."""
+PACKED = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int8"}
+"""Bits of an element of packed weights -> the dtype that holds it; two of 4 bits are an int8."""
 WEIGHTS = ("fp32", *WEIGHT_BITS)
 """What linear layers on a CPU may keep."""
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvgraph.contract.dims import Array, ceildiv
+from kvgraph.contract.dtypes import PACKED
 from kvgraph.ops import spec
 
 COLUMNS, DEPTH, GROUP = 16, 64, 32
@@ -23,9 +24,6 @@ LINE_BYTES = 64
 
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 """bits -> consecutive inputs of each column in a line."""
-
-STORED = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int8"}
-"""bits -> dtype of the weight operand."""
 
 ACTIVATIONS = SILU, GELU, GELU_TANH = range(3)
 """Of a gate: x * sigmoid(alpha x), x * Phi(x), and the latter by its tanh form."""
@@ -149,7 +147,7 @@ def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[
 
 
 def _weight_fault(weight: str, bits: int) -> bool | str:
-    return weight != STORED[bits] and f"{STORED[bits]} for {bits} bits"
+    return weight != PACKED[bits] and f"{PACKED[bits]} for {bits} bits"
 
 
 def _line_fault(line: int, bits: int) -> bool | str:

@@ -15,7 +15,7 @@ OPSET_DOMAIN = "kvgraph"
 OPSET_VERSION = 1
 
 ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
-WEIGHT = ("float32", "bfloat16", "int8")
+WEIGHT = tuple(dict.fromkeys(dtypes.PACKED.values()))
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
 
