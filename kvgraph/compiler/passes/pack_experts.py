@@ -70,6 +70,8 @@ def pack_experts(program: ExportedProgram, bits: int | None) -> PassReport:
     """Rewrite `program` in place; `bits` None: weights stay float32."""
     report = PassReport("pack_experts")
     sums = [node for node in program.graph.nodes if node.target is SUM and _gathers(program, node)]
+    if not sums:
+        return report
     with task("packing experts", len(sums), "layers") as advance:
         for total in sums:
             try:
