@@ -37,7 +37,9 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "mistral": (1, 16, HALVES, {}),
     "gemma2": (1, 16, HALVES, {}),
     "gemma3_text": (2, 16, HALVES, {}),
-    "gpt_oss": (1, 16, HALVES, {}),  # yarn: cosines and sines times a factor
+    # yarn: cosines and sines times a factor. A token takes all experts: where rounding makes a
+    # router choose another one, all of the token changes, and errors say nothing of the rotation.
+    "gpt_oss": (1, 16, HALVES, {"num_experts_per_tok": 4}),
     "phi": (1, 8, HALVES, {"partial_rotary_factor": 0.5}),
     "phi3": (1, 16, HALVES, {}),  # q, k and v are parts of one projection
     "glm": (1, 8, INTERLEAVED, {"partial_rotary_factor": 0.5}),
@@ -75,10 +77,6 @@ def logits(module: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-MOST = {"gpt_oss": 1.5}
-"""Errors in bfloat16, times those before: another expert of a router changes all of a token."""
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_decoders(name: str, tmp_path: Path) -> None:
     count, rotary, style, settings = CASES[name]
@@ -100,10 +98,10 @@ def test_decoders(name: str, tmp_path: Path) -> None:
         assert unused(program) == []
         # Two products and a sum of each of q and k are the least that a rotation takes.
         assert sum(before.values()) - sum(found.values()) >= 2 * 3 * layers(name)
-    _compare(plain, fused, signature, MOST.get(name, 1.1))
+    _compare(plain, fused, signature)
 
 
-def _compare(plain: Any, fused: Any, signature: GraphSignature, most: float) -> None:
+def _compare(plain: Any, fused: Any, signature: GraphSignature) -> None:
     """float32: equal to the program before. bfloat16: as near to that as the program before."""
     errors = {"plain": 0.0, "fused": 0.0}
     for lengths in STEPS:
@@ -115,7 +113,7 @@ def _compare(plain: Any, fused: Any, signature: GraphSignature, most: float) -> 
         for kind, modules in (("plain", plain), ("fused", fused)):
             got = logits(modules["bfloat16"], step(signature, "bfloat16", lengths))
             errors[kind] += float((got - exact).abs().mean())
-    assert errors["fused"] <= most * errors["plain"], errors
+    assert errors["fused"] <= 1.1 * errors["plain"], errors
 
 
 def test_the_table_is_the_model_s_own(tmp_path: Path) -> None:
