@@ -3,28 +3,19 @@
 //
 // Legend: S slots, a row's turn at one of its experts; they lie by expert, then by row.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
-#include <new>
 #include <vector>
 
 #include "cpu/check.h"
 #include "cpu/kernels.h"
 #include "cpu/packed.h"
-#include "cpu/parallel.h"
 
 namespace kvg {
 namespace {
 
 using ll = long long;
 
-// Rows of a slice of an expert's: their inputs stay in the second-level cache.
-constexpr int64_t kRowsPerBlock = 384;
-// Rows up to which an expert's weights are read in long stretches; beyond, a pair of panels at a time.
-constexpr int64_t kFewRows = 16;
-// Elements that are prepared or summed before another thread has woken up.
-constexpr int64_t kElementsPerTask = 16384;
 // Rows are worked on in blocks whose slots take about so much, whatever the step.
 constexpr int64_t kBlockBytes = 64 << 20;
 
@@ -38,12 +29,6 @@ struct Experts {
   int64_t rows, width, inner, active, count;
 };
 
-// Rows [begin, end) of a job's, over pairs of panels [first, last).
-struct Task {
-  int32_t job, first, last;
-  int64_t begin, end;
-};
-
 // Memory of one call, on the thread that made it: kept for the next call.
 struct Kept {
   std::vector<int64_t> first;  // [count + 1]: an expert's slots
@@ -51,7 +36,6 @@ struct Kept {
   std::vector<char> rows;      // prepared, of slots
   std::vector<float> scales, inner, outer;
   std::vector<Linear> jobs;
-  std::vector<Task> tasks;
 };
 
 Experts read(const Operands& in) {
@@ -118,15 +102,6 @@ void sort_by_expert(const Experts& op, Kept& kept) {
     kept.place[static_cast<size_t>(i)] = next[static_cast<size_t>(op.indices[i])]++;
 }
 
-template <class Body>
-void for_rows(const kvg_call& call, int64_t rows, int64_t elements, Body&& body) {
-  const int64_t chunk = std::max<int64_t>(1, kElementsPerTask / elements);
-  parallel_for(call, static_cast<size_t>(ceildiv(rows, chunk)), [&](size_t task) {
-    const int64_t begin = static_cast<int64_t>(task) * chunk;
-    for (int64_t row = begin; row < std::min(rows, begin + chunk); ++row) body(row);
-  });
-}
-
 // One job for each expert that has rows: `like`, with its weights and slots.
 void make_jobs(const Linear& like, Kept& kept, int64_t stride, float* out, int64_t width) {
   kept.jobs.clear();
@@ -141,44 +116,6 @@ void make_jobs(const Linear& like, Kept& kept, int64_t stride, float* out, int64
     job.num_sections = 1;
     kept.jobs.push_back(job);
   }
-}
-
-// Cut so that threads end at one time, whatever the rows of each expert.
-void cut_jobs(const kvg_call& call, Kept& kept) {
-  kept.tasks.clear();
-  const auto pairs_of = [](const Linear& job) { return ceildiv(job.panels, kPair); };
-  int64_t few = 0;
-  for (const Linear& job : kept.jobs) few += job.rows > kFewRows ? 0 : pairs_of(job);
-  const int64_t least = std::max<int64_t>(1, kBytesPerTask / (kPair * kept.jobs[0].panel_bytes()));
-  const int64_t stretch =
-      std::max(least, ceildiv(few, static_cast<int64_t>(4 * parallelism(call))));
-  for (size_t j = 0; j < kept.jobs.size(); ++j) {
-    const Linear& job = kept.jobs[j];
-    const int64_t blocks = ceildiv(job.rows, kRowsPerBlock), per_block = ceildiv(job.rows, blocks);
-    const int64_t pairs = pairs_of(job), step = job.rows > kFewRows ? 1 : stretch;
-    for (int64_t row = 0; row < job.rows; row += per_block)
-      for (int64_t pair = 0; pair < pairs; pair += step)
-        kept.tasks.push_back({static_cast<int32_t>(j), static_cast<int32_t>(pair),
-                              static_cast<int32_t>(std::min(pairs, pair + step)), row,
-                              std::min(job.rows, row + per_block)});
-  }
-}
-
-void multiply(const kvg_call& call, const LinearKernels& run, Kept& kept) {
-  cut_jobs(call, kept);
-  std::atomic<bool> failed{false};  // a task must not throw
-  parallel_for(call, kept.tasks.size(), [&](size_t i) {
-    const Task& task = kept.tasks[i];
-    if (!multiply_pairs(run, kept.jobs[static_cast<size_t>(task.job)], task.first, task.last,
-                        task.begin, task.end - task.begin))
-      failed = true;
-  });
-  if (failed) throw std::bad_alloc();
-}
-
-// A stride off the powers of two: rows of a tile lie in different sets of the cache.
-int64_t stride_of(const LinearKernels& run, const Linear& job) {
-  return run.row_bytes(job.bits, job.depth) + kLineBytes;
 }
 
 void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op, Kept& kept) {
@@ -203,14 +140,14 @@ void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op
     }
   });
   make_jobs(op.up, kept, wide, inner, op.inner);
-  multiply(call, run, kept);
+  multiply(call, run, kept.jobs.data(), kept.jobs.size());
 
   for_rows(call, slots, op.inner, [&](int64_t s) {
     run.prepare(inner + s * op.inner, op.inner, op.down.depth, op.down.bits, rows + s * narrow,
                 scales + s);
   });
   make_jobs(op.down, kept, narrow, outer, op.width);
-  multiply(call, run, kept);
+  multiply(call, run, kept.jobs.data(), kept.jobs.size());
 
   for_rows(call, op.rows, op.width * op.active, [&](int64_t m) {
     float* out = op.out + m * op.width;

@@ -1,14 +1,10 @@
 #include "cpu/linear.h"
 
-#include <algorithm>
-#include <atomic>
-#include <new>
 #include <vector>
 
 #include "cpu/check.h"
 #include "cpu/kernels.h"
 #include "cpu/packed.h"
-#include "cpu/parallel.h"
 
 namespace kvg {
 namespace {
@@ -16,11 +12,6 @@ namespace {
 using ll = long long;
 
 constexpr Gate kSwiglu = {kSilu, 1.0f, kInfinity, 0.0f};
-
-// Rows that go along all panels before the next ones do: their inputs stay in the second-level cache.
-constexpr int64_t kRowsPerBlock = 384;
-// Inputs below which a row is prepared before another thread has woken up.
-constexpr int64_t kInputsPerTask = 16384;
 
 Linear read(const Operands& in) {
   const int64_t width = in.dims[KVG_DIM_IN_FEATURES];
@@ -64,39 +55,19 @@ struct Prepared {
   std::vector<float> scales;
 };
 
-void multiply(const kvg_call& call, const LinearKernels& run, Linear& job, const float* x,
-              int64_t width) {
+void run_linear(const kvg_call& call, const LinearKernels& run, Linear& job, const float* x,
+                int64_t width) {
   static thread_local Prepared kept;
-  // A stride off the powers of two: rows of a tile lie in different sets of the cache.
-  job.x_stride = run.row_bytes(job.bits, job.depth) + 64;
+  job.x_stride = stride_of(run, job);
   kept.rows.resize(static_cast<size_t>(job.rows * job.x_stride));
   kept.scales.resize(static_cast<size_t>(job.rows));
   char* rows = kept.rows.data();
   float* scales = kept.scales.data();
   job.x = rows, job.x_scales = scales;
-  const int64_t chunk = std::max<int64_t>(1, kInputsPerTask / job.depth);
-  parallel_for(call, static_cast<size_t>(ceildiv(job.rows, chunk)), [&](size_t task) {
-    const int64_t begin = static_cast<int64_t>(task) * chunk;
-    for (int64_t m = begin; m < std::min(job.rows, begin + chunk); ++m)
-      run.prepare(x + m * width, width, job.depth, job.bits, rows + m * job.x_stride, scales + m);
+  for_rows(call, job.rows, job.depth, [&](int64_t m) {
+    run.prepare(x + m * width, width, job.depth, job.bits, rows + m * job.x_stride, scales + m);
   });
-
-  const int64_t pairs = ceildiv(job.panels, kPair);
-  const int64_t blocks = ceildiv(job.rows, kRowsPerBlock);
-  const int64_t per_block = ceildiv(job.rows, blocks);
-  const int64_t least = std::max<int64_t>(1, kBytesPerTask / (kPair * job.panel_bytes()));
-  // Few rows: few long stretches of weights, each read in order. Many: a pair each.
-  const int64_t spread = static_cast<int64_t>(4 * parallelism(call));
-  const int64_t step = job.rows > 16 ? 1 : std::max(least, ceildiv(pairs, spread));
-  const int64_t steps = ceildiv(pairs, step);
-  std::atomic<bool> failed{false};  // a task must not throw
-  parallel_for(call, static_cast<size_t>(blocks * steps), [&](size_t task) {
-    const int64_t block = static_cast<int64_t>(task) / steps;
-    const int64_t first = static_cast<int64_t>(task) % steps * step;
-    const int64_t row = block * per_block, count = std::min(per_block, job.rows - row);
-    if (!multiply_pairs(run, job, first, std::min(pairs, first + step), row, count)) failed = true;
-  });
-  if (failed) throw std::bad_alloc();
+  multiply(call, run, &job, 1);
 }
 
 }  // namespace
@@ -110,6 +81,6 @@ extern "C" int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t me
     check_sections(in, job);
     const LinearKernels& run = linear_kernels();
     if (job.rows > 0)
-      multiply(*call, run, job, in.data<const float>(KVG_LINEAR_X), in.dims[KVG_DIM_IN_FEATURES]);
+      run_linear(*call, run, job, in.data<const float>(KVG_LINEAR_X), in.dims[KVG_DIM_IN_FEATURES]);
   });
 }

@@ -1,6 +1,7 @@
 #include "cpu/packed.h"
 
 #include <algorithm>
+#include <atomic>
 #include <new>
 #include <vector>
 
@@ -56,6 +57,54 @@ void check_packed(const Given& weight, const Given& scales, const Given& multipl
   if (bits == 4) require_extent(multipliers, 1, job.depth / kGroup);
 }
 
+// Rows that go along all panels before the next ones do: their inputs stay in the second-level cache.
+constexpr int64_t kRowsPerBlock = 384;
+// Rows up to which weights are read in few long stretches, each in order; beyond, a pair of panels at
+// a time.
+constexpr int64_t kFewRows = 16;
+// Bytes of weights below which a product of few rows is done before another thread has woken up.
+constexpr int64_t kBytesPerTask = 32768;
+
+// Rows [begin, end) of a job's, over pairs of panels [first, last).
+struct Task {
+  size_t job;
+  int64_t first, last, begin, end;
+};
+
+const std::vector<Task>& cut(const kvg_call& call, const Linear* jobs, size_t count,
+                             std::vector<Task>& tasks) {
+  tasks.clear();
+  const int64_t pairs = ceildiv(jobs[0].panels, kPair);
+  int64_t few = 0;  // pairs of the jobs of few rows
+  for (size_t j = 0; j < count; ++j) few += jobs[j].rows > kFewRows ? 0 : pairs;
+  const int64_t least = std::max<int64_t>(1, kBytesPerTask / (kPair * jobs[0].panel_bytes()));
+  const int64_t stretch =
+      std::max(least, ceildiv(few, static_cast<int64_t>(4 * parallelism(call))));
+  for (size_t j = 0; j < count; ++j) {
+    const int64_t rows = jobs[j].rows, step = rows > kFewRows ? 1 : stretch;
+    const int64_t per_block = ceildiv(rows, ceildiv(rows, kRowsPerBlock));
+    for (int64_t row = 0; row < rows; row += per_block)
+      for (int64_t pair = 0; pair < pairs; pair += step)
+        tasks.push_back(
+            {j, pair, std::min(pairs, pair + step), row, std::min(rows, row + per_block)});
+  }
+  return tasks;
+}
+
+// False: no memory for scratch.
+bool run_task(const LinearKernels& run, const Linear& job, const Task& task) noexcept {
+  static thread_local std::vector<char> scratch;
+  const auto bytes = static_cast<size_t>(run.scratch_bytes(job));
+  try {
+    if (scratch.size() < bytes) scratch.resize(bytes);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  for (int64_t pair = task.first; pair < task.last; ++pair)
+    run.multiply(job, pair, task.begin, task.end - task.begin, scratch.data());
+  return true;
+}
+
 }  // namespace
 
 Linear read_packed(const Operands& in, int weight, int scales, int64_t bits, int64_t width,
@@ -83,17 +132,18 @@ Linear of_expert(Linear job, int64_t expert) {
   return job;
 }
 
-bool multiply_pairs(const LinearKernels& run, const Linear& job, int64_t first, int64_t end,
-                    int64_t row, int64_t rows) noexcept {
-  static thread_local std::vector<char> scratch;
-  const auto bytes = static_cast<size_t>(run.scratch_bytes(job));
-  try {
-    if (scratch.size() < bytes) scratch.resize(bytes);
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
-  for (int64_t pair = first; pair < end; ++pair) run.multiply(job, pair, row, rows, scratch.data());
-  return true;
+int64_t stride_of(const LinearKernels& run, const Linear& job) {
+  return run.row_bytes(job.bits, job.depth) + kLine;
+}
+
+void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs, size_t count) {
+  static thread_local std::vector<Task> kept;
+  const std::vector<Task>& tasks = cut(call, jobs, count, kept);
+  std::atomic<bool> failed{false};  // a task must not throw
+  parallel_for(call, tasks.size(), [&](size_t i) {
+    if (!run_task(run, jobs[tasks[i].job], tasks[i])) failed = true;
+  });
+  if (failed) throw std::bad_alloc();
 }
 
 }  // namespace kvg

@@ -1,8 +1,11 @@
 // Packed weights among the operands of an op: their checks, and products by pairs of panels.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/check.h"
 #include "cpu/linear.h"
+#include "cpu/parallel.h"
 
 namespace kvg {
 
@@ -17,11 +20,25 @@ Linear read_packed(const Operands& in, int weight, int scales, int64_t bits, int
 // The same weights of another expert.
 Linear of_expert(Linear job, int64_t expert);
 
-// Bytes of weights below which a product of few rows is done before another thread has woken up.
-constexpr int64_t kBytesPerTask = 32768;
+// Bytes from one prepared row to the next, off the powers of two: rows of a tile lie in different sets
+// of the cache.
+int64_t stride_of(const LinearKernels& run, const Linear& job);
 
-// Rows [row, row + rows) of the columns of pairs [first, end); false: no memory for scratch.
-bool multiply_pairs(const LinearKernels& run, const Linear& job, int64_t first, int64_t end,
-                    int64_t row, int64_t rows) noexcept;
+// Elements of rows that are prepared or summed before another thread has woken up.
+constexpr int64_t kElementsPerTask = 16384;
+
+// body(row) for each row, of `elements`.
+template <class Body>
+void for_rows(const kvg_call& call, int64_t rows, int64_t elements, Body&& body) {
+  const int64_t chunk = std::max<int64_t>(1, kElementsPerTask / elements);
+  parallel_for(call, static_cast<size_t>(ceildiv(rows, chunk)), [&](size_t task) {
+    const int64_t begin = static_cast<int64_t>(task) * chunk;
+    for (int64_t row = begin; row < std::min(rows, begin + chunk); ++row) body(row);
+  });
+}
+
+// All products of some jobs, which have rows and panels of one size: cut so that threads end at one
+// time, whatever the rows of each job. Throws std::bad_alloc.
+void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs, size_t count);
 
 }  // namespace kvg
