@@ -20,13 +20,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.safetensors import TensorAt, read_layout
 from kvgraph.contract.trees import params_from_layout
-from kvgraph.ops.packed import COLUMNS
+from kvgraph.ops.packed import panel_count
 
 CLASSES = {dtype.name: dtype.short for dtype in ALL if dtype.short}
 """Manifest's `weights` -> class of precision, where that is not its name already."""
@@ -101,7 +100,7 @@ def _used(name: str, at: TensorAt, at_work: dict[int, float]) -> float:
 def _has_vocab(name: str, at: TensorAt, vocab: int) -> bool:
     """Whether a matrix has a row or column for every token: an embedding or a head."""
     if name.endswith(PACKED):
-        return len(at.shape) != STACKED and at.shape[0] == ceildiv(vocab, COLUMNS)
+        return len(at.shape) != STACKED and at.shape[0] == panel_count(vocab)
     return vocab in at.shape and len(at.shape) > 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -12,8 +12,8 @@ from kvgraph.compiler.packed_weights import Packed, pack
 from kvgraph.compiler.passes import TABLE_BYTES
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import itemsize
-from kvgraph.contract.mixtures import Mixture
-from kvgraph.ops.packed import COLUMNS, DEPTH
+from kvgraph.contract.mixtures import Mixture, joined
+from kvgraph.ops.packed import COLUMNS, DEPTH, panel_count
 
 
 @dataclass(frozen=True, order=True)
@@ -81,19 +81,16 @@ class Described:
 
     def mixtures(self, dtype: str, bits: int | None, on_cpu: bool) -> list[Mixture]:
         """What an artifact says of its experts, layers of one kind together."""
-        found: dict[tuple[int, int], Mixture] = {}
-        for each in self.experts:
-            kind = each.count, each.active
-            before = found.get(kind) or Mixture(
-                layers=0, experts=each.count, active=each.active, parameters=0, bytes=0
+        return joined(
+            Mixture(
+                layers=1,
+                experts=each.count,
+                active=each.active,
+                parameters=each.elements,
+                bytes=_expert_bytes(each, dtype, bits, on_cpu),
             )
-            found[kind] = replace(
-                before,
-                layers=before.layers + 1,
-                parameters=before.parameters + each.elements,
-                bytes=before.bytes + _expert_bytes(each, dtype, bits, on_cpu),
-            )
-        return list(found.values())
+            for each in self.experts
+        )
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
         """With rotary tables: of `dtype`, or with linear layers packed and tables in bfloat16.
@@ -144,7 +141,7 @@ def _tile(bits: int) -> Packed:
 
 
 def _packed_bytes(linear: Linear, tile: Packed) -> int:
-    panels, tiles = ceildiv(linear.out_features, COLUMNS), ceildiv(linear.in_features, DEPTH)
+    panels, tiles = panel_count(linear.out_features), ceildiv(linear.in_features, DEPTH)
     bias = 4 * COLUMNS if linear.has_bias else 0
     deep = tile.weight.nbytes + (tile.multipliers.nbytes if tile.multipliers is not None else 0)
     flat = bias + (tile.scales.nbytes if tile.scales is not None else 0)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from kvgraph.contract.dims import Array, ceildiv
-from kvgraph.ops.packed import COLUMNS, DEPTH, GROUP, PER_LINE
+from kvgraph.contract.dims import Array
+from kvgraph.ops.packed import COLUMNS, GROUP, PER_LINE, padded_depth, panel_count
 
 NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
 TRIED = 4
@@ -45,8 +45,8 @@ def pack(
     Columns are padded to panels and K to `DEPTH`, with zeros.
     """
     width = weights[0].shape[1]
-    depth = ceildiv(width, DEPTH) * DEPTH
-    order = _order([ceildiv(len(w), COLUMNS) for w in weights], interleave)
+    depth = padded_depth(width)
+    order = _order([panel_count(len(w)) for w in weights], interleave)
     given = list(bias) or [None] * len(weights)
     parts = []
     for start in range(0, len(order), PANELS_AT_ONCE):

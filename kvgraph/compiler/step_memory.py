@@ -38,14 +38,13 @@ def notes_of(
     found = list(sizes(program, signature))
     notes = []
     if gathered := [each for each in found if _is_gathered(each.node)]:
-        stored = {
-            source: _nbytes(source) for each in gathered for source in each.node.all_input_nodes[:1]
-        }
+        stored = {each.node.all_input_nodes[0] for each in gathered}
         packs = any(report.name == PACKS for report in passes)
         why = f"as pass {PACKS} says" if packs else "since the backend has no kernel for them"
         copied = sum(each.nbytes for each in gathered) // STEP[TOTAL_SEQ_LEN]
+        kept = sum(map(_nbytes, stored))
         notes.append(
-            f"experts: {sum(stored.values()) / 2**20:,.1f} MiB of their weights are kept as the "
+            f"experts: {kept / 2**20:,.1f} MiB of their weights are kept as the "
             f"model has them, and {copied / 2**20:,.1f} MiB are copied for each token, {why}"
         )
     largest = max(found, key=lambda each: each.nbytes, default=None)

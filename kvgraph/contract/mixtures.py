@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -30,3 +31,23 @@ class Mixture:
         """
         share = 1 - (1 - self.active / self.experts) ** rows
         return round(self.bytes * share)
+
+
+def joined(layers: Iterable[Mixture]) -> list[Mixture]:
+    """Those with as many experts, of which a token takes as many, in one; in order of the first."""
+    found: dict[tuple[int, int], Mixture] = {}
+    for each in layers:
+        kind = each.experts, each.active
+        before = found.get(kind)
+        found[kind] = each if before is None else _sum(before, each)
+    return list(found.values())
+
+
+def _sum(a: Mixture, b: Mixture) -> Mixture:
+    return Mixture(
+        layers=a.layers + b.layers,
+        experts=a.experts,
+        active=a.active,
+        parameters=a.parameters + b.parameters,
+        bytes=a.bytes + b.bytes,
+    )

@@ -47,7 +47,6 @@ def experts(
 
     `up` has panels of gate and up in turn; `packed.gated` says what joins them.
     """
-
     up_rest: Rest = (up_scales, up_multipliers, up_bias)
     down_rest: Rest = (down_scales, down_multipliers, down_bias)
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), np.float32)

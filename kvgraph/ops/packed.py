@@ -157,7 +157,7 @@ def _line_fault(line: int, bits: int) -> bool | str:
 
 def _lines_fault(of: str) -> Callable[..., bool | str]:
     def fault(num_lines: int, in_features: int, bits: int) -> bool | str:
-        expected = _depth(in_features) // PER_LINE[bits]
+        expected = padded_depth(in_features) // PER_LINE[bits]
         return num_lines != expected and f"{expected} for {in_features} {of}"
 
     return fault
@@ -180,11 +180,12 @@ def _unwanted_multipliers(multipliers: str | None, bits: int) -> bool | str:
 
 
 def _groups_fault(num_groups: int, in_features: int) -> bool | str:
-    expected = _depth(in_features) // GROUP
+    expected = padded_depth(in_features) // GROUP
     return num_groups != expected and str(expected)
 
 
-def _depth(in_features: int) -> int:
+def padded_depth(in_features: int) -> int:
+    """`in_features` and the zeros behind them in a panel."""
     return ceildiv(in_features, DEPTH) * DEPTH
 
 

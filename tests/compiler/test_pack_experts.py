@@ -17,8 +17,9 @@ import kvgraph
 from kvgraph.compiler.passes.pack_experts import PACKED, pack_experts
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.safetensors import read_layout
+from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops.packed import GELU, GELU_TANH
-from tests.support.models import make_model
+from tests.support.models import greedy_tokens, make_model
 from tests.support.programs import program_of, step
 
 FOUR = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4}
@@ -50,6 +51,13 @@ def folder_of(family: str, folder: Path) -> Path:
     return make_model(family, folder, **{**FOUR, **TWO, **SIZES, **SHARED, **own})
 
 
+def logits(module: nn.Module, signature: GraphSignature) -> torch.Tensor:
+    """Of a step of three rows."""
+    with torch.no_grad():
+        result: torch.Tensor = module(*step(signature, "float32", [1, 9, 25]))[0]
+    return result
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_becomes_one_node_and_computes_the_same(family: str, tmp_path: Path) -> None:
     layers, _ = FAMILIES[family]
@@ -60,10 +68,7 @@ def test_each_layer_becomes_one_node_and_computes_the_same(family: str, tmp_path
     nodes = [node for node in program.graph.nodes if node.target is PACKED]
     assert len(nodes) == layers
     assert not [n for n in program.state_dict if n.endswith(("gate_up_proj", "down_proj"))]
-    inputs = step(signature, "float32", [1, 9, 25])
-    with torch.no_grad():
-        expected = before(*[x.clone() for x in inputs])[0]
-        found = program.module()(*[x.clone() for x in inputs])[0]
+    found, expected = (logits(module, signature) for module in (program.module(), before))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -72,10 +77,7 @@ def test_packed_experts_stay_near(bits: int, most: float, tmp_path: Path) -> Non
     program, signature = program_of(folder_of("qwen3_moe", tmp_path), "float32")
     before = program.module()
     pack_experts(program, bits)
-    inputs = step(signature, "float32", [1, 9, 25])
-    with torch.no_grad():
-        expected = before(*[x.clone() for x in inputs])[0]
-        found = program.module()(*[x.clone() for x in inputs])[0]
+    found, expected = (logits(module, signature) for module in (program.module(), before))
     assert (found - expected).abs().mean() < most * expected.abs().mean()
 
 
@@ -95,15 +97,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     with kvgraph.Engine(tmp_path / "out", num_pages=32) as engine:
         completions = engine.generate(prompts, greedy)
     for prompt, done in zip(prompts, completions, strict=True):
-        ids = torch.tensor([prompt])
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            min_new_tokens=12,
-            max_new_tokens=12,
-            do_sample=False,
-        )
-        assert done.token_ids == expected[0, len(prompt) :].tolist()
+        assert done.token_ids == greedy_tokens(model, prompt, 12)
     assert not [note for note in manifest.notes if note.startswith("experts:")]
     (mixture,) = manifest.mixtures
     assert (mixture.layers, mixture.experts, mixture.active) == (FAMILIES[family][0], 4, 2)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import kvgraph
-from tests.support.models import make_model
+from tests.support.models import greedy_tokens, make_model
 
 PROMPTS = [
     [3 + (7 * i + 5 * j) % 150 for j in range(length)] for i, length in enumerate((1, 9, 40))
@@ -53,15 +53,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, architecture: str) -> 
     engine = kvgraph.Engine(tmp_path / "out", num_pages=32)
     greedy = kvgraph.SamplingParams(max_new_tokens=12, ignore_eos=True)
     for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, greedy), strict=True):
-        ids = torch.tensor([prompt])
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            min_new_tokens=12,
-            max_new_tokens=12,
-            do_sample=False,
-        )
-        assert done.token_ids == expected[0, len(prompt) :].tolist()
+        assert done.token_ids == greedy_tokens(model, prompt, 12)
     latent = [note for note in manifest.notes if "latent attention (MLA)" in note]
     assert len(latent) == ("kv_lora_rank" in MODELS[architecture])
     if latent:

@@ -60,3 +60,19 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0, **overrides: A
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What transformers' `generate` puts behind a prompt; its end of text does not end it."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    done = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        min_new_tokens=count,
+        max_new_tokens=count,
+        do_sample=False,
+    )
+    tokens: list[int] = done[0, len(prompt) :].tolist()
+    return tokens

@@ -68,7 +68,7 @@ def _experts(module: Any) -> Experts:
 
 
 def _active(config: object) -> int | None:
-    """Experts of a token, by whichever name a family has."""
+    """Experts of a token, by the name that its family has for it."""
     found = (getattr(config, name, None) for name in ACTIVE)
     return next((number for number in found if isinstance(number, int)), None)
 

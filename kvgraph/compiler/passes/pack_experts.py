@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.packed_weights import Packed, pack_each
+from kvgraph.compiler.packed_weights import pack_each
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.gates import ADDED, Gate, gate_of
 from kvgraph.compiler.passes.operands import (
@@ -28,7 +27,7 @@ from kvgraph.compiler.passes.operands import (
     other_factor,
     value,
 )
-from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, tensor_of
+from kvgraph.compiler.passes.parameters import add_packed, array_of, drop_unused, held
 from kvgraph.contract.dims import Array
 from kvgraph.ops import torch_ops
 from kvgraph.progress import task
@@ -183,7 +182,10 @@ def _rewrite(program: ExportedProgram, mixture: _Mixture, bits: int) -> None:
     graph, total = program.graph, mixture.total
     up = pack_each(_halves(mixture), bits)
     down = pack_each(_whole(mixture.down), bits)
-    given = [*_operands(program, up, mixture.up.name), *_operands(program, down, mixture.down.name)]
+    given = [
+        *add_packed(program, up, mixture.up.name),
+        *add_packed(program, down, mixture.down.name),
+    ]
     weights, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
     attributes: dict[str, float] = {"inner_features": mixture.down.weight.shape[2], "bits": bits}
     with graph.inserting_before(total):
@@ -199,30 +201,11 @@ def _rewrite(program: ExportedProgram, mixture: _Mixture, bits: int) -> None:
 def _halves(mixture: _Mixture) -> Iterator[tuple[list[Array], list[Array | None]]]:
     up, halves = mixture.up, (mixture.gate.gate, mixture.gate.up)
     for expert, weight in enumerate(up.weight):
-        bias = None if up.bias is None else _array(up.bias[expert])
-        both = _array(weight)
+        bias = None if up.bias is None else array_of(up.bias[expert])
+        both = array_of(weight)
         yield [both[h] for h in halves], [None if bias is None else bias[h] for h in halves]
 
 
 def _whole(layer: _Layer) -> Iterator[tuple[list[Array], list[Array | None]]]:
     for expert, weight in enumerate(layer.weight):
-        yield [_array(weight)], [None if layer.bias is None else _array(layer.bias[expert])]
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    array: Array = tensor.float().numpy()
-    return np.ascontiguousarray(array)
-
-
-def _operands(program: ExportedProgram, packed: Packed, name: str) -> list[Node | None]:
-    """weight, scales, multipliers and bias as parameters beside the one they were made of."""
-    given = {
-        f"{name}.packed": packed.weight,
-        f"{name}.scales": packed.scales,
-        f"{name}.multipliers": packed.multipliers,
-        f"{name}.packed_bias": packed.bias,
-    }
-    return [
-        None if array is None else add_parameter(program, key, tensor_of(array))
-        for key, array in given.items()
-    ]
+        yield [array_of(weight)], [None if layer.bias is None else array_of(layer.bias[expert])]

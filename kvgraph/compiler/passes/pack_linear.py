@@ -9,15 +9,13 @@ than its few bytes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.packed_weights import Packed, pack
+from kvgraph.compiler.packed_weights import pack
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
     UnmatchedError,
@@ -30,11 +28,11 @@ from kvgraph.compiler.passes.operands import (
     value,
 )
 from kvgraph.compiler.passes.parameters import (
-    add_parameter,
+    add_packed,
+    array_of,
     drop_unused,
     held,
     name_outputs,
-    tensor_of,
 )
 from kvgraph.ops import torch_ops
 from kvgraph.progress import task
@@ -199,12 +197,12 @@ def _with_residual(layer: _Layer) -> _Group:
 def _rewrite(program: ExportedProgram, group: _Group, bits: int) -> None:
     graph, first = program.graph, group.layers[0]
     packed = pack(
-        [_array(layer.weight) for layer in group.layers],
+        [array_of(layer.weight) for layer in group.layers],
         bits,
-        [None if layer.bias is None else _array(layer.bias) for layer in group.layers],
+        [None if layer.bias is None else array_of(layer.bias) for layer in group.layers],
         interleave=group.gated is not None,
     )
-    operands = _operands(program, packed, first.name)
+    operands = add_packed(program, packed, _stem(first.name))
     widths = [len(layer.weight) for layer in group.layers][: 1 if group.gated else None]
     names = ("out_features", "out_features_1", "out_features_2")
     attributes = dict(zip(names, widths, strict=False)) | {"bits": bits}
@@ -253,23 +251,6 @@ def _like(rows: Node, old: Node) -> Node:
     return view
 
 
-def _operands(program: ExportedProgram, packed: Packed, name: str) -> Sequence[Node | None]:
-    """weight, scales, multipliers and bias as parameters of their own.
-
-    They are attributes of the layer; a weight that is not `layer.weight` gets one of its own.
-    """
-    stem = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"
-    given = {
-        f"{stem}.packed": packed.weight,
-        f"{stem}.scales": packed.scales,
-        f"{stem}.multipliers": packed.multipliers,
-        f"{stem}.packed_bias": packed.bias,
-    }
-    return [
-        None if array is None else add_parameter(program, key, tensor_of(array))
-        for key, array in given.items()
-    ]
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return tensor.float().numpy()
+def _stem(name: str) -> str:
+    """Packed weights are attributes of the layer, or of a name of its own where it is not `layer.weight`."""
+    return name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"

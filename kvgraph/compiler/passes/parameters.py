@@ -7,6 +7,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
+from kvgraph.compiler.packed_weights import Packed
 from kvgraph.compiler.passes.operands import value
 from kvgraph.contract.dims import Array
 from kvgraph.ops.torch_arrays import tensor_over
@@ -37,6 +38,26 @@ def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor) -> 
     )
     program.state_dict[name] = torch.nn.Parameter(tensor, requires_grad=False)
     return node
+
+
+def add_packed(program: ExportedProgram, packed: Packed, stem: str) -> list[Node | None]:
+    """weight, scales, multipliers and bias as new parameters `stem.packed` and so on."""
+    given = {
+        f"{stem}.packed": packed.weight,
+        f"{stem}.scales": packed.scales,
+        f"{stem}.multipliers": packed.multipliers,
+        f"{stem}.packed_bias": packed.bias,
+    }
+    return [
+        None if array is None else add_parameter(program, name, tensor_of(array))
+        for name, array in given.items()
+    ]
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """A weight in float32, as it is packed."""
+    array: Array = tensor.float().numpy()
+    return array
 
 
 def tensor_of(array: Array) -> torch.Tensor:
