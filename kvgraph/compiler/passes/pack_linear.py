@@ -252,5 +252,5 @@ def _like(rows: Node, old: Node) -> Node:
 
 
 def _stem(name: str) -> str:
-    """Of the names of packed weights: the layer's, or one of its own for what is not `layer.weight`."""
+    """The layer's name for its packed weights; one of its own for what is not `layer.weight`."""
     return name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"
