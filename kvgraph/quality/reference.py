@@ -1,39 +1,57 @@
-"""The checkpoint's scores of a text, in float32 by transformers' own attention.
+"""The checkpoint's scores of a text, in float32 by transformers' own attention and experts.
 
-It shares no code with what was compiled.
+Of what was compiled it shares how weights are read, and no operator. They are in memory one module
+at a time where the checkpoint allows it, so windows of one length run together: each run reads all
+of them.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from kvgraph.errors import ModelError
 from kvgraph.progress import task
 from kvgraph.quality.scores import Scores, joined, score
 from kvgraph.quality.text import Windows
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WINDOWS_AT_ONCE = 4
+
 
 def score_reference(source: Path, windows: Windows) -> Scores:
-    """The checkpoint's scores in float32. It is in memory only until this returns."""
+    """The checkpoint's scores in float32. What is in memory is gone with the return."""
     import torch
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).eval()
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{source}: cannot read the weights: {first}") from error
+    from kvgraph.compiler.check.reference import eager
+    from kvgraph.compiler.check.streamed import Streamed
+    from kvgraph.compiler.frontends import huggingface
+
+    loaded = huggingface.load(source, "float32", weightless=True)
+    model = cast("PreTrainedModel", loaded.module.model)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    streamed = None if loaded.checkpoint is None else Streamed(loaded.checkpoint)
     parts = []
     total = sum(map(len, windows)) - len(windows)
-    with torch.inference_mode(), task("scoring", total, "tokens") as advance:
-        for window in windows:
-            ids = torch.from_numpy(window[:-1].astype(np.int64))[None]
-            logits_NV = model(input_ids=ids, use_cache=False).logits[0].numpy()
-            parts.append(score(logits_NV, window[1:]))
-            advance(len(logits_NV))
+    with (
+        torch.inference_mode(),
+        eager(model),
+        streamed.within(loaded.module) if streamed else nullcontext(),
+        task("scoring", total, "tokens") as advance,
+    ):
+        for _, group in groupby(windows, len):
+            equal = list(group)
+            for first in range(0, len(equal), WINDOWS_AT_ONCE):
+                some = np.stack(equal[first : first + WINDOWS_AT_ONCE]).astype(np.int64)
+                ids = torch.from_numpy(some[:, :-1])
+                logits_BNV = model(input_ids=ids, use_cache=False).logits.numpy()
+                for logits_NV, window in zip(logits_BNV, some, strict=True):
+                    parts.append(score(logits_NV, window[1:]))
+                    advance(len(logits_NV))
     return joined(parts)

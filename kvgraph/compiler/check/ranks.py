@@ -12,7 +12,6 @@ from kvgraph.compiler.check.compare import Logits, Tokens
 from kvgraph.compiler.check.host import Params, logits_of
 from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.streamed import Streamed
-from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.pipeline import trace_ranks
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.devices import Device
@@ -30,23 +29,19 @@ def rank_logits(
     rewrite: Callable[[Traced], None],
     rows: Sequence[Tokens],
     chunk: int,
-    streamed: Streamed | None,
 ) -> list[Logits]:
     """What rank 0 of the model of `traced` computes, as `logits_of`, beside all others.
 
-    `rewrite` runs the passes of a target for devices of `kind`. Parameters that are fake are
-    `streamed`.
+    `rewrite` runs the passes of a target for devices of `kind`.
     """
-    given = replace(traced, model=replace(traced.model, checkpoint=Checkpoint({})))
     memory = np.zeros(shared_bytes(ranks), np.uint8)
     groups = [Group(memory, rank, ranks, [-1] * ranks, TIMEOUT) for rank in range(ranks)]
     runs = []
-    for own in trace_ranks(given, kind, ranks, functional=False):
+    for own in trace_ranks(traced, kind, ranks, functional=False):
         rewrite(own)
         checkpoint = own.model.checkpoint
-        assert checkpoint is not None
-        mine = streamed and streamed.cut(checkpoint.shares, traced.model.module)
-        runs.append((own, ProgramRun(own.program, streamed=mine)))
+        streamed = None if checkpoint is None else Streamed(checkpoint)
+        runs.append((own, ProgramRun(own.program, streamed=streamed)))
     found: list[list[Logits]] = [[] for _ in runs]
     failed: list[BaseException] = []
 

@@ -167,7 +167,7 @@ def _run_program(
 ) -> list[Logits]:
     if made.ranks > 1:
         rewrite = imported(made.support.rewrite)
-        return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK, streamed)
+        return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK)
     if made.support.rewrite:
         imported(made.support.rewrite)(traced)
     program = ProgramRun(traced.program, streamed=streamed)

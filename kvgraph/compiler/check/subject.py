@@ -14,8 +14,10 @@ from torch import nn
 
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.values import Head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -53,8 +55,11 @@ def reduced(model: Model) -> tuple[Model, list[int], Streamed | None] | None:
     )
     if model.checkpoint is None:
         return small, chosen, None
-    named = decoder.named_parameters(remove_duplicate=False)
-    return small, chosen, Streamed(model.checkpoint, {name: stored[id(p)] for name, p in named})
+    named = dict(decoder.named_parameters(remove_duplicate=False))
+    whole = {name: model.checkpoint.values[stored[id(p)]] for name, p in named.items()}
+    values = {name: Head(each, len(named[name])) for name, each in whole.items()}
+    checkpoint = Checkpoint(values)
+    return replace(small, checkpoint=checkpoint), chosen, Streamed(checkpoint)
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList | None:

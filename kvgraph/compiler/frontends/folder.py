@@ -16,8 +16,8 @@ from kvgraph.errors import ModelError, UnsupportedError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 
-UNPACKED = ("mxfp4", "fp8")
-"""Quantised checkpoints that transformers turns into plain weights when it loads them."""
+QUANTIZED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+"""Methods whose checkpoints are read (compiler/quantized)."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> Config:
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: expected a model_type, got none")
-    _require_plain_weights(path, config)
+    _require_known_weights(path, config)
     return config
 
 
@@ -90,15 +90,21 @@ def _gguf(path: Path) -> str:
     )
 
 
-def _require_plain_weights(path: Path, config: Config) -> None:
+def quantization(config: Config) -> Mapping[str, Any] | None:
+    """What a configuration says of weights in fewer bits; None for plain ones."""
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
     given = config.get("quantization_config") or nested
     if not given:
-        return
-    method = given.get("quant_method") if isinstance(given, dict) else given
-    if method not in UNPACKED:
+        return None
+    return given if isinstance(given, dict) else {"quant_method": given}
+
+
+def _require_known_weights(path: Path, config: Config) -> None:
+    given = quantization(config)
+    if given is not None and given.get("quant_method") not in QUANTIZED:
         raise UnsupportedError(
-            f"{path}: quantization_config: expected plain weights, got a checkpoint quantised by "
-            f"{method!r}; compile the one that it was made from, with --weights int4 or int8"
+            f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got a checkpoint "
+            f"quantised by {given.get('quant_method')!r}; compile the one that it was made from, "
+            "with --weights int4 or int8"
         )

@@ -16,7 +16,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.decoder import (
     NO_INTERFACE,
@@ -26,10 +25,11 @@ from kvgraph.compiler.frontends.decoder import (
     probe,
     unsupported,
 )
-from kvgraph.compiler.frontends.folder import Config, read_config
+from kvgraph.compiler.frontends.folder import Config, quantization, read_config
 from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
-from kvgraph.compiler.frontends.weightless import fake_parameters, locate
+from kvgraph.compiler.frontends.weightless import Located, fake_parameters, locate
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.quantized.parts import INSTEAD, Form
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.shards import INDEXES, read_index
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
@@ -72,12 +72,19 @@ def _load(
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text)
     require_tokenizer(folder / "tokenizer.json")
-    model, checkpoint, loaded = None, None, ""
-    if weightless:
-        model, checkpoint, loaded = _build(transformers, folder, config, text, dtype)
+    model, located = None, Located(None)
+    is_quantized = quantization(config) is not None
+    if weightless or is_quantized:
+        model, located = _build(transformers, folder, config, text, dtype)
+    checkpoint = located.checkpoint
     if checkpoint is None:
+        if is_quantized:
+            raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {INSTEAD}")
         model = _load_weights(transformers, folder, dtype)
     assert model is not None
+    if checkpoint is not None and not weightless:
+        checkpoint.fill(model)
+        checkpoint = None
     generation = model.generation_config
     eos = generation.eos_token_id
     eos = getattr(text, "eos_token_id", None) if eos is None else eos  # not every type has one
@@ -94,21 +101,31 @@ def _load(
         files=text_files(folder),
         eos_token_ids=as_ids(eos),
         bos_token_id=getattr(text, "bos_token_id", None),
-        checkpoint=checkpoint,
-        loaded=loaded,
-        notes=_notes_of(layers, text),
+        checkpoint=checkpoint and checkpoint.renamed("model."),
+        loaded=located.why,
+        nearest_weights=located.form.nearest,
+        notes=_notes_of(layers, text, located.form),
     )
 
 
-def _notes_of(layers: tuple[LayerNeed, ...], config: PretrainedConfig) -> tuple[str, ...]:
-    """What a latent attention (MLA) costs that is computed from keys and values of all heads."""
+def _notes_of(
+    layers: tuple[LayerNeed, ...], config: PretrainedConfig, form: Form
+) -> tuple[str, ...]:
+    """How weights are stored in fewer bits, and what a latent attention (MLA) costs that is
+    computed from keys and values of all heads."""
+    stored = (
+        [f"weights: the checkpoint's are {form.said}; they are decoded, then kept as this says"]
+        if form.said
+        else []
+    )
     rank = getattr(config, "kv_lora_rank", None)
     if not rank:
-        return ()
+        return tuple(stored)
     latent = rank + (getattr(config, "qk_rope_head_dim", None) or 0)
     need = layers[0]
     expanded = need.n_kv_heads * (need.head_dim + need.v_head_dim)
     return (
+        *stored,
         f"cache: latent attention (MLA) is kept as keys and values: {expanded} elements of a token "
         f"in a layer, {expanded / latent:.1f} times its latent {latent}",
     )
@@ -116,19 +133,19 @@ def _notes_of(layers: tuple[LayerNeed, ...], config: PretrainedConfig) -> tuple[
 
 def _build(
     transformers: ModuleType, folder: Path, config: Config, text: PretrainedConfig, dtype: str
-) -> tuple[PreTrainedModel | None, Checkpoint | None, str]:
+) -> tuple[PreTrainedModel | None, Located]:
     """The model with fake parameters and where their values are, or why it has to be loaded."""
     if text.model_type != config["model_type"]:
-        return None, None, "the decoder is a part of a larger model"
+        return None, Located(None, "the decoder is a part of a larger model")
     with fake_parameters():
         model = _make(transformers, folder, text, dtype)
-    checkpoint, why = locate(model, folder, getattr(torch, dtype))
+    located = locate(model, folder, config, getattr(torch, dtype))
     if (folder / "generation_config.json").is_file():
         with contextlib.suppress(OSError):  # as from_pretrained: the model's own defaults stay
             model.generation_config = transformers.GenerationConfig.from_pretrained(
                 folder, local_files_only=True
             )
-    return model, checkpoint and checkpoint.renamed("model."), why
+    return model, located
 
 
 def _make(
@@ -206,6 +223,8 @@ def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> P
     try:
         text = hf_config.get_text_config()
         _require_decoder(transformers, text)
+        if hasattr(text, "quantization_config"):
+            del text.quantization_config  # modules are those of the plain model
     except UnsupportedError:
         raise
     except Exception as error:  # several text configurations, attributes that differ by layer

@@ -22,9 +22,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kvgraph.compiler.cache import LayerNeed, require_heads
-from kvgraph.compiler.checkpoint import Share
 from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.values import Share
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import torch_ops
 
@@ -62,7 +62,7 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     checkpoint = model.checkpoint
     if checkpoint is not None:
         shares = {f"model.{name}": share for name, share in cutter.shares.items()}
-        checkpoint = replace(checkpoint, shares=shares)
+        checkpoint = checkpoint.cut(shares)
     return replace(model, module=own, place=own.place, checkpoint=checkpoint)
 
 

@@ -1,14 +1,14 @@
 """A decoder of transformers without its weights: parameters are fake, buffers are real.
 
-Applies where every parameter is stored under its own name and in its own shape. Where
-transformers renames, merges or converts what is stored, the weights have to pass through memory,
-and `locate` says why.
+`locate` says where the values are, or why transformers has to load them: they then pass through
+memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,32 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from kvgraph.compiler.checkpoint import READ_DTYPES, Checkpoint
+from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.frontends.conversion import of_parameters
+from kvgraph.compiler.frontends.decoder import first_line
+from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.quantized import weights_of
+from kvgraph.compiler.quantized.parts import PLAIN, Form
 from kvgraph.compiler.shards import Stored, stored_tensors
+from kvgraph.compiler.values import Values
+from kvgraph.contract.dtypes import ACTIVATIONS
 from kvgraph.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+WEIGHTS = [getattr(torch, name) for name in (*ACTIVATIONS, "float64")]
+"""Types of a weight's numbers."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where values are; or `why` transformers has to load them. `form`: of those in fewer bits."""
+
+    checkpoint: Checkpoint | None
+    why: str = ""
+    form: Form = PLAIN
 
 
 @contextlib.contextmanager
@@ -47,26 +67,45 @@ def fake_parameters() -> Iterator[None]:
         hook.remove()
 
 
-def locate(model: nn.Module, folder: Path, dtype: torch.dtype) -> tuple[Checkpoint | None, str]:
+def locate(model: PreTrainedModel, folder: Path, config: Config, dtype: torch.dtype) -> Located:
     """Where the values of `model`'s parameters are, or why they cannot be taken as stored.
 
     ModelError, as of a real load, where tensors are missing or of another shape.
     """
     stored = stored_tensors(folder)
     wanted = _wanted(model)
-    why = _why_loaded(model, stored, wanted, dtype)
+    read, form = weights_of(folder, config, stored)
+    why = _why_loaded(model, stored, dtype)
     if why:
-        return None, why
-    found: dict[str, Stored] = {}
+        return Located(None, why, form)
+    try:
+        values = of_parameters(model, read)
+    except ImportError:
+        return Located(None, "transformers' own names of them are not known", form)
+    except Exception as error:
+        return Located(None, f"transformers converts them: {first_line(error)}", form)
+    for names, _ in wanted:
+        present = [name for name in names if name in values]
+        if len(present) > 1:
+            return Located(None, f"tied {' and '.join(present)} are both stored", form)
+        kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
+        if kinds:
+            return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
+    found: dict[str, Values] = {}
     for names, shape in wanted:
-        name = next((n for n in names if n in stored), names[0])
-        if name not in stored:
+        name = next((n for n in names if n in values), names[0])
+        if name not in values:
             raise _incomplete(folder, "missing_keys", name)
-        if stored[name].shape != shape:
-            both = f"{name} {list(stored[name].shape)} for {list(shape)}"
+        if values[name].shape != shape:
+            both = f"{name} {list(values[name].shape)} for {list(shape)}"
             raise _incomplete(folder, "mismatched_keys", both)
-        found |= dict.fromkeys(names, stored[name])
-    return Checkpoint(found), ""
+        found |= dict.fromkeys(names, values[name])
+    return Located(Checkpoint(found), "", form)
+
+
+def _is_read(values: Values | None) -> bool:
+    """Whether a tensor's numbers are those of a weight."""
+    return values is not None and values.dtype in WEIGHTS
 
 
 def _wanted(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
@@ -78,33 +117,12 @@ def _wanted(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
     return [(tied, tuple(state[tied[0]].shape)) for tied in names.values()]
 
 
-def _why_loaded(
-    model: PreTrainedModel,
-    stored: Mapping[str, Stored],
-    wanted: list[tuple[list[str], tuple[int, ...]]],
-    dtype: torch.dtype,
-) -> str:
+def _why_loaded(model: PreTrainedModel, stored: Mapping[str, Stored], dtype: torch.dtype) -> str:
     """Why transformers has to load the weights itself; empty where it need not."""
     if not stored:
         return "the checkpoint has no safetensors"
-    if getattr(model.config, "quantization_config", None):
-        return "the checkpoint is quantised"
     if _kept_in_float32(model, dtype):
         return "transformers keeps some of them in float32"
-    for names, _ in wanted:
-        present = [name for name in names if name in stored]
-        if len(present) > 1:
-            return f"tied {' and '.join(present)} are both stored"
-        if present and stored[present[0]].dtype not in READ_DTYPES:
-            return f"{present[0]} is stored as {stored[present[0]].dtype}"
-    converted = _first_converted(model, stored)
-    if converted:
-        return f"transformers converts {converted}"
-    known = {name for names, _ in wanted for name in names}
-    missing = [names[0] for names, _ in wanted if not any(name in stored for name in names)]
-    unknown = sorted(stored.keys() - known)
-    if missing and unknown:
-        return f"{missing[0]} is not stored under its name, and {unknown[0]} is no parameter"
     return ""
 
 
@@ -115,21 +133,6 @@ def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
         (always and dtype in (torch.float16, torch.bfloat16))
         or (in_half and dtype == torch.float16)
     )
-
-
-def _first_converted(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
-    """A stored tensor that transformers would rename or compute others from."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        return "names in a way that this version does not say"
-    transforms = get_model_conversion_mapping(model)
-    for name in stored:
-        for transform in transforms:
-            renamed, pattern = transform.rename_source_key(name)
-            if renamed != name or pattern is not None:
-                return name
-    return ""
 
 
 def _incomplete(folder: Path, problem: str, first: str) -> ModelError:

@@ -1,0 +1,46 @@
+"""Checkpoints whose weights are stored in fewer bits, read as the numbers that they stand for.
+
+Each method says which stored tensors are one weight, and how its rows are computed from them, so
+that whatever reads a plain checkpoint reads these too: names, shapes and conversions are those of
+the model, and no more than one packed tensor is in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
+from kvgraph.compiler.quantized.parts import PLAIN, Form, Parts
+from kvgraph.compiler.shards import Stored
+from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
+
+METHODS: Mapping[str, Callable[[Parts, Config], dict[str, Values]]] = {
+    "awq": awq.weights,
+    "compressed-tensors": compressed_tensors.weights,
+    "fbgemm_fp8": fp8.weights,
+    "fp8": fp8.weights,
+    "gptq": gptq.weights,
+    "mxfp4": mxfp4.weights,
+}
+"""quant_method of a configuration -> its reader."""
+
+
+def weights_of(
+    folder: Path, config: Config, stored: Mapping[str, Stored]
+) -> tuple[dict[str, Values], Form]:
+    """Tensors of the checkpoint by the names of their modules, and how they are stored.
+
+    ModelError for one whose tensors do not fit each
+    other; UnsupportedError for a form that is not read, with what would be.
+    """
+    readable = {k: each for k, each in stored.items() if each.dtype in TORCH_DTYPES}
+    given = quantization(config)
+    if given is None:
+        return {name: Plain(each) for name, each in readable.items()}, PLAIN
+    method = str(given["quant_method"])
+    parts = Parts(folder, method, readable)
+    found = METHODS[method](parts, given)
+    others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
+    return {**others, **found}, parts.form

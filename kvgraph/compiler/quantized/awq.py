@@ -1,0 +1,82 @@
+"""AWQ: integers of 4 bits with a scale and a zero point for each group of inputs.
+
+The layout of AutoAWQ's "gemm" version, for a weight of N outputs and K inputs in G groups:
+
+    qweight  int32 [K, N / 8]   eight outputs in a word; the lowest bits hold the outputs in ORDER
+    qzeros   int32 [G, N / 8]   in the same order
+    scales   float [G, N]
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
+from kvgraph.compiler.values import Plain, Rows, Values
+from kvgraph.errors import ModelError
+
+BITS = 4
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight outputs are in a word, from its lowest bits on."""
+
+
+def weights(parts: Parts, config: Config) -> dict[str, Values]:
+    bits = config.get("bits", config.get("w_bit"))
+    form = str(config.get("version", config.get("format")) or "gemm").lower()
+    if bits != BITS:
+        raise parts.refuse("bits", str(BITS), bits)
+    if form != "gemm":
+        raise parts.refuse("version", "'gemm'", repr(form))
+    return {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".qweight")}
+
+
+def _weight(parts: Parts, stem: str) -> Values:
+    packed = parts.take(f"{stem}.qweight", stem)
+    zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
+    (inputs, words), groups = packed.shape, scales.shape[0]
+    parts.require_shape(scales, [groups, words * len(ORDER)])
+    parts.require_shape(zeros, [groups, words])
+    if inputs % groups:
+        raise ModelError(
+            f"{scales.where}: expected groups that divide the {inputs} inputs, got {groups}"
+        )
+    parts.integers.add(BITS)
+    parts.kinds.add(f"4 bits in groups of {inputs // groups}")
+    return _Grouped(packed, zeros, scales)
+
+
+class _Grouped(Values):
+    """(number - zero point) * scale."""
+
+    dtype = torch.float32
+
+    def __init__(self, packed: Plain, zeros: Plain, scales: Plain) -> None:
+        self.where = packed.where
+        self.shape = packed.shape[1] * len(ORDER), packed.shape[0]
+        self._packed, self._zeros, self._scales = packed, zeros, scales
+
+    def open(self) -> Rows:
+        packed = self._packed.read()
+        zeros, scales = _in_order(self._zeros.read()), read_finite(self._scales)
+        each = self.shape[1] // len(scales)
+        per = len(ORDER)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            first = start // per * per
+            numbers = _in_order(packed[:, first // per : -(-stop // per)])
+            numbers = numbers[:, start - first : stop - first].T
+            zero, scale = (
+                part[:, start:stop].T.repeat_interleave(each, 1) for part in (zeros, scales)
+            )
+            return (numbers - zero) * scale
+
+        return rows
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """`[n, words]` -> `[n, outputs]`."""
+    found = unpack(words, BITS).unflatten(-1, (-1, len(ORDER)))
+    ordered = torch.empty_like(found)
+    ordered[..., list(ORDER)] = found
+    return ordered.flatten(-2)

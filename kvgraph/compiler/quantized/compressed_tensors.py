@@ -1,0 +1,177 @@
+"""compressed-tensors, as llm-compressor writes it: what each weight is is seen from its tensors.
+
+For a weight of N outputs and K inputs in G groups:
+
+    pack-quantized         weight_packed int32 [N, K * bits / 32], weight_scale [N, G] (or [N, 1]),
+                           weight_shape; perhaps weight_zero_point int32 [N * bits / 32, G] and
+                           weight_g_idx [K]. Numbers have 2 ** (bits - 1) added.
+    int-quantized          weight int8 [N, K], weight_scale [N, G], [N, 1] or [1]; perhaps
+                           weight_zero_point
+    float-quantized        weight float8_e4m3fn, weight_scale of blocks, rows or one
+    mxfp4-, nvfp4-pack-    weight_packed uint8 [N, K / 2], weight_scale [N, G]: exponents, or
+    quantized              float8_e4m3fn over weight_global_scale
+
+Scales of activations and of a cache are left: activations are scaled as they come, and the cache
+has its own dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.quantized.floats import FourBits, scaled
+from kvgraph.compiler.quantized.parts import Parts, group_of_inputs, read_finite, unpack
+from kvgraph.compiler.values import Plain, Rows, Values
+from kvgraph.errors import ModelError
+
+BITS = (2, 4, 8)
+FLOAT8 = "F8_E4M3"
+DENSE = (None, "dense")
+LEFT = tuple(
+    f".{name}"
+    for name in (
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+    )
+)
+
+
+def weights(parts: Parts, config: Config) -> dict[str, Values]:
+    sparsity = (config.get("sparsity_config") or {}).get("format")
+    if sparsity not in DENSE:
+        raise parts.refuse("sparsity_config", "dense weights", repr(sparsity))
+    if (config.get("transform_config") or {}).get("config_groups"):
+        raise parts.refuse("transform_config", "none", "transforms of activations")
+    parts.taken.update(name for name in parts.stored if name.endswith(LEFT))
+    found: dict[str, Values] = {}
+    for stem in parts.stems(".weight_packed"):
+        found[f"{stem}.weight"] = _packed(parts, stem)
+    for stem in parts.stems(".weight_scale"):
+        name = f"{stem}.weight"
+        if name not in found:
+            found[name] = _scaled(parts, stem, _block(config))
+    return found
+
+
+def _block(config: Config) -> tuple[int, int] | None:
+    """Of float8 weights: the one that a group names."""
+    for group in (config.get("config_groups") or {}).values():
+        block = (group.get("weights") or {}).get("block_structure")
+        if block:
+            height, width = (
+                block if isinstance(block, list) else [int(x) for x in str(block).split("x")]
+            )
+            return height, width
+    return None
+
+
+def _packed(parts: Parts, stem: str) -> Values:
+    packed = parts.take(f"{stem}.weight_packed", stem)
+    scales = parts.take(f"{stem}.weight_scale", packed.stored.name)
+    if packed.dtype == torch.uint8:
+        whole = parts.find(f"{stem}.weight_global_scale")
+        groups = packed.shape[-1] * 2 // max(1, scales.shape[-1])
+        parts.require_shape(scales, (*packed.shape[:-1], packed.shape[-1] * 2 // max(1, groups)))
+        parts.kinds.add(f"4 bits in groups of {groups}")
+        return FourBits(packed, scales, whole)
+    outputs, words = packed.shape
+    shape = parts.take(f"{stem}.weight_shape", packed.stored.name)
+    sizes = [int(size) for size in shape.read()]
+    inputs = sizes[-1]
+    bits = next((b for b in BITS if -(-inputs * b // 32) == words), None)
+    if len(sizes) != 2 or sizes[0] != outputs:
+        raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {sizes}")
+    if bits is None:
+        raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")
+    groups = _groups(parts, scales, outputs, inputs)
+    zeros = parts.find(f"{stem}.weight_zero_point")
+    if zeros is not None:
+        parts.require_shape(zeros, (-(-outputs * bits // 32), groups))
+    index = parts.find(f"{stem}.weight_g_idx")
+    if index is not None:
+        parts.require_shape(index, [inputs])
+    parts.integers.add(bits)
+    return _Integers(packed, scales, zeros, index, bits, (outputs, inputs), groups)
+
+
+def _scaled(parts: Parts, stem: str, block: tuple[int, int] | None) -> Values:
+    scales = parts.take(f"{stem}.weight_scale", stem)
+    numbers = parts.take(f"{stem}.weight", scales.stored.name)
+    if numbers.stored.dtype == FLOAT8:
+        return scaled(parts, numbers, scales, block)
+    if numbers.dtype != torch.int8:
+        raise parts.refuse(f"{stem}.weight", "int8 or float8_e4m3fn", numbers.stored.dtype)
+    outputs, inputs = numbers.shape
+    groups = _groups(parts, scales, outputs, inputs)
+    zeros = parts.find(f"{stem}.weight_zero_point")
+    if zeros is not None:
+        parts.require_shape(zeros, scales.shape)
+    parts.integers.add(8)
+    return _Integers(numbers, scales, zeros, None, 8, (outputs, inputs), groups)
+
+
+def _groups(parts: Parts, scales: Plain, outputs: int, inputs: int) -> int:
+    """Groups of a row."""
+    count = scales.shape[-1] if len(scales.shape) == 2 else 1
+    if inputs % max(1, count):
+        raise ModelError(
+            f"{scales.where}: expected groups that divide the {inputs} inputs, got {count}"
+        )
+    parts.require_shape(scales, (outputs, count), (1,), ())
+    parts.kinds.add("a scale a row" if count == 1 else f"groups of {inputs // count}")
+    return count
+
+
+class _Integers(Values):
+    """(number - zero point) * scale."""
+
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        numbers: Plain,
+        scales: Plain,
+        zeros: Plain | None,
+        index: Plain | None,
+        bits: int,
+        shape: tuple[int, int],
+        groups: int,
+    ) -> None:
+        self.where, self.shape = numbers.where, shape
+        self._numbers, self._scales, self._zeros, self._index = numbers, scales, zeros, index
+        self._bits, self._groups = bits, groups
+
+    def open(self) -> Rows:
+        outputs, inputs = self.shape
+        numbers = self._numbers.open()
+        scales = read_finite(self._scales).reshape(-1, self._groups).expand(outputs, -1)
+        zeros = self._zero_points(outputs)
+        groups = group_of_inputs(self._index, inputs, self._groups)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            found = numbers(start, stop)
+            if self._is_packed(found):
+                found = unpack(found, self._bits)[:, :inputs] - (1 << (self._bits - 1))
+            if zeros is not None:
+                found = found.int() - zeros[start:stop][:, groups]
+            return found.float() * scales[start:stop][:, groups]
+
+        return rows
+
+    def _zero_points(self, outputs: int) -> torch.Tensor | None:
+        if self._zeros is None:
+            return None
+        found = self._zeros.read()
+        if self._is_packed(found):
+            found = unpack(found.T.contiguous(), self._bits).T[:outputs]
+            return found - (1 << (self._bits - 1))
+        return found.reshape(-1, self._groups).expand(outputs, -1).int()
+
+    @staticmethod
+    def _is_packed(numbers: torch.Tensor) -> bool:
+        return numbers.dtype == torch.int32

@@ -1,0 +1,120 @@
+"""Numbers of eight and four bits with exponents, and their scales."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
+from kvgraph.compiler.values import Plain, Rows, Values
+
+Block = tuple[int, int]
+
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of FP4 (E2M1): the upper bit is the sign."""
+
+BIAS = 127
+"""Of a scale that is an exponent alone (E8M0); the largest byte is a NaN."""
+
+
+class Scaled(Values):
+    """Numbers `[N, K]` or `[E, N, K]`, times the scale of their block.
+
+    `scales`: of blocks of the last two dims, those at the edges cut off; or one.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, numbers: Plain, scales: Plain, block: Block) -> None:
+        self.where, self.shape = numbers.where, numbers.shape
+        self._numbers, self._scales, self._block = numbers, scales, block
+
+    def open(self) -> Rows:
+        numbers, scales = self._numbers.open(), read_finite(self._scales)
+        if scales.numel() == 1:
+            one = scales.reshape(())
+            return lambda start, stop: numbers(start, stop).float() * one
+        height, width = self._block
+        columns = torch.arange(self.shape[-1]) // width
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            if len(self.shape) == 3:
+                of_rows = scales[start:stop, torch.arange(self.shape[1]) // height]
+            else:
+                of_rows = scales[torch.arange(start, stop) // height]
+            return numbers(start, stop).float() * of_rows[..., columns]
+
+        return rows
+
+
+def scaled(parts: Parts, numbers: Plain, scales: Plain, block: Block | None) -> Values:
+    """ModelError where `scales` are not those of `numbers`: one, of rows, or of `block`."""
+    *leading, height, width = numbers.shape if len(numbers.shape) > 1 else (1, *numbers.shape)
+    shapes: dict[tuple[int, ...], Block] = {(): (height, width), (1,): (height, width)}
+    shapes[(*leading, 1, 1)] = height, width
+    shapes[(*leading, height, 1)] = shapes[(*leading, height)] = 1, width
+    if block is not None:
+        grid = tuple(-(-size // each) for size, each in zip((height, width), block, strict=True))
+        shapes[(*leading, *grid)] = block
+    parts.require_shape(scales, *shapes)
+    form = shapes[scales.shape]
+    kind = "one scale" if scales.shape in ((), (1,)) else "a scale a row"
+    parts.kinds.add(f"blocks of {form[0]} x {form[1]}" if form is block else kind)
+    return Scaled(numbers, scales, form)
+
+
+class FourBits(Values):
+    """FP4 numbers, two in a byte, with a scale for each group of inputs.
+
+    `numbers` uint8 `[..., N, K / 2]`, or `[..., N, G, K / G / 2]`; the lower bits come first.
+    `scales` `[..., N, G]`: bytes are exponents, else floats, which are divided by `whole`.
+    `transposed`: its last two dims change places.
+    """
+
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        numbers: Plain,
+        scales: Plain,
+        whole: Plain | None = None,
+        *,
+        transposed: bool = False,
+    ) -> None:
+        self.where = numbers.where
+        leading = scales.shape[:-1]
+        inputs = 2 * torch.Size(numbers.shape[len(leading) :]).numel()
+        shape = (*leading, inputs)
+        self.shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        self._numbers, self._scales, self._whole = numbers, scales, whole
+        self._transposed = transposed
+
+    def open(self) -> Rows:
+        numbers = self._numbers.open()
+        scales = _exponents(self._scales) if self._is_exponents else read_finite(self._scales)
+        if self._whole is not None:
+            scales = scales / read_finite(self._whole)
+        levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)])
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            bytes_ = numbers(start, stop)
+            of_rows = scales[start:stop]
+            nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
+            grouped = levels[nibbles.long()].reshape(*of_rows.shape, -1)
+            found = (grouped * of_rows[..., None]).flatten(-2)
+            return found.transpose(-1, -2) if self._transposed else found
+
+        return rows
+
+    @property
+    def _is_exponents(self) -> bool:
+        return self._scales.dtype == torch.uint8
+
+
+def _exponents(part: Plain) -> torch.Tensor:
+    """Powers of two in float32."""
+    stored = part.read().numpy()
+    with np.errstate(over="ignore"):
+        powers = np.ldexp(np.float32(1), stored.astype(np.int32) - BIAS)
+    powers[stored == 2 * BIAS + 1] = np.nan
+    return require_finite(part, torch.from_numpy(powers))

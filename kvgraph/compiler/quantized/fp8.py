@@ -1,0 +1,25 @@
+"""FP8 (E4M3) weights with scales of blocks (DeepSeek, Qwen3), of rows (FBGEMM), or one.
+
+A weight `X` has its scales in `X_scale_inv` or `X_scale`, which it is multiplied by.
+"""
+
+from __future__ import annotations
+
+from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.quantized.floats import scaled
+from kvgraph.compiler.quantized.parts import Parts
+from kvgraph.compiler.values import Values
+
+STORED = "F8_E4M3"
+SCALES = ("_scale_inv", "_scale")
+
+
+def weights(parts: Parts, config: Config) -> dict[str, Values]:
+    block = config.get("weight_block_size")
+    found: dict[str, Values] = {}
+    for name in sorted(n for n, stored in parts.stored.items() if stored.dtype == STORED):
+        numbers = parts.take(name, name)
+        given = [f"{name}{end}" for end in SCALES if f"{name}{end}" in parts.stored]
+        scales = parts.take(given[0] if given else f"{name}{SCALES[0]}", name)
+        found[name] = scaled(parts, numbers, scales, tuple(block) if block else None)
+    return found

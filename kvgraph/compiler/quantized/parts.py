@@ -1,0 +1,124 @@
+"""Tensors that a quantised weight is stored as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvgraph.compiler.shards import Stored
+from kvgraph.compiler.values import Plain
+from kvgraph.errors import ModelError, UnsupportedError
+
+INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a checkpoint stores its weights: in words, and the `--weights` nearest to it; both are
+    empty for a plain one."""
+
+    said: str = ""
+    nearest: str = ""
+
+
+PLAIN = Form()
+
+
+@dataclass
+class Parts:
+    """The stored tensors of a checkpoint, and which of them are parts of a weight."""
+
+    folder: Path
+    method: str
+    stored: Mapping[str, Stored]
+    taken: set[str] = field(default_factory=set)
+    kinds: set[str] = field(default_factory=set)
+    """How weights are stored, as words for a user."""
+    integers: set[int] = field(default_factory=set)
+    """Bits of those that are integers."""
+
+    @property
+    def form(self) -> Form:
+        """Integers stay as few bits as they are; numbers with exponents fit bfloat16."""
+        said = ", ".join([self.method, *sorted(self.kinds)])
+        if not self.integers:
+            return Form(said, "bf16")
+        return Form(said, "int4" if max(self.integers) <= 4 else "int8")
+
+    def stems(self, suffix: str) -> Iterator[str]:
+        """What stands before `suffix` in names of tensors, in order."""
+        names = (name for name in sorted(self.stored) if name.endswith(suffix))
+        return (name.removesuffix(suffix) for name in names)
+
+    def find(self, name: str) -> Plain | None:
+        """A part, if it is there."""
+        if name not in self.stored:
+            return None
+        self.taken.add(name)
+        return Plain(self.stored[name])
+
+    def take(self, name: str, beside: str) -> Plain:
+        found = self.find(name)
+        if found is None:
+            raise ModelError(
+                f"{self.folder}: expected {name} beside {beside}, as {self.method} stores a "
+                "weight, got none"
+            )
+        return found
+
+    def require_shape(self, part: Plain, *shapes: Sequence[int]) -> None:
+        """ModelError unless it has one of `shapes`."""
+        if part.shape not in [tuple(shape) for shape in shapes]:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
+            raise ModelError(
+                f"{part.where}: expected {wanted} from the tensors beside it, got "
+                f"{list(part.shape)}"
+            )
+
+    def refuse(self, what: str, expected: str, got: object) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.folder}: {self.method}: {what}: expected {expected}, got {got}; {INSTEAD}"
+        )
+
+
+def read_finite(part: Plain) -> torch.Tensor:
+    """Scales in float32; ModelError where one is not finite."""
+    return require_finite(part, part.read().float())
+
+
+def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
+    if not scales.isfinite().all():
+        at = [int(i) for i in (~scales.isfinite()).nonzero()[0]]
+        raise ModelError(
+            f"{part.where}{at}: expected a finite scale, got {float(scales[tuple(at)]):g}"
+        )
+    return scales
+
+
+def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tensor:
+    """The group of each input: in order, or as `index` says.
+
+    ModelError for a group that is not there. An index of -1 alone is one that was never filled.
+    """
+    found = torch.arange(inputs) // max(1, inputs // count)
+    if index is None:
+        return found
+    given = index.read().long()
+    if (given == -1).all():
+        return found
+    if not ((given >= 0) & (given < count)).all():
+        raise ModelError(
+            f"{index.where}: expected groups 0 to {count - 1}, got {int(given.min())} to "
+            f"{int(given.max())}"
+        )
+    return given
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """`[..., n]` int32 words -> `[..., n * 32 / bits]` numbers of 0 up, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    found = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return found.flatten(-2)

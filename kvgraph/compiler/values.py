@@ -1,0 +1,167 @@
+"""Numbers of a checkpoint, read where they are used: a stored tensor, or what is made of several.
+
+`open` does what is done once, and returns a function that reads rows: half-open ranges of the first
+dim. So a tensor is written, or packed, while no more of it is in memory than its form asks for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+
+import torch
+
+from kvgraph.compiler.shards import Stored
+from kvgraph.contract.dtypes import ALL
+from kvgraph.errors import ModelError
+
+PIECE_BYTES = 16 << 20
+
+Rows = Callable[[int, int], torch.Tensor]
+"""`rows(start, stop)`: `[stop - start, ...]`."""
+
+TORCH_DTYPES = {dtype.safetensors: getattr(torch, dtype.name) for dtype in ALL}
+"""Of safetensors' names."""
+
+FLOATS = frozenset(d.safetensors for d in ALL if d.kind == "float" and not d.largest)
+"""Stored numbers that are weights as they are."""
+
+
+class Values(ABC):
+    """A tensor of a checkpoint that is not in memory.
+
+    `where` names it in errors. `dtype` holds its numbers without another rounding.
+    """
+
+    where: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def open(self) -> Rows:
+        """What reads its rows; a number is one row. ModelError for a damaged file."""
+
+    @property
+    def count(self) -> int:
+        """Of rows."""
+        return self.shape[0] if self.shape else 1
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self.open()(0, self.count).reshape(self.shape)
+
+
+class Plain(Values):
+    """A tensor as a shard has it, integers too."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self.where = f"{stored.path}: {stored.name}"
+        self.shape = stored.shape
+        self.dtype = TORCH_DTYPES[stored.dtype]
+
+    def open(self) -> Rows:
+        return self._rows
+
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
+        rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        row_bytes = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
+        with self.stored.path.open("rb", buffering=0) as file:
+            file.seek(self.stored.offset + start * row_bytes)
+            self._fill(rows, file)
+        return rows
+
+    def _fill(self, rows: torch.Tensor, file: FileIO) -> None:
+        """A read may give less than asked for."""
+        raw = rows.reshape(-1).view(torch.uint8).numpy().data
+        while len(raw):
+            count = file.readinto(raw)
+            if not count:
+                raise ModelError(f"{self.where}: expected more bytes, got none")
+            raw = raw[count:]
+
+
+class Converted(Values):
+    """A tensor that a library computes from others: `compute` gives the whole of it."""
+
+    def __init__(
+        self,
+        where: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        compute: Callable[[], torch.Tensor],
+    ) -> None:
+        self.where, self.shape, self.dtype = where, tuple(shape), dtype
+        self._compute = compute
+
+    def open(self) -> Rows:
+        whole = self._compute()
+        return lambda start, stop: whole[start:stop]
+
+
+class Head(Values):
+    """The first rows of another."""
+
+    def __init__(self, whole: Values, count: int) -> None:
+        self.where, self.dtype = whole.where, whole.dtype
+        self.shape = (count, *whole.shape[1:])
+        self._whole = whole
+
+    def open(self) -> Rows:
+        return self._whole.open()
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a tensor that a rank has: its share along `dim` of each of the `parts` that are
+    packed there."""
+
+    dim: int
+    parts: int
+    ranks: int
+    rank: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        packed = tensor.chunk(self.parts, self.dim)
+        shares = [each.chunk(self.ranks, self.dim)[self.rank] for each in packed]
+        return torch.cat(shares, self.dim) if self.parts > 1 else shares[0]
+
+    def rows(self, count: int) -> list[tuple[int, int]]:
+        """Half-open ranges of the rows of `count` that hold it."""
+        packed, own = count // self.parts, count // self.parts // self.ranks
+        first = self.rank * own
+        return [(part * packed + first, part * packed + first + own) for part in range(self.parts)]
+
+
+class Cut(Values):
+    """A rank's share of another."""
+
+    def __init__(self, whole: Values, share: Share) -> None:
+        self.where, self.dtype = whole.where, whole.dtype
+        shape = list(whole.shape)
+        shape[share.dim] //= share.ranks
+        self.shape = tuple(shape)
+        self._whole, self._share = whole, share
+
+    def open(self) -> Rows:
+        rows, share = self._whole.open(), self._share
+        if share.dim:
+            return lambda start, stop: share.of(rows(start, stop))
+        own = share.rows(self._whole.count)
+
+        def of_own(start: int, stop: int) -> torch.Tensor:
+            return torch.cat([rows(*span) for span in _within(own, start, stop)])
+
+        return of_own
+
+
+def _within(spans: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The parts of `spans`, one behind the other, that are numbers `start` to `stop` of all."""
+    at = 0
+    for first, end in spans:
+        low, high = max(start - at, 0), min(stop - at, end - first)
+        if low < high:
+            yield first + low, first + high
+        at += end - first

@@ -1,0 +1,189 @@
+"""Checkpoints in fewer bits: each stands for the numbers that its package says, or is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvgraph
+from kvgraph import KVGraphError
+from kvgraph.compiler import quantized as readers
+from kvgraph.compiler import values
+from kvgraph.compiler.frontends import folder as folders
+from kvgraph.compiler.frontends import huggingface
+from tests.support import quantized
+from tests.support.models import make_model
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"num_local_experts": 4}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(architecture: str) -> Path:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp("plain") / architecture
+            made[architecture] = make_model(architecture, folder, **EXPERTS)
+        return made[architecture]
+
+    return of
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    return huggingface.load(folder, "float32").module.state_dict()
+
+
+def test_every_method_has_a_reader() -> None:
+    assert tuple(sorted(readers.METHODS)) == folders.QUANTIZED
+
+
+CASES = [("llama", form) for form in quantized.FORMS if form != "mxfp4"]
+CASES += [("qwen3_moe", "w4a16"), ("qwen3_moe", "fp8"), ("mixtral", "gptq"), ("gpt_oss", "mxfp4")]
+
+
+@pytest.mark.parametrize(("architecture", "form"), CASES)
+def test_weights_are_those_that_it_stands_for(
+    architecture: str,
+    form: str,
+    plain: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the last bit, read in pieces that cut groups and blocks."""
+    monkeypatch.setattr(values, "PIECE_BYTES", 11 * 64 * 4)
+    folder, meant = tmp_path / "packed", tmp_path / "meant"
+    quantized.make(form, plain(architecture), folder, meant)
+    found, expected = state(folder), state(meant)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_decoded_experts_run_like_the_model_that_they_stand_for(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Compile's own check, and the weights by default: the nearest that there is."""
+    forms = {"w4a16": "int4", "w8a8": "int8", "fp8": "bf16"}
+    for form, weights in forms.items():
+        folder = quantized.make(form, plain("qwen3_moe"), tmp_path / form)
+        manifest = kvgraph.compile(folder, tmp_path / f"{form}.kvg", page_size=16)
+        assert manifest.weights == weights
+        method = quantized.FORMS[form][0]["quant_method"]
+        said = [
+            n for n in manifest.notes if n.startswith(f"weights: the checkpoint's are {method}, ")
+        ]
+        assert len(said) == 1
+        assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+
+
+Edit = Callable[[dict[str, torch.Tensor]], object]
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def cut(name: str) -> Edit:
+    return lambda tensors: tensors.update({name: tensors[name][1:].clone()})
+
+
+def put(name: str, number: float) -> Edit:
+    return lambda tensors: tensors[name].view(-1).__setitem__(3, number)
+
+
+@pytest.mark.parametrize(
+    ("form", "edit", "message"),
+    [
+        (
+            "gptq",
+            lambda t: t.pop(f"{LAYER}.scales"),
+            f"expected {LAYER}.scales beside {LAYER}.qweight, as gptq stores a weight, got none",
+        ),
+        (
+            "gptq",
+            cut(f"{LAYER}.qzeros"),
+            "expected [2, 12] from the tensors beside it, got [1, 12]",
+        ),
+        ("gptq", put(f"{LAYER}.g_idx", 2), "g_idx: expected groups 0 to 1, got 0 to 2"),
+        (
+            "gptq",
+            put(f"{LAYER}.scales", float("nan")),
+            "scales[0, 3]: expected a finite scale, got",
+        ),
+        ("awq", put(f"{LAYER}.scales", float("inf")), "scales[0, 3]: expected a finite scale, got"),
+        ("awq", cut(f"{LAYER}.scales"), "qzeros: expected [1, 12] from the tensors beside it"),
+        ("w4a16", cut(f"{LAYER}.weight_scale"), "expected [96, 2] or [1] or [] from the tensors"),
+        (
+            "w4a16",
+            lambda t: t.pop(f"{LAYER}.weight_shape"),
+            f"expected {LAYER}.weight_shape beside",
+        ),
+        ("w8a8", lambda t: t.pop(f"{LAYER}.weight"), f"expected {LAYER}.weight beside {LAYER}.wei"),
+        ("fp8", cut(f"{LAYER}.weight_scale_inv"), "from the tensors beside it, got [1, 2]"),
+        (
+            "fp8",
+            lambda t: t.pop(f"{LAYER}.weight_scale_inv"),
+            f"expected {LAYER}.weight_scale_inv b",
+        ),
+        ("mxfp4-packed", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
+    ],
+)
+def test_damaged_weights(
+    form: str, edit: Edit, message: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert message in refused(folder)
+
+
+GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w4a16"))
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "message"),
+    [
+        ("gptq", GPTQ | {"bits": 3}, "gptq: bits: expected 2, 4 or 8, got 3; "),
+        (
+            "gptq",
+            GPTQ | {"checkpoint_format": "marlin"},
+            "checkpoint_format: expected one of ['gptq",
+        ),
+        ("awq", AWQ | {"version": "gemv"}, "awq: version: expected 'gemm', got 'gemv'; "),
+        ("awq", AWQ | {"bits": 8}, "awq: bits: expected 4, got 8; "),
+        (
+            "w4a16",
+            COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config: expected dense weights, got 'sparse-24-bitmask'; ",
+        ),
+        (
+            "w4a16",
+            COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}},
+            "transform_config: expected none, got transforms of activations; ",
+        ),
+    ],
+)
+def test_forms_that_are_not_read(
+    form: str, config: dict[str, Any], message: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(given | {"quantization_config": config}))
+    said = refused(folder)
+    assert message in said
+    assert said.endswith(
+        "compile the checkpoint that it was made from, with --weights int4 or int8"
+    )
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(KVGraphError) as error:
+        kvgraph.compile(folder, folder.with_name("out"), check=False)
+    assert not folder.with_name("out").exists()
+    return str(error.value)
