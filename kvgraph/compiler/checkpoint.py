@@ -6,15 +6,13 @@ are views of a private mapping of the whole shard, which a machine with less mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from kvgraph.compiler import values
-from kvgraph.compiler.values import Cut, Rows, Share, Values
-from kvgraph.errors import ModelError
+from kvgraph.compiler.values import Cast, Cut, Share, Values
 
 
 @dataclass(frozen=True)
@@ -35,36 +33,16 @@ class Checkpoint:
         own = {name: Cut(self.values[name], share) for name, share in shares.items()}
         return Checkpoint({**self.values, **own})
 
-    def open(self, name: str, dtype: torch.dtype) -> Rows:
-        """What reads rows of the tensor in `dtype`.
-
-        ModelError, as it reads, for a number that is not finite, in the shard or in `dtype`.
-        """
-        source = self.values[name]
-        rows = source.open()
-
-        def cast(start: int, stop: int) -> torch.Tensor:
-            piece = rows(start, stop)
-            made = piece.to(dtype)
-            _require_finite(source, start, piece, made)
-            return made
-
-        return cast
-
-    def pieces(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The tensor's rows in order, in `dtype`, a few at a time."""
-        source, rows = self.values[name], self.open(name, dtype)
-        row_bytes = torch.Size(source.shape[1:]).numel() * dtype.itemsize
-        step = max(1, values.PIECE_BYTES // max(1, row_bytes))
-        for start in range(0, source.count, step):
-            yield rows(start, min(start + step, source.count))
+    def get(self, name: str, dtype: torch.dtype) -> Values:
+        """The tensor in `dtype`: ModelError, as it is read, for a number that is not finite."""
+        return Cast(self.values[name], dtype)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The whole tensor in `dtype`."""
-        source = self.values[name]
+        source = self.get(name, dtype)
         out = torch.empty((source.count, *source.shape[1:]), dtype=dtype)
         filled = 0
-        for piece in self.pieces(name, dtype):
+        for piece in source.pieces():
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
         return out.reshape(source.shape)
@@ -80,15 +58,3 @@ class Checkpoint:
                         value = self.read(name, fake.dtype)
                         made[fake] = nn.Parameter(value, requires_grad=False)
                     part._parameters[own] = made[fake]
-
-
-def _require_finite(source: Values, row: int, piece: torch.Tensor, cast: torch.Tensor) -> None:
-    # The extremes cost a fiftieth of a look at each element, and a NaN is both.
-    if not cast.numel() or all(extreme.isfinite() for extreme in torch.aminmax(cast)):
-        return
-    at = tuple(int(i) for i in (~cast.isfinite()).nonzero()[0])
-    index = [at[0] + row, *at[1:]] if source.shape else ""
-    holds = str(cast.dtype).removeprefix("torch.")
-    raise ModelError(
-        f"{source.where}{index}: expected a finite number in {holds}, got {float(piece[at]):g}"
-    )

@@ -77,7 +77,7 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
         if _admits_ones(program, signature):
             return program
         guarded.append(program)
-    if guarded and _agrees_at_ones(guarded[0], model.module, signature):
+    if guarded and _agrees_at_ones(guarded[0], model, signature):
         guarded[0]._guards_code = []
         return guarded[0]
     raise refusal(model, refused, lambda: _export(model.module, signature))
@@ -111,13 +111,22 @@ def _admits_ones(program: ExportedProgram, signature: GraphSignature) -> bool:
     return all(eval(guard, scope) for guard in program._guards_code)
 
 
-def _agrees_at_ones(program: ExportedProgram, module: nn.Module, signature: GraphSignature) -> bool:
+def _agrees_at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) -> bool:
     """Whether program and module give the same logits for one token of one row, at any rate."""
-    if any(isinstance(value, FakeTensor) for value in module.state_dict().values()):
+    from kvgraph.compiler.check.interpret import ProgramRun
+    from kvgraph.compiler.check.streamed import streamed_of
+
+    streamed = streamed_of(model)
+    if streamed is None and any(
+        isinstance(value, FakeTensor) for value in model.module.state_dict().values()
+    ):
         return False
-    run = program.module(check_guards=False)
+    run = ProgramRun(program, streamed=streamed)
     try:
-        found, expected = (step(*_one_token(signature))[0] for step in (run, module.forward))
+        with streamed.within(model.module) if streamed else contextlib.nullcontext():
+            found, expected = (
+                step(*_one_token(signature))[0] for step in (run, model.module.forward)
+            )
     except Exception:  # one of them runs on more rows only
         return False
     return bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True))

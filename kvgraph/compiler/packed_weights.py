@@ -6,20 +6,26 @@ Decision: rounded to nearest, without calibration: a compile needs no data, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 
 import ml_dtypes
 import numpy as np
 
 from kvgraph.contract.dims import Array
-from kvgraph.ops.packed import COLUMNS, GROUP, PER_LINE, padded_depth, panel_count
+from kvgraph.contract.dtypes import PACKED
+from kvgraph.ops.packed import COLUMNS, GROUP, LINE_BYTES, PER_LINE, padded_depth, panel_count
 
 NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
 TRIED = 4
 """Multipliers below the one that holds a group's largest weight: clipping it may cost less."""
 
 PANELS_AT_ONCE = 64
+BLOCK_ELEMENTS = 1 << 17
+"""Of float32 that a thread works on at once: half a MiB."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,22 @@ class Packed:
     bias: Array | None = None
 
 
+OPERANDS = tuple(each.name for each in fields(Packed) if each.name != "bits")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A linear layer `[N, K]` in float32: `rows(start, stop)` reads some of its N rows."""
+
+    features: int
+    rows: Callable[[int, int], Array]
+    bias: Array | None = None
+
+    @classmethod
+    def of(cls, weight: Array, bias: Array | None = None) -> Section:
+        return cls(len(weight), lambda start, stop: weight[start:stop], bias)
+
+
 def pack(
     weights: Sequence[Array],
     bits: int,
@@ -44,31 +66,9 @@ def pack(
 
     Columns are padded to panels and K to `DEPTH`, with zeros.
     """
-    width = weights[0].shape[1]
-    depth = padded_depth(width)
-    order = _order([panel_count(len(w)) for w in weights], interleave)
     given = list(bias) or [None] * len(weights)
-    parts = []
-    for start in range(0, len(order), PANELS_AT_ONCE):
-        chosen = order[start : start + PANELS_AT_ONCE]
-        rows = np.zeros((len(chosen), COLUMNS, depth), np.float32)
-        for i, (section, panel) in enumerate(chosen):
-            found = weights[section][panel * COLUMNS : (panel + 1) * COLUMNS]
-            rows[i, : len(found), :width] = found
-        parts.append(_pack_panels(rows, bits))
-    weight, scales, multipliers = (
-        None if parts[0][i] is None else np.concatenate([p[i] for p in parts]) for i in range(3)
-    )
-    assert weight is not None
-    biases = None
-    if any(b is not None for b in given):
-        biases = np.zeros((len(order), COLUMNS), np.float32)
-        for i, (section, panel) in enumerate(order):
-            values = given[section]
-            if values is not None:
-                part = values[panel * COLUMNS : (panel + 1) * COLUMNS]
-                biases[i, : len(part)] = part
-    return Packed(bits, weight, scales, multipliers, biases)
+    sections = [Section.of(w, b) for w, b in zip(weights, given, strict=True)]
+    return _joined(pack_in_parts(sections, weights[0].shape[1], bits, interleave=interleave))
 
 
 def pack_each(
@@ -79,52 +79,133 @@ def pack_each(
     Two weights are gate and up, panel by panel in turn.
     """
     each = [pack(weights, bits, bias, interleave=len(weights) > 1) for weights, bias in experts]
-    fields = ("weight", "scales", "multipliers", "bias")
-    stacked = {
-        name: np.stack([getattr(packed, name) for packed in each])
-        for name in fields
-        if getattr(each[0], name) is not None
-    }
-    return Packed(bits, **stacked)
+    return Packed(bits, **_arrays(each, np.stack))
 
 
-def _order(panels: list[int], interleave: bool) -> list[tuple[int, int]]:
-    """(section, panel) in the order of the file."""
-    if interleave:
-        return [(section, p) for p in range(panels[0]) for section in range(len(panels))]
-    return [(section, p) for section, count in enumerate(panels) for p in range(count)]
+def pack_in_parts(
+    sections: Sequence[Section], width: int, bits: int, *, interleave: bool = False
+) -> Iterator[Packed]:
+    """What `pack` gives, some panels at a time."""
+    has_bias = any(each.bias is not None for each in sections)
+    for together in [sections] if interleave else [[each] for each in sections]:
+        count = panel_count(together[0].features)
+        for first in range(0, count, PANELS_AT_ONCE):
+            span = range(first, min(first + PANELS_AT_ONCE, count))
+            parts = [_pack_panels(each, span, width, bits, has_bias) for each in together]
+            yield parts[0] if len(parts) == 1 else Packed(bits, **_arrays(parts, _in_turn))
 
 
-def _pack_panels(rows: Array, bits: int) -> tuple[Array, Array | None, Array | None]:
+def shapes(
+    features: Sequence[int], width: int, bits: int, has_bias: bool
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each operand that `pack` gives for sections of these `features`."""
+    panels, depth = sum(map(panel_count, features)), padded_depth(width)
+    line = COLUMNS * PER_LINE[bits] if bits >= 16 else LINE_BYTES
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    found["weight"] = ((panels, depth // PER_LINE[bits], line), PACKED[bits])
+    if bits < 16:
+        found["scales"] = (panels, 2, COLUMNS), "float32"
+    if bits == 4:
+        found["multipliers"] = (panels, depth // GROUP, COLUMNS // 2), "int8"
+    if has_bias:
+        found["bias"] = (panels, COLUMNS), "float32"
+    return found
+
+
+def _arrays(parts: Sequence[Packed], join: Callable[[list[Array]], Array]) -> dict[str, Array]:
+    present = [name for name in OPERANDS if getattr(parts[0], name) is not None]
+    return {name: join([getattr(part, name) for part in parts]) for name in present}
+
+
+def _joined(parts: Iterable[Packed]) -> Packed:
+    found = list(parts)
+    return Packed(found[0].bits, **_arrays(found, np.concatenate))
+
+
+def _in_turn(arrays: list[Array]) -> Array:
+    """Panels of each array in turn."""
+    return np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
+
+
+def _pack_panels(section: Section, span: range, width: int, bits: int, has_bias: bool) -> Packed:
+    """Panels `span` of a section: a few at a time on each thread, so that what a step of it works
+    on stays in the cache."""
+    columns = slice(span.start * COLUMNS, min(span.stop * COLUMNS, section.features))
+    rows = _in_panels(section.rows(columns.start, columns.stop), padded_depth(width))
+    step = max(1, BLOCK_ELEMENTS // rows[0].size)
+    blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
+    packed = _joined(_threads().map(partial(_pack_block, bits=bits), blocks))
+    if not has_bias:
+        return packed
+    bias = np.zeros(len(rows) * COLUMNS, np.float32)
+    if section.bias is not None:
+        own = section.bias[columns]
+        bias[: len(own)] = own
+    return replace(packed, bias=bias.reshape(-1, COLUMNS))
+
+
+def _in_panels(rows: Array, depth: int) -> Array:
+    """`[n, K]` -> `[panels, COLUMNS, depth]`, padded with zeros."""
+    count, width = rows.shape
+    short = -count % COLUMNS, depth - width
+    if any(short):
+        rows = np.pad(rows, [(0, missing) for missing in short])
+    return rows.reshape(-1, COLUMNS, depth)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kvgraph-pack")
+
+
+def _pack_block(rows: Array, bits: int) -> Packed:
     """`rows [panels, COLUMNS, K]` -> lines, scales with column sums, multipliers."""
     if bits == 32:
-        return _lines(rows, 32), None, None
+        return Packed(bits, _lines(rows, 32))
     if bits == 16:
-        return _lines(rows.astype(ml_dtypes.bfloat16), 16), None, None
+        return Packed(bits, _lines(_bfloat16(rows), 16))
     if bits == 8:
-        scale = np.abs(rows).max(-1) / np.float32(127)
-        stored = np.rint(rows / _divisor(scale)[..., None]).astype(np.int8)
-        return _lines(stored, 8), _scales(scale, stored), None
+        scale = _largest(rows) / np.float32(127)
+        stored = rows / _divisor(scale)[..., None]
+        stored = np.rint(stored, out=stored).astype(np.int8)
+        return Packed(bits, _lines(stored, 8), _scales(scale, stored))
     scale, nibbles, factors = _two_level(rows)
-    exact = (nibbles * factors[..., None]).astype(np.int8).reshape(rows.shape)
+    exact = (nibbles * factors.astype(np.int8)[..., None]).reshape(rows.shape)
     low, high = np.split(nibbles.reshape(*rows.shape[:2], -1, 2, 4), 2, axis=-2)
-    both = ((high.astype(np.int16) << 4) | (low & 15)).astype(np.uint8).view(np.int8)
+    both = (high << 4) | (low & 15)
     lines = _lines(both.reshape(*rows.shape[:2], -1), 8)
     less_one = (factors - 1).astype(np.uint8).transpose(0, 2, 1)
     pairs = (less_one[..., 0::2] | less_one[..., 1::2] << 4).view(np.int8)
-    return lines, _scales(scale, exact), np.ascontiguousarray(pairs)
+    return Packed(bits, lines, _scales(scale, exact), np.ascontiguousarray(pairs))
+
+
+def _bfloat16(rows: Array) -> Array:
+    """Rounded to nearest, ties to even; ml_dtypes does the same one number after the other."""
+    bits = np.ascontiguousarray(rows).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    return rounded.astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
 def _lines(stored: Array, bits: int) -> Array:
-    """`[panels, COLUMNS, K]` -> `[panels, lines, 64 bytes]`."""
-    panels, columns, depth = stored.shape
-    per = PER_LINE[bits]
-    by_line = stored.reshape(panels, columns, depth // per, per).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(by_line).reshape(panels, depth // per, columns * per)
+    """`[panels, COLUMNS, K]` -> `[panels, lines, 64 bytes]`: four bytes of each column in turn."""
+    panels, columns = stored.shape[:2]
+    words = np.ascontiguousarray(stored).view(np.uint32)
+    by_line = np.ascontiguousarray(words.transpose(0, 2, 1))
+    return by_line.view(stored.dtype).reshape(panels, -1, columns * PER_LINE[bits])
 
 
 def _scales(scale: Array, stored: Array) -> Array:
-    return np.stack([scale, stored.sum(-1, dtype=np.int64).astype(np.float32)], 1)
+    return np.stack([scale, stored.sum(-1, dtype=np.int32).astype(np.float32)], 1)
+
+
+def _largest(rows: Array) -> Array:
+    """Magnitude along the last dim."""
+    most: Array = np.maximum(rows.max(-1), -rows.min(-1))
+    return most
 
 
 def _divisor(scale: Array) -> Array:
@@ -134,19 +215,29 @@ def _divisor(scale: Array) -> Array:
 def _two_level(rows: Array) -> tuple[Array, Array, Array]:
     """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and multipliers of the groups."""
     groups = rows.reshape(*rows.shape[:2], -1, GROUP)
-    largest = np.abs(groups).max(-1)
+    largest = _largest(groups)
     scale = largest.max(-1) / np.float32(NIBBLE_MAX * MULTIPLIER_MAX)
     divisor = _divisor(scale)[..., None]
     whole = np.clip(np.ceil(largest / (NIBBLE_MAX * divisor)), 1, MULTIPLIER_MAX)
     best = np.full(whole.shape, np.inf, np.float32)
-    chosen, kept = np.zeros(groups.shape, np.int8), np.ones(whole.shape, np.int16)
+    kept = np.ones(whole.shape, np.float32)
+    off = np.empty(groups.shape, np.float32)
     for less in range(TRIED + 1):
         factor = np.maximum(whole - less, 1)
         step = (factor * divisor)[..., None]
-        nibbles = np.clip(np.rint(groups / step), -NIBBLE_MAX - 1, NIBBLE_MAX)
-        error = np.square(nibbles * step - groups).sum(-1)
+        _nibbles(groups, step, off)
+        off *= step
+        off -= groups
+        error = np.square(off, out=off).sum(-1)
         better = error < best
-        best = np.where(better, error, best)
-        chosen = np.where(better[..., None], nibbles.astype(np.int8), chosen)
-        kept = np.where(better, factor.astype(np.int16), kept)
-    return scale, chosen, kept
+        best[better] = error[better]
+        kept[better] = factor[better]
+    chosen = _nibbles(groups, (kept * divisor)[..., None], off).astype(np.int8)
+    return scale, chosen, kept.astype(np.int16)
+
+
+def _nibbles(groups: Array, step: Array, out: Array) -> Array:
+    np.divide(groups, step, out=out)
+    np.rint(out, out=out)
+    np.minimum(out, NIBBLE_MAX, out=out)
+    return np.maximum(out, -NIBBLE_MAX - 1, out=out)

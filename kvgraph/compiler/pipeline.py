@@ -91,9 +91,13 @@ def load_model(
             f"activations: {wanted} converted to float32, since the CPU kernels compute in it "
             "(the pool's dtype is --cache-dtype, that of weights --weights)"
         )
-        return replace(huggingface.load(folder, "float32"), stored_dtype=wanted), [note]
-    loaded = huggingface.load(folder, wanted, weightless=weightless)
-    return loaded, [f"weights: passed through memory: {loaded.loaded}"] if loaded.loaded else []
+        loaded = huggingface.load(folder, "float32", weightless=weightless)
+        loaded, notes = replace(loaded, stored_dtype=wanted), [note]
+    else:
+        loaded, notes = huggingface.load(folder, wanted, weightless=weightless), []
+    if loaded.loaded:
+        notes.append(f"weights: passed through memory: {loaded.loaded}")
+    return loaded, notes
 
 
 def _require_torch() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassOptions, PassReport
+from kvgraph.compiler.weights import Weights
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 
@@ -38,6 +40,11 @@ class Traced:
     """The same as it is written."""
     dump: Callable[[str, Traced], None] | None = None
     """Called with the name of each step that changed the graph."""
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Where the program's parameters have their values."""
+        return Weights(self.model.checkpoint)
 
     @property
     def options(self) -> PassOptions:

@@ -48,6 +48,14 @@ class Values(ABC):
         """Of rows."""
         return self.shape[0] if self.shape else 1
 
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Its rows in order, a few at a time."""
+        rows = self.open()
+        row_bytes = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
+        step = max(1, PIECE_BYTES // max(1, row_bytes))
+        for start in range(0, self.count, step):
+            yield rows(start, min(start + step, self.count))
+
     def read(self) -> torch.Tensor:
         """The whole tensor."""
         return self.open()(0, self.count).reshape(self.shape)
@@ -99,6 +107,36 @@ class Converted(Values):
     def open(self) -> Rows:
         whole = self._compute()
         return lambda start, stop: whole[start:stop]
+
+
+class Cast(Values):
+    """Another in a dtype, whose numbers are finite in both: else ModelError as they are read."""
+
+    def __init__(self, source: Values, dtype: torch.dtype) -> None:
+        self.where, self.shape, self.dtype = source.where, source.shape, dtype
+        self._source = source
+
+    def open(self) -> Rows:
+        rows = self._source.open()
+
+        def cast(start: int, stop: int) -> torch.Tensor:
+            piece = rows(start, stop)
+            made = piece.to(self.dtype)
+            self._require_finite(start, piece, made)
+            return made
+
+        return cast
+
+    def _require_finite(self, row: int, piece: torch.Tensor, cast: torch.Tensor) -> None:
+        # The extremes cost a fiftieth of a look at each element, and a NaN is both.
+        if not cast.numel() or all(extreme.isfinite() for extreme in torch.aminmax(cast)):
+            return
+        at = tuple(int(i) for i in (~cast.isfinite()).nonzero()[0])
+        index = [at[0] + row, *at[1:]] if self.shape else ""
+        holds = str(cast.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{self.where}{index}: expected a finite number in {holds}, got {float(piece[at]):g}"
+        )
 
 
 class Head(Values):

@@ -102,11 +102,13 @@ OURS = (
                 tools=ONNX_TOOLS,
                 reason="it starts soonest, and runs without torch",
                 float32=True,
+                weightless=True,
                 cut_windows="kvgraph.compiler.check.windows:with_windows_cut",
             ),
             "cuda": Support(
                 lower="kvgraph.compiler.targets.onnx_cuda:lower",
                 options=("archs", "progress"),
+                weightless=True,
                 sessions=(
                     Runner(
                         name="onnxruntime",

@@ -7,7 +7,6 @@ of them.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -29,20 +28,19 @@ def score_reference(source: Path, windows: Windows) -> Scores:
     import torch
 
     from kvgraph.compiler.check.reference import eager
-    from kvgraph.compiler.check.streamed import Streamed
+    from kvgraph.compiler.check.streamed import with_values
     from kvgraph.compiler.frontends import huggingface
 
     loaded = huggingface.load(source, "float32", weightless=True)
     model = cast("PreTrainedModel", loaded.module.model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    streamed = None if loaded.checkpoint is None else Streamed(loaded.checkpoint)
     parts = []
     total = sum(map(len, windows)) - len(windows)
     with (
         torch.inference_mode(),
         eager(model),
-        streamed.within(loaded.module) if streamed else nullcontext(),
+        with_values(loaded),
         task("scoring", total, "tokens") as advance,
     ):
         for _, group in groupby(windows, len):

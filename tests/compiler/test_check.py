@@ -188,9 +188,9 @@ def test_streamed_weights_are_those_of_the_layers_that_stand_for_the_others(
 def test_packed_weights_that_are_wrong(
     tmp_path: Path, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = packed_weights._order
+    scales = packed_weights._scales
     monkeypatch.setattr(
-        packed_weights, "_order", lambda panels, interleave: order(panels, interleave)[::-1]
+        packed_weights, "_scales", lambda scale, stored: scales(scale[:, ::-1], stored)
     )
     message = refusal(model_folder("llama"), tmp_path / "out", weights="int8")
     assert "in the lowered graph" in message

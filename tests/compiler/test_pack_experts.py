@@ -20,7 +20,7 @@ from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops.packed import GELU, GELU_TANH
 from tests.support.models import greedy_tokens, make_model
-from tests.support.programs import program_of, step
+from tests.support.programs import packed_by, program_of, step
 
 FOUR = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4}
 TWO = {"num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2}
@@ -63,7 +63,7 @@ def test_each_layer_becomes_one_node_and_computes_the_same(family: str, tmp_path
     layers, _ = FAMILIES[family]
     program, signature = program_of(folder_of(family, tmp_path), "float32")
     before = program.module()
-    report = pack_experts(program, None)
+    report = packed_by(pack_experts, program, None)
     assert (report.applied, report.unmatched) == (layers, [])
     nodes = [node for node in program.graph.nodes if node.target is PACKED]
     assert len(nodes) == layers
@@ -76,7 +76,7 @@ def test_each_layer_becomes_one_node_and_computes_the_same(family: str, tmp_path
 def test_packed_experts_stay_near(bits: int, most: float, tmp_path: Path) -> None:
     program, signature = program_of(folder_of("qwen3_moe", tmp_path), "float32")
     before = program.module()
-    pack_experts(program, bits)
+    packed_by(pack_experts, program, bits)
     found, expected = (logits(module, signature) for module in (program.module(), before))
     assert (found - expected).abs().mean() < most * expected.abs().mean()
 
@@ -216,7 +216,7 @@ GATES = {
 def test_gates_as_they_are_written(kind: type[Experts]) -> None:
     module = kind()
     program = exported(module)
-    assert pack_experts(program, None).applied == 1
+    assert packed_by(pack_experts, program, None).applied == 1
     (node,) = [node for node in program.graph.nodes if node.target is PACKED]
     assert node.kwargs == {"inner_features": 32, "bits": 32, **GATES[kind]}
     with torch.no_grad():
@@ -236,7 +236,7 @@ LEFT: dict[type[Experts], str] = {
 @pytest.mark.parametrize("kind", LEFT)
 def test_what_does_not_match_stays_and_says_why(kind: type[Experts]) -> None:
     program = exported(kind())
-    report = pack_experts(program, 8)
+    report = packed_by(pack_experts, program, 8)
     assert report.applied == 0
     assert [sentence.partition(": ")[2] for sentence in report.unmatched] == [LEFT[kind]]
 
@@ -246,5 +246,5 @@ def test_other_activations_than_float32_stay() -> None:
     x, ids, weights = operands()
     given = (x.bfloat16(), ids, weights.bfloat16())
     program = torch.export.export(module, given)
-    (sentence,) = pack_experts(program, 16).unmatched
+    (sentence,) = packed_by(pack_experts, program, 16).unmatched
     assert sentence.endswith("expected float32, got torch.bfloat16")

@@ -11,7 +11,7 @@ import pytest
 from kvgraph.compiler import step_memory
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.pack_experts import pack_experts
-from tests.support.programs import program_of
+from tests.support.programs import packed_by, program_of
 
 
 def test_a_step_that_gathers_experts_is_named(
@@ -39,7 +39,7 @@ def test_a_step_that_gathers_experts_is_named(
     unmatched = [PassReport("pack_experts", 0, ["sum_1: expected a SiLU or GELU gate"])]
     experts, _ = step_memory.notes_of(program, signature, unmatched)
     assert experts.endswith("are copied for each token, as pass pack_experts says")
-    report = pack_experts(program, 8)
+    report = packed_by(pack_experts, program, 8)
     assert report.applied == layers
     assert step_memory.notes_of(program, signature, [report]) == []
 

@@ -22,7 +22,8 @@ from kvgraph.compiler.cache import plan_cache
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.targets.weights import save_weights, stream_weights
+from kvgraph.compiler.targets.weights import save_weights
+from kvgraph.compiler.weights import Weights
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.kernels import aot
@@ -84,7 +85,7 @@ def test_a_streamed_file_is_the_loaded_one(
     first, second = exported(loaded), exported(weightless)
     assert str(first.graph) == str(second.graph)
     save_weights(first, tmp_path / "a")
-    stream_weights(second, weightless.checkpoint, tmp_path / "b")
+    save_weights(second, tmp_path / "b", Weights(weightless.checkpoint))
     files = [tmp_path / name / "weights.safetensors" for name in "ab"]
     assert parts(files[0]) == parts(files[1])
     facts = ("layers", "vocab_size", "max_seq_len", "eos_token_ids", "bos_token_id", "files")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from torch.export import ExportedProgram
 from kvgraph.compiler.cache import plan_cache
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend
+from kvgraph.compiler.weights import Weights
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.signature import GraphSignature
 
@@ -74,3 +77,13 @@ def step(signature: GraphSignature, dtype: str, lengths: list[int]) -> list[torc
             given = values[symbol.name.rpartition(".")[2]]
             tensors.append(torch.from_numpy(given.astype(np.int32)))
     return tensors
+
+
+def packed_by(
+    rewrite: Callable[..., PassReport], program: ExportedProgram, *given: object
+) -> PassReport:
+    """What a pass reports that makes weights later; `program` has them here."""
+    weights = Weights()
+    report = rewrite(program, *given, weights)
+    weights.fill(program)
+    return report

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.locate import wrong_layer
 from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
-from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.check.streamed import streamed_of, with_values
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
 from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
@@ -123,7 +122,7 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
             given = (traced.model, traced.signature, traced.plan)
             again = padded or made.backend.functional
             program = trace(*given, functional=False).program if again else traced.program
-            step = ProgramRun(program, window=WINDOW)
+            step = ProgramRun(program, window=WINDOW, streamed=streamed_of(traced.model))
             found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
             _require_near(made, traced, found, rows)
     return _note("all layers")
@@ -137,7 +136,7 @@ def _check_reduced(made: Made, run: RunArtifact) -> str:
         small = reduced(model)
         if small is None:
             return "check: not done, the model does not have its layers in one list"
-        subject, chosen, streamed = small
+        subject, chosen = small
         layers = probe(model.module, model.architecture, len(chosen))
         subject, rows = replace(subject, layers=layers), rows_of(subject)
         on_cpu = made.kind == "cpu"
@@ -148,8 +147,8 @@ def _check_reduced(made: Made, run: RunArtifact) -> str:
                 made.write(traced, Path(name))
                 found = run(Path(name), rows, CHUNK)
         else:
-            found = _run_program(made, traced, rows, streamed)
-        _require_near(made, traced, found, rows, chosen, streamed)
+            found = _run_program(made, traced, rows)
+        _require_near(made, traced, found, rows, chosen)
     return _note(f"one of each kind ({', '.join(map(str, chosen))})")
 
 
@@ -158,19 +157,17 @@ def _check_module(made: Made) -> str:
     given = made.traced
     traced = trace(given.model, given.signature, given.plan, functional=False)
     rows = rows_of(traced.model)
-    _require_near(made, traced, _run_program(made, traced, rows, None), rows)
+    _require_near(made, traced, _run_program(made, traced, rows), rows)
     return _note("all layers")
 
 
-def _run_program(
-    made: Made, traced: Traced, rows: Sequence[Row], streamed: Streamed | None
-) -> list[Logits]:
+def _run_program(made: Made, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
     if made.ranks > 1:
         rewrite = imported(made.support.rewrite)
         return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK)
     if made.support.rewrite:
         imported(made.support.rewrite)(traced)
-    program = ProgramRun(traced.program, streamed=streamed)
+    program = ProgramRun(traced.program, streamed=streamed_of(traced.model))
     return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
 
 
@@ -208,10 +205,9 @@ def _require_near(
     found: list[Logits],
     rows: Sequence[Row],
     chosen: Sequence[int] | None = None,
-    streamed: Streamed | None = None,
 ) -> None:
     """CheckError unless `found` is what the model itself says, by the precision of its parts."""
-    with streamed.within(traced.model.module) if streamed else nullcontext():
+    with with_values(traced.model):
         expected = reference_logits(traced, rows)
         apart = difference(found, expected, tolerance(made.kinds))
         if apart.fits:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.model import Model
 
 
 class Streamed:
@@ -56,3 +57,16 @@ class Streamed:
             part._parameters.update(fakes)  # type: ignore[arg-type]
 
         return [part.register_forward_pre_hook(fill), part.register_forward_hook(empty)]
+
+
+def streamed_of(model: Model) -> Streamed | None:
+    """Of a model whose parameters are in its checkpoint."""
+    return None if model.checkpoint is None else Streamed(model.checkpoint)
+
+
+@contextlib.contextmanager
+def with_values(model: Model) -> Iterator[None]:
+    """Within it the model's module has values, wherever they are."""
+    streamed = streamed_of(model)
+    with streamed.within(model.module) if streamed else contextlib.nullcontext():
+        yield

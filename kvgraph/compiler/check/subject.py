@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.model import Model
@@ -30,8 +29,8 @@ def parameter_bytes(model: Model) -> int:
     return sum(p.numel() * p.element_size() for p in model.module.parameters())
 
 
-def reduced(model: Model) -> tuple[Model, list[int], Streamed | None] | None:
-    """The small model, which of the layers it has, and where its weights are if they are streamed.
+def reduced(model: Model) -> tuple[Model, list[int]] | None:
+    """The small model, and which of the layers it has.
 
     None where the model's layers are not found. The parts of `model` are taken for it.
     """
@@ -54,12 +53,11 @@ def reduced(model: Model) -> tuple[Model, list[int], Streamed | None] | None:
         files={},
     )
     if model.checkpoint is None:
-        return small, chosen, None
+        return small, chosen
     named = dict(decoder.named_parameters(remove_duplicate=False))
     whole = {name: model.checkpoint.values[stored[id(p)]] for name, p in named.items()}
     values = {name: Head(each, len(named[name])) for name, each in whole.items()}
-    checkpoint = Checkpoint(values)
-    return replace(small, checkpoint=checkpoint), chosen, Streamed(checkpoint)
+    return replace(small, checkpoint=Checkpoint(values)), chosen
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList | None:

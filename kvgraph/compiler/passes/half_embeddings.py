@@ -13,12 +13,13 @@ from torch.fx import Node
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import UnmatchedError, any_node, expect, value
 from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, name_outputs
+from kvgraph.compiler.weights import Weights
 
 aten = torch.ops.aten
 EMBEDDING = aten.embedding.default
 
 
-def half_embeddings(program: ExportedProgram) -> PassReport:
+def half_embeddings(program: ExportedProgram, weights: Weights) -> PassReport:
     """Rewrite `program` in place."""
     report = PassReport("half_embeddings")
     by_table: dict[Node, list[Node]] = {}
@@ -27,7 +28,7 @@ def half_embeddings(program: ExportedProgram) -> PassReport:
             by_table.setdefault(any_node(node.args[0], "a table"), []).append(node)
     for table, lookups in by_table.items():
         try:
-            _halve(program, table, lookups)
+            _halve(program, weights, table, lookups)
         except UnmatchedError as why:
             report.unmatched.append(f"{table.name}: {why}")
             continue
@@ -39,7 +40,7 @@ def half_embeddings(program: ExportedProgram) -> PassReport:
     return report
 
 
-def _halve(program: ExportedProgram, table: Node, lookups: list[Node]) -> None:
+def _halve(program: ExportedProgram, weights: Weights, table: Node, lookups: list[Node]) -> None:
     found = held(program, table)
     expect(found is not None, "expected a weight of the model, got a computed one")
     assert found is not None
@@ -47,7 +48,9 @@ def _halve(program: ExportedProgram, table: Node, lookups: list[Node]) -> None:
     expect(weight.dtype == torch.float32, f"expected float32, got {weight.dtype}")
     others = [user.name for user in table.users if user not in lookups]
     expect(not others, f"expected no use but as a table, got {', '.join(others)}")
-    stored = add_parameter(program, f"{name}_bfloat16", weight.detach().to(torch.bfloat16))
+    half, source = f"{name}_bfloat16", weights.values(name, weight)
+    stored = add_parameter(program, half, weight.shape, torch.bfloat16)
+    weights.later([half], lambda: ((half, each.to(torch.bfloat16)) for each in source.pieces()))
     for lookup in lookups:
         users, whole = list(lookup.users), value(lookup)
         lookup.replace_input_with(table, stored)

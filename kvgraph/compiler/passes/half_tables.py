@@ -21,13 +21,23 @@ def half_tables(onnx_model: ir.Model) -> PassReport:
         if not users or any(node.op_type != "Gather" for node in users):
             continue
         assert table.const_value is not None
-        values = torch.from_numpy(table.const_value.numpy())
-        stored = ir.tensor_adapters.TorchTensor(values.to(torch.bfloat16), name=name)
-        table.const_value, table.type = stored, ir.TensorType(ir.DataType.BFLOAT16)
+        table.const_value = _halved(table.const_value, name)
+        table.type = ir.TensorType(ir.DataType.BFLOAT16)
         for node in users:
             _cast_rows(onnx_model.graph, node)
         report.applied += 1
     return report
+
+
+def _halved(table: ir.TensorProtocol, name: str) -> ir.LazyTensor:
+    """Computed where it is written."""
+
+    def compute() -> ir.TensorProtocol:
+        values = torch.from_numpy(table.numpy())
+        return ir.tensor_adapters.TorchTensor(values.to(torch.bfloat16), name=name)
+
+    shape = ir.Shape(table.shape.numpy())
+    return ir.LazyTensor(compute, dtype=ir.DataType.BFLOAT16, shape=shape, name=name)
 
 
 def _cast_rows(graph: ir.Graph, gather: ir.Node) -> None:

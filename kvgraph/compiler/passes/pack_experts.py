@@ -15,7 +15,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.packed_weights import pack_each
+from kvgraph.compiler.packed_weights import Packed, Section, pack_in_parts, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.gates import ADDED, Gate, gate_of
 from kvgraph.compiler.passes.operands import (
@@ -28,9 +28,9 @@ from kvgraph.compiler.passes.operands import (
     value,
 )
 from kvgraph.compiler.passes.parameters import add_packed, array_of, drop_unused, held
+from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dims import Array
 from kvgraph.ops import torch_ops
-from kvgraph.progress import task
 
 aten = torch.ops.aten
 PACKED = torch_ops.experts.default
@@ -51,7 +51,26 @@ class _Layer:
     ids: Node
     name: str
     weight: torch.Tensor
-    bias: torch.Tensor | None
+    is_transposed: bool
+    """`weight` is stored as `[experts, inputs, columns]`."""
+    bias: tuple[str, torch.Tensor] | None
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[2 if self.is_transposed else 1]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1 if self.is_transposed else 2]
+
+    def each(self, weights: Weights) -> Iterator[tuple[Array, Array | None]]:
+        """Weight and bias of one expert after the other."""
+        rows = weights.values(self.name, self.weight).open()
+        biases = None if self.bias is None else array_of(weights.values(*self.bias).read())
+        for expert in range(len(self.weight)):
+            found = rows(expert, expert + 1)[0]
+            weight = array_of(found.T if self.is_transposed else found)
+            yield weight, None if biases is None else biases[expert]
 
 
 @dataclass
@@ -65,20 +84,19 @@ class _Mixture:
     total: Node
 
 
-def pack_experts(program: ExportedProgram, bits: int | None) -> PassReport:
-    """Rewrite `program` in place; `bits` None: weights stay float32."""
+def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -> PassReport:
+    """Rewrite `program` in place; its packed weights are made later. `bits` None: weights stay
+    float32."""
     report = PassReport("pack_experts")
     sums = [node for node in program.graph.nodes if node.target is SUM and _gathers(program, node)]
     if not sums:
         return report
-    with task("packing experts", len(sums), "layers") as advance:
-        for total in sums:
-            try:
-                _rewrite(program, _mixture(program, total), bits or 32)
-                report.applied += 1
-            except UnmatchedError as why:
-                report.unmatched.append(f"{total.name}: {why}")
-            advance(1)
+    for total in sums:
+        try:
+            _rewrite(program, _mixture(program, total), bits or 32, weights)
+            report.applied += 1
+        except UnmatchedError as why:
+            report.unmatched.append(f"{total.name}: {why}")
     drop_unused(program)
     program.graph.lint()
     program.graph_module.recompile()
@@ -119,8 +137,8 @@ def _mixture(program: ExportedProgram, total: Node) -> _Mixture:
     expect(value(weights).shape[1] == active, "expected a weight for each expert of a row")
     kinds = {value(node).dtype for node in (x, weights, total)}
     expect(kinds == {torch.float32}, f"expected float32, got {' and '.join(map(str, kinds))}")
-    inner, width = down.weight.shape[2], value(x).shape[-1]
-    fits = up.weight.shape[1:] == (2 * inner, width) and down.weight.shape[1] == width
+    inner, width = down.inputs, value(x).shape[-1]
+    fits = (up.columns, up.inputs, down.columns) == (2 * inner, width, width)
     expect(fits and len(up.weight) == len(down.weight), "expected gate, up and down of one size")
     return _Mixture(x, ids, weights, up, gate, down, total)
 
@@ -159,8 +177,9 @@ def _layer(program: ExportedProgram, result: Node) -> _Layer:
         any_node(x, "rows"),
         ids,
         name,
-        weight.transpose(1, 2) if is_transposed else weight,
-        None if bias is None else _held(program, bias, "biases")[1],
+        weight,
+        is_transposed,
+        None if bias is None else _held(program, bias, "biases"),
     )
 
 
@@ -178,34 +197,45 @@ def _held(program: ExportedProgram, gathered: Node, what: str) -> tuple[str, tor
     return found[0], found[1].detach()
 
 
-def _rewrite(program: ExportedProgram, mixture: _Mixture, bits: int) -> None:
+def _rewrite(program: ExportedProgram, mixture: _Mixture, bits: int, weights: Weights) -> None:
     graph, total = program.graph, mixture.total
-    up = pack_each(_halves(mixture), bits)
-    down = pack_each(_whole(mixture.down), bits)
+    up, down, inner = mixture.up, mixture.down, mixture.down.inputs
+    halves = [mixture.gate.gate, mixture.gate.up]
     given = [
-        *add_packed(program, up, mixture.up.name),
-        *add_packed(program, down, mixture.down.name),
+        *_add(program, up, [inner, inner], bits, weights, halves),
+        *_add(program, down, [down.columns], bits, weights, [slice(None)]),
     ]
-    weights, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
-    attributes: dict[str, float] = {"inner_features": mixture.down.weight.shape[2], "bits": bits}
+    packed, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
+    attributes: dict[str, float] = {"inner_features": inner, "bits": bits}
     with graph.inserting_before(total):
         ids = graph.call_function(aten._to_copy.default, (mixture.ids,), {"dtype": torch.int32})
         ids.meta["val"] = value(mixture.ids).to(torch.int32)
-        operands = (mixture.x, ids, mixture.weights, *weights, *rest)
+        operands = (mixture.x, ids, mixture.weights, *packed, *rest)
         whole = graph.call_function(PACKED, operands, attributes | mixture.gate.attributes)
     whole.meta["val"] = value(total)
     total.replace_all_uses_with(whole)
     erase_unused(total)
 
 
-def _halves(mixture: _Mixture) -> Iterator[tuple[list[Array], list[Array | None]]]:
-    up, halves = mixture.up, (mixture.gate.gate, mixture.gate.up)
-    for expert, weight in enumerate(up.weight):
-        bias = None if up.bias is None else array_of(up.bias[expert])
-        both = array_of(weight)
-        yield [both[h] for h in halves], [None if bias is None else bias[h] for h in halves]
+def _add(
+    program: ExportedProgram,
+    layer: _Layer,
+    features: list[int],
+    bits: int,
+    weights: Weights,
+    halves: list[slice],
+) -> list[Node | None]:
+    """New parameters of a layer whose experts are packed in these parts of their columns."""
 
+    def make() -> Iterator[Packed]:
+        for weight, bias in layer.each(weights):
+            sections = [Section.of(weight[h], None if bias is None else bias[h]) for h in halves]
+            yield from pack_in_parts(sections, layer.inputs, bits, interleave=len(halves) > 1)
 
-def _whole(layer: _Layer) -> Iterator[tuple[list[Array], list[Array | None]]]:
-    for expert, weight in enumerate(layer.weight):
-        yield [array_of(weight)], [None if layer.bias is None else array_of(layer.bias[expert])]
+    forms = {
+        name: ((len(layer.weight), *shape), dtype)
+        for name, (shape, dtype) in shapes(
+            features, layer.inputs, bits, layer.bias is not None
+        ).items()
+    }
+    return add_packed(program, weights, layer.name, forms, make)

@@ -9,13 +9,14 @@ than its few bytes.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.packed_weights import pack
+from kvgraph.compiler.packed_weights import Packed, Section, pack_in_parts, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
     UnmatchedError,
@@ -34,8 +35,8 @@ from kvgraph.compiler.passes.parameters import (
     held,
     name_outputs,
 )
+from kvgraph.compiler.weights import Weights
 from kvgraph.ops import torch_ops
-from kvgraph.progress import task
 
 aten = torch.ops.aten
 PACKED = torch_ops.linear.default
@@ -48,10 +49,27 @@ ROUTER_STEPS = 4
 
 @dataclass
 class _Layer:
+    """A linear layer, or one of two halves of its rows."""
+
     node: Node
     name: str
     weight: torch.Tensor
-    bias: torch.Tensor | None
+    bias: tuple[str, torch.Tensor] | None
+    half: int | None = None
+
+    @property
+    def features(self) -> int:
+        return len(self.weight) if self.half is None else len(self.weight) // 2
+
+    def section(self, weights: Weights) -> Section:
+        """What is packed of it, opened."""
+        first = (self.half or 0) * self.features
+        rows = weights.values(self.name, self.weight).open()
+        bias = None if self.bias is None else weights.values(*self.bias).read()
+        own = None if bias is None else array_of(bias[first : first + self.features])
+        return Section(
+            self.features, lambda start, stop: array_of(rows(first + start, first + stop)), own
+        )
 
 
 @dataclass
@@ -67,8 +85,8 @@ class _Group:
     total: Node | None = None
 
 
-def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
-    """Rewrite `program` in place."""
+def pack_linear(program: ExportedProgram, bits: int, weights: Weights) -> PassReport:
+    """Rewrite `program` in place; its packed weights are made later."""
     report = PassReport("pack_linear")
     by_input: dict[Node, list[_Layer]] = {}
     for node in program.graph.nodes:
@@ -80,12 +98,10 @@ def pack_linear(program: ExportedProgram, bits: int) -> PassReport:
             by_input.setdefault(node.args[0], []).append(_layer(program, node))
         except UnmatchedError as why:
             report.unmatched.append(f"{node.name}: {why}")
-    with task("packing weights", sum(map(len, by_input.values())), "layers") as advance:
-        for layers in by_input.values():
-            for group in _groups(layers):
-                _rewrite(program, group, bits)
-                report.applied += len({layer.node for layer in group.layers})
-            advance(len(layers))
+    for layers in by_input.values():
+        for group in _groups(layers):
+            _rewrite(program, group, bits, weights)
+            report.applied += len({layer.node for layer in group.layers})
     drop_unused(program)
     name_outputs(program)
     program.graph.lint()
@@ -112,7 +128,7 @@ def _layer(program: ExportedProgram, node: Node) -> _Layer:
     )
     expect(value(node).dtype == torch.float32, f"expected float32, got {value(node).dtype}")
     expect(not _routes(node), "a router, which keeps its weights")
-    return _Layer(node, weight[0], weight[1].detach(), bias[1].detach() if bias else None)
+    return _Layer(node, weight[0], weight[1].detach(), bias)
 
 
 def _routes(node: Node) -> bool:
@@ -144,7 +160,7 @@ def _groups(layers: list[_Layer]) -> list[_Group]:
 def _gated_pair(gate: _Layer, layers: list[_Layer]) -> _Group | None:
     product, other = _gated_product(gate.node)
     up = next((layer for layer in layers if layer.node is other), None)
-    if product is None or up is None or len(up.weight) != len(gate.weight):
+    if product is None or up is None or up.features != gate.features:
         return None
     return _Group([gate, up], gated=product)
 
@@ -161,14 +177,8 @@ def _gated_halves(both: _Layer) -> _Group | None:
     for gate, up in ((0, 1), (1, 0)):
         product, other = _gated_product(halves[gate])
         if product is not None and other is halves[up]:
-            return _Group([_half(both, gate), _half(both, up)], gated=product)
+            return _Group([replace(both, half=gate), replace(both, half=up)], gated=product)
     return None
-
-
-def _half(both: _Layer, index: int) -> _Layer:
-    weight = both.weight.chunk(2)[index]
-    bias = None if both.bias is None else both.bias.chunk(2)[index]
-    return _Layer(both.node, both.name, weight, bias)
 
 
 def _gated_product(gate: Node) -> tuple[Node, Node] | tuple[None, None]:
@@ -194,16 +204,18 @@ def _with_residual(layer: _Layer) -> _Group:
     return group
 
 
-def _rewrite(program: ExportedProgram, group: _Group, bits: int) -> None:
-    graph, first = program.graph, group.layers[0]
-    packed = pack(
-        [array_of(layer.weight) for layer in group.layers],
-        bits,
-        [None if layer.bias is None else array_of(layer.bias) for layer in group.layers],
-        interleave=group.gated is not None,
-    )
-    operands = add_packed(program, packed, _stem(first.name))
-    widths = [len(layer.weight) for layer in group.layers][: 1 if group.gated else None]
+def _rewrite(program: ExportedProgram, group: _Group, bits: int, weights: Weights) -> None:
+    graph, first, layers = program.graph, group.layers[0], group.layers
+    width, interleave = first.weight.shape[1], group.gated is not None
+
+    def make() -> Iterator[Packed]:
+        sections = [layer.section(weights) for layer in layers]
+        return pack_in_parts(sections, width, bits, interleave=interleave)
+
+    has_bias = any(layer.bias is not None for layer in layers)
+    forms = shapes([layer.features for layer in layers], width, bits, has_bias)
+    operands = add_packed(program, weights, _stem(first.name), forms, make)
+    widths = [layer.features for layer in layers][: 1 if group.gated else None]
     names = ("out_features", "out_features_1", "out_features_2")
     attributes = dict(zip(names, widths, strict=False)) | {"bits": bits}
     if group.gated is not None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
-from kvgraph.compiler.packed_weights import Packed
+from kvgraph.compiler.packed_weights import OPERANDS, Packed
 from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.weights import Piece, Weights
 from kvgraph.contract.dims import Array
 from kvgraph.ops.torch_arrays import tensor_over
+
+PARAMETERS = {"weight": "packed", "bias": "packed_bias"}
+"""Operands of a packed layer that have other names as its parameters."""
 
 HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -25,32 +31,47 @@ def held(program: ExportedProgram, node: object) -> tuple[str, torch.Tensor] | N
     return None
 
 
-def add_parameter(program: ExportedProgram, name: str, tensor: torch.Tensor) -> Node:
-    """A placeholder before all others for a new parameter `name`."""
+def add_parameter(
+    program: ExportedProgram, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Node:
+    """A placeholder before all others for a new parameter `name`, which has no values yet."""
     first = next(node for node in program.graph.nodes if node.op == "placeholder")
     mode = value(next(n for n in program.graph.nodes if "val" in n.meta and _is_fake(n))).fake_mode  # type: ignore[attr-defined]
     with program.graph.inserting_before(first):
         node: Node = program.graph.placeholder("p_" + name.replace(".", "_"))
     with mode:
-        node.meta["val"] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        node.meta["val"] = torch.empty(shape, dtype=dtype)
     program.graph_signature.input_specs.insert(
         0, InputSpec(InputKind.PARAMETER, TensorArgument(node.name), name)
     )
-    program.state_dict[name] = torch.nn.Parameter(tensor, requires_grad=False)
+    program.state_dict[name] = torch.nn.Parameter(node.meta["val"], requires_grad=False)
     return node
 
 
-def add_packed(program: ExportedProgram, packed: Packed, stem: str) -> list[Node | None]:
-    """weight, scales, multipliers and bias as new parameters `stem.packed` and so on."""
-    given = {
-        f"{stem}.packed": packed.weight,
-        f"{stem}.scales": packed.scales,
-        f"{stem}.multipliers": packed.multipliers,
-        f"{stem}.packed_bias": packed.bias,
-    }
+def add_packed(
+    program: ExportedProgram,
+    weights: Weights,
+    stem: str,
+    forms: Mapping[str, tuple[tuple[int, ...], str]],
+    make: Callable[[], Iterable[Packed]],
+) -> list[Node | None]:
+    """weight, scales, multipliers and bias as new parameters `stem.packed` and so on, of `forms`.
+
+    `make` gives their parts when they are written.
+    """
+    names = {operand: f"{stem}.{PARAMETERS.get(operand, operand)}" for operand in OPERANDS}
+
+    def pieces() -> Iterator[Piece]:
+        for part in make():
+            for operand in forms:
+                yield names[operand], tensor_of(getattr(part, operand))
+
+    weights.later([names[operand] for operand in forms], pieces)
     return [
-        None if array is None else add_parameter(program, name, tensor_of(array))
-        for name, array in given.items()
+        add_parameter(program, names[operand], forms[operand][0], getattr(torch, forms[operand][1]))
+        if operand in forms
+        else None
+        for operand in OPERANDS
     ]
 
 

@@ -30,7 +30,7 @@ from kvgraph.compiler.passes.fuse_update_and_attend import (
 from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import BUILD_LOG_NAME, Lowered, write_build_log
 from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
-from kvgraph.compiler.targets.weights import save_weights, stream_weights
+from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
@@ -134,12 +134,10 @@ def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) 
 
     Largest first: torch.export takes fake tensors of a dtype for views of the first one's memory.
     """
-    program, checkpoint = traced.program, traced.model.checkpoint
-    if checkpoint is None:
-        save_weights(program, folder)
-    else:
+    program = traced.program
+    if traced.model.checkpoint is not None:
         progress("copying weights")
-        stream_weights(program, checkpoint, folder)
+    save_weights(program, folder, traced.weights)
     mode = FakeTensorMode()
     by_size = sorted(program.state_dict.items(), key=lambda item: -item[1].numel())
     program._state_dict = {name: mode.from_tensor(value) for name, value in by_size}

@@ -28,9 +28,10 @@ from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.targets import WEIGHTS_NAME, Lowered
 from kvgraph.compiler.targets.weights import write_safetensors
 from kvgraph.compiler.traced import Traced
+from kvgraph.compiler.weights import Weights
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature, output_name
-from kvgraph.errors import UnsupportedError
+from kvgraph.errors import KVGraphError, UnsupportedError
 from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.onnx_ops import translation_table
 
@@ -70,15 +71,16 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
     Returns the graph too, as it was written.
     """
     run_passes(traced, passes.program)
-    onnx_model = _translate(_decompose(traced.program), traced.signature)
+    onnx_model = _translate(_decompose(traced.program), traced.signature, traced.weights)
     traced.onnx_model = onnx_model
     traced.changed("to_onnx")
     run_passes(traced, passes.onnx)
     _clean(onnx_model)
     if traced.plan.params.n_shards == 1:
-        _save(onnx_model, folder, INLINE_BYTES, frozenset())
+        _save(onnx_model, folder, traced.weights, INLINE_BYTES, frozenset())
     else:
-        _save(onnx_model, folder, INLINE_BYTES_OF_RANKS, _rank_names(traced.program))
+        own = _rank_names(traced.program)
+        _save(onnx_model, folder, traced.weights, INLINE_BYTES_OF_RANKS, own)
     counts = Counter(_op_name(node) for node in onnx_model.graph)
     lowered = Lowered(
         ops=dict(sorted(counts.items())),
@@ -114,12 +116,23 @@ def _without_mutation(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _translate(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
+def _translate(program: ExportedProgram, signature: GraphSignature, weights: Weights) -> ir.Model:
     try:
         with _decomposed(program):
-            model = _to_onnx(program, signature)
+            translated = _to_onnx(program, signature)
     except torch.onnx.OnnxExporterError:  # core ATen has operators that the exporter decomposes
-        model = _to_onnx(program, signature)
+        translated = _to_onnx(program, signature)
+    for name, value in translated.model.graph.initializers.items():
+        if weights.has(name):
+            value.const_value = _later(value, weights)
+    try:
+        translated.optimize()
+    except ir.passes.PassError as error:  # a weight that it looked at is damaged
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KVGraphError):
+            cause = cause.__cause__
+        raise cause or error from error
+    model = translated.model
     model.ir_version = IR_VERSION
     _name_dims(model, signature)
     _name_weights(model, program)
@@ -137,12 +150,25 @@ def _decomposed(program: ExportedProgram) -> Iterator[None]:
         del program.run_decompositions
 
 
-def _to_onnx(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
+def _later(value: ir.Value, weights: Weights) -> ir.LazyTensor:
+    """A weight that is read, or made, only for a pass that looks at its numbers."""
+    tensor, name = value.const_value, value.name
+    assert tensor is not None
+    assert name is not None
+    shape, dtype = tensor.shape.numpy(), ir.tensor_adapters.to_torch_dtype(tensor.dtype)
+
+    def read() -> ir.TensorProtocol:
+        return ir.tensor_adapters.TorchTensor(weights.read(name, dtype, shape), name=name)
+
+    return ir.LazyTensor(read, dtype=tensor.dtype, shape=ir.Shape(shape), name=name)
+
+
+def _to_onnx(program: ExportedProgram, signature: GraphSignature) -> torch.onnx.ONNXProgram:
     with symbolic_batch(), quiet_loggers("torch.onnx"):  # packages that it does not need
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
-            optimize=True,
+            optimize=False,  # once weights are known by name
             opset_version=OPSET,
             verbose=False,
             custom_translation_table=translation_table(),
@@ -150,7 +176,7 @@ def _to_onnx(program: ExportedProgram, signature: GraphSignature) -> ir.Model:
             output_names=[output_name(s) for s in signature.outputs],
         )
     assert onnx_program is not None
-    return onnx_program.model
+    return onnx_program
 
 
 def _name_dims(model: ir.Model, signature: GraphSignature) -> None:
@@ -211,7 +237,7 @@ def _rank_names(program: ExportedProgram) -> frozenset[str]:
     return frozenset([*signature.parameters, *signature.buffers])
 
 
-def _save(model: ir.Model, folder: Path, most: int, own: Set[str]) -> None:
+def _save(model: ir.Model, folder: Path, weights: Weights, most: int, own: Set[str]) -> None:
     """Initializers of up to `most` bytes stay in the graph, but for those named in `own`."""
     large = {
         name: value
@@ -219,8 +245,7 @@ def _save(model: ir.Model, folder: Path, most: int, own: Set[str]) -> None:
         if value.const_value is not None and (value.const_value.nbytes > most or name in own)
     }
     path = folder / WEIGHTS_NAME
-    tensors = {name: _tensor(value) for name, value in large.items()}
-    write_safetensors(path, tensors, {}, lambda name: [tensors[name]])
+    write_safetensors(path, {n: _tensor(v, weights) for n, v in large.items()}, {}, weights)
     layout = read_layout(path)
     for name, value in large.items():
         tensor = value.const_value
@@ -248,9 +273,14 @@ def require_valid(folder: Path) -> None:
         ) from error
 
 
-def _tensor(value: ir.Value) -> torch.Tensor:
-    assert value.const_value is not None
-    return tensor_of(np.ascontiguousarray(value.const_value.numpy()))
+def _tensor(value: ir.Value, weights: Weights) -> torch.Tensor:
+    """An initializer; of one that is written later, its shape and dtype."""
+    tensor = value.const_value
+    assert tensor is not None
+    if isinstance(tensor, ir.LazyTensor) and weights.has(str(value.name)):
+        dtype = ir.tensor_adapters.to_torch_dtype(tensor.dtype)
+        return torch.empty(tensor.shape.numpy(), dtype=dtype, device="meta")
+    return tensor_of(np.ascontiguousarray(tensor.numpy()))
 
 
 def _op_name(node: ir.Node) -> str:

@@ -52,6 +52,7 @@ def lower(
     run_passes(traced, PASSES["cpu", "torch"].program)
     program.graph_module.recompile()
     ops = count_ops(program)
+    traced.weights.fill(program)
     save_weights(program, folder)
     _package(program, folder / MODEL_NAME)
     return Lowered(

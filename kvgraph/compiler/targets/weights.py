@@ -1,4 +1,4 @@
-"""`weights.safetensors` of a program: written from memory, or streamed from a checkpoint.
+"""`weights.safetensors` of a program: written from memory, or as values are read and made.
 
 Decision: written here, piece by piece, as safetensors' own writer only takes what is in memory at
 once. Data begins at a multiple of 64 bytes, and tensors whose size is one come first: a file that
@@ -8,14 +8,16 @@ is mapped into memory gives kernels whole cache lines. Within that, by dtype and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.targets import WEIGHTS_NAME
+from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import ALL
 from kvgraph.progress import task
 
@@ -28,32 +30,26 @@ STORED_DTYPES = {
 LINE_BYTES = 64
 
 
-def save_weights(program: ExportedProgram, folder: Path) -> None:
-    """Write parameters and buffers by the program's names."""
-    tensors, aliases = dense_weights(_state(program))
-    write_safetensors(folder / WEIGHTS_NAME, tensors, aliases, lambda name: [tensors[name]])
-
-
-def stream_weights(program: ExportedProgram, checkpoint: Checkpoint, folder: Path) -> None:
-    """The same for a program whose parameters are fake: their values come from `checkpoint`.
+def save_weights(program: ExportedProgram, folder: Path, weights: Weights | None = None) -> None:
+    """Write parameters and buffers by the program's names; fake ones come from `weights`.
 
     ModelError for a number that is not finite in the parameter's dtype.
     """
-    state = _state(program)
-    tensors, aliases = dense_weights({k: v for k, v in state.items() if not checkpoint.has(k)})
+    state, weights = _state(program), weights or Weights()
+    held = {name: tensor for name, tensor in state.items() if not _is_elsewhere(tensor)}
+    tensors, aliases = dense_weights(held)
     owners: dict[int, str] = {}
-    for name in sorted(state.keys() - tensors.keys() - aliases.keys()):
+    for name in sorted(state.keys() - held.keys()):
         owner = owners.setdefault(id(state[name]), name)
         if owner == name:
             tensors[name] = state[name]
         else:
             aliases[name] = owner
+    write_safetensors(folder / WEIGHTS_NAME, tensors, aliases, weights)
 
-    def pieces(name: str) -> Iterable[torch.Tensor]:
-        stored = checkpoint.has(name)
-        return checkpoint.pieces(name, state[name].dtype) if stored else [tensors[name]]
 
-    write_safetensors(folder / WEIGHTS_NAME, tensors, aliases, pieces)
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -87,9 +83,9 @@ def write_safetensors(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
-    pieces: Callable[[str], Iterable[torch.Tensor]],
+    weights: Weights,
 ) -> None:
-    """Write `tensors`, of which dtypes and shapes count; `pieces(name)` gives the elements."""
+    """Write `tensors`; of those without storage dtypes and shapes count, and `weights` has them."""
     ranks = list(STORED_DTYPES)
 
     def nbytes(name: str) -> int:
@@ -101,21 +97,27 @@ def write_safetensors(
     order = sorted(tensors, key=place)
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
+    starts: dict[str, int] = {}
     for name in order:
-        tensor, start = tensors[name], end
+        tensor, starts[name] = tensors[name], end
         end += nbytes(name)
         header[name] = {
             "dtype": STORED_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [starts[name], end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % LINE_BYTES)
+    elsewhere = {name: tensors[name].dtype for name in order if _is_elsewhere(tensors[name])}
+    held = ((name, tensors[name]) for name in order if name not in elsewhere)
     with path.open("wb") as file, task("writing weights", end, "bytes") as advance:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            for piece in pieces(name):
-                data = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
-                file.write(data)
-                advance(data.nbytes)
-        assert file.tell() == 8 + len(text) + end, f"{path.name}: a tensor came short"
+        data, written = file.tell(), dict.fromkeys(order, 0)
+        for name, piece in chain(held, weights.pieces(elsewhere)):
+            raw = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            file.seek(data + starts[name] + written[name])
+            file.write(raw)
+            written[name] += raw.nbytes
+            advance(raw.nbytes)
+    short = [name for name in order if written[name] != nbytes(name)]
+    assert not short, f"{path.name}: {short[0]} came short"

@@ -1,0 +1,83 @@
+"""Weights of a program under compile: in memory, in a checkpoint, or made from these when written.
+
+Decision: passes decide what a weight becomes, and its numbers are read and packed while the file
+is written. So a compile has one layer's weights in memory at a time, of a model of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.values import Converted, Values
+
+Piece = tuple[str, torch.Tensor]
+"""A parameter's name and rows of it that follow those of the pieces before."""
+
+Make = Callable[[], Iterable[Piece]]
+
+
+@dataclass
+class Weights:
+    """Where the values of a program's parameters are, by its names for them."""
+
+    checkpoint: Checkpoint | None = None
+    made: dict[str, Make] = field(default_factory=dict)
+    """Name -> what makes it, perhaps with others."""
+
+    def values(self, name: str, tensor: torch.Tensor) -> Values:
+        """Of a parameter that is `tensor` in the program."""
+        if isinstance(tensor, FakeTensor):
+            assert self.checkpoint is not None, (
+                "a program without weights comes with where they are"
+            )
+            return self.checkpoint.get(name, tensor.dtype)
+        held = tensor.detach()
+        return Converted(name, held.shape, held.dtype, lambda: held)
+
+    def later(self, names: Iterable[str], make: Make) -> None:
+        """`make` gives all of `names`, when they are written."""
+        self.made |= dict.fromkeys(names, make)
+
+    def has(self, name: str) -> bool:
+        """Whether its values are elsewhere than in the program."""
+        return name in self.made or (self.checkpoint is not None and self.checkpoint.has(name))
+
+    def pieces(self, wanted: Mapping[str, torch.dtype]) -> Iterator[Piece]:
+        """Of every parameter in `wanted`, in its dtype; those that are made together come together.
+
+        ModelError for a number that is not finite.
+        """
+        done: set[int] = set()
+        for name, dtype in wanted.items():
+            if name not in self.made:
+                assert self.checkpoint is not None
+                for piece in self.checkpoint.get(name, dtype).pieces():
+                    yield name, piece
+            elif id(self.made[name]) not in done:
+                done.add(id(self.made[name]))
+                yield from (each for each in self.made[name]() if each[0] in wanted)
+
+    def read(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
+        """One parameter whole."""
+        parts = [piece.reshape(-1) for _, piece in self.pieces({name: dtype})]
+        return torch.cat(parts).reshape(tuple(shape))
+
+    def fill(self, program: ExportedProgram) -> None:
+        """Give a program's fake parameters their values."""
+        fakes = {
+            name: tensor
+            for name, tensor in program.state_dict.items()
+            if isinstance(tensor, FakeTensor)
+        }
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in fakes}
+        for name, piece in self.pieces({name: fake.dtype for name, fake in fakes.items()}):
+            parts[name].append(piece.reshape(-1))
+        for name, fake in fakes.items():
+            whole = torch.cat(parts.pop(name)).reshape(fake.shape)
+            program.state_dict[name] = torch.nn.Parameter(whole, requires_grad=False)
