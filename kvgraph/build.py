@@ -99,9 +99,9 @@ def compile(
         model, float32, dtype, vocab_size, max_seq_len, request.support.weightless, text
     )
     if float32 and weights is None:
-        nearest = options.default_weights(loaded.stored_dtype, request.support)
-        packs = "weight_bits" in request.support.options
-        weights = loaded.nearest_weights if packs and loaded.nearest_weights else nearest
+        weights = options.default_weights(
+            loaded.stored_dtype, request.support, loaded.nearest_weights
+        )
     if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
         notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 

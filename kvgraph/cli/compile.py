@@ -84,8 +84,8 @@ def compile(
     json: Json = False,
 ) -> None:
     """Compile a model folder into an artifact."""
-    if quality is None:
-        quality = quality_text is not None or weights not in (None, "fp32")
+    if quality_text is not None or weights not in (None, "fp32"):
+        quality = quality is None or quality
     stages = Stages()
     with stages.bars:
         if from_artifact is not None:
@@ -130,6 +130,8 @@ def compile(
                 force=force,
                 progress=stages.next,
             )
+            if quality is None:
+                quality = manifest.weights in LOSSY
             if quality:
                 manifest = _measured(output, model, quality_text, manifest, stages.next)
         stages.done()
@@ -146,6 +148,10 @@ def compile(
     )
     if json:
         print_json(summary(output, manifest))
+
+
+LOSSY = ("int8", "int4")
+"""Weights that are measured where they were not asked for: those of a checkpoint in fewer bits."""
 
 
 def _refuse_beside_artifact(**given: object) -> None:

@@ -163,7 +163,9 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
         )
 
 
-def default_weights(stored_dtype: str, support: Support) -> str:
-    """What linear layers keep under float32 activations by default."""
-    packs = "weight_bits" in support.options
-    return "bf16" if packs and stored_dtype == "bfloat16" else "fp32"
+def default_weights(stored_dtype: str, support: Support, nearest: str = "") -> str:
+    """What linear layers keep under float32 activations by default: the `nearest` to a checkpoint
+    in fewer bits."""
+    if "weight_bits" not in support.options:
+        return "fp32"
+    return nearest or ("bf16" if stored_dtype == "bfloat16" else "fp32")

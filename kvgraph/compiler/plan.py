@@ -10,7 +10,7 @@ from typing import Any
 from kvgraph.compiler.cache import plan_cache, pool_types
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import stored
-from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
+from kvgraph.compiler.frontends.folder import checkpoint_dtype, nearest_weights, read_config
 from kvgraph.compiler.options import check_weights, default_weights, require_ranks
 from kvgraph.contract.backends import Support, default_backend
 from kvgraph.contract.devices import Target, virtual_devices
@@ -89,7 +89,8 @@ def plan_deployment(
     config = read_config(folder)
     dtype = dtype or checkpoint_dtype(config)
     if support.float32 or weights is not None:
-        weights, dtype = weights or default_weights(dtype, support), "float32"
+        nearest = nearest_weights(config)
+        weights, dtype = weights or default_weights(dtype, support, nearest), "float32"
     require_ranks(tp, backend, parsed)
     bits = WEIGHT_BITS.get(weights or "")
     model = _describe(folder, config, dtype, bits is not None, tp, progress)

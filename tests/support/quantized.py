@@ -149,7 +149,14 @@ def integer(bits: int, **others: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "symmetric": True} | others
 
 
-PACKED_4 = {"format": "pack-quantized"}
+def compressed(form: str, **weights: Any) -> tuple[dict[str, Any], Callable[..., Packed]]:
+    """As llm-compressor writes a configuration, and the package's own packing."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+    return config, by_package(format=form, weights=weights)
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq()),
     "gptq-8": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP}, gptq(8)),
@@ -162,69 +169,23 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
         gptq(v2=True),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
-    "w4a16": (
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        by_package(format="pack-quantized", weights=integer(4, strategy="group", group_size=GROUP)),
+    "w4a16": compressed("pack-quantized", **integer(4, strategy="group", group_size=GROUP)),
+    "w4a16-zero-points": compressed(
+        "pack-quantized", **integer(4, strategy="group", group_size=GROUP, symmetric=False)
     ),
-    "w4a16-zero-points": (
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        by_package(
-            format="pack-quantized",
-            weights=integer(4, strategy="group", group_size=GROUP, symmetric=False),
-        ),
+    "w8a16-channel": compressed("pack-quantized", **integer(8, strategy="channel")),
+    "w8a8": compressed("int-quantized", **integer(8, strategy="channel")),
+    "fp8-channel": compressed("float-quantized", **FLOAT8, strategy="channel"),
+    "fp8-tensor": compressed("float-quantized", **FLOAT8, strategy="tensor"),
+    "fp8-block": compressed(
+        "float-quantized", **FLOAT8, strategy="block", block_structure=[64, 48]
     ),
-    "w8a16-channel": (
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        by_package(format="pack-quantized", weights=integer(8, strategy="channel")),
-    ),
-    "w8a8": (
-        {"quant_method": "compressed-tensors", "format": "int-quantized"},
-        by_package(format="int-quantized", weights=integer(8, strategy="channel")),
-    ),
-    "fp8-channel": (
-        {"quant_method": "compressed-tensors", "format": "float-quantized"},
-        by_package(
-            format="float-quantized",
-            weights={"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-        ),
-    ),
-    "fp8-tensor": (
-        {"quant_method": "compressed-tensors", "format": "float-quantized"},
-        by_package(
-            format="float-quantized",
-            weights={"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"},
-        ),
-    ),
-    "fp8-block": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {"group_0": {"weights": {"block_structure": [64, 48]}}},
-        },
-        by_package(
-            format="float-quantized",
-            weights={
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "block",
-                "block_structure": [64, 48],
-            },
-        ),
-    ),
-    "mxfp4-packed": (
-        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
-        by_package(
-            format="mxfp4-pack-quantized",
-            weights={
-                "num_bits": 4,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-                "scale_dtype": "uint8",
-            },
-        ),
+    "mxfp4-packed": compressed(
+        "mxfp4-pack-quantized",
+        **FLOAT8 | {"num_bits": 4},
+        strategy="group",
+        group_size=32,
+        scale_dtype="uint8",
     ),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 32]}, fp8),
     "mxfp4": ({"quant_method": "mxfp4"}, mxfp4),

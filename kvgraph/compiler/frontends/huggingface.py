@@ -25,11 +25,11 @@ from kvgraph.compiler.frontends.decoder import (
     probe,
     unsupported,
 )
-from kvgraph.compiler.frontends.folder import Config, quantization, read_config
+from kvgraph.compiler.frontends.folder import Config, nearest_weights, quantization, read_config
 from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
 from kvgraph.compiler.frontends.weightless import Located, fake_parameters, locate
 from kvgraph.compiler.model import Model
-from kvgraph.compiler.quantized.parts import INSTEAD, Form
+from kvgraph.compiler.quantized.parts import INSTEAD
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.shards import INDEXES, read_index
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
@@ -103,19 +103,19 @@ def _load(
         bos_token_id=getattr(text, "bos_token_id", None),
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
-        nearest_weights=located.form.nearest,
+        nearest_weights=nearest_weights(config),
         notes=_notes_of(layers, text, located.form),
     )
 
 
 def _notes_of(
-    layers: tuple[LayerNeed, ...], config: PretrainedConfig, form: Form
+    layers: tuple[LayerNeed, ...], config: PretrainedConfig, form: str
 ) -> tuple[str, ...]:
     """How weights are stored in fewer bits, and what a latent attention (MLA) costs that is
     computed from keys and values of all heads."""
     stored = (
-        [f"weights: the checkpoint's are {form.said}; they are decoded, then kept as this says"]
-        if form.said
+        [f"weights: the checkpoint's are {form}; they are decoded, then kept as this says"]
+        if form
         else []
     )
     rank = getattr(config, "kv_lora_rank", None)

@@ -21,7 +21,6 @@ from kvgraph.compiler.frontends.conversion import of_parameters
 from kvgraph.compiler.frontends.decoder import first_line
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized import weights_of
-from kvgraph.compiler.quantized.parts import PLAIN, Form
 from kvgraph.compiler.shards import Stored, stored_tensors
 from kvgraph.compiler.values import Values
 from kvgraph.contract.dtypes import ACTIVATIONS
@@ -41,7 +40,7 @@ class Located:
 
     checkpoint: Checkpoint | None
     why: str = ""
-    form: Form = PLAIN
+    form: str = ""
 
 
 @contextlib.contextmanager

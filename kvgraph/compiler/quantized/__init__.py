@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
-from kvgraph.compiler.quantized.parts import PLAIN, Form, Parts
+from kvgraph.compiler.quantized.parts import Parts
 from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
 
@@ -29,8 +29,9 @@ METHODS: Mapping[str, Callable[[Parts, Config], dict[str, Values]]] = {
 
 def weights_of(
     folder: Path, config: Config, stored: Mapping[str, Stored]
-) -> tuple[dict[str, Values], Form]:
-    """Tensors of the checkpoint by the names of their modules, and how they are stored.
+) -> tuple[dict[str, Values], str]:
+    """Tensors of the checkpoint by the names of their modules, and how they are stored: empty
+    for a plain checkpoint.
 
     ModelError for one whose tensors do not fit each
     other; UnsupportedError for a form that is not read, with what would be.
@@ -38,9 +39,9 @@ def weights_of(
     readable = {k: each for k, each in stored.items() if each.dtype in TORCH_DTYPES}
     given = quantization(config)
     if given is None:
-        return {name: Plain(each) for name, each in readable.items()}, PLAIN
+        return {name: Plain(each) for name, each in readable.items()}, ""
     method = str(given["quant_method"])
     parts = Parts(folder, method, readable)
     found = METHODS[method](parts, given)
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
-    return {**others, **found}, parts.form
+    return {**others, **found}, parts.said

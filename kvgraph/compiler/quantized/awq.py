@@ -41,7 +41,6 @@ def _weight(parts: Parts, stem: str) -> Values:
         raise ModelError(
             f"{scales.where}: expected groups that divide the {inputs} inputs, got {groups}"
         )
-    parts.integers.add(BITS)
     parts.kinds.add(f"4 bits in groups of {inputs // groups}")
     return _Grouped(packed, zeros, scales)
 

@@ -95,7 +95,6 @@ def _packed(parts: Parts, stem: str) -> Values:
     index = parts.find(f"{stem}.weight_g_idx")
     if index is not None:
         parts.require_shape(index, [inputs])
-    parts.integers.add(bits)
     return _Integers(packed, scales, zeros, index, bits, (outputs, inputs), groups)
 
 
@@ -111,7 +110,6 @@ def _scaled(parts: Parts, stem: str, block: tuple[int, int] | None) -> Values:
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:
         parts.require_shape(zeros, scales.shape)
-    parts.integers.add(8)
     return _Integers(numbers, scales, zeros, None, 8, (outputs, inputs), groups)
 
 

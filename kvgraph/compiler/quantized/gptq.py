@@ -48,7 +48,6 @@ def _weight(parts: Parts, stem: str, bits: int, less: int) -> Values:
         raise ModelError(
             f"{scales.where}: expected groups that divide the {inputs} inputs, got {groups}"
         )
-    parts.integers.add(bits)
     parts.kinds.add(f"{bits} bits in groups of {-(-inputs // groups)}")
     return _Grouped(packed, zeros, scales, index, bits, less, (outputs, inputs))
 

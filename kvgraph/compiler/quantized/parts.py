@@ -15,18 +15,6 @@ from kvgraph.errors import ModelError, UnsupportedError
 INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 
-@dataclass(frozen=True)
-class Form:
-    """How a checkpoint stores its weights: in words, and the `--weights` nearest to it; both are
-    empty for a plain one."""
-
-    said: str = ""
-    nearest: str = ""
-
-
-PLAIN = Form()
-
-
 @dataclass
 class Parts:
     """The stored tensors of a checkpoint, and which of them are parts of a weight."""
@@ -37,16 +25,10 @@ class Parts:
     taken: set[str] = field(default_factory=set)
     kinds: set[str] = field(default_factory=set)
     """How weights are stored, as words for a user."""
-    integers: set[int] = field(default_factory=set)
-    """Bits of those that are integers."""
 
     @property
-    def form(self) -> Form:
-        """Integers stay as few bits as they are; numbers with exponents fit bfloat16."""
-        said = ", ".join([self.method, *sorted(self.kinds)])
-        if not self.integers:
-            return Form(said, "bf16")
-        return Form(said, "int4" if max(self.integers) <= 4 else "int8")
+    def said(self) -> str:
+        return ", ".join([self.method, *sorted(self.kinds)])
 
     def stems(self, suffix: str) -> Iterator[str]:
         """What stands before `suffix` in names of tensors, in order."""
