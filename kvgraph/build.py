@@ -56,7 +56,8 @@ def compile(
     force: bool = False,
     progress: Progress = lambda stage: None,
 ) -> Manifest:
-    """Compile a model folder (Hugging Face) or an nn.Module into the artifact folder `out`.
+    """Compile a model folder (Hugging Face), a GGUF file or an nn.Module into the artifact folder
+    `out`.
 
     `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
     layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
@@ -91,43 +92,48 @@ def compile(
     require_free(out, force=force)
     dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
 
-    progress("reading the model")
-    options.check_weights(weights, request.target, request.backend, dtype)
-    float32 = request.support.float32 or weights is not None
-    text = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, "bos_token_id": bos_token_id}
-    loaded, notes = pipeline.load_model(
-        model, float32, dtype, vocab_size, max_seq_len, request.support.weightless, text
-    )
-    if float32 and weights is None:
-        weights = options.default_weights(
-            loaded.stored_dtype, request.support, loaded.nearest_weights
+    with pipeline.opened(model) as source:
+        progress("reading the model")
+        options.check_weights(weights, request.target, request.backend, dtype)
+        float32 = request.support.float32 or weights is not None
+        text = {
+            "tokenizer": tokenizer,
+            "eos_token_ids": eos_token_ids,
+            "bos_token_id": bos_token_id,
+        }
+        loaded, notes = pipeline.load_model(
+            source, float32, dtype, vocab_size, max_seq_len, request.support.weightless, text
         )
-    if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
-        notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
+        if float32 and weights is None:
+            weights = options.default_weights(
+                loaded.stored_dtype, request.support, loaded.nearest_weights
+            )
+        if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
+            notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 
-    progress("describing the cache")
-    plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, request)
-    signature = pipeline.describe(loaded, plan)
-    notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
-    pipeline.require_kernels(plan, request)
+        progress("describing the cache")
+        plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, request)
+        signature = pipeline.describe(loaded, plan)
+        notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
+        pipeline.require_kernels(plan, request)
 
-    from kvgraph.compiler.check.run import Made
-    from kvgraph.compiler.check.run import check as require_equal
-    from kvgraph.compiler.trace import trace
+        from kvgraph.compiler.check.run import Made
+        from kvgraph.compiler.check.run import check as require_equal
+        from kvgraph.compiler.trace import trace
 
-    write = partial(_write, request, weights, notes)
-    functional = request.backend.functional
-    with staging(out, force=force) as folder:
-        progress(f"lowering to {request.backend.name}{request.reason}")
-        traced = trace(loaded, signature, plan, functional=functional, dump=dump)
-        manifest = write(traced, folder, progress)
-        note = "check: left out (--no-check)"
-        if check:
-            progress("checking")
-            made = Made(traced, folder, manifest, request.backend, write)
-            note = require_equal(made, run_artifact)
-        manifest = replace(manifest, notes=[*manifest.notes, note])
-        write_manifest(folder, manifest)
+        write = partial(_write, request, weights, notes)
+        functional = request.backend.functional
+        with staging(out, force=force) as folder:
+            progress(f"lowering to {request.backend.name}{request.reason}")
+            traced = trace(loaded, signature, plan, functional=functional, dump=dump)
+            manifest = write(traced, folder, progress)
+            note = "check: left out (--no-check)"
+            if check:
+                progress("checking")
+                made = Made(traced, folder, manifest, request.backend, write)
+                note = require_equal(made, run_artifact)
+            manifest = replace(manifest, notes=[*manifest.notes, note])
+            write_manifest(folder, manifest)
     return manifest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvgraph.compiler.cache import (
     require_heads,
 )
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, read_config
+from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.options import Request
 from kvgraph.compiler.targets import Lowered
 from kvgraph.contract.backends import imported
@@ -49,8 +51,15 @@ def require_plan(model: str | Path | nn.Module, ranks: int) -> None:
         )
 
 
-def load_model(
+def opened(
     model: str | Path | nn.Module,
+) -> AbstractContextManager[Path | nn.Module]:
+    """A checkpoint folder, or a module as it is."""
+    return as_folder(Path(model)) if isinstance(model, str | Path) else nullcontext(model)
+
+
+def load_model(
+    model: Path | nn.Module,
     float32: bool,
     dtype: str | None,
     vocab_size: int | None,
@@ -68,7 +77,7 @@ def load_model(
     _require_torch()
     from kvgraph.compiler.frontends import huggingface, module
 
-    if not isinstance(model, str | Path):
+    if not isinstance(model, Path):
         loaded = module.load(
             model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype, **text
         )
@@ -78,23 +87,22 @@ def load_model(
                 f"weights, got {loaded.dtype}"
             )
         return loaded, []
-    folder = Path(model)
     given = [name for name, value in text.items() if value is not None]
     if given:
         raise UnsupportedError(
             f"{given[0]}: expected None for a model folder, which has its own, got "
             f"{text[given[0]]!r}"
         )
-    wanted = dtype or checkpoint_dtype(read_config(folder))
+    wanted = dtype or checkpoint_dtype(read_config(model))
     if float32 and wanted != "float32":
         note = (
             f"activations: {wanted} converted to float32, since the CPU kernels compute in it "
             "(the pool's dtype is --cache-dtype, that of weights --weights)"
         )
-        loaded = huggingface.load(folder, "float32", weightless=weightless)
+        loaded = huggingface.load(model, "float32", weightless=weightless)
         loaded, notes = replace(loaded, stored_dtype=wanted), [note]
     else:
-        loaded, notes = huggingface.load(folder, wanted, weightless=weightless), []
+        loaded, notes = huggingface.load(model, wanted, weightless=weightless), []
     if loaded.loaded:
         notes.append(f"weights: passed through memory: {loaded.loaded}")
     return loaded, notes

@@ -11,6 +11,7 @@ from kvgraph.compiler.cache import plan_cache, pool_types
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, nearest_weights, read_config
+from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.options import check_weights, default_weights, require_ranks
 from kvgraph.contract.backends import Support, default_backend
 from kvgraph.contract.devices import Target, virtual_devices
@@ -86,14 +87,15 @@ def plan_deployment(
     backend = default_backend(parsed.kind)
     support = backend.targets[parsed.kind]
     check_weights(weights, parsed, backend, dtype)
-    config = read_config(folder)
-    dtype = dtype or checkpoint_dtype(config)
-    if support.float32 or weights is not None:
-        nearest = nearest_weights(config)
-        weights, dtype = weights or default_weights(dtype, support, nearest), "float32"
-    require_ranks(tp, backend, parsed)
-    bits = WEIGHT_BITS.get(weights or "")
-    model = _describe(folder, config, dtype, bits is not None, tp, progress)
+    with as_folder(folder) as opened:
+        config = read_config(opened)
+        dtype = dtype or checkpoint_dtype(config)
+        if support.float32 or weights is not None:
+            nearest = nearest_weights(config)
+            weights, dtype = weights or default_weights(dtype, support, nearest), "float32"
+        require_ranks(tp, backend, parsed)
+        bits = WEIGHT_BITS.get(weights or "")
+        model = _describe(opened, config, dtype, bits is not None, tp, progress)
     pool_dtype, quantization = pool_types(dtype, cache_dtype)
     cache = plan_cache(
         model.layers,

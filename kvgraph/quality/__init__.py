@@ -36,6 +36,7 @@ def measure(
     ModelError: no tokenizer.json or no weights in `source`. ArtifactError: one that this machine
     cannot run, or whose logits are not finite. RequestError: a text too short, or not UTF-8.
     """
+    from kvgraph.compiler.frontends.gguf import as_folder
     from kvgraph.quality.artifact import score_artifact
     from kvgraph.quality.reference import score_reference
     from kvgraph.runtime import artifact as artifacts
@@ -46,9 +47,10 @@ def measure(
     model = artifact.manifest.model
     given = read_text(text)
     length = min(WINDOW_TOKENS, model.max_seq_len)
-    windows = cut_windows(given, source, model.bos_token_id, length, most_tokens)
-    progress("scoring the checkpoint in float32")
-    reference = score_reference(source, windows)
+    with as_folder(source) as folder_of_source:
+        windows = cut_windows(given, folder_of_source, model.bos_token_id, length, most_tokens)
+        progress("scoring the checkpoint in float32")
+        reference = score_reference(folder_of_source, windows)
     progress("scoring the artifact")
     scores = score_artifact(artifact, windows, session=session, num_threads=num_threads)
     return compare(scores, reference, text=given.name, sha256=given.sha256)

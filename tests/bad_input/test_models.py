@@ -98,9 +98,6 @@ def test_incomplete_weights(
 # -- compile: what is no checkpoint
 
 
-GGUF = "compile the checkpoint that it was made from, with --weights int4 or int8"
-
-
 def either(tmp_path: Path, model: Path | str) -> str:
     """The sentence in which both compile and plan refuse a model."""
     text = refused(Path(model), tmp_path)
@@ -131,13 +128,13 @@ def test_gguf_files(tmp_path: Path) -> None:
     (tmp_path / "gguf").mkdir()
     for name in ("gguf/b.gguf", "gguf/a.gguf", "unnamed"):
         (tmp_path / name).write_bytes(b"GGUF\x03\0\0\0")
-    expected = f"{tmp_path}/gguf: expected config.json in a model folder, got the GGUF file a.gguf"
-    assert either(tmp_path, tmp_path / "gguf") == f"{expected}; {GGUF}"
+    assert either(tmp_path, tmp_path / "gguf") == (
+        f"{tmp_path}/gguf: expected config.json in a model folder, got the GGUF file a.gguf; give "
+        "that file"
+    )
     for name in ("gguf/a.gguf", "unnamed"):
-        expected = (
-            f"{tmp_path}/{name}: expected a model folder, got the GGUF file {Path(name).name}"
-        )
-        assert either(tmp_path, tmp_path / name) == f"{expected}; {GGUF}"
+        expected = f"{tmp_path}/{name}: expected a GGUF file, got a damaged one"
+        assert either(tmp_path, tmp_path / name) == expected
     (tmp_path / "weights.safetensors").write_bytes(b"")
     assert either(tmp_path, tmp_path / "weights.safetensors").endswith(
         "expected a model folder, got a file; give the folder that holds config.json"

@@ -163,7 +163,8 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
         with pytest.raises(ModelError) as raised:
             kvgraph.compile(folder, tmp_path / "a.kvg", weights=weights)
         assert str(raised.value) == (
-            f"{folder}/model.safetensors: {name}[3, 2]: expected a finite number in float32, got nan"
+            f"{folder}/model.safetensors: {name}[3, 2]: expected a finite number in float32, "
+            "got nan"
         )
         assert not (tmp_path / "a.kvg").exists()
 

@@ -16,12 +16,13 @@ from kvgraph.errors import ModelError, UnsupportedError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 
-QUANTIZED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+QUANTIZED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 """Methods whose checkpoints are read (compiler/quantized)."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 GGUF_MAGIC = b"GGUF"
+GGUF_INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 Config = Mapping[str, Any]
 """What config.json holds: its values are of whatever kind an architecture gives them."""
@@ -58,7 +59,7 @@ def checkpoint_dtype(config: Config) -> str:
 
 def _instead_of_a_folder(path: Path) -> str:
     if path.is_file():
-        return _gguf(path) if _is_gguf(path) else "a file; give the folder that holds config.json"
+        return "a file; give the folder that holds config.json"
     if not path.exists() and HUB_ID.fullmatch(str(path)):
         return (
             f"nothing there; if it is a name on the Hugging Face hub, download it first: "
@@ -75,19 +76,13 @@ def _instead(folder: Path) -> str:
             "save_pretrained) and compile that folder"
         )
     packed = sorted(folder.glob("*.gguf"))
-    return _gguf(packed[0]) if packed else "none"
+    return f"the GGUF file {packed[0].name}; give that file" if packed else "none"
 
 
-def _is_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one, by its name or its first bytes."""
     with path.open("rb") as file:
         return path.suffix == ".gguf" or file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-
-
-def _gguf(path: Path) -> str:
-    return (
-        f"the GGUF file {path.name}; compile the checkpoint that it was made from, with --weights "
-        "int4 or int8"
-    )
 
 
 def quantization(config: Config) -> Mapping[str, Any] | None:

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.conversion import of_parameters
 from kvgraph.compiler.frontends.decoder import first_line
-from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.quantized import weights_of
+from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.shards import Stored, stored_tensors
 from kvgraph.compiler.values import Values
 from kvgraph.contract.dtypes import ACTIVATIONS
@@ -71,18 +71,24 @@ def locate(model: PreTrainedModel, folder: Path, config: Config, dtype: torch.dt
 
     ModelError, as of a real load, where tensors are missing or of another shape.
     """
-    stored = stored_tensors(folder)
     wanted = _wanted(model)
-    read, form = weights_of(folder, config, stored)
-    why = _why_loaded(model, stored, dtype)
-    if why:
-        return Located(None, why, form)
-    try:
-        values = of_parameters(model, read)
-    except ImportError:
-        return Located(None, "transformers' own names of them are not known", form)
-    except Exception as error:
-        return Located(None, f"transformers converts them: {first_line(error)}", form)
+    given = quantization(config)
+    stored: Mapping[str, Stored] = {}
+    read: Mapping[str, Values] = {}
+    if given is not None and given["quant_method"] == "gguf":
+        values, form = gguf.weights(model, config)
+    else:
+        stored = stored_tensors(folder)
+        read, form = weights_of(folder, config, stored)
+        why = _why_loaded(model, stored, dtype)
+        if why:
+            return Located(None, why, form)
+        try:
+            values = of_parameters(model, read)
+        except ImportError:
+            return Located(None, "transformers' own names of them are not known", form)
+        except Exception as error:
+            return Located(None, f"transformers converts them: {first_line(error)}", form)
     for names, _ in wanted:
         present = [name for name in names if name in values]
         if len(present) > 1:

@@ -1,0 +1,149 @@
+"""GGUF files: the model and the text that transformers reads from them, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+import kvgraph
+from kvgraph import KVGraphError
+from kvgraph.cli import app
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.gguf import TYPES, as_folder
+from tests.support import gguf_files
+from tests.support.artifacts import TINY_LLAMA
+from tests.support.models import make_model
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+"""A row of K-quants is a block of 256."""
+
+
+def theirs(path: Path) -> dict[str, torch.Tensor]:
+    """What transformers makes of a file's tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)
+    return {name: tensor.float() for name, tensor in read["tensors"].items()}
+
+
+def ours(path: Path) -> dict[str, torch.Tensor]:
+    with as_folder(path) as folder:
+        module = huggingface.load(folder, "float32").module
+    return {name.removeprefix("model."): each for name, each in module.state_dict().items()}
+
+
+CASES = [("llama", kind) for kind in TYPES]
+CASES += [(name, "Q8_0") for name in gguf_files.ARCHITECTURES if name != "llama"]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), CASES)
+def test_weights_are_those_that_transformers_reads(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
+    """To the last bit: by the plain decoder of the gguf package, and the same permutations."""
+    sizes = (WIDE if kind.endswith("_K") else {}) | (EXPERTS if "moe" in architecture else {})
+    folder = make_model(architecture, tmp_path / "model", **sizes)
+    path = gguf_files.make(folder, tmp_path / "model.gguf", kind)
+    found, expected = ours(path), theirs(path)
+    assert found.keys() - expected.keys() <= {"lm_head.weight"}  # tied
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_file_is_compiled_with_its_tokenizer_and_template(tmp_path: Path) -> None:
+    path = gguf_files.make(TINY_LLAMA, tmp_path / "tiny.gguf", "F32")
+    sampling = kvgraph.SamplingParams(max_new_tokens=12)
+    text = []
+    for source in (path, TINY_LLAMA):
+        out = tmp_path / f"{source.name}.kvg"
+        manifest = kvgraph.compile(source, out, weights="fp32", page_size=16)
+        with kvgraph.Engine(out) as engine:
+            text.append(engine.generate(["The import statement"], sampling)[0].text)
+    assert text[0] == text[1]
+    manifest = kvgraph.load(tmp_path / "tiny.gguf.kvg").manifest
+    assert "weights: the checkpoint's are gguf, F32; they are decoded" in manifest.notes[1]
+    assert manifest.model.eos_token_ids == [1]
+    assert str(tmp_path) not in json.dumps([*manifest.notes, manifest.tools])
+    with kvgraph.Engine(tmp_path / "tiny.gguf.kvg") as engine:
+        said = engine.apply_chat_template([{"role": "user", "content": "Hi"}])
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tiny.gguf.kvg" / "tokenizer.json"))
+    assert tokenizer.decode(said) == "Hi"
+
+
+def test_the_command_states_what_it_cost(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    path = gguf_files.make(TINY_LLAMA, tmp_path / "tiny.gguf", "Q4_0")
+    done = CliRunner().invoke(app, ["compile", str(path), "-o", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert kvgraph.load(tmp_path / "out").manifest.weights == "int4"
+    assert "quality: perplexity" in done.output
+    done = CliRunner().invoke(app, ["plan", str(path), "--memory", "1GiB"])
+    assert done.exit_code == 0, done.output
+    assert "int4" in done.output
+
+
+def test_frequencies_of_llama_3(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    folder = make_model("llama", tmp_path / "model", head_dim=64, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig.from_pretrained(folder), "cpu")
+    factors = (1.0 / 10000.0 ** (np.arange(0, 64, 2) / 64)) / scaled.numpy()
+    path = gguf_files.make(folder, tmp_path / "model.gguf", factors=factors)
+    with as_folder(path) as found:
+        config = json.loads((found / "config.json").read_text())
+    assert config["rope_parameters"] == rope
+    gguf_files.make(folder, tmp_path / "other.gguf", factors=factors * 2)
+    assert refused(tmp_path / "other.gguf").startswith(
+        f"{tmp_path}/other.gguf: rope_freqs.weight: expected the factors of Llama 3.1, got others"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split__count": 3}, "expected a whole GGUF file, got a part of one; join the parts"),
+        (
+            {"llama__rope__scaling__type": "yarn"},
+            "llama.rope.scaling.type: expected none, got 'yarn'",
+        ),
+        (
+            {"llama__expert_count": 8},
+            "llama.expert_count: expected none, got 8; compile the checkp",
+        ),
+        ({"llama__block_count_": 8, "extra": "blk.0.attn_q.bias"}, "alone, got blk.0.attn_q.bias"),
+    ],
+)
+def test_files_that_say_more_than_is_read(
+    fields: dict[str, object], message: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", **fields)
+    assert message in refused(path)
+
+
+@pytest.mark.parametrize("keep", [4, 100, 20_000])
+def test_damaged_files(keep: int, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:keep])
+    assert refused(path) == f"{path}: expected a GGUF file, got a damaged one"
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(KVGraphError) as error:
+        kvgraph.compile(path, path.with_name("out"), check=False)
+    assert not path.with_name("out").exists()
+    return str(error.value)

@@ -1,0 +1,141 @@
+"""GGUF files of tiny checkpoints, written as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+
+
+def make(
+    folder: Path,
+    out: Path,
+    kind: str = "F32",
+    *,
+    factors: np.ndarray | None = None,
+    extra: str = "",
+    **fields: Any,
+) -> Path:
+    """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
+
+    `factors`: of rotary frequencies. `extra`: a tensor more.
+    """
+    import gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    name = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(out, name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    for key, value in fields.items():
+        writer.add_key_value(key.replace("__", "."), value, _type(value))
+    if (folder / "tokenizer.json").is_file():
+        _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
+    for tensor, (data, blocks) in tensors(folder, config, name, kind).items():
+        writer.add_tensor(tensor, data, raw_dtype=blocks)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    if extra:
+        writer.add_tensor(extra, np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def tensors(folder: Path, config: dict[str, Any], name: str, kind: str) -> dict[str, Any]:
+    """Name -> blocks and their type."""
+    import gguf
+
+    arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    blocks = gguf.GGMLQuantizationType[kind]
+    stored = _stacked(load_file(folder / "model.safetensors"))
+    found = {}
+    for full, given in stored.items():
+        stem, _, end = full.rpartition(".")
+        to = f"{names.get_name(stem)}.{end}"
+        weight = given.astype(np.float32)
+        if name == "llama" and full.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if ".q_proj" in full else "num_key_value_heads"]
+            weight = _permuted(weight, heads)
+        if weight.ndim < 2 or to.endswith("gate_inp.weight"):
+            found[to] = weight, None
+        else:
+            found[to] = _blocks(weight, kind), blocks
+    return found
+
+
+def _blocks(weight: np.ndarray, kind: str) -> np.ndarray:
+    """Of types that the package cannot write: random ones, whose scales are small."""
+    import gguf
+
+    blocks = gguf.GGMLQuantizationType[kind]
+    try:
+        return gguf.quantize(weight, blocks)
+    except NotImplementedError:
+        elements, nbytes = gguf.GGML_QUANT_SIZES[blocks]
+        shape = (*weight.shape[:-1], weight.shape[-1] // elements, nbytes)
+        data = np.random.default_rng(5).integers(0, 256, shape).astype(np.uint8)
+        halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
+        for at in halves:
+            data[..., at : at + 2] = np.array([0.002], np.float16).view(np.uint8)
+        return data.reshape(*weight.shape[:-1], -1)
+
+
+def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Halves of a head's rotary pairs in turn, as llama.cpp rotates them."""
+    parts = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(weight.shape))
+
+
+def _stacked(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts of a layer as one tensor."""
+    found: dict[str, Any] = {}
+    for name, tensor in stored.items():
+        before, at, behind = name.partition(".experts.")
+        if at and behind[0].isdigit():
+            found.setdefault(f"{before}.experts.{behind.partition('.')[2]}", []).append(tensor)
+        else:
+            found[name] = tensor
+    return {name: np.stack(t) if isinstance(t, list) else t for name, t in found.items()}
+
+
+def _add_tokenizer(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+    vocab = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token for token, _ in vocab])
+    writer.add_token_types([3 if token in special else 1 for token, _ in vocab])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def _type(value: Any) -> Any:
+    import gguf
+
+    kinds = {str: "STRING", int: "UINT32", float: "FLOAT32"}
+    return gguf.GGUFValueType[kinds[type(value)]]
