@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
 
+LANGUAGE_PARTS = ("language_model.", "text_model.")
+"""What a larger model calls its language part, before or behind `model.`."""
+
+
 @dataclass
 class _Group:
     """Tensors that one converter takes together, in order, by its patterns."""
@@ -80,4 +84,16 @@ def of_parameters(model: PreTrainedModel, stored: Mapping[str, Values]) -> dict[
             group.sources.append((name, pattern, stored[name]))
     for group in groups.values():
         found |= group.values(model)
+    return found
+
+
+def language_part(stored: Mapping[str, Values]) -> dict[str, Values]:
+    """Tensors of a larger model by the names that its language part alone would give them; those
+    of other parts keep theirs, and are of no parameter."""
+    found = dict(stored)
+    for name, values in stored.items():
+        for part in LANGUAGE_PARTS:
+            before, at, behind = name.partition(part)
+            if at and before in ("", "model."):
+                found[before + behind] = values
     return found

@@ -26,6 +26,7 @@ from kvgraph.compiler.frontends.decoder import (
     unsupported,
 )
 from kvgraph.compiler.frontends.folder import Config, nearest_weights, quantization, read_config
+from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
 from kvgraph.compiler.frontends.weightless import Located, fake_parameters, locate
 from kvgraph.compiler.model import Model
@@ -66,8 +67,7 @@ def _load(
     transformers: ModuleType, folder: Path, config: Config, dtype: str, weightless: bool
 ) -> Model:
     text = _decoder_config(transformers, folder, config)
-    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if not mapping[type(text)]._supports_attention_backend:
+    if not _class_of(transformers, text)._supports_attention_backend:
         with FakeTensorMode(allow_non_fake_inputs=True):  # before weights are read for nothing
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text)
@@ -135,11 +135,14 @@ def _build(
     transformers: ModuleType, folder: Path, config: Config, text: PretrainedConfig, dtype: str
 ) -> tuple[PreTrainedModel | None, Located]:
     """The model with fake parameters and where their values are, or why it has to be loaded."""
-    if text.model_type != config["model_type"]:
-        return None, Located(None, "the decoder is a part of a larger model")
     with fake_parameters():
         model = _make(transformers, folder, text, dtype)
-    located = locate(model, folder, config, getattr(torch, dtype))
+    larger = None
+    if text.model_type != config["model_type"]:
+        larger = _parse_config(transformers, folder, config)
+    located = locate(model, folder, config, getattr(torch, dtype), larger)
+    if getattr(model, "generation_config", None) is None:  # of a class that is ours
+        model.generation_config = transformers.GenerationConfig()
     if (folder / "generation_config.json").is_file():
         with contextlib.suppress(OSError):  # as from_pretrained: the model's own defaults stay
             model.generation_config = transformers.GenerationConfig.from_pretrained(
@@ -153,8 +156,12 @@ def _make(
 ) -> PreTrainedModel:
     """The model of a configuration; ModelError where one of its values is none that it takes."""
     auto = transformers.AutoModelForCausalLM
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    make = (
+        auto.from_config if type(config) in known else _class_of(transformers, config)._from_config
+    )
     try:
-        return auto.from_config(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+        return make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own classes
             raise UnsupportedError(unsupported(config.model_type, NO_INTERFACE)) from error
@@ -162,6 +169,14 @@ def _make(
             f"{folder}/config.json: expected values that transformers makes a model of, got one "
             f"that it does not take: {first_line(error)}"
         ) from error
+
+
+def _class_of(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:
+    auto = transformers.models.auto.modeling_auto
+    if type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: type[PreTrainedModel] = auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return found
+    return language_model(auto.MODEL_MAPPING[type(config)])
 
 
 def _probed(model: PreTrainedModel, config: PretrainedConfig) -> tuple[LayerNeed, ...]:
@@ -222,7 +237,7 @@ def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> P
     hf_config = _parse_config(transformers, folder, config)
     try:
         text = hf_config.get_text_config()
-        _require_decoder(transformers, text)
+        _require_decoder(transformers, text, is_part=text is not hf_config)
         if hasattr(text, "quantization_config"):
             del text.quantization_config  # modules are those of the plain model
     except UnsupportedError:
@@ -241,10 +256,12 @@ def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> Pre
         raise ModelError(f"{folder}/config.json: {first_line(error)}") from error
 
 
-def _require_decoder(transformers: ModuleType, config: PretrainedConfig) -> None:
-    kind = config.model_type
-    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in mapping or getattr(config, "is_encoder_decoder", False):
+def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_part: bool) -> None:
+    kind, auto = config.model_type, transformers.models.auto.modeling_auto
+    is_known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING or (
+        is_part and type(config) in auto.MODEL_MAPPING
+    )
+    if not is_known or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(unsupported(kind, "it is not a causal decoder"))
     if getattr(config, "index_topk", None):
         why = "its sparse attention (index_topk) has no kernel yet"

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kvgraph.compiler.checkpoint import Checkpoint
-from kvgraph.compiler.frontends.conversion import of_parameters
+from kvgraph.compiler.frontends.conversion import language_part, of_parameters
 from kvgraph.compiler.frontends.decoder import first_line
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.quantized import gguf, weights_of
@@ -27,8 +27,10 @@ from kvgraph.contract.dtypes import ACTIVATIONS
 from kvgraph.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 WEIGHTS = [getattr(torch, name) for name in (*ACTIVATIONS, "float64")]
 """Types of a weight's numbers."""
@@ -66,9 +68,16 @@ def fake_parameters() -> Iterator[None]:
         hook.remove()
 
 
-def locate(model: PreTrainedModel, folder: Path, config: Config, dtype: torch.dtype) -> Located:
+def locate(
+    model: PreTrainedModel,
+    folder: Path,
+    config: Config,
+    dtype: torch.dtype,
+    larger: PretrainedConfig | None = None,
+) -> Located:
     """Where the values of `model`'s parameters are, or why they cannot be taken as stored.
 
+    `larger`: of the model whose language part is `model`, where the checkpoint is of that.
     ModelError, as of a real load, where tensors are missing or of another shape.
     """
     wanted = _wanted(model)
@@ -84,11 +93,17 @@ def locate(model: PreTrainedModel, folder: Path, config: Config, dtype: torch.dt
         if why:
             return Located(None, why, form)
         try:
-            values = of_parameters(model, read)
+            values = of_parameters(model, language_part(read) if larger else read)
         except ImportError:
             return Located(None, "transformers' own names of them are not known", form)
         except Exception as error:
             return Located(None, f"transformers converts them: {first_line(error)}", form)
+    if larger is not None:
+        if not any(name in values for names, _ in wanted for name in names):
+            return Located(None, "the language part is not found by its names", form)
+        is_apart = any(names == [HEAD] for names, _ in wanted)
+        if is_apart and TABLE in values and getattr(larger, "tie_word_embeddings", False):
+            values.setdefault(HEAD, values[TABLE])  # a language part alone may say otherwise
     for names, _ in wanted:
         present = [name for name in names if name in values]
         if len(present) > 1:

@@ -1,0 +1,80 @@
+"""The language part of a larger model: its text is that of the whole, and so are its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvgraph
+from kvgraph.compiler.check.reference import eager, transformers_logits
+from kvgraph.compiler.frontends import huggingface
+from tests.support.models import COMMON, greedy_tokens
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}
+AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+# Model -> its language part and its other part; then what the whole is called.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"} | VISION, {}),
+    "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"} | VISION, {}),
+    "gemma3": ({"model_type": "gemma3_text"}, VISION, {"mm_tokens_per_image": 4}),
+    "qwen2_5_vl": ({"rope_parameters": AXES}, QWEN_VISION, {}),
+    "qwen3_vl": ({"rope_parameters": AXES}, QWEN_VISION, {}),
+}
+
+
+def make(name: str, folder: Path, *, tied: bool = False) -> Any:
+    """Save a random model and return it."""
+    text, vision, others = MODELS[name]
+    config = transformers.AutoConfig.for_model(
+        name, text_config=COMMON | text, vision_config=vision, **others
+    )
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_whole_model(name: str, tied: bool, tmp_path: Path) -> None:
+    whole = make(name, tmp_path / "model", tied=tied)
+    loaded = huggingface.load(tmp_path / "model", "float32", weightless=True)
+    assert loaded.checkpoint is not None, loaded.loaded
+    loaded.checkpoint.fill(loaded.module)
+    ids = torch.arange(3, 33)
+    with torch.no_grad(), eager(loaded.module.model):
+        found = torch.from_numpy(transformers_logits(loaded.module.model, ids.numpy()))
+        expected = whole(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    whole = make("qwen2_5_vl", tmp_path / "model")
+    manifest = kvgraph.compile(tmp_path / "model", tmp_path / "out", page_size=16)
+    assert manifest.model.architecture == "qwen2_5_vl_text"
+    sampling = kvgraph.SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompt = [*range(3, 40)]
+    with kvgraph.Engine(tmp_path / "out") as engine:
+        (made,) = engine.generate([prompt], sampling)
+    assert made.token_ids == greedy_tokens(whole, prompt, 12)
