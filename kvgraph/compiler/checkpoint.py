@@ -47,6 +47,12 @@ class Checkpoint:
             filled += len(piece)
         return out.reshape(source.shape)
 
+    def fill_buffers(self, module: nn.Module) -> None:
+        """Give the module's buffers, which are small and real, those values that are stored."""
+        for name, buffer in module.named_buffers():
+            if self.has(name):
+                buffer.copy_(self.read(name, buffer.dtype))
+
     def fill(self, module: nn.Module) -> None:
         """Give the module's parameters their values."""
         made: dict[torch.Tensor, nn.Parameter] = {}

@@ -204,6 +204,24 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
     assert all(torch.equal(stored[name], tensor) for name, tensor in loaded.items())
 
 
+def test_buffers_that_are_stored(tmp_path: Path) -> None:
+    """A router's correction is no parameter, and decides which experts a token takes."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+    sizes = {"v_head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 16}
+    folder = make_model("deepseek_v3", tmp_path / "model", **experts, **ranks, **sizes)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    wanted = torch.tensor([3.0, -2.0, 1.0, 0.5])
+    change(folder, lambda t: t[name].copy_(wanted))
+    compiled(folder, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "weights.safetensors")[f"model.{name}"], wanted)
+    manifest = kvgraph.compile(folder, tmp_path / "cpu", page_size=16)  # with its check
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+    model = huggingface.load(folder, "float32", weightless=True).module
+    assert torch.equal(dict(model.named_buffers())[f"model.{name}"], wanted)
+
+
 def test_a_base_model_s_names(llama: Path, tmp_path: Path) -> None:
     """transformers finds `layers.0...` of a checkpoint that was saved without the head."""
 

@@ -141,6 +141,8 @@ def _build(
     if text.model_type != config["model_type"]:
         larger = _parse_config(transformers, folder, config)
     located = locate(model, folder, config, getattr(torch, dtype), larger)
+    if located.checkpoint is not None:
+        located.checkpoint.fill_buffers(model)
     if getattr(model, "generation_config", None) is None:  # of a class that is ours
         model.generation_config = transformers.GenerationConfig()
     if (folder / "generation_config.json").is_file():

@@ -34,7 +34,7 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
 def _weight(parts: Parts, stem: str) -> Values:
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
-    (inputs, words), groups = packed.shape, scales.shape[0]
+    (inputs, words), (groups, _) = parts.require_matrix(packed), parts.require_matrix(scales)
     parts.require_shape(scales, [groups, words * len(ORDER)])
     parts.require_shape(zeros, [groups, words])
     if inputs % groups:

@@ -79,7 +79,7 @@ def _packed(parts: Parts, stem: str) -> Values:
         parts.require_shape(scales, (*packed.shape[:-1], packed.shape[-1] * 2 // max(1, groups)))
         parts.kinds.add(f"4 bits in groups of {groups}")
         return FourBits(packed, scales, whole)
-    outputs, words = packed.shape
+    outputs, words = parts.require_matrix(packed)
     shape = parts.take(f"{stem}.weight_shape", packed.stored.name)
     sizes = [int(size) for size in shape.read()]
     inputs = sizes[-1]
@@ -90,8 +90,8 @@ def _packed(parts: Parts, stem: str) -> Values:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")
     groups = _groups(parts, scales, outputs, inputs)
     zeros = parts.find(f"{stem}.weight_zero_point")
-    if zeros is not None:
-        parts.require_shape(zeros, (-(-outputs * bits // 32), groups))
+    if zeros is not None:  # packed, or one byte each
+        parts.require_shape(zeros, (-(-outputs * bits // 32), groups), (outputs, groups))
     index = parts.find(f"{stem}.weight_g_idx")
     if index is not None:
         parts.require_shape(index, [inputs])
@@ -105,7 +105,7 @@ def _scaled(parts: Parts, stem: str, block: tuple[int, int] | None) -> Values:
         return scaled(parts, numbers, scales, block)
     if numbers.dtype != torch.int8:
         raise parts.refuse(f"{stem}.weight", "int8 or float8_e4m3fn", numbers.stored.dtype)
-    outputs, inputs = numbers.shape
+    outputs, inputs = parts.require_matrix(numbers)
     groups = _groups(parts, scales, outputs, inputs)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:

@@ -38,7 +38,7 @@ def _weight(parts: Parts, stem: str, bits: int, less: int) -> Values:
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
     index = parts.find(f"{stem}.g_idx")
     per = 32 // bits
-    (words, outputs), groups = packed.shape, scales.shape[0]
+    (words, outputs), (groups, _) = parts.require_matrix(packed), parts.require_matrix(scales)
     inputs = words * per
     parts.require_shape(scales, [groups, outputs])
     parts.require_shape(zeros, [groups, -(-outputs // per)])

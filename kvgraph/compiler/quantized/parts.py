@@ -60,6 +60,12 @@ class Parts:
                 f"{list(part.shape)}"
             )
 
+    def require_matrix(self, part: Plain) -> tuple[int, int]:
+        """Its shape. UnsupportedError for another number of dims."""
+        if len(part.shape) != 2:
+            raise self.refuse(part.stored.name, "a matrix", list(part.shape))
+        return part.shape[0], part.shape[1]
+
     def refuse(self, what: str, expected: str, got: object) -> UnsupportedError:
         return UnsupportedError(
             f"{self.folder}: {self.method}: {what}: expected {expected}, got {got}; {INSTEAD}"
