@@ -101,7 +101,7 @@ def test_compiling_tells_layers_and_bytes(
     told: Told, tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
     kvgraph.compile(model_folder("tiny-llama"), tmp_path / "a.kvg", weights="int8", check=False)
-    assert told.totals.keys() == {"tracing", "packing weights", "writing weights", "hashing"}
+    assert told.totals.keys() == {"tracing", "writing weights", "hashing"}
     assert told.done == told.totals
 
 

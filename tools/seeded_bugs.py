@@ -98,8 +98,8 @@ BUGS = (
         "gate-for-up",
         "passes",
         "kvgraph/compiler/passes/pack_linear.py",
-        "[_half(both, gate), _half(both, up)]",
-        "[_half(both, up), _half(both, gate)]",
+        "[replace(both, half=gate), replace(both, half=up)]",
+        "[replace(both, half=up), replace(both, half=gate)]",
         "tests/compiler/test_pack_linear.py::test_halves_of_one_layer",
     ),
     Bug(

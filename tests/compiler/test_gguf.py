@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import tokenizers
@@ -15,14 +16,14 @@ import kvgraph
 from kvgraph import KVGraphError
 from kvgraph.cli import app
 from kvgraph.compiler.frontends import huggingface
-from kvgraph.compiler.frontends.gguf import TYPES, as_folder
+from kvgraph.compiler.frontends.gguf import as_folder, is_decoded
 from tests.support import gguf_files
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.models import make_model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-"""A row of K-quants is a block of 256."""
+"""A row of the larger types is a block of 256."""
 
 
 def theirs(path: Path) -> dict[str, torch.Tensor]:
@@ -43,6 +44,7 @@ def ours(path: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): each for name, each in module.state_dict().items()}
 
 
+TYPES = [kind.name for kind in gguf.GGMLQuantizationType if is_decoded(kind)]
 CASES = [("llama", kind) for kind in TYPES]
 CASES += [(name, "Q8_0") for name in gguf_files.ARCHITECTURES if name != "llama"]
 
@@ -52,7 +54,8 @@ def test_weights_are_those_that_transformers_reads(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
     """To the last bit: by the plain decoder of the gguf package, and the same permutations."""
-    sizes = (WIDE if kind.endswith("_K") else {}) | (EXPERTS if "moe" in architecture else {})
+    elements, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    sizes = (WIDE if elements > 32 else {}) | (EXPERTS if "moe" in architecture else {})
     folder = make_model(architecture, tmp_path / "model", **sizes)
     path = gguf_files.make(folder, tmp_path / "model.gguf", kind)
     found, expected = ours(path), theirs(path)

@@ -84,6 +84,17 @@ def tensors(folder: Path, config: dict[str, Any], name: str, kind: str) -> dict[
     return found
 
 
+SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "IQ1_M": (54,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+"""Bytes of a block where its scales lie, where not at its start."""
+
+
 def _blocks(weight: np.ndarray, kind: str) -> np.ndarray:
     """Of types that the package cannot write: random ones, whose scales are small."""
     import gguf
@@ -95,7 +106,7 @@ def _blocks(weight: np.ndarray, kind: str) -> np.ndarray:
         elements, nbytes = gguf.GGML_QUANT_SIZES[blocks]
         shape = (*weight.shape[:-1], weight.shape[-1] // elements, nbytes)
         data = np.random.default_rng(5).integers(0, 256, shape).astype(np.uint8)
-        halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
+        halves = SCALES.get(kind, (0, 2))
         for at in halves:
             data[..., at : at + 2] = np.array([0.002], np.float16).view(np.uint8)
         return data.reshape(*weight.shape[:-1], -1)

@@ -21,22 +21,9 @@ from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGMLQuantizationType, GGUFReader
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-TYPES = (
-    "F32",
-    "F16",
-    "BF16",
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-    "Q8_0",
-    *(f"Q{n}_K" for n in range(2, 7)),
-)
-"""Of tensors, that the gguf package decodes."""
-
 OWN_FIELDS = {
     "attention.key_length": "head_dim",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -91,6 +78,17 @@ def _write(path: Path, folder: Path) -> None:
         _write_tokenizer(path, folder)
 
 
+def is_decoded(kind: GGMLQuantizationType) -> bool:
+    """Whether the gguf package decodes blocks of this type."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
     if int(_field(reader, "split.count") or 1) > 1:
         raise UnsupportedError(
@@ -101,8 +99,9 @@ def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
         if _field(reader, name) not in (None, "none", 0):
             raise _refuse(path, name, "none", repr(_field(reader, name)))
     for tensor in reader.tensors:
-        if tensor.tensor_type.name not in TYPES:
-            raise _refuse(path, tensor.name, f"one of {list(TYPES)}", tensor.tensor_type.name)
+        if not is_decoded(tensor.tensor_type):
+            wanted = "a type that the gguf package decodes"
+            raise _refuse(path, tensor.name, wanted, tensor.tensor_type.name)
 
 
 def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:

@@ -163,7 +163,8 @@ def _make(
         auto.from_config if type(config) in known else _class_of(transformers, config)._from_config
     )
     try:
-        return make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+        made: PreTrainedModel = make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
+        return made.eval()
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own classes
             raise UnsupportedError(unsupported(config.model_type, NO_INTERFACE)) from error
@@ -182,7 +183,7 @@ def _class_of(transformers: ModuleType, config: PretrainedConfig) -> type[PreTra
 
 
 def _probed(model: PreTrainedModel, config: PretrainedConfig) -> tuple[LayerNeed, ...]:
-    return probe(Decoder(model).eval(), config.model_type, config.num_hidden_layers)
+    return probe(Decoder(model), config.model_type, config.num_hidden_layers)
 
 
 @dataclass(frozen=True)
