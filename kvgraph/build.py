@@ -62,8 +62,10 @@ def compile(
     `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
     layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
     for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
-    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded". An
-    nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
+    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded",
+    `max_seq_len` the tokens of the longest context (default: the checkpoint's; it settles rotary
+    frequencies that depend on the length). An nn.Module needs `params`, `vocab_size` and
+    `max_seq_len`, and may bring a `tokenizer` (a
     tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
     `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
     new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no

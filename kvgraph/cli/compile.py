@@ -54,6 +54,10 @@ def compile(
     cache: Annotated[
         KVCacheStrategy, typer.Option(help="Kind of the cache.")
     ] = KVCacheStrategy.PAGED,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the longest context [default: the checkpoint's]."),
+    ] = None,
     max_batch: Annotated[
         int | None, typer.Option(help="Rows of a step, for tensorrt's profiles [default: 256].")
     ] = None,
@@ -99,6 +103,7 @@ def compile(
                 cache_dtype=cache_dtype,
                 page_size=None if page_size == 128 else page_size,
                 cache=None if cache is KVCacheStrategy.PAGED else cache,
+                max_seq_len=max_seq_len,
                 max_batch=max_batch,
                 max_tokens=max_tokens,
                 tp=None if tp == 1 else tp,
@@ -122,6 +127,7 @@ def compile(
                 cache_dtype=cache_dtype.value if cache_dtype else None,
                 page_size=page_size,
                 cache=cache.value,
+                max_seq_len=max_seq_len,
                 max_batch=max_batch,
                 max_tokens=max_tokens,
                 tp=tp,

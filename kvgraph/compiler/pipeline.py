@@ -99,10 +99,11 @@ def load_model(
             f"activations: {wanted} converted to float32, since the CPU kernels compute in it "
             "(the pool's dtype is --cache-dtype, that of weights --weights)"
         )
-        loaded = huggingface.load(model, "float32", weightless=weightless)
+        loaded = huggingface.load(model, "float32", max_seq_len=max_seq_len, weightless=weightless)
         loaded, notes = replace(loaded, stored_dtype=wanted), [note]
     else:
-        loaded, notes = huggingface.load(model, wanted, weightless=weightless), []
+        loaded = huggingface.load(model, wanted, max_seq_len=max_seq_len, weightless=weightless)
+        notes = []
     if loaded.loaded:
         notes.append(f"weights: passed through memory: {loaded.loaded}")
     return loaded, notes

@@ -50,7 +50,7 @@ def measure(
     with as_folder(source) as folder_of_source:
         windows = cut_windows(given, folder_of_source, model.bos_token_id, length, most_tokens)
         progress("scoring the checkpoint in float32")
-        reference = score_reference(folder_of_source, windows)
+        reference = score_reference(folder_of_source, windows, model.max_seq_len)
     progress("scoring the artifact")
     scores = score_artifact(artifact, windows, session=session, num_threads=num_threads)
     return compare(scores, reference, text=given.name, sha256=given.sha256)

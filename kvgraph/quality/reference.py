@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 WINDOWS_AT_ONCE = 4
 
 
-def score_reference(source: Path, windows: Windows) -> Scores:
-    """The checkpoint's scores in float32. What is in memory is gone with the return."""
+def score_reference(source: Path, windows: Windows, max_seq_len: int | None = None) -> Scores:
+    """The checkpoint's scores in float32, as it is compiled for `max_seq_len`.
+
+    What is in memory is gone with the return.
+    """
     import torch
 
     from kvgraph.compiler.check.reference import eager
     from kvgraph.compiler.check.streamed import with_values
     from kvgraph.compiler.frontends import huggingface
 
-    loaded = huggingface.load(source, "float32", weightless=True)
+    loaded = huggingface.load(source, "float32", max_seq_len=max_seq_len, weightless=True)
     model = cast("PreTrainedModel", loaded.module.model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")

@@ -27,6 +27,8 @@ from kvgraph.compiler.frontends.decoder import (
 )
 from kvgraph.compiler.frontends.folder import Config, nearest_weights, quantization, read_config
 from kvgraph.compiler.frontends.language_part import language_model
+from kvgraph.compiler.frontends.rope import longest as longest_of
+from kvgraph.compiler.frontends.rope import settle
 from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
 from kvgraph.compiler.frontends.weightless import Located, fake_parameters, locate
 from kvgraph.compiler.model import Model
@@ -47,30 +49,39 @@ IMPLEMENTATIONS = {
 REPORTING = ("transformers", "torch._subclasses.fake_tensor")
 
 
-def load(folder: Path, dtype: str, *, weightless: bool = False) -> Model:
-    """Read a checkpoint folder in `dtype`.
+def load(
+    folder: Path, dtype: str, *, max_seq_len: int | None = None, weightless: bool = False
+) -> Model:
+    """Read a checkpoint folder in `dtype`, for contexts of `max_seq_len` tokens (default: as many
+    as it says).
 
     `weightless`: parameters are fake and the model's `checkpoint` says where their values are,
     unless transformers has to load them: then its `loaded` says why.
-    ModelError: a folder that is missing, truncated or lacks weights. UnsupportedError: an
-    architecture that is not a decoder of the attention interface.
+    ModelError: a folder that is missing, truncated or lacks weights. ParamsError: a context that
+    the model does not have. UnsupportedError: an architecture that is not a decoder of the
+    attention interface.
     """
     config = read_config(folder)
     for index in INDEXES:
         read_index(folder, index)
     transformers = _transformers()
     with quiet_loggers(*REPORTING):
-        return _load(transformers, folder, config, dtype, weightless)
+        return _load(transformers, folder, config, dtype, max_seq_len, weightless)
 
 
 def _load(
-    transformers: ModuleType, folder: Path, config: Config, dtype: str, weightless: bool
+    transformers: ModuleType,
+    folder: Path,
+    config: Config,
+    dtype: str,
+    max_seq_len: int | None,
+    weightless: bool,
 ) -> Model:
     text = _decoder_config(transformers, folder, config)
     if not _class_of(transformers, text)._supports_attention_backend:
         with FakeTensorMode(allow_non_fake_inputs=True):  # before weights are read for nothing
             _probed(_make(transformers, folder, text, dtype), text)
-    longest = _longest(text)
+    longest = _longest(text, max_seq_len)
     require_tokenizer(folder / "tokenizer.json")
     model, located = None, Located(None)
     is_quantized = quantization(config) is not None
@@ -88,6 +99,7 @@ def _load(
     generation = model.generation_config
     eos = generation.eos_token_id
     eos = getattr(text, "eos_token_id", None) if eos is None else eos  # not every type has one
+    settled = settle(model, longest)
     decoder = Decoder(model)
     layers = probe(decoder, text.model_type, text.num_hidden_layers)
     return Model(
@@ -104,7 +116,7 @@ def _load(
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
         nearest_weights=nearest_weights(config),
-        notes=_notes_of(layers, text, located.form),
+        notes=_notes_of(layers, text, located.form) + settled,
     )
 
 
@@ -183,6 +195,7 @@ def _class_of(transformers: ModuleType, config: PretrainedConfig) -> type[PreTra
 
 
 def _probed(model: PreTrainedModel, config: PretrainedConfig) -> tuple[LayerNeed, ...]:
+    settle(model, 1)  # what attention stores does not depend on the length
     return probe(Decoder(model), config.model_type, config.num_hidden_layers)
 
 
@@ -211,13 +224,13 @@ def describe(folder: Path, dtype: str) -> Description:
     return Description(text.model_type, layers, model, _longest(text))
 
 
-def _longest(config: PretrainedConfig) -> int:
+def _longest(config: PretrainedConfig, asked: int | None = None) -> int:
     """Tokens of the longest context."""
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    if longest is None:
+    found = longest_of(config, asked)
+    if found is None:
         why = "its configuration has no max_position_embeddings"
         raise UnsupportedError(unsupported(config.model_type, why))
-    return longest
+    return found
 
 
 def _transformers() -> ModuleType:

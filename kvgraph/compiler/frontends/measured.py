@@ -18,8 +18,6 @@ FREQUENCIES = "inv_freq"
 """How the name of a rotary embedding's frequencies ends in transformers."""
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 """Names of how many experts a token takes."""
-OF_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings that depend on a step's length: no table by position holds them."""
 
 
 def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
@@ -79,11 +77,9 @@ def _linear(layer: nn.Linear, is_tied: bool) -> Linear:
 
 
 def _rotary_dims(embedding: nn.Module) -> Iterator[int]:
-    """Of each set of frequencies that a module holds and a table by position can."""
-    kinds = getattr(embedding, "rope_type", None)
+    """Of each set of frequencies that a module holds."""
     for name, frequencies in embedding.named_buffers(recurse=False):
         layer_type = name.removesuffix(FREQUENCIES).removesuffix("_")
-        kind = kinds.get(layer_type) if isinstance(kinds, dict) else kinds
         is_original = layer_type.endswith("original")
-        if name.endswith(FREQUENCIES) and not is_original and kind not in OF_LENGTH:
+        if name.endswith(FREQUENCIES) and not is_original:
             yield 2 * frequencies.numel()

@@ -69,8 +69,8 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
 def _plan(decoder: Decoder, architecture: str, ranks: int) -> Mapping[str, str]:
     """Name of a module or a parameter, with "*" for its layer -> how it is cut."""
     text: Any = decoder.model.config.get_text_config()  # type: ignore[union-attr,operator]
-    plan: Mapping[str, str] | None = getattr(decoder.model, "tp_plan", None)
-    if not plan or not getattr(text, "base_model_tp_plan", None):
+    plan: Mapping[str, str] = getattr(decoder.model, "tp_plan", None) or {}
+    if not any("*" in name for name in plan):  # of its embedding at most
         raise UnsupportedError(
             f"tp: expected a plan for tensor parallelism in transformers' model of "
             f"{architecture!r}, got none"

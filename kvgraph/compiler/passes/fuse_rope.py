@@ -3,8 +3,8 @@
 Applies where q and k (or q alone, where nothing is stored) are rotated in the same way by cosines
 and sines of each token's own position, which the pass computes once for every position of the
 model's range, in the program's own operators. Layers of one rotary embedding share one table.
-Embeddings that depend on the length of a step (dynamic, longrope) are left as they are, and so is
-one whose table would be larger than TABLE_BYTES.
+Embeddings that depend on the length of a step are left as they are, and so is one whose table would
+be larger than TABLE_BYTES.
 
 Numerics: kernels rotate in float32 by a table in float32 and round once; a program in half
 precision rounds cosines, sines, both products and their sum.

@@ -1,0 +1,140 @@
+"""Rotary embeddings whose frequencies depend on how long a context is, settled for one length.
+
+transformers chooses them in each step, by the step's largest position (`dynamic_rope_update`): a
+short row's tokens would depend on a long row in its batch, and keys already in the cache would
+have been rotated by other frequencies. Here they are those of contexts of `max_seq_len` tokens, at
+every position, as vLLM takes LongRoPE's factors by its `max_model_len`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, cast
+
+import torch
+from torch import nn
+
+from kvgraph.errors import ParamsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LONG, DYNAMIC = "longrope", "dynamic"
+OWN_INIT = "rope_init_fn"
+"""Of Phi-MoE's embedding, which asks it in each step and has scales of its own."""
+
+
+class _RopeParameters(TypedDict, total=False):
+    """Of a configuration's `rope_parameters`, what is read here."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int
+    short_mscale: float
+    long_mscale: float
+
+
+class _Embedding(Protocol):
+    """What transformers' rotary embeddings have."""
+
+    rope_type: str | dict[str, str]
+    config: PretrainedConfig
+    rope_init_fn: Callable[..., tuple[torch.Tensor, float]]
+
+    def register_buffer(self, name: str, tensor: torch.Tensor, persistent: bool) -> None: ...
+
+
+class _Frequencies(NamedTuple):
+    """A set of frequencies of an embedding: its only one, or that of a layer type."""
+
+    kind: str
+    layer_type: str | None
+    given: _RopeParameters
+
+
+def longest(config: PretrainedConfig, asked: int | None) -> int | None:
+    """Tokens of the longest context: `asked`, or the model's own; None where it has no limit.
+
+    ParamsError where `asked` is more: only dynamic frequencies stretch, `factor` times.
+    """
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    if asked is None or own is None:
+        return own
+    stretched = [p["factor"] for p in _parameters(config) if p.get("rope_type") == DYNAMIC]
+    most = int(own * max([1.0, *stretched]))
+    if not 1 <= asked <= most:
+        raise ParamsError(
+            f"max_seq_len: expected 1 to {most} tokens from the model's config.json, got {asked}"
+        )
+    return asked
+
+
+def settle(model: nn.Module, max_seq_len: int) -> tuple[str, ...]:
+    """Give each embedding the frequencies of `max_seq_len`, for good; what to tell about it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    notes: list[str] = []
+    for module in model.modules():
+        embedding = cast(_Embedding, module)
+        for kind, layer_type, given in _frequencies(embedding):
+            options = {"layer_type": layer_type} if layer_type else {}
+            config = embedding.config
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, seq_len=max_seq_len, **options)
+            is_long = kind == LONG and max_seq_len > given["original_max_position_embeddings"]
+            if kind == LONG and hasattr(module, OWN_INIT):
+                scale = given.get("long_mscale" if is_long else "short_mscale", scale)
+            _set(embedding, layer_type, frequencies, scale)
+            notes.append(_note(kind, given, max_seq_len, config.max_position_embeddings))
+    return tuple(dict.fromkeys(notes))
+
+
+def _parameters(config: PretrainedConfig) -> Iterator[_RopeParameters]:
+    """Of all layers, or of each layer type."""
+    given: dict[str, _RopeParameters] = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in given.values() if isinstance(each, dict)]
+    yield from nested or [cast(_RopeParameters, given)]
+
+
+def _frequencies(module: _Embedding) -> Iterator[_Frequencies]:
+    """Those that depend on the length."""
+    kinds = getattr(module, "rope_type", None)
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind in (LONG, DYNAMIC):
+            given = module.config.rope_parameters
+            yield _Frequencies(kind, layer_type, given[layer_type] if layer_type else given)
+
+
+def _set(
+    module: _Embedding, layer_type: str | None, frequencies: torch.Tensor, scale: float
+) -> None:
+    """As the constructor does, and as those of an embedding that never changes."""
+    prefix = f"{layer_type}_" if layer_type else ""
+    for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
+        if getattr(module, name, None) is None:
+            raise UnsupportedError(
+                f"{type(module).__name__}: expected its frequencies as buffer {name} of "
+                "transformers' rotary embeddings, got none"
+            )
+        module.register_buffer(name, frequencies.clone(), persistent=False)
+    setattr(module, f"{prefix}attention_scaling", scale)
+    if isinstance(module.rope_type, dict):
+        assert layer_type is not None
+        module.rope_type = module.rope_type | {layer_type: "default"}
+        return
+    module.rope_type = "default"
+    if hasattr(module, OWN_INIT):
+        module.rope_init_fn = lambda *_: (frequencies, scale)
+        module.config = copy(module.config)
+        module.config.rope_parameters = module.config.rope_parameters | {"rope_type": "default"}
+
+
+def _note(kind: str, given: _RopeParameters, max_seq_len: int, own: int) -> str:
+    start = f"rotary embedding: {kind}, settled for contexts of {max_seq_len} tokens"
+    if kind == DYNAMIC:
+        most = int(own * given["factor"])
+        return f"{start} (--max-seq-len up to {most} stretches its frequencies)"
+    original = given["original_max_position_embeddings"]
+    if max_seq_len > original:
+        return f"{start}: its long factors (--max-seq-len up to {original} takes the short ones)"
+    return f"{start}: its short factors (--max-seq-len above {original} takes the long ones)"

@@ -1,0 +1,123 @@
+"""Frequencies that depend on a context's length are those of --max-seq-len, whatever a batch holds.
+
+The reference is transformers with a configuration that has no other frequencies.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvgraph
+from kvgraph import ParamsError
+from kvgraph.compiler.frontends import measured
+from tests.support.models import greedy_tokens, make_model
+
+BASE, OWN, ORIGINAL, FACTOR = 10000.0, 128, 32, 4.0
+SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.5 * i for i in range(8)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": BASE,
+    "short_factor": SHORT,
+    "long_factor": LONG,
+    "original_max_position_embeddings": ORIGINAL,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": BASE, "factor": FACTOR}
+OF_MODEL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "phi3": {"original_max_position_embeddings": ORIGINAL},
+    "phimoe": {"sliding_window": None, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+}
+SCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
+PROMPTS = [[3 + (7 * i + 5 * j) % 150 for j in range(n)] for i, n in enumerate((1, 9, 60))]
+GREEDY = kvgraph.SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+def only(factors: str) -> dict[str, Any]:
+    """LongRoPE with these factors at every length."""
+    every = LONG if factors == "long" else SHORT
+    scale = SCALES[f"{factors}_mscale"]
+    same = {"short_factor": every, "long_factor": every}
+    return LONGROPE | same | {"short_mscale": scale, "long_mscale": scale}
+
+
+def stretched(length: int) -> dict[str, Any]:
+    """A plain embedding whose base is the dynamic one's at `length`, of heads of 16."""
+    grown = FACTOR * max(length, OWN) / OWN - (FACTOR - 1)
+    return {"rope_type": "default", "rope_theta": BASE * grown ** (16 / 14)}
+
+
+CASES = [
+    *[(model, LONGROPE | SCALES, None, only("long")) for model in OF_MODEL],
+    *[(model, LONGROPE | SCALES, ORIGINAL * 2, only("long")) for model in OF_MODEL],
+    *[(model, LONGROPE | SCALES, ORIGINAL, only("short")) for model in OF_MODEL],
+    ("llama", DYNAMIC, None, stretched(OWN)),
+    ("llama", DYNAMIC, 2 * OWN, stretched(2 * OWN)),
+]
+
+
+@pytest.mark.parametrize(("architecture", "rope", "length", "same"), CASES)
+def test_tokens_are_those_of_one_length(
+    architecture: str,
+    rope: dict[str, Any],
+    length: int | None,
+    same: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Short rows beside long ones, in one batch."""
+    sizes = OF_MODEL[architecture] | {"max_position_embeddings": OWN, "head_dim": 16}
+    folder = make_model(architecture, tmp_path / "model", **sizes, rope_parameters=rope)
+    plain = Path(shutil.copytree(folder, tmp_path / "plain"))
+    config = json.loads((folder / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | {"rope_parameters": same}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, attn_implementation="eager"
+    )
+    manifest = kvgraph.compile(folder, tmp_path / "out", page_size=16, max_seq_len=length)
+    assert manifest.model.max_seq_len == (length or OWN)
+    kind = rope["rope_type"]
+    note = f"rotary embedding: {kind}, settled for contexts of {length or OWN} tokens"
+    assert sum(note in said for said in manifest.notes) == 1
+    fused = next(entry for entry in manifest.passes if entry.name == "fuse_rope")
+    assert fused.applied > 0
+    prompts = [prompt for prompt in PROMPTS if len(prompt) + 12 <= (length or OWN)]
+    with kvgraph.Engine(tmp_path / "out", num_pages=32) as engine:
+        for prompt, done in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            assert done.token_ids == greedy_tokens(model, prompt, 12)
+
+
+@pytest.mark.parametrize(("rope", "most"), [(LONGROPE, OWN), (DYNAMIC, OWN * 4)])
+@pytest.mark.parametrize("over", [0, -1, None])
+def test_a_length_that_the_model_does_not_have(
+    rope: dict[str, Any], most: int, over: int | None, tmp_path: Path
+) -> None:
+    folder = make_model(
+        "llama", tmp_path / "model", max_position_embeddings=OWN, head_dim=16, rope_parameters=rope
+    )
+    asked = most + 1 if over is None else over
+    wanted = f"max_seq_len: expected 1 to {most} tokens from the model's config.json, got {asked}"
+    with pytest.raises(ParamsError, match=wanted):
+        kvgraph.compile(folder, tmp_path / "out", max_seq_len=asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shorter_context_of_any_model(tmp_path: Path) -> None:
+    """Requests are held to it, and the rotary table has as many rows."""
+    folder = make_model("llama", tmp_path / "model", max_position_embeddings=OWN)
+    manifest = kvgraph.compile(folder, tmp_path / "out", page_size=16, max_seq_len=24)
+    assert manifest.model.max_seq_len == 24
+    with kvgraph.Engine(tmp_path / "out", num_pages=8) as engine:
+        assert len(engine.generate([[5] * 20], GREEDY)[0].token_ids) == 4
+
+
+def test_a_plan_counts_their_table(tmp_path: Path) -> None:
+    folder = make_model(
+        "llama", tmp_path / "m", max_position_embeddings=OWN, head_dim=16, rope_parameters=LONGROPE
+    )
+    assert measured.describe(folder, "float32").rotary_dims == (16,)
