@@ -30,6 +30,8 @@ class LayerNeed:
     head_dim: int
     v_head_dim: int
     window_size: int | None = None
+    reads: int | None = None
+    """The layer before it whose keys and values it reads: it stores none of its own."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def plan_cache(
     """
     if strategy is not KVCacheStrategy.PAGED:
         layers = [replace(layer, window_size=None) for layer in layers]
-    groups = list(dict.fromkeys(layers))
+    storing = [layer for layer in layers if layer.reads is None]
+    groups = list(dict.fromkeys(storing))
     if strategy is not KVCacheStrategy.PAGED and len(groups) > 1:
         raise UnsupportedError(
             f"cache: expected layers of one head layout for a {strategy} cache, got {groups}"
@@ -135,7 +138,7 @@ def plan_cache(
             n_kv_heads=group.n_kv_heads,
             head_dim=group.head_dim,
             v_head_dim=group.v_head_dim,
-            num_layers=layers.count(group),
+            num_layers=storing.count(group),
             page_size=page_size,
             window_size=group.window_size,
             quantization=quantization,
@@ -145,8 +148,12 @@ def plan_cache(
         )
         for group in groups
     }
-    refs, seen = [], dict.fromkeys(names.values(), 0)
+    refs: list[LayerRef] = []
+    seen = dict.fromkeys(names.values(), 0)
     for layer in layers:
+        if layer.reads is not None:
+            refs.append(refs[layer.reads])
+            continue
         name = names[layer]
         refs.append(LayerRef(name, seen[name]))
         seen[name] += 1

@@ -152,7 +152,7 @@ def describe(model: Model, plan: CachePlan) -> GraphSignature:
         plan.params,
         max_batch_size=1,
         max_seq_len=model.max_seq_len,
-        num_layers=len(plan.layers),
+        num_layers=sum(leaf.num_layers for leaf in plan.params.leaves.values()),
         devices=plan.params.devices,
         session=None,
         available_cache_memory=0,

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kvgraph
 from kvgraph import ops
 from kvgraph.compiler import packed_weights
 from kvgraph.compiler.check import compare, run
 from kvgraph.compiler.check.streamed import Streamed
+from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
 from kvgraph.contract.manifest import read_manifest
 from tests.support.models import make_model
@@ -183,6 +185,29 @@ def test_streamed_weights_are_those_of_the_layers_that_stand_for_the_others(
     assert {name.split(".layers.")[1][0] for name in read if ".layers." in name} == {"0", "1"}
     assert max(read.values()) == 4096, "rows of the embedding"
     assert manifest.model.vocab_size == 5000
+
+
+class Scaled(nn.Module):
+    """A parameter that is read by a method, as Gemma 3n's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_streamed_weights_reach_methods_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, total = nn.Sequential(Scaled()), torch.ones(3)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model[0].scale = nn.Parameter(mode.from_tensor(model[0].scale))
+    streamed = Streamed(Checkpoint({}))
+    monkeypatch.setattr(streamed, "read", lambda name, fake: torch.full(fake.shape, 2.0))
+    with streamed.within(model), torch.no_grad():
+        total += model[0].scaled(torch.ones(3))
+        assert model[0].scale.dtype is torch.float32
+    assert total.tolist() == [3.0] * 3
 
 
 def test_packed_weights_that_are_wrong(

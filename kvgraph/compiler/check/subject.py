@@ -81,7 +81,8 @@ def _one_of_each_kind(
     for i, layer in enumerate(layers):
         shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
         kinds.setdefault((needs[i], tuple(shapes), types[i] if types else ""), i)
-    return sorted(kinds.values())
+    chosen = set(kinds.values())
+    return sorted(chosen | {read for i in chosen if (read := needs[i].reads) is not None})
 
 
 def _keep_layers(layers: nn.ModuleList, chosen: list[int], text: PretrainedConfig) -> None:
@@ -94,7 +95,6 @@ def _keep_layers(layers: nn.ModuleList, chosen: list[int], text: PretrainedConfi
     types = getattr(text, "layer_types", None)
     if types:
         text.layer_types = [types[i] for i in chosen]
-    text.num_hidden_layers = len(chosen)
 
 
 def _cut_vocabulary(model: PreTrainedModel, text: PretrainedConfig, stored: dict[int, str]) -> int:

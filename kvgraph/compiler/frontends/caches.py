@@ -1,8 +1,8 @@
 """What a decoder's attention calls while it is traced: one class per cache kind.
 
-`attend(layer, q, k, v, sinks, **attributes)` stores the new tokens of a model layer and attends
-over their rows: q `[T, N, D]`, k `[T, K, D]`, v `[T, K, Dv]` -> `[T, N, Dv]`. Attributes are those
-of `paged_attention`.
+`attend(layer, q, k, v, sinks, reads, **attributes)` stores the new tokens of a model layer and
+attends over their rows: q `[T, N, D]`, k `[T, K, D]`, v `[T, K, Dv]` -> `[T, N, Dv]`. A layer that
+`reads` another one's keys and values stores nothing. Attributes are those of `paged_attention`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def make_cache(
 ) -> PagedCache | PaddedCache:
     """The cache of `plan` over the graph inputs behind `logits_indices`."""
     if plan.strategy is KVCacheStrategy.PADDED:
-        return PaddedCache(input_row_offsets, values)
+        return PaddedCache(plan, input_row_offsets, values)
     return PagedCache(plan, input_row_offsets, values)
 
 
@@ -65,6 +65,7 @@ class PagedCache:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         sinks: torch.Tensor | None,
+        reads: int | None,
         **attributes: Any,
     ) -> torch.Tensor:
         place = self._layers[layer]
@@ -72,7 +73,8 @@ class PagedCache:
         table = table[:, None] if self._is_slot else table
         scales = rest[0] if rest else None
         index = (self._row_offsets, cache_lengths, table)
-        ops.store_kv(kv_blocks, k_TKD, v_TKD, *index, scales, layer=place.index)
+        if reads is None:
+            ops.store_kv(kv_blocks, k_TKD, v_TKD, *index, scales, layer=place.index)
         out: torch.Tensor = ops.paged_attention(
             q_TND, kv_blocks, *index, max_lengths, scales, sinks, layer=place.index, **attributes
         )
@@ -86,7 +88,10 @@ class PaddedCache:
     portable, exact, and slower than paging by the share of the rectangle that is not its row's.
     """
 
-    def __init__(self, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, plan: CachePlan, input_row_offsets: torch.Tensor, values: Sequence[torch.Tensor]
+    ) -> None:
+        self._layers = plan.layers
         self._row_offsets = input_row_offsets
         self._k_LBSKD, self._v_LBSKD, self._start_pos, _ = values
         self._rows_T = self._positions_T = torch.empty(0)
@@ -104,15 +109,18 @@ class PaddedCache:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         sinks: torch.Tensor | None,
+        reads: int | None,
         *,
         scale: float,
         window: int,
         softcap: float,
         **_: object,
     ) -> torch.Tensor:
+        layer = self._layers[layer].index
         index = (torch.full_like(self._rows_T, layer), self._rows_T, self._positions_T.long())
         for cache, new in ((self._k_LBSKD, k_TKD), (self._v_LBSKD, v_TKD)):
-            cache.index_put_(index, new.to(cache.dtype))
+            if reads is None:
+                cache.index_put_(index, new.to(cache.dtype))
         groups = q_TND.shape[1] // k_TKD.shape[1]
         visible_TC = self._visible(window)  # C = B * S slots
         k_CND = self._slots(self._k_LBSKD[layer], groups, q_TND.dtype)
@@ -161,10 +169,12 @@ class Probe:
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         sinks: torch.Tensor | None,
+        reads: int | None,
         **attributes: Any,
     ) -> torch.Tensor:
         if not attributes["causal"]:
             raise UnsupportedError("its attention is not causal")
         heads, head_dim, v_head_dim = k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]
-        self.layers[layer] = LayerNeed(heads, head_dim, v_head_dim, attributes["window"] or None)
+        window = attributes["window"] or None
+        self.layers[layer] = LayerNeed(heads, head_dim, v_head_dim, window, reads)
         return q_TND.new_zeros(*q_TND.shape[:2], v_head_dim)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,17 +86,34 @@ class Decoder(nn.Module):
         return logits.float()
 
 
-_CACHE: ContextVar[PagedCache | PaddedCache | Probe] = ContextVar("cache")
-"""Of the forward that runs; not every model hands its keywords on to its attention."""
+@dataclass
+class _Forward:
+    """A forward that runs: over which cache, and what each layer's attention was given so far."""
+
+    cache: PagedCache | PaddedCache | Probe
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def reads(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> int | None:
+        """The layer before it that was given these very tensors: models whose layers share keys
+        and values hand them on."""
+        for other, (its_key, its_value) in self.given.items():
+            if its_key is key and its_value is value:
+                return other
+        self.given[layer] = key, value
+        return None
+
+
+_FORWARD: ContextVar[_Forward] = ContextVar("forward")
+"""Not every model hands its keywords on to its attention, so they cannot carry it."""
 
 
 @contextlib.contextmanager
 def _running_over(cache: PagedCache | PaddedCache | Probe) -> Iterator[None]:
-    token = _CACHE.set(cache)
+    token = _FORWARD.set(_Forward(cache))
     try:
         yield
     finally:
-        _CACHE.reset(token)
+        _FORWARD.reset(token)
 
 
 def paged_kv_attention(
@@ -119,12 +137,14 @@ def paged_kv_attention(
     _require_known(others)
     q_TND, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out_TND = _CACHE.get().attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
+    forward, layer = _FORWARD.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    out_TND = forward.cache.attend(
+        layer,
         q_TND,
         k_TKD,
         v_TKD,
         s_aux.float() if s_aux is not None else None,
+        forward.reads(layer, key, value),
         scale=scaling if scaling is not None else q_TND.shape[-1] ** -0.5,
         window=_window(attention_mask, sliding_window),
         softcap=softcap or 0.0,

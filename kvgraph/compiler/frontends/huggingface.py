@@ -282,8 +282,6 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
     if getattr(config, "index_topk", None):
         why = "its sparse attention (index_topk) has no kernel yet"
         raise UnsupportedError(unsupported(kind, why))
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedError(unsupported(kind, "its layers share caches"))
 
 
 def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrainedModel:

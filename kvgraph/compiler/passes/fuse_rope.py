@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.passes import TABLE_BYTES, PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
 from kvgraph.compiler.passes.operands import UnmatchedError, erase_unused, expect, typed, value
+from kvgraph.compiler.passes.parameters import add_buffer
 from kvgraph.compiler.passes.rotations import Columns, Rotation, find_rotation
 from kvgraph.compiler.passes.token_functions import TokenFunctions
 from kvgraph.contract.signature import GraphSignature
@@ -105,23 +105,6 @@ def _table(
         expect(bool(pair[0].isfinite().all()), f"expected a finite {name} at every position")
         halves.append(pair[0])
     return torch.cat(halves, -1).contiguous()
-
-
-def add_buffer(program: ExportedProgram, name: str, tensor: torch.Tensor) -> Node:
-    """A persistent buffer `name` of `program`, behind those that it has: it is stored by name with
-    the weights, and bound when they are."""
-    specs = program.graph_signature.input_specs
-    held = (InputKind.PARAMETER, InputKind.BUFFER)
-    index = next(i for i, spec in enumerate(specs) if spec.kind not in held)
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    mode = next(v.fake_mode for n in placeholders if hasattr(v := n.meta["val"], "fake_mode"))
-    with program.graph.inserting_before(placeholders[index]):
-        node: Node = program.graph.placeholder(f"b_{name.replace('.', '_')}")
-    node.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
-    argument = TensorArgument(name=node.name)
-    specs.insert(index, InputSpec(InputKind.BUFFER, argument, name, persistent=True))
-    program.state_dict[name] = tensor
-    return node
 
 
 def _fuse(node: Node, rotations: list[Rotation], table: Node) -> None:

@@ -98,6 +98,7 @@ class PassList:
 TRACE = (
     check("require_whole_inputs", "require_stored.require_whole_inputs"),
     Pass("pair_complex"),
+    Pass("fold_constants"),
     check("require_tokens_apart", "require_tokens_apart.require_model_tokens_apart"),
     Pass("fuse_update_and_attend"),
     check("require_fused", "fuse_update_and_attend.require_fused", UNPADDED),

@@ -48,6 +48,23 @@ def add_parameter(
     return node
 
 
+def add_buffer(program: ExportedProgram, name: str, tensor: torch.Tensor) -> Node:
+    """A persistent buffer `name` of `program`, behind those that it has: it is stored by name with
+    the weights, and bound when they are."""
+    specs = program.graph_signature.input_specs
+    held = (InputKind.PARAMETER, InputKind.BUFFER)
+    index = next(i for i, spec in enumerate(specs) if spec.kind not in held)
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    mode = next(v.fake_mode for n in placeholders if hasattr(v := n.meta["val"], "fake_mode"))
+    with program.graph.inserting_before(placeholders[index]):
+        node: Node = program.graph.placeholder(f"b_{name.replace('.', '_')}")
+    node.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
+    argument = TensorArgument(name=node.name)
+    specs.insert(index, InputSpec(InputKind.BUFFER, argument, name, persistent=True))
+    program.state_dict[name] = tensor
+    return node
+
+
 def add_packed(
     program: ExportedProgram,
     weights: Weights,
