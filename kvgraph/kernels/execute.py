@@ -207,6 +207,7 @@ def _shape(variant: Variant) -> AttentionShape:
         bool(given["CAUSAL"]),
         bool(given["SINKS"]),
         Rope(width["ROTARY"], bool(given["INTERLEAVED"])) if width["ROTARY"] else None,
+        bool(given["CHUNKED"]),
     )
 
 

@@ -156,6 +156,7 @@ def constants(shape: AttentionShape) -> Constants:
         scale=shape.scale,
         softcap=shape.softcap,
         window=shape.window,
+        chunked=shape.chunked,
         causal=shape.causal,
         rope_style=bool(rope and rope.interleaved),
         num_layers=cache.num_layers,

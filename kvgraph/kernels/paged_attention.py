@@ -27,9 +27,20 @@ def part_of_keys(low, high, num_parts, part, BLOCK_N: tl.constexpr, MIN_PART: tl
 
 
 @triton.jit
-def keys_of(cached, new, first, last, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+def keys_of(
+    cached,
+    new,
+    first,
+    last,
+    WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     """Positions [low, high) that any of the new tokens first..last of a row sees."""
-    low = tl.maximum(cached + first - WINDOW + 1, 0) if WINDOW else first * 0
+    if CHUNKED:
+        low = (cached + first) // WINDOW * WINDOW
+    else:
+        low = tl.maximum(cached + first - WINDOW + 1, 0) if WINDOW else first * 0
     high = cached + last + 1 if CAUSAL else cached + new
     return low, high
 
@@ -118,6 +129,7 @@ def _attend(
     LAYERS: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -163,7 +175,9 @@ def _attend(
         seen_MN = live_N[None, :]
         if CAUSAL:
             seen_MN = seen_MN & (key_N[None, :] <= position_M[:, None])
-        if WINDOW:
+        if CHUNKED:
+            seen_MN = seen_MN & (key_N[None, :] >= (position_M // WINDOW * WINDOW)[:, None])
+        elif WINDOW:
             seen_MN = seen_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
         scores_MN = tl.where(seen_MN, scores_MN, float("-inf"))
 
@@ -229,6 +243,7 @@ def paged_attention(
     LAYERS: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
     SINKS: tl.constexpr,
@@ -268,7 +283,7 @@ def paged_attention(
         return
     cached = tl.load(cache_lengths + row)
     last = tl.minimum(first + BLOCK_T, new) - 1
-    low, high = keys_of(cached, new, first, last, WINDOW, CAUSAL)
+    low, high = keys_of(cached, new, first, last, WINDOW, CHUNKED, CAUSAL)
     if SPLIT:
         key_begin, key_end = part_of_keys(low, high, num_parts, tl.program_id(1), BLOCK_N, MIN_PART)
         if key_begin >= key_end:
@@ -309,7 +324,7 @@ def paged_attention(
             acc_ME, top_M, sum_M = _attend(
                 acc_ME, top_M, sum_M, q_MD, start, page, low, key_end, position_M, head, layer,
                 kv_blocks, kv_scales, KV_HEADS, HEAD_DIM, V_HEAD_DIM, PAGE_SIZE, LAYERS, SCALE,
-                WINDOW, SOFTCAP, CAUSAL, QUANTIZED, FP8_NATIVE, GRANULARITY, SCALE_V_TILE,
+                WINDOW, CHUNKED, SOFTCAP, CAUSAL, QUANTIZED, FP8_NATIVE, GRANULARITY, SCALE_V_TILE,
                 PRECISION, BLOCK_N, BLOCK_D, BLOCK_E, False,
             )  # fmt: skip
             page = _pages(table, start + BLOCK_N, low, key_end, PAGE_SIZE, BLOCK_N)
@@ -317,7 +332,7 @@ def paged_attention(
         acc_ME, top_M, sum_M = _attend(
             acc_ME, top_M, sum_M, q_MD, start, page, low, key_end, position_M, head, layer,
             kv_blocks, kv_scales, KV_HEADS, HEAD_DIM, V_HEAD_DIM, PAGE_SIZE, LAYERS, SCALE,
-            WINDOW, SOFTCAP, CAUSAL, QUANTIZED, FP8_NATIVE, GRANULARITY, SCALE_V_TILE,
+            WINDOW, CHUNKED, SOFTCAP, CAUSAL, QUANTIZED, FP8_NATIVE, GRANULARITY, SCALE_V_TILE,
             PRECISION, BLOCK_N, BLOCK_D, BLOCK_E, True,
         )  # fmt: skip
         page = _pages(table, start + BLOCK_N, low, key_end, PAGE_SIZE, BLOCK_N)
@@ -349,6 +364,7 @@ def merge_parts(
     HEADS: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     SINKS: tl.constexpr,
     MIN_PART: tl.constexpr,
@@ -369,7 +385,7 @@ def merge_parts(
     if (token >= new) | (new > BLOCK_T):
         return
     cached = tl.load(cache_lengths + row)
-    low, high = keys_of(cached, new, token * 0, new - 1, WINDOW, CAUSAL)
+    low, high = keys_of(cached, new, token * 0, new - 1, WINDOW, CHUNKED, CAUSAL)
     p = tl.arange(0, BLOCK_P)
     begin_P, end_P = part_of_keys(low, high, num_parts, p, BLOCK_N, MIN_PART)
     live_P = (p < num_parts) & (begin_P < end_P)

@@ -158,6 +158,7 @@ class AttentionShape:
     causal: bool = True
     sinks: bool = False
     rope: Rope | None = None
+    chunked: bool = False
 
     @classmethod
     def of(cls, leaf: KVCacheParams, given: Mapping[str, Any]) -> AttentionShape:
@@ -174,6 +175,7 @@ class AttentionShape:
             causal=bool(given["causal"]),
             sinks=given["sinks"] is not None,
             rope=None if rotary_dim is None else Rope(rotary_dim, bool(given["rope_style"])),
+            chunked=bool(given["chunked"]),
         )
 
     @property

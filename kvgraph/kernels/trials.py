@@ -181,6 +181,7 @@ def _reference(
         "layer": layer,
         "scale": shape.scale,
         "window": shape.window,
+        "chunked": int(shape.chunked),
         "softcap": shape.softcap,
         "causal": int(shape.causal),
         "v_head_dim": cache.v_head_dim,

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         softcap: float = 0.0,
         causal: int = 1,
         v_head_dim: int = 0,
+        chunked: int = 0,
     ) -> Tensor:
         """Attention of every new token over the cached and new tokens of its row."""
         ...
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
         softcap: float = 0.0,
         causal: int = 1,
         v_head_dim: int = 0,
+        chunked: int = 0,
         rope_style: int = 0,
     ) -> Tensor:
         """One layer's cache work: rotate q and k (if cos_sin is given), store k and v,

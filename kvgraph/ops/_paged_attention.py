@@ -36,13 +36,18 @@ def gather_row(
     return row_SKD
 
 
-def visible(queries: int, keys: int, *, causal: bool, window: int) -> npt.NDArray[np.bool_]:
+def visible(
+    queries: int, keys: int, *, causal: bool, window: int, chunked: bool = False
+) -> npt.NDArray[np.bool_]:
     """`[queries, keys]`: query t sits at position `keys - queries + t`; j is visible to i iff
-    `j <= i` (causal) and `i - window < j` (window > 0)."""
+    `j <= i` (causal) and `i - window < j` (window > 0). A chunked window begins at a multiple of
+    its length: `i - i % window <= j`."""
     i = np.arange(keys - queries, keys)[:, None]
     j = np.arange(keys)[None, :]
     mask = (j <= i) if causal else np.ones((queries, keys), bool)
-    return mask & (j > i - window) if window else mask
+    if not window:
+        return mask
+    return mask & (j >= i - i % window if chunked else j > i - window)
 
 
 def paged_attention(
@@ -61,6 +66,7 @@ def paged_attention(
     softcap: float = 0.0,
     causal: int = 1,
     v_head_dim: int = 0,
+    chunked: int = 0,
 ) -> Array:
     """Reference, in float32; masked keys are selected away before any arithmetic on V."""
     page_size, kv_heads, head_dim = kv_blocks.shape[3:]
@@ -72,7 +78,7 @@ def paged_attention(
             continue
         length = int(cache_lengths[row]) + new
         ids = lookup_table[row, : -(-length // page_size)]
-        mask_TS = visible(new, length, causal=bool(causal), window=window)
+        mask_TS = visible(new, length, causal=bool(causal), window=window, chunked=bool(chunked))
         seen = np.any(mask_TS, axis=0).reshape(-1, 1, 1)
         k_SKD = gather_row(kv_blocks, kv_scales, 0, layer, ids, length, head_dim)
         v_SKE = gather_row(kv_blocks, kv_scales, 1, layer, ids, length, v_dim)

@@ -57,6 +57,7 @@ def update_and_attend(
     softcap: float = 0.0,
     causal: int = 1,
     v_head_dim: int = 0,
+    chunked: int = 0,
     rope_style: int = ROPE_HALVES,
 ) -> Array:
     """Reference. Without k and v nothing is stored: a layer that reads another layer's cache."""
@@ -83,6 +84,7 @@ def update_and_attend(
         softcap=softcap,
         causal=causal,
         v_head_dim=v_head_dim,
+        chunked=chunked,
     )
 
 

@@ -13,7 +13,7 @@ from kvgraph.ops.cuda_native import LAUNCH_ABI_VERSION, launcher
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.native import INSTALL, MESSAGE, MESSAGE_BYTES
 
-KERNELS_VERSION = 2
+KERNELS_VERSION = 3
 """Of the record that a graph's node has as `kernels`."""
 
 MAX_PLANNED, MAX_PARAMETERS = 4, 24
@@ -28,6 +28,7 @@ class Constants(ctypes.Structure):
         ("scale", c_double),
         ("softcap", c_double),
         ("window", c_int32),
+        ("chunked", c_int32),
         ("causal", c_int32),
         ("rope_style", c_int32),
         ("num_layers", c_int32),

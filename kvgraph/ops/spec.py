@@ -184,6 +184,7 @@ ATTENTION_ATTRIBUTES = (
     Attribute("softcap", "float", 0.0),
     Attribute("causal", "int", 1),
     Attribute("v_head_dim", "int", 0),
+    Attribute("chunked", "int", 0),
 )
 
 
@@ -217,6 +218,12 @@ def _v_head_dim_fault(v_head_dim: int, head_dim: int) -> bool | str:
     return not 0 <= v_head_dim <= head_dim and f"at most head_dim {head_dim}"
 
 
+def _chunked_fault(chunked: int, window: int) -> bool | str:
+    if chunked not in (0, 1):
+        return "0 or 1"
+    return bool(chunked) and window == 0 and "0 without a window"
+
+
 POOL_RULES = (
     Rule("kv_blocks: dim kv_dim", lambda kv_dim: kv_dim != 2 and "2 (K, then V)"),
     Rule("kv_blocks: dim page_size", lambda page_size: page_size < 1 and "at least 1"),
@@ -231,6 +238,7 @@ ATTENTION_RULES = (
     Rule("window", lambda window: window < 0 and "at least 0"),
     Rule("softcap", lambda softcap: not 0 <= softcap < inf and "at least 0, and finite"),
     Rule("causal", lambda causal: causal not in (0, 1) and "0 or 1"),
+    Rule("chunked", _chunked_fault),
     *POOL_RULES,
     Rule("q: dim num_heads", _heads_fault),
 )

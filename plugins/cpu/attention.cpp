@@ -99,9 +99,9 @@ void attend(const Attention& job) {
 }
 
 AttentionAttributes check_attributes(const Operands& in, int layer) {
-  // Both attention ops have these six in this order, from `layer` on.
-  static_assert(KVG_PAGED_ATTENTION_ATTR_V_HEAD_DIM - KVG_PAGED_ATTENTION_ATTR_LAYER == 5 &&
-                KVG_UPDATE_AND_ATTEND_ATTR_V_HEAD_DIM - KVG_UPDATE_AND_ATTEND_ATTR_LAYER == 5);
+  // Both attention ops have these seven in this order, from `layer` on.
+  static_assert(KVG_PAGED_ATTENTION_ATTR_CHUNKED - KVG_PAGED_ATTENTION_ATTR_LAYER == 6 &&
+                KVG_UPDATE_AND_ATTEND_ATTR_CHUNKED - KVG_UPDATE_AND_ATTEND_ATTR_LAYER == 6);
   using ll = long long;
   const int at = layer - KVG_PAGED_ATTENTION_ATTR_LAYER;
   const char* op = in.op.name;
@@ -109,6 +109,7 @@ AttentionAttributes check_attributes(const Operands& in, int layer) {
   const double scale = in.real(at + KVG_PAGED_ATTENTION_ATTR_SCALE);
   const double softcap = in.real(at + KVG_PAGED_ATTENTION_ATTR_SOFTCAP);
   const int64_t causal = in.integer(at + KVG_PAGED_ATTENTION_ATTR_CAUSAL);
+  const int64_t chunked = in.integer(at + KVG_PAGED_ATTENTION_ATTR_CHUNKED);
   const int64_t given = in.integer(at + KVG_PAGED_ATTENTION_ATTR_V_HEAD_DIM);
   const int64_t head_dim = in.dims[KVG_DIM_HEAD_DIM];
   if (window < 0) refuse("%s: window: expected at least 0, got %lld", op, ll{window});
@@ -117,6 +118,9 @@ AttentionAttributes check_attributes(const Operands& in, int layer) {
     refuse("%s: softcap: expected at least 0, and finite, got %g", op, softcap);
   if (causal != 0 && causal != 1)
     refuse("%s: causal: expected 0 or 1, got %lld", op, ll{causal});
+  if (chunked != 0 && chunked != 1)
+    refuse("%s: chunked: expected 0 or 1, got %lld", op, ll{chunked});
+  if (chunked && !window) refuse("%s: chunked: expected 0 without a window, got 1", op);
   if (given < 0 || given > head_dim)
     refuse("%s: v_head_dim: expected at most head_dim %lld, got %lld", op, ll{head_dim},
            ll{given});
@@ -126,7 +130,7 @@ AttentionAttributes check_attributes(const Operands& in, int layer) {
            ll{v_head_dim}, ll{in.dims[KVG_DIM_V_HEAD_DIM]});
   return {in.integer(layer), window, v_head_dim,
           static_cast<float>(scale),
-          static_cast<float>(softcap), causal == 1};
+          static_cast<float>(softcap), causal == 1, chunked == 1};
 }
 
 void check_heads(const Operands& in) {

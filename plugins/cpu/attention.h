@@ -17,6 +17,7 @@ struct Attention {
   int32_t dtype;       // of q and out
   int64_t heads, v_head_dim;
   int64_t window;  // 0: none
+  bool chunked;    // windows begin at multiples of their length
   float scale, softcap;  // softcap 0: none
   bool causal;
 };
@@ -25,7 +26,7 @@ struct Attention {
 struct AttentionAttributes {
   int64_t layer, window, v_head_dim;
   float scale, softcap;
-  bool causal;
+  bool causal, chunked;
 
   // Positions before its row's first new token that an attention may look at; < 0: all.
   int64_t reach() const { return window ? window - 1 : -1; }

@@ -1,6 +1,7 @@
 // One task of attention: a tile of queries of some kv heads, over a part of the keys.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "cpu/attention.h"
@@ -19,7 +20,10 @@ struct Keys {
 };
 
 inline Keys keys_of(const Attention& job, int64_t row, int64_t position) {
-  const int64_t first = job.window && position >= job.window ? position - job.window + 1 : 0;
+  int64_t first = 0;
+  if (job.window)
+    first = job.chunked ? position - position % job.window
+                        : std::max<int64_t>(0, position - job.window + 1);
   return {first, job.causal ? position + 1 : job.rows.length(row)};
 }
 

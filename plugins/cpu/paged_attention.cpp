@@ -13,7 +13,7 @@ extern "C" int32_t kvg_cpu_paged_attention(const kvg_call* call, char* message,
     attend({*call, pool, rows, Rope{}, in.data<const char>(KVG_PAGED_ATTENTION_Q),
             in.data<char>(KVG_PAGED_ATTENTION_OUT),
             in.data<const float>(KVG_PAGED_ATTENTION_SINKS), in.dtype(KVG_PAGED_ATTENTION_Q),
-            in.dims[KVG_DIM_NUM_HEADS], given.v_head_dim, given.window, given.scale, given.softcap,
+            in.dims[KVG_DIM_NUM_HEADS], given.v_head_dim, given.window, given.chunked, given.scale, given.softcap,
             given.causal});
   });
 }

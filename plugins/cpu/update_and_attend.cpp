@@ -24,6 +24,6 @@ extern "C" int32_t kvg_cpu_update_and_attend(const kvg_call* call, char* message
     attend({*call, pool, rows, rope, in.data<const char>(KVG_UPDATE_AND_ATTEND_Q),
             in.data<char>(KVG_UPDATE_AND_ATTEND_OUT),
             in.data<const float>(KVG_UPDATE_AND_ATTEND_SINKS), dtype, in.dims[KVG_DIM_NUM_HEADS],
-            given.v_head_dim, given.window, given.scale, given.softcap, given.causal});
+            given.v_head_dim, given.window, given.chunked, given.scale, given.softcap, given.causal});
   });
 }

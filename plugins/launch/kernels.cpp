@@ -81,6 +81,7 @@ void set_attributes(Kernels& kernels) {
   const kvg_constants& c = kernels.constants;
   kernels.attributes = {{"scale", c.scale},
                         {"window", c.window},
+                        {"chunked", c.chunked},
                         {"softcap", c.softcap},
                         {"causal", c.causal}};
   if (c.rotary_dim) kernels.attributes["rope_style"] = c.rope_style;

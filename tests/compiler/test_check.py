@@ -64,7 +64,7 @@ def test_without_it(tmp_path: Path, model_folder: ModelFolder) -> None:
 
 def lose_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before masks were read: what only they knew was gone."""
-    monkeypatch.setattr(masks, "_window", lambda mask_function, length: None)
+    monkeypatch.setattr(masks, "_read", lambda mask_function, length: masks.AskedMask(None))
     asked = masks.asked_mask
     monkeypatch.setattr(
         masks, "asked_mask", lambda **asked_for: asked(**asked_for | {"local_size": None})

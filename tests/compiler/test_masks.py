@@ -29,6 +29,9 @@ def test_masks_are_read() -> None:
     for window in (1, 2, 8, 299):
         sliding = masking_utils.sliding_window_causal_mask_function(window)
         assert ask(sliding, window) == ask(sliding) == AskedMask(window)
+    for size in (2, 16, 120, 299):
+        chunks = masking_utils.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))
+        assert ask(chunks, size) == ask(chunks) == AskedMask(size, chunked=True)
     longer = masking_utils.sliding_window_causal_mask_function(300)
     assert ask(longer, 300) == AskedMask(300)
 
@@ -36,7 +39,7 @@ def test_masks_are_read() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        masking_utils.chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.long)),
+        masking_utils.chunked_causal_mask_function(16, torch.full((1,), 3)),
         masking_utils.and_masks(
             masking_utils.causal_mask_function, lambda b, h, q, k: (q - k) % 3 != 1
         ),
@@ -46,7 +49,7 @@ def test_masks_are_read() -> None:
     ],
 )
 def test_other_masks_are_refused(function: Any) -> None:
-    with pytest.raises(kvgraph.UnsupportedError, match="its mask is neither causal nor a sliding"):
+    with pytest.raises(kvgraph.UnsupportedError, match="its mask is neither causal, nor a sliding"):
         ask(function)
 
 

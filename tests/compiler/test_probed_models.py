@@ -37,6 +37,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | EXPERTS | {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS | {"head_dim": 16},
     "minicpm3": LATENT,
+    "llama4_text": {  # chunks; a layer without rope that numbers its tokens itself
+        "num_hidden_layers": 4,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        "attention_chunk_size": 16,
+        "no_rope_layers": [1, 1, 1, 0],
+        "floor_scale": 8,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+    },
     "nemotron": {},  # hands no keyword on to its attention
     "biogpt": {"hidden_act": "gelu"},  # makes a padding mask of ones
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},

@@ -32,6 +32,7 @@ def kernel_of(case: Case, arch: str) -> Kernel:
     values: dict[str, Any] = {
         "layer": case.layer, "scale": shape.scale, "window": case.window,
         "softcap": case.softcap, "causal": case.causal, "v_head_dim": case.v_head_dim,
+        "chunked": case.chunked,
         "rope_style": case.rope_style or 0,
     }  # fmt: skip
     attributes = {name: value for name, value in values.items() if name in known}

@@ -28,6 +28,7 @@ def plugin_of(case: Case, arch: str, given: list[str]) -> Plugin:
     values: dict[str, Any] = {
         "layer": case.layer, "scale": shape.scale, "window": case.window,
         "softcap": case.softcap, "causal": case.causal, "v_head_dim": case.v_head_dim,
+        "chunked": case.chunked,
         "rope_style": case.rope_style or 0,
     }  # fmt: skip
     return Plugin.of(

@@ -43,7 +43,7 @@ def raw_call(version: int = ABI_VERSION, size: int = native.CALL.size, operands:
 def test_versions_sizes_and_counts_are_checked() -> None:
     assert raw_call() == "paged_attention: q: expected a tensor, got none"
     assert raw_call(version=7) == (
-        "paged_attention: expected ABI version 1 of this library, got 7 from its caller"
+        "paged_attention: expected ABI version 2 of this library, got 7 from its caller"
     )
     assert raw_call(size=8) == "paged_attention: expected a kvg_call of at least 64 bytes, got 8"
     assert raw_call(operands=3) == "paged_attention: expected 9 operands, got 3"
@@ -60,8 +60,8 @@ def test_a_short_message_buffer_is_not_overrun() -> None:
 
 
 def test_another_abi_version_is_refused_on_load() -> None:
-    with pytest.raises(KernelError, match=r"expected ABI version 2 of this kvgraph .*, got 1;"):
-        native.Library(native.library_path("cpu"), abi_version=2)
+    with pytest.raises(KernelError, match=r"expected ABI version 3 of this kvgraph .*, got 2;"):
+        native.Library(native.library_path("cpu"), abi_version=3)
 
 
 def test_a_missing_library_says_how_to_get_it() -> None:
@@ -162,7 +162,7 @@ def test_a_callers_own_parallel_for_is_used() -> None:
         for a in arrays
     )
     a = operands.attributes
-    values = struct.pack("qdqdqqq", *(a[x.name] for x in operands.spec.attributes))
+    values = struct.pack("qdqdqqqq", *(a[x.name] for x in operands.spec.attributes))
     task_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
     loop_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, task_type, ctypes.c_void_p, ctypes.c_size_t)
     counts: list[int] = []
@@ -175,7 +175,7 @@ def test_a_callers_own_parallel_for_is_used() -> None:
 
     callback = loop_type(loop)
     frame = native.CALL.pack(
-        ABI_VERSION, native.CALL.size, _address(tensors), _address(values), len(arrays), 7,
+        ABI_VERSION, native.CALL.size, _address(tensors), _address(values), len(arrays), 8,
         ctypes.cast(callback, ctypes.c_void_p).value, 1234, 0, 2,
     )  # fmt: skip
     message = ctypes.create_string_buffer(200)

@@ -99,9 +99,9 @@ SIZE = ctypes.sizeof(KernelsHeader) + 2 * ctypes.sizeof(ArchRecord)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda h, a: put(h, version=9), f"expected version 2 of this kvgraph, got 9: {ANOTHER}"),
+        (lambda h, a: put(h, version=9), f"expected version 3 of this kvgraph, got 9: {ANOTHER}"),
         (lambda h, a: put(h, contract_version=7),
-         f"expected operands of ABI version 1 of this kvgraph, got 7: {ANOTHER}"),
+         f"expected operands of ABI version 2 of this kvgraph, got 7: {ANOTHER}"),
         (lambda h, a: put(h, arch_size=8),
          f"expected {ctypes.sizeof(ArchRecord)} bytes for an arch, got 8"),
         (lambda h, a: put(h, num_archs=0),
@@ -146,13 +146,13 @@ def test_an_architecture_has_a_name() -> None:
 def test_other_versions_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 1 was text."""
     assert refusal(b"kvgraph-kernels 1\ntype T bfloat16\n" * 9) == (
-        f"field kernels: expected version 2 of this kvgraph, got 1: {ANOTHER}"
+        f"field kernels: expected version 3 of this kvgraph, got 1: {ANOTHER}"
     )
     header = ctypes.sizeof(KernelsHeader)
     assert refusal(b"") == f"field kernels: expected a record of at least {header} bytes, got 0"
-    monkeypatch.setattr(launch_native, "KERNELS_VERSION", 3)
+    monkeypatch.setattr(launch_native, "KERNELS_VERSION", 4)
     with pytest.raises(
-        KernelError, match=r"expected a library that reads version 3 .* got one for version 2;"
+        KernelError, match=r"expected a library that reads version 4 .* got one for version 3;"
     ):
         check_kernels(RECORD, "update_and_attend", stores=True)
 

@@ -67,7 +67,7 @@ def test_an_older_runtime_is_refused(drive: Drive) -> None:
          "the CUDA provider, got none: compile the model for a cuda target"),
         ("layer=None", "no attribute layer"),
         ("kernels=bytes([9, 0, 0, 0]) + attributes()['kernels'][4:]",
-         "field kernels: expected version 2 of this kvgraph, got 9: compile the model again"),
+         "field kernels: expected version 3 of this kvgraph, got 9: compile the model again"),
         ("scale=0.25",
          "update_and_attend: scale: expected 0.125 from the node's kernels, got 0.25"),
         ("window=9", "update_and_attend: window: expected 0 from the node's kernels, got 9"),

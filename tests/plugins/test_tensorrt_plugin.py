@@ -32,7 +32,7 @@ def test_creators_and_interfaces(drive: Drive) -> None:
     own = ["inputs", "aliased", "pool_out", "kernels", "images"]
     assert found[0][4:] == ["layer", *own]
     assert found[2][4:] == [
-        "layer", "scale", "window", "softcap", "causal", "v_head_dim", "rope_style", *own
+        "layer", "scale", "window", "softcap", "causal", "v_head_dim", "chunked", "rope_style", *own
     ]  # fmt: skip
     assert names == (
         "kvgraph|update_and_attend|1|PLUGIN 1|PLUGIN_V3ONE_CORE 1|PLUGIN_V3ONE_BUILD 2|"
@@ -159,7 +159,7 @@ result = [[p.text("h_serialized"), p.text("h_names"), p.types([d for d, _ in giv
         ("kernels=7",
          "update_and_attend: field kernels: expected bytes, got type 5 with 1 elements"),
         ("kernels=b''", "field kernels: expected a record of at least 88 bytes, got 0"),
-        ("kernels='kvgraph-kernels 1'", "field kernels: expected version 2 of this kvgraph, got 1: "
+        ("kernels='kvgraph-kernels 1'", "field kernels: expected version 3 of this kvgraph, got 1: "
          "compile the model again"),
         ("inputs=6", "update_and_attend: field inputs: expected a bit for each of 11 operands with "
          "all of 63 set, got 6"),

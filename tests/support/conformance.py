@@ -62,12 +62,13 @@ class Case:
     granularity: int = 0
     stores: bool = True
     layer: int = 1
+    chunked: int = 0
     label: str = field(default="", compare=False)
 
     @property
     def id(self) -> str:
         options = [
-            f"w{self.window}" * bool(self.window),
+            f"{'c' if self.chunked else 'w'}{self.window}" * bool(self.window),
             "softcap" * bool(self.softcap),
             "sinks" * self.sinks,
             "full" * (not self.causal),
@@ -181,6 +182,7 @@ def _singles() -> Iterator[Case]:
     yield Case("update_and_attend", "float32", "bfloat16", label="odd-many", **odd)
     long = {"rows": ((5000, 3), (2047, 1), (0, 0), (1, 1)), "sinks": True, "label": "long-context"}
     yield Case("update_and_attend", page_size=128, window=3000, **long)
+    yield Case("update_and_attend", page_size=128, window=3000, chunked=1, **long)
     yield Case("update_and_attend", page_size=3, softcap=20.0, **long)
     yield Case("update_and_attend", page_size=16, causal=0, v_head_dim=32, **long)
     yield Case(
@@ -197,6 +199,12 @@ def _singles() -> Iterator[Case]:
     yield Case(
         "update_and_attend", heads=71, kv_heads=1, rows=((20, 2), (0, 9)), label="multiquery"
     )
+    for kind, dtype, pool in (("mixed", "float32", "float32"), ("prefill", "bfloat16", "int8")):
+        chunks = {"window": 20, "chunked": 1, "granularity": 32 * (pool in QUANTIZED)}
+        rows = LENGTHS[kind](16)
+        yield Case("paged_attention", dtype, pool, rows=rows, label=kind, **chunks)
+        yield Case("update_and_attend", dtype, pool, rows=rows, label=kind, **chunks)
+    yield Case("update_and_attend", rows=((70, 1), (19, 60)), window=1, chunked=1, label="mixed")
     yield Case(
         "update_and_attend", head_dim=20, v_head_dim=7, rows=((20, 2), (0, 9)), label="odd-widths"
     )
@@ -256,6 +264,7 @@ def build(case: Case) -> Operands:
         "softcap": case.softcap,
         "causal": case.causal,
         "v_head_dim": case.v_head_dim,
+        "chunked": case.chunked,
         "rope_style": case.rope_style or 0,
     }
     return Operands(

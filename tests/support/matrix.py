@@ -50,6 +50,7 @@ def shape_of(case: Case) -> AttentionShape:
         bool(case.causal),
         case.sinks,
         rope,
+        bool(case.chunked),
     )
 
 

@@ -62,20 +62,21 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cut_windows(model: nn.Module, most: int = WINDOW) -> Iterator[None]:
-    """Windows of configuration and attention are at most `most` tokens."""
+    """Windows and chunks of configuration and attention are at most `most` tokens."""
     holders = [*_configs(model), *model.modules()]
     before = [
-        (holder, holder.sliding_window)
+        (holder, name, window)
         for holder in holders
-        if isinstance(getattr(holder, "sliding_window", None), int)
+        for name in ("sliding_window", "attention_chunk_size")
+        if isinstance(window := getattr(holder, name, None), int)
     ]
     try:
-        for holder, window in before:
-            holder.sliding_window = min(window, most)
+        for holder, name, window in before:
+            setattr(holder, name, min(window, most))
         yield
     finally:
-        for holder, window in before:
-            holder.sliding_window = window
+        for holder, name, window in before:
+            setattr(holder, name, window)
 
 
 def _configs(model: nn.Module) -> list[PretrainedConfig]:

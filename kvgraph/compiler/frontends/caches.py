@@ -113,6 +113,7 @@ class PaddedCache:
         *,
         scale: float,
         window: int,
+        chunked: int,
         softcap: float,
         **_: object,
     ) -> torch.Tensor:
@@ -122,7 +123,7 @@ class PaddedCache:
             if reads is None:
                 cache.index_put_(index, new.to(cache.dtype))
         groups = q_TND.shape[1] // k_TKD.shape[1]
-        visible_TC = self._visible(window)  # C = B * S slots
+        visible_TC = self._visible(window, bool(chunked))  # C = B * S slots
         k_CND = self._slots(self._k_LBSKD[layer], groups, q_TND.dtype)
         v_CND = self._slots(self._v_LBSKD[layer], groups, q_TND.dtype)
         v_CND = torch.where(visible_TC.any(0)[:, None, None], v_CND, 0)
@@ -142,7 +143,7 @@ class PaddedCache:
         """`[B * S, N, D]`: the rectangle as one row of slots, a head for each query head."""
         return cache_BSKD.flatten(0, 1).to(dtype).repeat_interleave(groups, dim=1)
 
-    def _visible(self, window: int) -> torch.Tensor:
+    def _visible(self, window: int, chunked: bool) -> torch.Tensor:
         """`[T, B * S]`: a slot of the token's own row, not ahead of it, within the window."""
         _, batch, length, *_ = self._k_LBSKD.shape
         device = self._rows_T.device
@@ -152,7 +153,8 @@ class PaddedCache:
         at_T = self._positions_T[:, None, None]
         seen_TBS = mine_TBS & (position_BS[None] <= at_T)
         if window:
-            seen_TBS = seen_TBS & (position_BS[None] > at_T - window)
+            first_T = at_T - at_T % window if chunked else at_T - window + 1
+            seen_TBS = seen_TBS & (position_BS[None] >= first_T)
         return seen_TBS.flatten(1)
 
 

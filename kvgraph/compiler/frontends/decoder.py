@@ -24,6 +24,7 @@ from kvgraph.compiler.cache import CachePlan, LayerNeed
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
 from kvgraph.compiler.frontends.masks import AskedMask
+from kvgraph.compiler.frontends.positions import numbered
 from kvgraph.errors import UnsupportedError
 
 PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
@@ -53,6 +54,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self._plan: CachePlan | None = None
+        self._attention: list[nn.Module] = []  # known once it has run
 
     def place(self, plan: CachePlan) -> None:
         self._plan = plan
@@ -75,13 +77,15 @@ class Decoder(nn.Module):
         logits_indices: torch.Tensor,
         paged_kv: PagedCache | PaddedCache | Probe,
     ) -> torch.Tensor:
-        with masks.ragged_rows(), _running_over(paged_kv):
+        numbering = numbered(self._attention, positions)
+        with masks.ragged_rows(), numbering, _running_over(paged_kv) as forward:
             output = self.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=logits_indices.long(),
             )
+        self._attention = self._attention or forward.attention
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
@@ -92,6 +96,8 @@ class _Forward:
 
     cache: PagedCache | PaddedCache | Probe
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    attention: list[nn.Module] = field(default_factory=list)
+    """Modules that came through the interface."""
 
     def reads(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> int | None:
         """The layer before it that was given these very tensors: models whose layers share keys
@@ -108,10 +114,11 @@ _FORWARD: ContextVar[_Forward] = ContextVar("forward")
 
 
 @contextlib.contextmanager
-def _running_over(cache: PagedCache | PaddedCache | Probe) -> Iterator[None]:
-    token = _FORWARD.set(_Forward(cache))
+def _running_over(cache: PagedCache | PaddedCache | Probe) -> Iterator[_Forward]:
+    forward = _Forward(cache)
+    token = _FORWARD.set(forward)
     try:
-        yield
+        yield forward
     finally:
         _FORWARD.reset(token)
 
@@ -138,6 +145,7 @@ def paged_kv_attention(
     q_TND, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     forward, layer = _FORWARD.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    forward.attention.append(module)
     out_TND = forward.cache.attend(
         layer,
         q_TND,
@@ -147,6 +155,7 @@ def paged_kv_attention(
         forward.reads(layer, key, value),
         scale=scaling if scaling is not None else q_TND.shape[-1] ** -0.5,
         window=_window(attention_mask, sliding_window),
+        chunked=int(attention_mask is not None and attention_mask.chunked),
         softcap=softcap or 0.0,
         causal=int(causal),
         v_head_dim=v_TKD.shape[-1] if v_TKD.shape[-1] != q_TND.shape[-1] else 0,

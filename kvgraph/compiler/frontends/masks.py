@@ -1,4 +1,4 @@
-"""What a model asks transformers' masks for: causal, or causal with a window.
+"""What a model asks transformers' masks for: causal, or causal with a window or with chunks.
 
 transformers calls the registered mask function with `mask_function(batch, head, query, key)`, which
 says whether a query sees a key. The function is asked here about real positions, and the model gets
@@ -9,6 +9,7 @@ apart by the cache ops alone, so transformers' own detection of packed rows is s
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,9 +32,13 @@ MOST_KEYS = 1 << 17
 
 @dataclass(frozen=True)
 class AskedMask:
-    """Query i sees key j iff `i - window < j <= i`; a window of None sees all keys up to i."""
+    """Query i sees key j iff `i - window < j <= i`; a window of None sees all keys up to i.
+
+    Chunked: iff j is not behind i and both are in one chunk of `window` positions.
+    """
 
     window: int | None
+    chunked: bool = False
 
 
 def register(transformers: ModuleType, name: str) -> None:
@@ -49,32 +54,41 @@ def asked_mask(
     config: PretrainedConfig | None = None,
     **_: object,
 ) -> AskedMask:
-    """transformers' mask function. UnsupportedError: a mask that is neither causal nor sliding."""
+    """transformers' mask function. UnsupportedError: a mask that is not causal, sliding or
+    chunked."""
     if attention_mask is not None and not _ones.get().has(attention_mask):
         raise UnsupportedError("it masks tokens by a padding mask of its own")
     limit = min(getattr(config, "max_position_embeddings", None) or MOST_KEYS, MOST_KEYS)
     length = max(limit, 2 * (local_size or 1) + 2)
     try:
-        window = _window(mask_function, length)
+        mask = _read(mask_function, length)
     except UnsupportedError:
         raise
     except Exception as error:
         raise UnsupportedError(f"its mask cannot be read ({_name(mask_function)})") from error
-    if window is None and local_size is not None and local_size < length:
+    if mask.window is None and local_size is not None and local_size < length:
         raise UnsupportedError(f"its mask is asked for with local_size {local_size} and has none")
-    return AskedMask(window)
+    return mask
 
 
 @contextlib.contextmanager
 def ragged_rows() -> Iterator[None]:
-    """Within it transformers does not look for packed rows in position ids."""
+    """Within it transformers does not look for packed rows in position ids, and chunks begin at a
+    row's first token: no row is padded on its left."""
     from transformers import masking_utils
 
     ones = _Ones()
     token = _ones.set(ones)
+    chunks = masking_utils.chunked_causal_mask_function
+
+    def unpadded(chunk_size: int, _: torch.Tensor) -> Callable[..., torch.Tensor]:
+        with _disable_current_modes():
+            return chunks(chunk_size, torch.zeros(1, dtype=torch.long))  # type: ignore[no-any-return]
+
     try:
         packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
-        with packed, ones:
+        chunked = mock.patch.object(masking_utils, "chunked_causal_mask_function", unpadded)
+        with packed, chunked, ones:
             yield
     finally:
         _ones.reset(token)
@@ -105,25 +119,37 @@ class _Ones(TorchFunctionMode):
 _ones: ContextVar[_Ones] = ContextVar("ones", default=_Ones())  # noqa: B039
 
 
-def _window(mask_function: Callable[..., torch.Tensor], length: int) -> int | None:
-    """The window of a mask over `length` positions, None where it is causal."""
+def _read(mask_function: Callable[..., torch.Tensor], length: int) -> AskedMask:
+    """What a mask over `length` positions is."""
     with _disable_current_modes(), torch.no_grad():
         key_K = torch.arange(length)
-        last = torch.tensor([length - 1])
-        window = int(_visible(mask_function, last, key_K).sum())
-        edges = {0, 1, 2, 3, window - 2, window - 1, window, window + 1, 2 * window + 1}
+        size = _first_without(mask_function, length)
+        edges = {0, 1, 2, 3, *range(size - 2, size + 3), *range(2 * size - 2, 2 * size + 3)}
         edges |= {(1 << i) - 1 for i in range(length.bit_length())} | {length - 1}
         query_Q = torch.tensor(sorted(edge for edge in edges if 0 <= edge < length))
         seen_QK = _visible(mask_function, query_Q, key_K)
         distance_QK = query_Q[:, None] - key_K
         if bool((seen_QK & (distance_QK < 0)).any()):
             raise UnsupportedError("its attention is not causal")
-        expected_QK = (distance_QK >= 0) & (distance_QK < window)
-        if not bool((seen_QK == expected_QK).all()):
-            raise UnsupportedError(
-                f"its mask is neither causal nor a sliding window ({_name(mask_function)})"
-            )
-    return window if window < length else None
+        sliding_QK = (distance_QK >= 0) & (distance_QK < size)
+        if bool((seen_QK == sliding_QK).all()):
+            return AskedMask(size if size < length else None)
+        chunk_QK = (distance_QK >= 0) & (key_K >= (query_Q - query_Q % size)[:, None])
+        if bool((seen_QK == chunk_QK).all()):
+            return AskedMask(size, chunked=True)
+    raise UnsupportedError(
+        f"its mask is neither causal, nor a sliding window, nor chunks ({_name(mask_function)})"
+    )
+
+
+def _first_without(mask_function: Callable[..., torch.Tensor], length: int) -> int:
+    """The first position that does not see position 0; `length` where all do."""
+    first = torch.zeros(1, dtype=torch.long)
+
+    def is_blind(query: int) -> bool:
+        return not bool(_visible(mask_function, torch.tensor([query]), first).item())
+
+    return bisect_left(range(1, length), True, key=is_blind) + 1
 
 
 def _visible(

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define KVG_ABI_VERSION 1
+#define KVG_ABI_VERSION 2
 #define KVG_DOMAIN "kvgraph"
 #define KVG_OPSET_VERSION 1
 #define KVG_MAX_RANK 6
@@ -141,6 +141,7 @@ enum {
   KVG_PAGED_ATTENTION_ATTR_SOFTCAP = 3,
   KVG_PAGED_ATTENTION_ATTR_CAUSAL = 4,
   KVG_PAGED_ATTENTION_ATTR_V_HEAD_DIM = 5,
+  KVG_PAGED_ATTENTION_ATTR_CHUNKED = 6,
 };
 static const kvg_operand KVG_PAGED_ATTENTION_OPERANDS[] = {
     {"q", 3, {{6, 0}, {11, 0}, {5, 0}}, 0xeu, 1, 0, -1},
@@ -160,8 +161,9 @@ static const kvg_attribute KVG_PAGED_ATTENTION_ATTRIBUTES[] = {
     {"softcap", 1, 0, 0.0},
     {"causal", 0, 0, 1.0},
     {"v_head_dim", 0, 0, 0.0},
+    {"chunked", 0, 0, 0.0},
 };
-static const kvg_op KVG_OP_PAGED_ATTENTION = {"paged_attention", 8, 1, 6, KVG_PAGED_ATTENTION_OPERANDS, KVG_PAGED_ATTENTION_ATTRIBUTES};
+static const kvg_op KVG_OP_PAGED_ATTENTION = {"paged_attention", 8, 1, 7, KVG_PAGED_ATTENTION_OPERANDS, KVG_PAGED_ATTENTION_ATTRIBUTES};
 
 // update_and_attend: One layer's cache work: rotate q and k (if cos_sin is given), store k and v, attend.
 enum {
@@ -187,7 +189,8 @@ enum {
   KVG_UPDATE_AND_ATTEND_ATTR_SOFTCAP = 3,
   KVG_UPDATE_AND_ATTEND_ATTR_CAUSAL = 4,
   KVG_UPDATE_AND_ATTEND_ATTR_V_HEAD_DIM = 5,
-  KVG_UPDATE_AND_ATTEND_ATTR_ROPE_STYLE = 6,
+  KVG_UPDATE_AND_ATTEND_ATTR_CHUNKED = 6,
+  KVG_UPDATE_AND_ATTEND_ATTR_ROPE_STYLE = 7,
 };
 static const kvg_operand KVG_UPDATE_AND_ATTEND_OPERANDS[] = {
     {"q", 3, {{6, 0}, {11, 0}, {5, 0}}, 0xeu, 1, 0, -1},
@@ -212,9 +215,10 @@ static const kvg_attribute KVG_UPDATE_AND_ATTEND_ATTRIBUTES[] = {
     {"softcap", 1, 0, 0.0},
     {"causal", 0, 0, 1.0},
     {"v_head_dim", 0, 0, 0.0},
+    {"chunked", 0, 0, 0.0},
     {"rope_style", 0, 0, 0.0},
 };
-static const kvg_op KVG_OP_UPDATE_AND_ATTEND = {"update_and_attend", 11, 3, 7, KVG_UPDATE_AND_ATTEND_OPERANDS, KVG_UPDATE_AND_ATTEND_ATTRIBUTES};
+static const kvg_op KVG_OP_UPDATE_AND_ATTEND = {"update_and_attend", 11, 3, 8, KVG_UPDATE_AND_ATTEND_OPERANDS, KVG_UPDATE_AND_ATTEND_ATTRIBUTES};
 
 // linear: Up to three linear layers of one input, over weights packed in panels of 16 columns.
 enum {

@@ -91,7 +91,7 @@ typedef struct kvg_launch {
 // What the kernels of an op were compiled for. Dims of operands; 0: the op has none of that name.
 typedef struct kvg_constants {
   double scale, softcap;
-  int32_t window, causal, rope_style;
+  int32_t window, chunked, causal, rope_style;
   int32_t num_layers, page_size, num_kv_heads, head_dim, v_head_dim, num_heads, scales_per_head,
       rotary_dim;
   int32_t dtype, pool_dtype;  // kvg_dtype of the type variables T and P
@@ -134,7 +134,7 @@ typedef struct kvg_plan {
 
 // What a graph's node has as `kernels`: a kvg_kernels, then num_archs of kvg_arch_kernels, and no
 // more; little-endian, as hosts are. Version 1 was text.
-#define KVG_KERNELS_VERSION 2
+#define KVG_KERNELS_VERSION 3
 #define KVG_MAX_PARAMETERS 24
 
 typedef enum kvg_parameter_kind {

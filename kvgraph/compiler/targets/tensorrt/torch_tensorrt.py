@@ -264,6 +264,7 @@ def _shape(tensors: Mapping[str, ITensor], given: Mapping[str, Any]) -> Attentio
         causal=bool(given["causal"]),
         sinks="sinks" in tensors,
         rope=rope,
+        chunked=bool(given["chunked"]),
     )
 
 

@@ -1,0 +1,57 @@
+"""Attention that numbers a step's tokens itself gets where they sit in their rows.
+
+transformers' models are given `position_ids`; some attention counts from 0 all the same, since it
+knows of one sequence only (Llama 4 scales its queries so). Within attention a range as long as the
+step's tokens means positions; elsewhere it may number tokens for other ends, and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
+
+
+@contextlib.contextmanager
+def numbered(attention: Sequence[nn.Module], positions_T: torch.Tensor) -> Iterator[None]:
+    """Within it ranges over all tokens in the modules `attention` are `positions_T`."""
+    mode = _Numbered(positions_T)
+    hooks = [module.register_forward_pre_hook(mode.enter) for module in attention]
+    hooks += [module.register_forward_hook(mode.leave) for module in attention]
+    try:
+        with mode:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Numbered(TorchFunctionMode):
+    def __init__(self, positions_T: torch.Tensor) -> None:
+        super().__init__()
+        self._positions_T = positions_T
+        self._is_within = False
+
+    def enter(self, *_: object) -> None:
+        self._is_within = True
+
+    def leave(self, *_: object) -> None:
+        self._is_within = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        is_range = self._is_within and func is torch.arange and len(args) == 1
+        if not is_range or not isinstance(made, torch.Tensor):
+            return made
+        is_whole = statically_known_true(made.shape[0] == self._positions_T.shape[0])
+        return self._positions_T.to(made.dtype) if is_whole else made
