@@ -112,7 +112,7 @@ def attention_variants(shape: AttentionShape, arch: str) -> list[Variant]:
     heads), with the supported set.
     """
     shape.check()
-    shapes.check_dtypes(shape.cache, arch)
+    shapes.check_arch(shape.cache, arch)
     store = variants.store_variant(shape.cache, shape.rope)
     return [store, *variants.attention_variants(shape, arch)]
 

@@ -11,10 +11,13 @@ from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, QUANTIZED, itemsize
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import UnsupportedError
 
-HEAD_DIMS = tuple(range(16, 257, 8))
-PAGE_SIZES = (16, 32, 64, 128, 256)
+HEAD_DIMS = tuple(range(16, 513, 8))
+PAGE_SIZES = (16, 32, 48, 64, 96, 128, 256)
 MAX_GROUP = 128
 """Query heads of one kv head: they share a tile."""
+
+WIDE_HEAD, WIDE_GROUP = 256, 16
+"""Above this head_dim a tile has room for fewer query heads of one kv head."""
 
 MAX_PARTS = 32
 """Of a split context. A multiple of 32 lanes would do as well; more parts than this only cost."""
@@ -54,9 +57,15 @@ def capability(arch: str) -> int:
     return int(arch.removeprefix("sm_"))
 
 
-def check_dtypes(cache: CacheShape, arch: str) -> None:
-    """UnsupportedError for bfloat16 where the architecture has no such type."""
-    if capability(arch) < 80 and "bfloat16" in (cache.dtype, cache.pool_dtype):
+def check_arch(cache: CacheShape, arch: str) -> None:
+    """UnsupportedError for bfloat16 and wide heads where the architecture has no room for them."""
+    if capability(arch) >= 80:
+        return
+    if cache.head_dim > WIDE_HEAD:
+        raise UnsupportedError(
+            f"head_dim: expected at most {WIDE_HEAD} on {arch}, got {cache.head_dim}"
+        )
+    if "bfloat16" in (cache.dtype, cache.pool_dtype):
         raise UnsupportedError(
             f"dtype: expected float16 or float32 activations and a pool other than bfloat16 on "
             f"{arch}, got {cache.dtype} and {cache.pool_dtype}"
@@ -185,10 +194,13 @@ class AttentionShape:
     def check(self) -> None:
         """UnsupportedError names what no compiled kernel supports, and what they do."""
         self.cache.check()
-        if self.heads % self.cache.kv_heads or not 1 <= self.group <= MAX_GROUP:
+        is_wide = self.cache.head_dim > WIDE_HEAD
+        most = WIDE_GROUP if is_wide else MAX_GROUP
+        if self.heads % self.cache.kv_heads or not 1 <= self.group <= most:
+            width = f" of {self.cache.head_dim} elements" if is_wide else ""
             raise UnsupportedError(
-                f"num_heads: expected 1 to {MAX_GROUP} query heads for each of "
-                f"{self.cache.kv_heads} kv heads, got {self.heads}"
+                f"num_heads: expected 1 to {most} query heads for each of "
+                f"{self.cache.kv_heads} kv heads{width}, got {self.heads}"
             )
 
 
@@ -223,12 +235,14 @@ def prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
     """Many query rows: as large as registers and shared memory hold without spills."""
     target, width = capability(arch), power_of_two(shape.cache.head_dim)
     least = power_of_two(shape.group, 16)
+    if shape.cache.head_dim > WIDE_HEAD:
+        return _wide_prefill_tiles(shape, arch)
     if target < 80:  # Triton has no tensor cores there
         return Tiles(max(32, least), 16, 8, 1)
     if itemsize(shape.cache.dtype) == 4:
         return Tiles(max(32, least), 16 if width >= 128 else 32, 8, 2)
     if target in (90, 100):
-        return Tiles(64, 64, 8, 2) if width > 128 else Tiles(128, 64, 8, 3)
+        return Tiles(max(64, least), 64, 8, 2) if width > 128 else Tiles(128, 64, 8, 3)
     if width > 128:
         return Tiles(max(64, least), 32, 8, 2)
     if width <= 64:
@@ -237,3 +251,13 @@ def prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
         # Quantised tiles are decoded in registers: a third stage of them would spill.
         return Tiles(128, 32, 8, 2 if shape.cache.quantized else 3)
     return Tiles(max(64, least), 32, 4, 3)
+
+
+def _wide_prefill_tiles(shape: AttentionShape, arch: str) -> Tiles:
+    """Heads of up to 512: a row of the output takes four registers of each thread."""
+    if itemsize(shape.cache.dtype) == 4:
+        return Tiles(16, 16, 8, 2)
+    if SHARED_MEMORY[arch] < 2**17:
+        return Tiles(32, 16, 8, 2)
+    keys = 64 if capability(arch) >= 90 else 32
+    return Tiles(32, keys // 2 if shape.cache.quantized else keys, 8, 2)

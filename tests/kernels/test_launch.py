@@ -115,7 +115,7 @@ def test_variant_names_tell_variants_apart() -> None:
 @pytest.mark.parametrize(
     ("cache", "heads", "said"),
     [
-        (CacheShape("bfloat16", "bfloat16", 8, 576, 16, 4), 8, "head_dim: .*16 to 256, got 576"),
+        (CacheShape("bfloat16", "bfloat16", 8, 576, 16, 4), 8, "head_dim: .*16 to 512, got 576"),
         (CacheShape("bfloat16", "bfloat16", 8, 20, 16, 4), 8, "head_dim: .*multiple of 8.* 20"),
         (CacheShape("bfloat16", "bfloat16", 8, 64, 777, 4), 8, r"page_size: .*\[16, 32.* 777"),
         (CacheShape("bfloat16", "bfloat16", 8, 64, 16, 4, 80), 8, "v_head_dim: .*64, got 80"),
@@ -126,11 +126,19 @@ def test_variant_names_tell_variants_apart() -> None:
         (CacheShape("float16", "int8", 8, 96, 16, 4, 0, 48), 8, "granularity: .*power.*got 48"),
         (CACHE, 20, "num_heads: .*8 kv heads, got 20"),
         (CacheShape("float16", "float16", 1, 64, 16, 4), 256, "num_heads: .*1 to 128.* 256"),
+        (CacheShape("float16", "float16", 1, 512, 16, 4), 17, "1 to 16 .*of 512 elements, got 17"),
     ],
 )
 def test_refuses_by_name(cache: CacheShape, heads: int, said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         AttentionShape(cache, heads, 0.1).check()
+
+
+def test_heads_that_an_architecture_has_no_room_for() -> None:
+    wide = CacheShape("float16", "float16", 2, 264, 16, 4)
+    shapes.check_arch(wide, "sm_80")
+    with pytest.raises(UnsupportedError, match="head_dim: expected at most 256 on sm_75, got 264"):
+        shapes.check_arch(wide, "sm_75")
 
 
 def test_refuses_an_unknown_architecture() -> None:

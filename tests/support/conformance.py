@@ -204,6 +204,14 @@ def _singles() -> Iterator[Case]:
         rows = LENGTHS[kind](16)
         yield Case("paged_attention", dtype, pool, rows=rows, label=kind, **chunks)
         yield Case("update_and_attend", dtype, pool, rows=rows, label=kind, **chunks)
+    for page, dtype, pool in ((48, "bfloat16", "bfloat16"), (96, "float16", "int8")):
+        rows = ((page - 1, 1), (2 * page, page + 5), (0, 3 * page), (700, 1))
+        odd = {"page_size": page, "granularity": 64 * (pool in QUANTIZED), "rows": rows}
+        yield Case("update_and_attend", dtype, pool, label="odd-pages", **odd)
+    for dtype, pool in (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")):
+        wide = {"head_dim": 512, "granularity": 128 * (pool in QUANTIZED), "rope_style": 0}
+        wide |= {"heads": 8, "kv_heads": 1, "rotary_dim": 512, "rows": ((70, 1), (30, 40))}
+        yield Case("update_and_attend", dtype, pool, label="wide-heads", **wide)
     yield Case("update_and_attend", rows=((70, 1), (19, 60)), window=1, chunked=1, label="mixed")
     yield Case(
         "update_and_attend", head_dim=20, v_head_dim=7, rows=((20, 2), (0, 9)), label="odd-widths"

@@ -76,7 +76,7 @@ def run_case(kernels: Kernels, case: Case, arch: str, order: int | None = None) 
     """UnsupportedError where no kernel is for the case; AssertionError where it computes wrong."""
     shape = shape_of(case)
     shape.check()
-    shapes.check_dtypes(shape.cache, arch)
+    shapes.check_arch(shape.cache, arch)
     operands = conformance.build(case)
     plan = plan_of(case, operands, arch)
     given = {n: np.ascontiguousarray(a) for n, a in operands.inputs.items() if a is not None}

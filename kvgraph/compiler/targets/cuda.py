@@ -34,7 +34,7 @@ from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
-from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_dtypes
+from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_arch
 from kvgraph.kernels.variants import (
     Variant,
     increment_variant,
@@ -54,7 +54,7 @@ def require_kernels(plan: CachePlan, archs: Sequence[str]) -> None:
         shape = CacheShape.of(leaf, leaf.dtype)
         shape.check()
         for arch in archs:
-            check_dtypes(shape, arch)
+            check_arch(shape, arch)
 
 
 def lower(
