@@ -7,6 +7,7 @@ attends over their rows: q `[T, N, D]`, k `[T, K, D]`, v `[T, K, Dv]` -> `[T, N,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from kvgraph import ops
 from kvgraph.compiler.cache import CachePlan, LayerNeed
+from kvgraph.compiler.frontends.refusals import Reason
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.errors import UnsupportedError
 
@@ -163,6 +165,8 @@ class Probe:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerNeed] = {}
+        self.calls: Counter[int] = Counter()
+        """Of each layer's attention."""
 
     def attend(
         self,
@@ -175,8 +179,9 @@ class Probe:
         **attributes: Any,
     ) -> torch.Tensor:
         if not attributes["causal"]:
-            raise UnsupportedError("its attention is not causal")
+            raise UnsupportedError(Reason.NOT_CAUSAL.said())
         heads, head_dim, v_head_dim = k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]
         window = attributes["window"] or None
+        self.calls[layer] += 1
         self.layers[layer] = LayerNeed(heads, head_dim, v_head_dim, window, reads)
         return q_TND.new_zeros(*q_TND.shape[:2], v_head_dim)

@@ -9,7 +9,7 @@ does everything else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kvgraph import progress
 from kvgraph.compiler.cache import CachePlan, LayerNeed
@@ -25,10 +26,8 @@ from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
 from kvgraph.compiler.frontends.masks import AskedMask
 from kvgraph.compiler.frontends.positions import numbered
+from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.errors import UnsupportedError
-
-PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
-"""Model types on the equivalence ladder; others compile if their attention allows it."""
 
 WITHOUT_EFFECT = (
     "dropout",  # 0 outside training
@@ -42,9 +41,6 @@ WITHOUT_EFFECT = (
     "return_dict",
 )
 """Keywords that models hand to their attention and that change nothing here."""
-
-
-NO_INTERFACE = "its attention has no interface"
 
 
 class Decoder(nn.Module):
@@ -169,7 +165,7 @@ def _require_known(others: dict[str, object]) -> None:
     unknown = [name for name in unknown if name not in WITHOUT_EFFECT]
     if unknown or others.get("dropout"):
         named = ", ".join(map(repr, unknown or ["dropout"]))
-        raise UnsupportedError(f"its attention is given {named}, which the cache ops do not have")
+        raise UnsupportedError(Reason.KEYWORD.said(names=named))
 
 
 def _window(mask: AskedMask | None, sliding_window: int | None) -> int:
@@ -177,12 +173,12 @@ def _window(mask: AskedMask | None, sliding_window: int | None) -> int:
     if mask is None:
         return sliding_window or 0
     if not isinstance(mask, AskedMask):
-        raise UnsupportedError("its attention has a mask of its own")
+        raise UnsupportedError(Reason.OWN_MASK.said())
+    if mask.why:
+        raise UnsupportedError(mask.why)
     if sliding_window is not None and sliding_window != mask.window:
-        raise UnsupportedError(
-            f"its attention is told sliding_window={sliding_window}, "
-            f"and its mask has {mask.window or 'no window'}"
-        )
+        has = mask.window or "no window"
+        raise UnsupportedError(Reason.TWO_WINDOWS.said(told=sliding_window, mask=has))
     return mask.window or 0
 
 
@@ -198,30 +194,39 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
         try:
             decoder.run(one, one, one, seen)
         except Exception as error:
-            # Attention code of the model's own, which does arithmetic with the mask.
-            own = not seen.layers and AskedMask.__name__ in str(error)
-            why = NO_INTERFACE if own else first_line(error)
-            raise UnsupportedError(unsupported(architecture, why)) from error
-    if not seen.layers:
-        raise UnsupportedError(unsupported(architecture, NO_INTERFACE))
-    if sorted(seen.layers) != list(range(num_layers)):
-        why = f"attention of {len(seen.layers)} of {num_layers} layers reaches the interface"
-        raise UnsupportedError(unsupported(architecture, why))
+            raise UnsupportedError(unsupported(architecture, _why(error, seen))) from error
     config: Any = decoder.model.config
-    config = config.get_text_config()
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if (seen.layers[layer].window_size is None) != (kind == "full_attention"):
-            why = f"layer {layer} is {kind}, which its attention does not say"
-            raise UnsupportedError(unsupported(architecture, why))
+    types = getattr(config.get_text_config(), "layer_types", None)
+    why = _missing(seen, num_layers, types or ())
+    if why:
+        raise UnsupportedError(unsupported(architecture, why))
     return tuple(seen.layers[i] for i in range(num_layers))
 
 
-def unsupported(kind: str, why: str) -> str:
-    proven = ", ".join(PROVEN)
-    return (
-        f"architecture {kind!r}: expected a decoder that uses transformers' attention interface "
-        f"(proven: {proven}), got one that cannot be compiled: {why}"
-    )
+def _why(error: Exception, seen: Probe) -> str:
+    """What an error of a model's code says of it."""
+    if isinstance(error, UnsupportedError):
+        return str(error)
+    if not seen.layers and AskedMask.__name__ in str(error):  # its own code computes with the mask
+        return Reason.NO_INTERFACE.said()
+    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+        return Reason.BY_VALUE.said()
+    return Reason.NOT_ALONE.said(error=type(error).__name__)
+
+
+def _missing(seen: Probe, num_layers: int, types: Sequence[str]) -> str:
+    """What a run did not show of the model's layers; empty where it showed all."""
+    if not seen.layers:
+        return Reason.NO_INTERFACE.said()
+    if sorted(seen.layers) != list(range(num_layers)):
+        return Reason.SOME_LAYERS.said(found=len(seen.layers), layers=num_layers)
+    for layer, count in seen.calls.items():
+        if count > 1:
+            return Reason.SEVERAL_CALLS.said(layer=layer, count=count)
+    for layer, kind in enumerate(types):
+        if (seen.layers[layer].window_size is None) != (kind == "full_attention"):
+            return Reason.LAYER_TYPE.said(layer=layer, kind=kind)
+    return ""
 
 
 def first_line(error: Exception) -> str:

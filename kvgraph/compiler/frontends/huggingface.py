@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.decoder import (
-    NO_INTERFACE,
     Decoder,
     first_line,
     paged_kv_attention,
     probe,
-    unsupported,
 )
 from kvgraph.compiler.frontends.folder import Config, nearest_weights, quantization, read_config
 from kvgraph.compiler.frontends.language_part import language_model
+from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import settle
 from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
@@ -79,7 +77,7 @@ def _load(
 ) -> Model:
     text = _decoder_config(transformers, folder, config)
     if not _class_of(transformers, text)._supports_attention_backend:
-        with FakeTensorMode(allow_non_fake_inputs=True):  # before weights are read for nothing
+        with fake_parameters():  # before weights are read for nothing
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text, max_seq_len)
     require_tokenizer(folder / "tokenizer.json")
@@ -179,7 +177,8 @@ def _make(
         return made.eval()
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own classes
-            raise UnsupportedError(unsupported(config.model_type, NO_INTERFACE)) from error
+            why = Reason.NO_INTERFACE.said()
+            raise UnsupportedError(unsupported(config.model_type, why)) from error
         raise ModelError(
             f"{folder}/config.json: expected values that transformers makes a model of, got one "
             f"that it does not take: {first_line(error)}"
@@ -206,7 +205,7 @@ class Description:
     architecture: str
     layers: tuple[LayerNeed, ...]
     module: nn.Module
-    """Parameters and buffers are fake."""
+    """Parameters are fake."""
     max_seq_len: int
 
 
@@ -217,7 +216,7 @@ def describe(folder: Path, dtype: str) -> Description:
     """
     config = read_config(folder)
     transformers = _transformers()
-    with quiet_loggers(*REPORTING), FakeTensorMode(allow_non_fake_inputs=True):
+    with quiet_loggers(*REPORTING), fake_parameters():
         text = _decoder_config(transformers, folder, config)
         model = _make(transformers, folder, text, dtype)
         layers = _probed(model, text)
@@ -228,8 +227,7 @@ def _longest(config: PretrainedConfig, asked: int | None = None) -> int:
     """Tokens of the longest context."""
     found = longest_of(config, asked)
     if found is None:
-        why = "its configuration has no max_position_embeddings"
-        raise UnsupportedError(unsupported(config.model_type, why))
+        raise UnsupportedError(unsupported(config.model_type, Reason.NO_LIMIT.said()))
     return found
 
 
@@ -258,14 +256,15 @@ def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> P
             del text.quantization_config  # modules are those of the plain model
     except UnsupportedError:
         raise
-    except Exception as error:  # several text configurations, attributes that differ by layer
-        raise UnsupportedError(unsupported(config["model_type"], first_line(error))) from error
+    except Exception as error:  # of transformers, which says it in its own terms
+        why = Reason.SEVERAL_PARTS.said()
+        raise UnsupportedError(unsupported(config["model_type"], why)) from error
     return text
 
 
 def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> PretrainedConfig:
     if config["model_type"] not in transformers.models.auto.CONFIG_MAPPING:
-        raise UnsupportedError(unsupported(config["model_type"], "transformers does not know it"))
+        raise UnsupportedError(unsupported(config["model_type"], Reason.UNKNOWN.said()))
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
@@ -278,10 +277,9 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
         is_part and type(config) in auto.MODEL_MAPPING
     )
     if not is_known or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(unsupported(kind, "it is not a causal decoder"))
+        raise UnsupportedError(unsupported(kind, Reason.NO_DECODER.said()))
     if getattr(config, "index_topk", None):
-        why = "its sparse attention (index_topk) has no kernel yet"
-        raise UnsupportedError(unsupported(kind, why))
+        raise UnsupportedError(unsupported(kind, Reason.SPARSE.said()))
 
 
 def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrainedModel:

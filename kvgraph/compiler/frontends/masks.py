@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kvgraph.compiler.frontends.refusals import Reason
 from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class AskedMask:
 
     window: int | None
     chunked: bool = False
+    why: str = ""
+    """Why no kernel has it: models ask for masks that none of their layers takes."""
 
 
 def register(transformers: ModuleType, name: str) -> None:
@@ -54,10 +57,20 @@ def asked_mask(
     config: PretrainedConfig | None = None,
     **_: object,
 ) -> AskedMask:
-    """transformers' mask function. UnsupportedError: a mask that is not causal, sliding or
-    chunked."""
-    if attention_mask is not None and not _ones.get().has(attention_mask):
-        raise UnsupportedError("it masks tokens by a padding mask of its own")
+    """transformers' mask function."""
+    try:
+        if attention_mask is not None and not _ones.get().has(attention_mask):
+            raise UnsupportedError(Reason.PADDING.said())
+        return _asked(mask_function, local_size, config)
+    except UnsupportedError as error:
+        return AskedMask(None, why=str(error))
+
+
+def _asked(
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None,
+    config: PretrainedConfig | None,
+) -> AskedMask:
     limit = min(getattr(config, "max_position_embeddings", None) or MOST_KEYS, MOST_KEYS)
     length = max(limit, 2 * (local_size or 1) + 2)
     try:
@@ -65,9 +78,10 @@ def asked_mask(
     except UnsupportedError:
         raise
     except Exception as error:
-        raise UnsupportedError(f"its mask cannot be read ({_name(mask_function)})") from error
+        why = Reason.UNREADABLE_MASK.said(name=_name(mask_function))
+        raise UnsupportedError(why) from error
     if mask.window is None and local_size is not None and local_size < length:
-        raise UnsupportedError(f"its mask is asked for with local_size {local_size} and has none")
+        raise UnsupportedError(Reason.LOST_WINDOW.said(size=local_size))
     return mask
 
 
@@ -130,7 +144,7 @@ def _read(mask_function: Callable[..., torch.Tensor], length: int) -> AskedMask:
         seen_QK = _visible(mask_function, query_Q, key_K)
         distance_QK = query_Q[:, None] - key_K
         if bool((seen_QK & (distance_QK < 0)).any()):
-            raise UnsupportedError("its attention is not causal")
+            raise UnsupportedError(Reason.NOT_CAUSAL.said())
         sliding_QK = (distance_QK >= 0) & (distance_QK < size)
         if bool((seen_QK == sliding_QK).all()):
             return AskedMask(size if size < length else None)

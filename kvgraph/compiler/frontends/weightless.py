@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -34,6 +35,10 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 WEIGHTS = [getattr(torch, name) for name in (*ACTIVATIONS, "float64")]
 """Types of a weight's numbers."""
+
+
+BY_VALUE = "_no_grad_trunc_normal_"
+"""Of torch's first values, the one that looks at numbers, which fake parameters do not have."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,10 @@ def fake_parameters() -> Iterator[None]:
             return nn.Parameter(empty, requires_grad=False)
 
     hook = nn.modules.module.register_module_parameter_registration_hook(fake)
+    untouched = mock.patch.object(nn.init, BY_VALUE, lambda tensor, *_, **__: tensor)
     try:
-        yield
+        with untouched:
+            yield
     finally:
         hook.remove()
 

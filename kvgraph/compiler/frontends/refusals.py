@@ -1,0 +1,53 @@
+"""Why a model of transformers is refused: each sentence that there is, and how it is said."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+PROVEN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
+"""Model types on the equivalence ladder; others compile if their attention allows it."""
+
+
+class Reason(Enum):
+    """What stands in the way; words in braces are filled in."""
+
+    UNKNOWN = "transformers does not know it"
+    NO_DECODER = "it is not a causal decoder"
+    SEVERAL_PARTS = "it has several text configurations, or one for each layer"
+    NO_LIMIT = "its configuration has no max_position_embeddings"
+    NO_INTERFACE = "its attention has no interface"
+    SOME_LAYERS = "attention of {found} of {layers} layers reaches the interface"
+    SEVERAL_CALLS = "attention of layer {layer} runs {count} times"
+    NOT_CAUSAL = "its attention is not causal"
+    SPARSE = "its sparse attention (index_topk) has no kernel yet"
+    KEYWORD = "its attention is given {names}, which the cache ops do not have"
+    OWN_MASK = "its attention has a mask of its own"
+    PADDING = "it masks tokens by a padding mask of its own"
+    OTHER_MASK = "its mask is neither causal, nor a sliding window, nor chunks ({name})"
+    UNREADABLE_MASK = "its mask cannot be read ({name})"
+    LOST_WINDOW = "its mask is asked for with local_size {size} and has none"
+    TWO_WINDOWS = "its attention is told sliding_window={told}, and its mask has {mask}"
+    LAYER_TYPE = "layer {layer} is {kind}, which its attention does not say"
+    BY_VALUE = "its code asks for the values of tensors"
+    NOT_ALONE = "its code does not run on tokens and positions alone ({error})"
+
+    def said(self, **words: object) -> str:
+        return self.value.format(**words)
+
+    @classmethod
+    def of(cls, sentence: str) -> Reason | None:
+        """The reason that `sentence` ends with."""
+        for reason in cls:
+            words = re.split(r"\{\w+\}", reason.value)
+            if re.search(".+".join(map(re.escape, words)) + "$", sentence):
+                return reason
+        return None
+
+
+def unsupported(kind: str, why: str) -> str:
+    proven = ", ".join(PROVEN)
+    return (
+        f"architecture {kind!r}: expected a decoder that uses transformers' attention interface "
+        f"(proven: {proven}), got one that cannot be compiled: {why}"
+    )
