@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvgraph
-from tests.support import artifacts
+from tests.support import artifacts, remembered
 from tests.support.artifacts import Compiled
 from tests.support.models import make_model
 
@@ -71,10 +71,13 @@ SLOWEST = (
 
 # Tests run one process for each core, and their models are tiny.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The wrappers of AOTInductor's packages call kernels and compute nothing.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # What is kept for a user, of artifacts that tests make.
 os.environ["XDG_CACHE_HOME"] = str(artifacts.STORE.with_name("cache"))
 # An export makes many objects that live on: collecting at every 700 is 10 % of a compile's time.
 gc.set_threshold(100_000, 50, 50)
+remembered.remember_kernels()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,6 +92,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fast"):
         sys.modules |= dict.fromkeys(("torch", "transformers"))  # type: ignore[arg-type]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    remembered.remember_operators()
+    if item.get_closest_marker("fresh_kernels"):
+        with remembered.fresh_kernels():
+            return (yield)
+    return (yield)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -103,6 +103,7 @@ def test_inspect_without_compile_times(artifact: Path, tmp_path: Path, content: 
     assert "paged_attention decode" in shown.out
 
 
+@pytest.mark.fresh_kernels
 def test_equal_models_give_equal_bytes(
     artifact: Path, tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:

@@ -154,6 +154,7 @@ def test_the_manifest(folder: Path) -> None:
     assert "triton" in manifest.tools
 
 
+@pytest.mark.fresh_kernels
 def test_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     register_schemas()
     model = make_model("llama", tmp_path / "llama")

@@ -103,6 +103,7 @@ def test_inspect_prints_the_list(compiled: Callable[..., Path]) -> None:
         "check require_whole_inputs: held",
         "pass pair_complex: 0 places",
         "pass fold_constants: 0 places",
+        "check require_positions: held",
         "check require_tokens_apart: 9 places",
         "pass fuse_update_and_attend: 0 places",
         "check require_fused: left out, since the cache is padded",

@@ -16,9 +16,12 @@ from kvgraph.kernels.shapes import AttentionShape, CacheShape
 from kvgraph.kernels.variants import Variant
 from tests.kernels.table import instructions, shape_of
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreting process compiles nothing"
-)
+pytestmark = [
+    pytest.mark.fresh_kernels,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreting process compiles nothing"
+    ),
+]
 
 SHAPE = shape_of("bfloat16", "bfloat16", 128, 128, 0)
 PREFILL = {

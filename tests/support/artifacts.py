@@ -47,6 +47,13 @@ def made(what: dict[str, Any], make: Callable[[Path], object]) -> Path:
     return folder
 
 
+def shared(name: str) -> Path:
+    """A folder for what is kept by names of its own; of these sources, as `made` has it."""
+    folder = STORE / _sources() / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def remove_old() -> None:
     """What other sources made."""
     for folder in STORE.glob("*"):

@@ -25,7 +25,7 @@ from kvgraph.compiler.cache import CachePlan, LayerNeed
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, make_cache
 from kvgraph.compiler.frontends.masks import AskedMask
-from kvgraph.compiler.frontends.positions import numbered
+from kvgraph.compiler.frontends.positions import embeddings, numbered
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.errors import UnsupportedError
 
@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         logits_indices: torch.Tensor,
         paged_kv: PagedCache | PaddedCache | Probe,
     ) -> torch.Tensor:
-        numbering = numbered(self._attention, positions)
+        numbering = numbered([*self._attention, *embeddings(self.model)], positions)
         with masks.ragged_rows(), numbering, _running_over(paged_kv) as forward:
             output = self.model(
                 input_ids=tokens[None],

@@ -176,8 +176,12 @@ def _make(
         made: PreTrainedModel = make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
         return made.eval()
     except Exception as error:
+        why = ""
         if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own classes
             why = Reason.NO_INTERFACE.said()
+        if isinstance(error, RuntimeError) and "Couldn't swap" in str(error):  # fake ones
+            why = Reason.CONVERTED.said()
+        if why:
             raise UnsupportedError(unsupported(config.model_type, why)) from error
         raise ModelError(
             f"{folder}/config.json: expected values that transformers makes a model of, got one "

@@ -1,8 +1,9 @@
-"""Attention that numbers a step's tokens itself gets where they sit in their rows.
+"""Parts of a model that number a step's tokens themselves get where these sit in their rows.
 
-transformers' models are given `position_ids`; some attention counts from 0 all the same, since it
-knows of one sequence only (Llama 4 scales its queries so). Within attention a range as long as the
-step's tokens means positions; elsewhere it may number tokens for other ends, and stays.
+transformers' models are given `position_ids`; some parts count from 0 all the same, since they know
+of one sequence only: attention (Llama 4 scales its queries so), and embeddings of positions (BART).
+There a range as long as the step's tokens means positions; elsewhere it may number tokens for other
+ends, and stays.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
 
+def embeddings(model: nn.Module) -> list[nn.Module]:
+    """Those that do more than to look up ids."""
+    plain = nn.Embedding.forward
+    found = (part for part in model.modules() if isinstance(part, nn.Embedding))
+    return [part for part in found if type(part).forward is not plain]
+
+
 @contextlib.contextmanager
-def numbered(attention: Sequence[nn.Module], positions_T: torch.Tensor) -> Iterator[None]:
-    """Within it ranges over all tokens in the modules `attention` are `positions_T`."""
+def numbered(parts: Sequence[nn.Module], positions_T: torch.Tensor) -> Iterator[None]:
+    """Within it ranges over all tokens in `parts` are `positions_T`."""
     mode = _Numbered(positions_T)
-    hooks = [module.register_forward_pre_hook(mode.enter) for module in attention]
-    hooks += [module.register_forward_hook(mode.leave) for module in attention]
+    hooks = [module.register_forward_pre_hook(mode.enter) for module in parts]
+    hooks += [module.register_forward_hook(mode.leave) for module in parts]
     try:
         with mode:
             yield
@@ -50,7 +58,7 @@ class _Numbered(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         made = func(*args, **(kwargs or {}))
-        is_range = self._is_within and func is torch.arange and len(args) == 1
+        is_range = self._is_within and func is torch.arange and args[:-1] in ((), (0,))
         if not is_range or not isinstance(made, torch.Tensor):
             return made
         is_whole = statically_known_true(made.shape[0] == self._positions_T.shape[0])

@@ -29,7 +29,9 @@ class Reason(Enum):
     LOST_WINDOW = "its mask is asked for with local_size {size} and has none"
     TWO_WINDOWS = "its attention is told sliding_window={told}, and its mask has {mask}"
     LAYER_TYPE = "layer {layer} is {kind}, which its attention does not say"
+    NUMBERED = "its code numbers the tokens of a step from 0, whatever their rows"
     BY_VALUE = "its code asks for the values of tensors"
+    CONVERTED = "its code converts parameters while it is made"
     NOT_ALONE = "its code does not run on tokens and positions alone ({error})"
 
     def said(self, **words: object) -> str:

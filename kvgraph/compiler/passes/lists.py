@@ -99,6 +99,7 @@ TRACE = (
     check("require_whole_inputs", "require_stored.require_whole_inputs"),
     Pass("pair_complex"),
     Pass("fold_constants"),
+    check("require_positions"),
     check("require_tokens_apart", "require_tokens_apart.require_model_tokens_apart"),
     Pass("fuse_update_and_attend"),
     check("require_fused", "fuse_update_and_attend.require_fused", UNPADDED),

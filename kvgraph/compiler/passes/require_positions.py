@@ -1,0 +1,67 @@
+"""Positions come from each row's cache length, or the compile is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.token_functions import ELEMENTWISE, LAYOUT, packet
+from kvgraph.compiler.sources import place
+from kvgraph.contract.signature import GraphSignature
+from kvgraph.errors import UnsupportedError
+
+aten = torch.ops.aten
+OF_ROWS = ("input_row_offsets", "cache_lengths", "start_pos")
+"""Inputs that say where a row's tokens begin, by the end of their names."""
+
+PLAIN = (*ELEMENTWISE, *LAYOUT, aten.embedding)
+
+
+def require_positions(program: ExportedProgram, signature: GraphSignature) -> None:
+    """UnsupportedError for a program that numbers the tokens of a step from 0 and computes with the
+    numbers: a chunk and a second row begin elsewhere.
+
+    Numbers that only choose elements, as those of routed rows, are no positions.
+    """
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    users = map(str, program.graph_signature.user_inputs)
+    inputs = {s.name: nodes[user] for user, s in zip(users, signature.inputs, strict=True)}
+    tokens = value(inputs["tokens"]).shape[0]
+    of_rows = _reached(node for name, node in inputs.items() if name.endswith(OF_ROWS))
+    for node in program.graph.nodes:
+        if packet(node) is not aten.arange or not _is_as_long(node, tokens):
+            continue
+        numbers = _reached([node], lambda user: user not in of_rows and packet(user) in PLAIN)
+        if any(map(_computes, numbers)):
+            raise UnsupportedError(
+                f"positions: expected those of cache_lengths, got numbers of {place(node)}: "
+                "its code numbers the tokens of a step from 0, whatever their rows"
+            )
+
+
+def _is_as_long(node: Node, tokens: int | torch.SymInt) -> bool:
+    return statically_known_true(value(node).shape[0] == tokens)
+
+
+def _reached(
+    begin: Iterable[Node], is_followed: Callable[[Node], bool] = lambda user: True
+) -> dict[Node, None]:
+    """What is computed from `begin`."""
+    found: dict[Node, None] = {}
+    waiting = list(begin)
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "call_function" and user not in found and is_followed(user):
+                found[user] = None
+                waiting.append(user)
+    return found
+
+
+def _computes(node: Node) -> bool:
+    """Whether it takes a row of a table for each number, or makes fractions of them."""
+    return packet(node) is aten.embedding or value(node).is_floating_point()

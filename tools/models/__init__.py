@@ -1,0 +1,1 @@
+"""Which decoders of the installed transformers compile, and give its tokens: `docs/models.md`."""

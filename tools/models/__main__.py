@@ -1,0 +1,57 @@
+"""`python -m tools.models [NAME ...]`: judge cases, a line each; `--write` makes docs/models.md and
+tests/golden/models.json of all of them, in about ten minutes on two cores."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from tools.models import cases
+from tools.models.judge import Verdict
+
+
+def quietly(name: str) -> tuple[str, Verdict]:
+    """Of one case in a process of its own, whose libraries print nothing."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    import torch
+
+    from tools.models.judge import judge
+
+    torch.set_num_threads(1)
+    return name, judge(name)
+
+
+def judged(names: Iterable[str], jobs: int = 2) -> Iterator[tuple[str, Verdict]]:
+    """Each case in a process of its own, in order."""
+    import kvgraph.compiler.frontends.huggingface
+    import kvgraph.runtime  # loaded once, before processes are forked  # noqa: F401
+
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, mp_context=fork, max_tasks_per_child=None) as pool:
+        yield from pool.map(quietly, names)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    found: dict[str, Verdict] = {}
+    for name, verdict in judged(given.names or cases.names()):
+        found[name] = verdict
+        print(f"{name:28} {verdict.result:12} {verdict.why}", flush=True)
+    if given.write:
+        from tools.models import page
+
+        page.write(found)
+    return int(any(verdict.result == "other tokens" for verdict in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
