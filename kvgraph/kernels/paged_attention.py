@@ -9,40 +9,10 @@ import triton
 import triton.language as tl
 
 from kvgraph.kernels.elements import decode, rotate
+from kvgraph.kernels.keys import keys_of, part_of_keys
 from kvgraph.kernels.rows import row_of_tile, slot_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def part_of_keys(low, high, num_parts, part, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr):
-    """Keys [begin, end) of one part of the keys [low, high); begin is a multiple of BLOCK_N.
-
-    Parts hold as many keys each, at least MIN_PART (a multiple of BLOCK_N); the last may be empty.
-    """
-    base = low // BLOCK_N * BLOCK_N
-    blocks = (high - base + BLOCK_N - 1) // BLOCK_N
-    size = tl.maximum((blocks + num_parts - 1) // num_parts * BLOCK_N, MIN_PART)
-    return base + part * size, tl.minimum(base + part * size + size, high)
-
-
-@triton.jit
-def keys_of(
-    cached,
-    new,
-    first,
-    last,
-    WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """Positions [low, high) that any of the new tokens first..last of a row sees."""
-    if CHUNKED:
-        low = (cached + first) // WINDOW * WINDOW
-    else:
-        low = tl.maximum(cached + first - WINDOW + 1, 0) if WINDOW else first * 0
-    high = cached + last + 1 if CAUSAL else cached + new
-    return low, high
 
 
 @triton.jit
