@@ -40,7 +40,10 @@ def fresh_kernels() -> Iterator[None]:
 
 
 def _remembered(variant: Variant, arch: str) -> Compiled:
-    key = hashlib.sha256(f"{arch} {variant!r}".encode()).hexdigest()
+    sources = getattr(variant.kernel.function(), "cache_key", None)  # of all that it calls, too
+    if sources is None:  # of Triton's interpreter, where nothing is compiled
+        return compile_variant(variant, arch)
+    key = hashlib.sha256(f"{arch} {variant!r} {sources}".encode()).hexdigest()
     path = artifacts.shared("kernels") / key
     if not path.exists():
         partial = path.with_name(f"{key}.{os.getpid()}")
