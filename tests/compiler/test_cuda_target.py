@@ -164,7 +164,7 @@ def test_a_changed_cubin_is_named(artifact: Path, tmp_path: Path) -> None:
             {"backend": "triton"},
             r"backend: expected one of \['torch', .*\] for target cuda, got 'triton'",
         ),
-        ({"page_size": 12}, r"page_size: expected one of \[16, 32, 64, 128, 256\], got 12"),
+        ({"page_size": 12}, r"page_size: expected one of \[16, 32, 48, 64, 96, 128, 256\], got 12"),
         ({"cache": "padded"}, "cache: expected 'paged' for target cuda, got 'padded'"),
         ({"target": "cuda:sm_75", "dtype": "bfloat16"}, "dtype: .* on sm_75, got bfloat16"),
     ],
