@@ -105,8 +105,8 @@ FLAGS = {
     "--max-new-tokens --num-pages --prefix --remote --seed --session --stop --temperature "
     "--threads --top-k --top-p --verify",
     "inspect": "--json",
-    "plan": "--cache-dtype --dtype --json --max-batch-size --max-seq-len --memory --page-size "
-    "--target --tp --weights",
+    "plan": "--cache-dtype --devices --dtype --json --max-batch-size --max-batch-tokens "
+    "--max-seq-len --memory --page-size --target --tp --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads --verify",
     "serve": "--api-key-file --cache-memory --collective-timeout --disk --disk-bytes "
     "--drain-seconds --host --host-memory --kv-events --kv-events-replay --kv-events-topic "

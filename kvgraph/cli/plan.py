@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,6 +12,9 @@ from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import CacheDtypeOption, DtypeOption, Json, PageSize, WeightsOption
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.sizes import parse_bytes, size_text
+
+if TYPE_CHECKING:
+    from kvgraph.compiler.reserve import Reserve
 
 
 def plan(
@@ -22,11 +25,15 @@ def plan(
         int | None, typer.Option(help="Longest request in tokens [default: the model's].")
     ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Most requests at once.")] = 256,
+    max_batch_tokens: Annotated[int, typer.Option(help="New tokens of a step at most.")] = 2048,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     cache_dtype: CacheDtypeOption = None,
     page_size: PageSize = 128,
-    tp: Annotated[int, typer.Option(help="Ranks that share the model, a device for each.")] = 1,
+    tp: Annotated[
+        int,
+        typer.Option("--tp", "--devices", help="Ranks that share the model, a device for each."),
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Show how a model and its cache fit into memory; reads no weight."""
@@ -38,6 +45,7 @@ def plan(
         memory=parse_bytes("memory", memory),
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
         dtype=dtype.value if dtype else None,
         weights=weights.value if weights else None,
         cache_dtype=cache_dtype.value if cache_dtype else None,
@@ -45,6 +53,8 @@ def plan(
         tp=tp,
         progress=lambda stage: stderr.print(stage, soft_wrap=True),
     )
+    for warning in made.warnings:
+        stderr.print(f"warning: {warning}", soft_wrap=True, highlight=False)
     if json:
         print_json(to_plain(made))
         return
@@ -55,6 +65,8 @@ def plan(
     table.add_column(justify="right")
     rows = {
         f"weights ({made.weights_dtype})": size_text(made.weights),
+        f"largest step ({made.dtype})": size_text(made.reserve.nbytes),
+        **({"kept for graphs and libraries": size_text(made.kept)} if made.kept else {}),
         f"cache ({made.cache_dtype})": size_text(made.cache_memory),
     }
     if made.active_parameters != made.parameters:
@@ -77,6 +89,14 @@ def plan(
     stdout.print(table)
     if made.concurrent_requests == max_batch_size:
         stdout.print(f"More would fit than --max-batch-size {max_batch_size} can use.")
-    stdout.print(
-        f"Activations ({made.dtype}) and the graph itself are not counted.", soft_wrap=True
+    stdout.print(_reserved(made.reserve), soft_wrap=True, highlight=False)
+
+
+def _reserved(reserve: Reserve) -> str:
+    """How the reserve is computed."""
+    experts = f"; experts: {size_text(reserve.experts_bytes)}" if reserve.experts_bytes else ""
+    return (
+        f"Largest step: {reserve.tokens:,} tokens with {reserve.values_per_token:,} values each, "
+        f"and {reserve.rows:,} rows of {reserve.logits_per_row:,} logits in float32{experts}. "
+        "The graph itself is not counted."
     )

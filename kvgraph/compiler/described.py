@@ -52,6 +52,7 @@ class Experts:
 class Described:
     """A checkpoint as its configuration and the shapes of its weights describe it.
 
+    `widest`: values of a token that the widest layer makes, the head not counted.
     `table_elements` are those of embedding tables, `other_elements` of all parameters that are no
     table, not of a linear layer and not of experts that have a kernel on CPUs. `rotary_dims`: of
     each rotary embedding that a table by position can hold.
@@ -60,6 +61,9 @@ class Described:
     architecture: str
     layers: tuple[LayerNeed, ...]
     max_seq_len: int
+    hidden_size: int
+    vocab_size: int
+    widest: int
     linears: tuple[Linear, ...]
     table_elements: int
     other_elements: int

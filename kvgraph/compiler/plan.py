@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgraph.compiler.cache import plan_cache, pool_types
 from kvgraph.compiler.described import Described
+from kvgraph.compiler.fitting import Fit, OfRanks, Wanted, fit, would_fit
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, nearest_weights, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.options import check_weights, default_weights, require_ranks
-from kvgraph.contract.backends import Support, default_backend
-from kvgraph.contract.devices import Target, virtual_devices
-from kvgraph.contract.dtypes import WEIGHT_BITS
-from kvgraph.errors import MissingDependencyError, ParamsError
-from kvgraph.kv.memory import plan_leaves
+from kvgraph.compiler.reserve import Reserve
+from kvgraph.contract.backends import default_backend
+from kvgraph.contract.devices import Target
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import WEIGHT_BITS, itemsize
+from kvgraph.contract.sizes import size_text
+from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
 
 ROWS = (1, 64)
 """Of steps whose reads a plan tells."""
@@ -25,7 +28,7 @@ ROWS = (1, 64)
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """All sizes in bytes, of one device; activations and the graph itself are not counted.
+    """All sizes in bytes, of one device; the graph itself is not counted.
 
     Of several ranks each has a device, and all of them the same requests.
     """
@@ -40,6 +43,10 @@ class DeploymentPlan:
     """What the target's default backend stores of them, with rotary tables."""
     weights_dtype: str
     """fp32, bf16, int8 or int4 on a CPU; elsewhere the activations' dtype."""
+    reserve: Reserve
+    """For the largest step."""
+    kept: int
+    """Of a GPU: what an engine leaves to captured graphs and libraries."""
     cache_memory: int
     page_size: int
     pages: dict[str, int]
@@ -55,6 +62,8 @@ class DeploymentPlan:
     """Those that work on a token: of a mixture of experts, its active ones."""
     read_by_step: dict[str, int]
     """Of a mixture of experts: rows of a step -> bytes of weights that it reads."""
+    warnings: list[str]
+    """What compile refuses of this, and what a step takes beyond the reserve."""
     ranks: int = 1
 
 
@@ -77,13 +86,15 @@ def plan_deployment(
 
     `dtype` and `weights` mean what they mean to `compile` with the target's default backend. The
     cache is described on a virtual device; no weight is read and nothing is allocated. `tp` devices
-    share the model and run its ranks, as `compile` cuts it; transformers says how. Weights are
+    share the model and run its ranks, as `compile` cuts it; transformers says how, and where
+    `compile` refuses it a warning says so and sizes are of equal parts. Weights are
     counted by the headers of the safetensors, or their index; without them, and for other than the
-    best-known architectures, transformers is asked. ParamsError where the weights alone do not fit,
-    or not one page does; UnsupportedError for weights that the target cannot have, as `compile`
-    raises it; MissingDependencyError where transformers is needed.
+    best-known architectures, transformers is asked. ParamsError where weights, the largest step and
+    a page do not fit, with what would; UnsupportedError for weights that the target cannot have, as
+    `compile` raises it; MissingDependencyError where transformers is needed.
     """
     parsed = Target.parse(target)
+    _require_steps(max_batch_size, max_batch_tokens)
     backend = default_backend(parsed.kind)
     support = backend.targets[parsed.kind]
     check_weights(weights, parsed, backend, dtype)
@@ -95,97 +106,127 @@ def plan_deployment(
             weights, dtype = weights or default_weights(dtype, support, nearest), "float32"
         require_ranks(tp, backend, parsed)
         bits = WEIGHT_BITS.get(weights or "")
-        model = _describe(opened, config, dtype, bits is not None, tp, progress)
-    pool_dtype, quantization = pool_types(dtype, cache_dtype)
-    cache = plan_cache(
-        model.layers,
-        dtype=pool_dtype,
-        quantization=quantization,
-        page_size=page_size,
-        devices=virtual_devices(target, tp),
-    )
-    on_cpu = parsed.kind == "cpu"
-    weight_bytes = model.weight_bytes(dtype, bits, on_cpu)
-    available = memory - weight_bytes
-    if available <= 0:
-        less = "".join(_smaller(model, support, memory, weight_bytes, tp))
-        raise ParamsError(
-            f"memory: expected more than the {weight_bytes} bytes of weights, got {memory}{less}"
+        describe = cache(_Describing(opened, config, dtype, bits is not None, progress))
+        of = describe(tp)
+        wanted = Wanted(
+            target=target,
+            memory=memory,
+            dtype=dtype,
+            weights=weights,
+            cache_dtype=cache_dtype,
+            page_size=page_size,
+            max_seq_len=_length(of.model, max_seq_len),
+            max_batch_size=max_batch_size,
+            max_batch_tokens=max_batch_tokens,
         )
-    length = model.max_seq_len if max_seq_len is None else max_seq_len
+        try:
+            found = fit(of, wanted)
+        except ParamsError as error:
+            packs = "weight_bits" in support.options
+            hints = would_fit(of, wanted, packs=packs, ranks=support.ranks, describe=describe)
+            named = ", ".join(hints)
+            raise ParamsError(f"{error}; what fits: {named}" if named else str(error)) from error
+    return _made(of, wanted, found)
+
+
+def _require_steps(max_batch_size: int, max_batch_tokens: int) -> None:
+    """ParamsError for steps that no engine has."""
+    given = {"max_batch_size": max_batch_size, "max_batch_tokens": max_batch_tokens}
+    for name, value in given.items():
+        if value < 1:
+            raise ParamsError(f"{name}: expected >= 1, got {value}")
+
+
+def _length(model: Described, given: int | None) -> int:
+    length = model.max_seq_len if given is None else given
     if not 1 <= length <= model.max_seq_len:
         raise ParamsError(
             f"max_seq_len: expected 1 to {model.max_seq_len} from the model, got {length}"
         )
-    if max_batch_size < 1:
-        raise ParamsError(f"max_batch_size: expected >= 1, got {max_batch_size}")
-    leaves = cache.params.leaves
-    planned = plan_leaves(cache.params, available * tp, max_batch_size, length, max_batch_tokens)
-    unbounded = [p for p, leaf in leaves.items() if leaf.window_size is None]
-    tokens = min((planned.pages[p] * page_size for p in unbounded), default=model.max_seq_len)
+    return length
+
+
+def _made(of: OfRanks, wanted: Wanted, found: Fit) -> DeploymentPlan:
+    model, ranks, pages, leaves = of.model, of.ranks, found.pages, found.leaves
+    unbounded = [path for path, leaf in leaves.items() if leaf.window_size is None]
+    held = (pages.pages[path] * wanted.page_size for path in unbounded)
+    read = [model.read_bytes(wanted.dtype, wanted.bits, wanted.on_cpu, rows) for rows in ROWS]
     return DeploymentPlan(
         architecture=model.architecture,
-        target=target,
-        dtype=dtype,
-        cache_dtype=cache_dtype or dtype,
-        memory=memory,
-        weights=weight_bytes,
-        weights_dtype=weights or dtype,
-        cache_memory=planned.nbytes // tp,
-        page_size=page_size,
-        pages=planned.pages,
-        bytes_per_page={path: leaf.bytes_per_page // tp for path, leaf in leaves.items()},
-        max_seq_len=length,
-        concurrent_requests=planned.max_concurrent_requests,
-        longest_context=min(model.max_seq_len, tokens),
+        target=wanted.target,
+        dtype=wanted.dtype,
+        cache_dtype=wanted.cache_dtype or wanted.dtype,
+        memory=wanted.memory,
+        weights=found.weights,
+        weights_dtype=wanted.weights or wanted.dtype,
+        reserve=found.reserve,
+        kept=found.kept,
+        cache_memory=pages.nbytes // ranks,
+        page_size=wanted.page_size,
+        pages=pages.pages,
+        bytes_per_page={path: leaf.bytes_per_page // ranks for path, leaf in leaves.items()},
+        max_seq_len=wanted.max_seq_len,
+        concurrent_requests=pages.max_concurrent_requests,
+        longest_context=min([model.max_seq_len, *held]),
         parameters=model.parameters,
         active_parameters=model.active_parameters,
         read_by_step={
-            str(rows): model.read_bytes(dtype, bits, on_cpu, rows) for rows in ROWS if model.experts
+            str(rows): ceildiv(nbytes, of.parts)
+            for rows, nbytes in zip(ROWS, read, strict=True)
+            if model.experts
         },
-        ranks=tp,
+        warnings=list(_warnings(of, wanted)),
+        ranks=ranks,
     )
 
 
-def _smaller(
-    model: Described, support: Support, memory: int, weight_bytes: int, tp: int
-) -> Iterator[str]:
-    """What would fit, as ends of the sentence that this does not."""
-    if "weight_bits" in support.options:
-        for name in ("int8", "int4"):
-            nbytes = model.weight_bytes("float32", WEIGHT_BITS[name], on_cpu=True)
-            if nbytes < min(memory, weight_bytes):
-                yield f"; --weights {name} takes {nbytes}"
-    heads = min(need.n_kv_heads for need in model.layers)
-    fitting = (n for n in range(2, heads + 1) if heads % n == 0 and weight_bytes < memory * n)
-    least = next(fitting, None) if support.ranks and tp == 1 else None
-    if least is not None:
-        yield f"; --tp {least} about {weight_bytes // least} on each device"
+def _warnings(of: OfRanks, wanted: Wanted) -> Iterator[str]:
+    if of.refusal:
+        yield f"compile refuses this: {of.refusal}; sizes are those of {of.ranks} equal parts"
+    if of.model.experts and not wanted.on_cpu:
+        most = max(each.elements * each.active // each.count for each in of.model.experts)
+        nbytes = most * itemsize(wanted.dtype) // of.parts
+        yield (
+            f"experts: {wanted.target} has no kernel for them: a step copies {size_text(nbytes)} "
+            f"of a layer's weights for each of its tokens, "
+            f"{size_text(nbytes * wanted.max_batch_tokens)} for {wanted.max_batch_tokens:,}, "
+            "which the reserve does not count"
+        )
 
 
-def _describe(
-    folder: Path,
-    config: Mapping[str, Any],
-    dtype: str,
-    by_shape: bool,
-    ranks: int,
-    progress: Callable[[str], None],
-) -> Described:
-    """By the checkpoint's own files, or by transformers where they leave something in doubt."""
-    try:
-        if ranks > 1:
-            raise stored.InDoubtError("its model has the plan for tensor parallelism")
-        return stored.describe(folder, config, by_shape=by_shape)
-    except stored.InDoubtError as error:
+@dataclass(frozen=True)
+class _Describing:
+    """`self(ranks)`: the model as one of `ranks` has it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    dtype: str
+    by_shape: bool
+    progress: Callable[[str], None]
+
+    def __call__(self, ranks: int) -> OfRanks:
+        """By the checkpoint's own files, or by transformers where they leave something in doubt."""
+        if ranks == 1:
+            try:
+                whole = stored.describe(self.folder, self.config, by_shape=self.by_shape)
+            except stored.InDoubtError as error:
+                whole = self._ask(str(error), 1)
+            return OfRanks(whole, 1)
+        try:
+            return OfRanks(self._ask("its model has the plan for tensor parallelism", ranks), ranks)
+        except UnsupportedError as refusal:
+            return OfRanks(self(1).model, ranks, str(refusal))
+
+    def _ask(self, why: str, ranks: int) -> Described:
         try:
             import torch  # noqa: F401
             import transformers  # noqa: F401
         except ImportError as missing:
             raise MissingDependencyError(
-                f"{missing.name}: needed to plan {folder}, since {error}, not installed; "
+                f"{missing.name}: needed to plan {self.folder}, since {why}, not installed; "
                 "pip install 'kvgraph[compile]'"
             ) from missing
-        progress(f"asking transformers, since {error}")
-    from kvgraph.compiler.frontends import measured
+        self.progress(f"asking transformers, since {why}")
+        from kvgraph.compiler.frontends import measured
 
-    return measured.describe(folder, dtype, ranks)
+        return measured.describe(self.folder, self.dtype, ranks)

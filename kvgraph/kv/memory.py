@@ -8,6 +8,10 @@ from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.errors import ParamsError
 
+DEVICE_CACHE_SHARE = 0.9
+"""Of what weights and the largest step leave of a GPU. The rest is for captured graphs, copies
+between tiers, and what libraries take later."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:

@@ -1,8 +1,8 @@
 """How much memory a cache takes where no size is given: 1 GiB of a host's, most of a device's.
 
-A device has nothing else to do. Its cache takes CACHE_SHARE of what is free next to the weights and
-the largest step, which is run once, on a pool that goes again. Host memory is others' too, and is
-only touched as pages are used.
+A device has nothing else to do. Its cache takes DEVICE_CACHE_SHARE of what is free next to the
+weights and the largest step, which is run once, on a pool that goes again. Host memory is others'
+too, and is only touched as pages are used.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import numpy as np
 from kvgraph.contract.inputs import ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
 from kvgraph.errors import CapacityError
-from kvgraph.kv.memory import most_pages
+from kvgraph.kv.memory import DEVICE_CACHE_SHARE, most_pages
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.progress import task
 from kvgraph.runtime.sessions.base import Session
 
 HOST_BYTES = 1 << 30
-
-CACHE_SHARE = 0.9
-"""The rest is for captured graphs, copies between tiers, and what libraries take later."""
 
 
 def default_bytes(
@@ -43,7 +40,7 @@ def default_bytes(
             f"logits in {free} bytes that are free beside the weights, got too little ({error}); "
             "give a smaller max_batch_tokens or max_batch_size"
         ) from error
-    return int((session.free_memory() or 0) * CACHE_SHARE)
+    return int((session.free_memory() or 0) * DEVICE_CACHE_SHARE)
 
 
 def _run_largest_step(

@@ -21,41 +21,14 @@ from kvgraph import ParamsError, UnsupportedError
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import measured, stored
 from kvgraph.compiler.frontends.folder import read_config
-from kvgraph.compiler.plan import DeploymentPlan, plan_deployment
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.safetensors import read_layout
 from tests.support.models import OVERRIDES, make_model
+from tests.support.plans import LLAMA_8B, plan
 
 TINY_LLAMA = Path(__file__).parents[2] / "examples" / "tiny-llama"
 
 Compiled = Callable[..., Path]
-
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
-
-
-def plan(folder: Path, **change: object) -> DeploymentPlan:
-    settings = {
-        "target": "cuda:sm_90",
-        "memory": 80 << 30,
-        "max_seq_len": 8192,
-        "max_batch_size": 256,
-        "dtype": None,
-        "cache_dtype": None,
-        "page_size": 128,
-    }
-    return plan_deployment(folder, **settings | change)  # type: ignore[arg-type]
-
 
 TABLE = 131072 * 128 * 4
 """Cosines and sines of Llama's positions."""
@@ -72,8 +45,13 @@ def test_llama_8b_on_80_gib(llama_8b: Path) -> None:
     assert made.weights == 2 * 8_030_261_248 + TABLE
     assert made.weights_dtype == made.dtype == "bfloat16"
     assert made.bytes_per_page == {"": 16_777_216}
-    assert made.pages == {"": ((80 << 30) - made.weights) // 16_777_216} == {"": 4158}
-    assert made.concurrent_requests == 4158 // 64
+    step = 2048 * (2 * 4096 + 4 * 14336) * 2 + 256 * 128256 * 4
+    assert made.reserve.nbytes == step
+    rest = (80 << 30) - made.weights - step
+    assert made.kept == rest - int(rest * 0.9)
+    assert made.pages == {"": int(rest * 0.9) // 16_777_216} == {"": 3721}
+    assert made.concurrent_requests == 3721 // 64
+    assert made.warnings == []
     assert made.longest_context == 131072
 
 
@@ -373,13 +351,6 @@ def test_weights_are_refused_as_a_compile_refuses_them(
             attempt()
         sentences.append(str(raised.value))
     assert sentences[0] == sentences[1]
-
-
-def test_memory_below_the_weights_or_below_one_page(llama_8b: Path) -> None:
-    with pytest.raises(ParamsError, match=r"more than the 16127631360 bytes of weights, got 1$"):
-        plan(llama_8b, memory=1)
-    with pytest.raises(ParamsError, match=r"at least one page of 16777216 bytes, got 4 bytes"):
-        plan(llama_8b, memory=16_127_631_364)
 
 
 def test_sliding_layers_are_planned_for_their_windows(model_folder: Callable[[str], Path]) -> None:

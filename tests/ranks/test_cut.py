@@ -14,7 +14,6 @@ from torch import nn
 import kvgraph
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.ranks import cut
-from kvgraph.compiler.plan import plan_deployment
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError, ParamsError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
@@ -197,53 +196,6 @@ def test_a_module_of_ones_own_has_no_plan(tmp_path: Path) -> None:
     sentence = "tp: expected a checkpoint folder.* got an nn.Module"
     options = {"params": params, "vocab_size": 8, "max_seq_len": 16, "tp": 2}
     refused(UnsupportedError, sentence, Own(), tmp_path / "out", **options)
-
-
-def test_plan_counts_one_rank(compiled: Callable[..., Path], model_folder: Any) -> None:
-    given: dict[str, Any] = {
-        "target": "cpu",
-        "memory": 64 << 20,
-        "max_seq_len": None,
-        "max_batch_size": 256,
-        "dtype": None,
-        "cache_dtype": None,
-        "page_size": 16,
-    }
-    one = plan_deployment(model_folder("tiny-llama"), **given)
-    two = plan_deployment(model_folder("tiny-llama"), tp=2, **given)
-    stored = (compiled("tiny-llama", tp=2) / "weights.safetensors").stat().st_size
-    assert two.weights == pytest.approx(stored, rel=0.01)
-    assert two.bytes_per_page[""] * 2 == one.bytes_per_page[""]
-    assert two.pages[""] > 2 * one.pages[""]
-    with pytest.raises(
-        UnsupportedError, match="the 4 kv heads of 'llama', or a multiple of them, got 3"
-    ):
-        plan_deployment(model_folder("tiny-llama"), tp=3, **given)
-
-
-def test_plan_says_what_would_fit(model_folder: Callable[[str], Path]) -> None:
-    def refused(memory: int, **options: Any) -> str:
-        with pytest.raises(ParamsError) as error:
-            plan_deployment(
-                model_folder("tiny-llama"),
-                memory=memory,
-                max_seq_len=None,
-                max_batch_size=8,
-                dtype=None,
-                cache_dtype=None,
-                page_size=16,
-                **options,
-            )
-        return str(error.value).partition("bytes of weights, ")[2]
-
-    assert refused(2 << 20, target="cpu") == (
-        "got 2097152; --weights int8 takes 1731072; --weights int4 takes 1239040; --tp 2 about "
-        "2066688 on each device"
-    )
-    assert refused(3 << 20, target="cuda:sm_90") == (
-        "got 3145728; --tp 2 about 2066688 on each device"
-    )
-    assert refused(1, target="cpu") == "got 1"
 
 
 @pytest.mark.parametrize("shards", [0, 65, "2", None])

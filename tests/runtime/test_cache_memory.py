@@ -11,7 +11,8 @@ pytest.importorskip("onnx", reason="the fake runtime evaluates ONNX graphs")
 
 from kvgraph import Engine
 from kvgraph.errors import CapacityError
-from kvgraph.runtime.cache_memory import CACHE_SHARE, HOST_BYTES
+from kvgraph.kv.memory import DEVICE_CACHE_SHARE
+from kvgraph.runtime.cache_memory import HOST_BYTES
 from tests.runtime.tensorrt_machine import PROMPTS, Machine, fake_machine, tokens_of
 
 
@@ -29,7 +30,7 @@ def test_of_a_gpu_most_of_what_is_free_beside_weights_and_a_step(
     taken = engine.stats().num_pages * engine.kv.params.bytes_per_page
     free = session.free_memory()
     assert free + taken <= 18 << 20
-    assert taken / (free + taken) == pytest.approx(CACHE_SHARE, rel=0.01)
+    assert taken / (free + taken) == pytest.approx(DEVICE_CACHE_SHARE, rel=0.01)
     shapes = [context.shapes["tokens"] for context in gpu.engine.contexts]
     assert (engine.scheduler.max_batch_tokens,) in shapes
     expected = Engine(compiled("tiny-llama"), num_pages=64)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from kvgraph.compiler.described import Described, Experts, Linear
 from kvgraph.compiler.frontends import huggingface
@@ -31,17 +32,29 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     tables = {module.weight for module in modules if isinstance(module, nn.Embedding)}
     mixtures = [module for module in modules if _has_kernel(module)]
+    rows, hidden = _table(model.module).weight.shape
+    made = sorted(_linear(layer, layer.weight in tables) for layer in layers)
+    widths = [each.out_features for each in made if each.out_features * ranks != rows]
+    widths += [max(module.weight.shape) for module in modules if isinstance(module, Conv1D)]
     counted = tables | {p for layer in [*layers, *mixtures] for p in layer.parameters()}
     return Described(
         architecture=model.architecture,
         layers=model.layers,
         max_seq_len=model.max_seq_len,
-        linears=tuple(sorted(_linear(layer, layer.weight in tables) for layer in layers)),
+        hidden_size=hidden,
+        vocab_size=rows,
+        widest=max([hidden, *widths]),
+        linears=tuple(made),
         table_elements=sum(table.numel() for table in tables),
         other_elements=sum(p.numel() for p in set(module.parameters()) - counted),
         rotary_dims=tuple(dim for module in modules for dim in _rotary_dims(module)),
         experts=tuple(map(_experts, mixtures)),
     )
+
+
+def _table(module: nn.Module) -> nn.Embedding:
+    table: nn.Embedding = module.get_input_embeddings()  # type: ignore[operator]
+    return table
 
 
 def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Module:

@@ -104,6 +104,9 @@ def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
             LayerNeed(kv_heads, head_dim, head_dim, _window(config, each)) for each in types
         ),
         max_seq_len=_count(config, "max_position_embeddings"),
+        hidden_size=_count(config, "hidden_size"),
+        vocab_size=_count(config, "vocab_size"),
+        widest=_widest(config, heads * head_dim, kv_heads * head_dim),
         linears=sizes.linears,
         table_elements=sizes.table,
         other_elements=sizes.others,
@@ -128,6 +131,12 @@ def _count(config: Config, name: str, default: int | None = None) -> int:
     if type(value) is not int or value < 1:
         raise InDoubtError(f"its config.json says {name} {value!r}")
     return value
+
+
+def _widest(config: Config, queries: int, keys: int) -> int:
+    """Of what linear layers make; experts have a scratch of their own."""
+    dense = 0 if "num_local_experts" in config else _count(config, "intermediate_size")
+    return max(dense, queries, keys, _count(config, "hidden_size"))
 
 
 def _layer_types(family: Family, config: Config, count: int) -> list[str]:

@@ -1,0 +1,185 @@
+"""Weights, reserve and pages in a device's memory, and what would fit where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from kvgraph.compiler.cache import plan_cache, pool_types
+from kvgraph.compiler.described import Described
+from kvgraph.compiler.reserve import Reserve, reserve_of
+from kvgraph.contract.devices import virtual_devices
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import WEIGHT_BITS
+from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.shards import MOST_SHARDS
+from kvgraph.contract.sizes import size_text
+from kvgraph.errors import MissingDependencyError, ParamsError
+from kvgraph.kv.memory import DEVICE_CACHE_SHARE, LeafPlan, plan_leaves
+
+LEAST_TOKENS = 16
+"""Of a step that a hint names."""
+
+
+@dataclass(frozen=True)
+class OfRanks:
+    """A model as one of `ranks` devices has it; `refusal`: why compile does not cut it so.
+
+    Then `model` is the whole one, and sizes are those of equal parts.
+    """
+
+    model: Described
+    ranks: int
+    refusal: str = ""
+
+    @property
+    def parts(self) -> int:
+        """That `model` is still to be divided into."""
+        return self.ranks if self.refusal else 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one device is to hold, in bytes of `memory`."""
+
+    target: str
+    memory: int
+    dtype: str
+    weights: str | None
+    cache_dtype: str | None
+    page_size: int
+    max_seq_len: int
+    max_batch_size: int
+    max_batch_tokens: int
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.target == "cpu"
+
+    @property
+    def bits(self) -> int | None:
+        return WEIGHT_BITS.get(self.weights or "")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes of one device; `pages` are of the whole replica."""
+
+    weights: int
+    reserve: Reserve
+    kept: int
+    """Of a GPU: what an engine leaves to captured graphs and libraries."""
+    pages: LeafPlan
+    leaves: dict[str, KVCacheParams]
+
+
+def fit(of: OfRanks, wanted: Wanted) -> Fit:
+    """ParamsError where weights, a step and one page do not fit."""
+    model, ranks = of.model, of.ranks
+    weights = weight_bytes(of, wanted)
+    reserve = reserve_of(
+        model,
+        wanted.dtype,
+        tokens=wanted.max_batch_tokens,
+        rows=wanted.max_batch_size,
+        ranks=ranks,
+        on_cpu=wanted.on_cpu,
+    )
+    rest = wanted.memory - weights - reserve.nbytes
+    if rest <= 0:
+        raise ParamsError(
+            f"memory: expected more than {weights} bytes of weights and {reserve.nbytes} of a "
+            f"step of {reserve.tokens} tokens, got {wanted.memory}"
+        )
+    available = rest if wanted.on_cpu else int(rest * DEVICE_CACHE_SHARE)
+    dtype, quantization = pool_types(wanted.dtype, wanted.cache_dtype)
+    params = plan_cache(
+        [replace(n, n_kv_heads=ceildiv(n.n_kv_heads, of.parts) * of.parts) for n in model.layers],
+        dtype=dtype,
+        quantization=quantization,
+        page_size=wanted.page_size,
+        devices=virtual_devices(wanted.target, ranks),
+    ).params
+    pages = plan_leaves(
+        params,
+        available * ranks,
+        wanted.max_batch_size,
+        wanted.max_seq_len,
+        wanted.max_batch_tokens,
+    )
+    return Fit(weights, reserve, rest - available, pages, params.leaves)
+
+
+def weight_bytes(of: OfRanks, wanted: Wanted) -> int:
+    """Of one device."""
+    return ceildiv(of.model.weight_bytes(wanted.dtype, wanted.bits, wanted.on_cpu), of.parts)
+
+
+def would_fit(
+    of: OfRanks,
+    wanted: Wanted,
+    *,
+    packs: bool,
+    ranks: bool,
+    describe: Callable[[int], OfRanks],
+) -> Iterator[str]:
+    """Flags with which it fits, and what one device then holds of weights.
+
+    `packs`: int8 and int4 weights are there to choose; `ranks`: so are more ranks; `describe`: the
+    model as one of so many ranks has it.
+    """
+    smaller = list(_smaller_weights(wanted)) if packs else []
+    fitting = [choice for choice in smaller if _fits(of, choice)]
+    for choice in fitting:
+        yield f"--weights {choice.weights} ({size_text(weight_bytes(of, choice))})"
+    tokens = _most_tokens(of, wanted)
+    if tokens:
+        yield f"--max-batch-tokens {tokens}"
+    for choice in [wanted, *([] if fitting else smaller)] if ranks else []:
+        least = _least_ranks(choice, describe, of.ranks + 1)
+        if least is not None:
+            flag = "" if choice is wanted else f"--weights {choice.weights} "
+            each = size_text(weight_bytes(least, choice))
+            yield f"{flag}--tp {least.ranks} ({each} on each device)"
+            return
+
+
+def _smaller_weights(wanted: Wanted) -> Iterator[Wanted]:
+    for name in ("int8", "int4"):
+        if WEIGHT_BITS[name] < (wanted.bits or 32):
+            yield replace(wanted, weights=name)
+
+
+def _most_tokens(of: OfRanks, wanted: Wanted) -> int:
+    """Of a step with which it fits, by halves; 0: there is none."""
+    tokens = wanted.max_batch_tokens // 2
+    while tokens >= LEAST_TOKENS:
+        if _fits(of, replace(wanted, max_batch_tokens=tokens)):
+            return tokens
+        tokens //= 2
+    return 0
+
+
+def _fits(of: OfRanks, wanted: Wanted) -> bool:
+    try:
+        fit(of, wanted)
+    except ParamsError:
+        return False
+    return True
+
+
+def _least_ranks(wanted: Wanted, describe: Callable[[int], OfRanks], first: int) -> OfRanks | None:
+    """Of those that compile takes; where transformers is not there to ask, of equal parts."""
+    whole = describe(1).model
+    heads = {need.n_kv_heads for need in whole.layers}
+    for ranks in range(first, MOST_SHARDS + 1):
+        parts = OfRanks(whole, ranks, refusal="equal parts")
+        if any(n % ranks and ranks % n for n in heads) or not _fits(parts, wanted):
+            continue
+        try:
+            cut = describe(ranks)
+        except MissingDependencyError:
+            return parts
+        if not cut.refusal and _fits(cut, wanted):
+            return cut
+    return None
