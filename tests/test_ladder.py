@@ -48,9 +48,8 @@ def _is_slow(model: str, kind: str) -> bool:
 
 
 def _rank_cases() -> list[Any]:
-    """gpt_oss has no plan for tensor parallelism. Of the last, ranks hold copies of kv heads."""
-    cut = [model for model in [*MODELS, "mixtral"] if model != "gpt_oss"]
-    pairs = [(model, "onnx-2-ranks") for model in cut]
+    """Of gpt_oss each rank has a share of the experts; of the last, copies of kv heads."""
+    pairs = [(model, "onnx-2-ranks") for model in [*MODELS, "mixtral"]]
     pairs += [("llama", "torch-2-ranks"), ("llama", "onnx-4-ranks")]
     return [_case(model, kind) for model, kind in pairs]
 

@@ -28,13 +28,19 @@ class Linear:
 
 @dataclass(frozen=True, order=True)
 class Experts:
-    """A layer of `count` gated experts, of which a token takes `active`."""
+    """A layer of `count` gated experts, of which a token takes `active`; each of `ranks` holds its
+    share of them."""
 
     count: int
     active: int
     in_features: int
     inner_features: int
     has_bias: bool
+    ranks: int = 1
+
+    @property
+    def held(self) -> int:
+        return self.count // self.ranks
 
     @property
     def parts(self) -> tuple[Linear, Linear, Linear]:
@@ -45,7 +51,7 @@ class Experts:
 
     @property
     def elements(self) -> int:
-        return self.count * sum(map(_elements, self.parts))
+        return self.held * sum(map(_elements, self.parts))
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def _expert_bytes(experts: Experts, dtype: str, bits: int | None, on_cpu: bool) 
     if not on_cpu or (bits is None and dtype != "float32"):
         return experts.elements * itemsize(dtype)
     tile = _tile(bits or 32)
-    return experts.count * sum(_packed_bytes(part, tile) for part in experts.parts)
+    return experts.held * sum(_packed_bytes(part, tile) for part in experts.parts)
 
 
 @cache

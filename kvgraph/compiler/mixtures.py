@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from kvgraph.compiler.passes.operands import value
@@ -18,6 +19,9 @@ def mixtures_of(traced: Traced) -> list[Mixture]:
     return joined(_mixture(node) for node in traced.graph.nodes if node.target is PACKED)
 
 
+EMBEDDING = torch.ops.aten.embedding.default
+
+
 def _mixture(node: Node) -> Mixture:
     given = {n: value(x) for n, x in zip(NAMES, node.args, strict=False) if isinstance(x, Node)}
     x, indices, _ = (given.pop(name) for name in ("x", "indices", "weights"))
@@ -26,8 +30,19 @@ def _mixture(node: Node) -> Mixture:
     biases = 2 * inner * ("up_bias" in given) + width * ("down_bias" in given)
     return Mixture(
         layers=1,
-        experts=experts,
+        experts=_of_all_ranks(node) or experts,
         active=indices.shape[1],
         parameters=experts * (3 * width * inner + biases),
         bytes=sum(each.numel() * each.element_size() for each in given.values()),
     )
+
+
+def _of_all_ranks(node: Node) -> int:
+    """Experts of a layer that is cut by expert: rows of the table that says where a rank has each.
+    0: it is not cut so."""
+    ids = node.all_input_nodes[1]
+    while ids.target is not EMBEDDING:
+        if len(ids.all_input_nodes) != 1:
+            return 0
+        ids = ids.all_input_nodes[0]
+    return len(value(ids.all_input_nodes[0]))

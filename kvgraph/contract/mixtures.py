@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Mixture:
     """`layers` layers of `experts` experts each, of which a token takes `active`.
 
-    Of all of them: `parameters` without padding, `bytes` as they are stored, with it.
+    `parameters` without padding, `bytes` as they are stored, with it: of all of them, or of those
+    that one of several ranks holds.
     """
 
     layers: int

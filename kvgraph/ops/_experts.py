@@ -7,6 +7,8 @@ Decisions, by `benchmarks/experts.py`:
 - Weights, their rounding and the sums are those of `linear` (its decisions hold here), so that a
   row's result depends neither on the other rows nor on threads. Each expert's result is weighed and
   summed in the order in which the router names them.
+- An index of -1 is no expert: of a model that is cut by expert, another rank has it. Its turn adds
+  nothing and costs nothing, whatever its weight is.
 - The router stays in float32, outside: a wrong expert costs more than its few weights.
 
 Legend: M rows, A experts of a row, E experts, K in_features, I inner_features.
@@ -45,12 +47,13 @@ def experts(
 ) -> Array:
     """Reference: the gated MLP of each of a row's experts, weighed and summed: `[M, K]`.
 
+    An index of -1 is no expert.
     `up` has panels of gate and up in turn; `packed.gated` says what joins them.
     """
     up_rest: Rest = (up_scales, up_multipliers, up_bias)
     down_rest: Rest = (down_scales, down_multipliers, down_bias)
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), np.float32)
-    for expert in np.unique(indices_MA):
+    for expert in np.unique(indices_MA[indices_MA >= 0]):
         rows, slots = np.nonzero(indices_MA == expert)
         both = packed.product(x_MK[rows], up[expert], *_of(expert, up_rest), bits)
         inner = packed.gated(both, activation, alpha, limit, up_offset)
@@ -59,7 +62,8 @@ def experts(
         parts_MAK[rows, slots] = out[:, : x_MK.shape[1]]
     summed = np.zeros(x_MK.shape, np.float32)
     for slot in range(indices_MA.shape[1]):
-        summed += parts_MAK[:, slot] * weights_MA[:, slot, None]
+        own = indices_MA[:, slot] >= 0
+        summed[own] += parts_MAK[own, slot] * weights_MA[own, slot, None]
     return summed
 
 

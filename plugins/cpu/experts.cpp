@@ -1,5 +1,6 @@
 // A mixture of experts: rows are sorted by expert, so that each expert's weights are read once for
-// all its rows; then each row's results are weighed and summed.
+// all its rows; then each row's results are weighed and summed. A turn without an expert (-1), which
+// another rank has, is left out.
 //
 // Legend: S slots, a row's turn at one of its experts; they lie by expert, then by row.
 #include <algorithm>
@@ -18,6 +19,7 @@ using ll = long long;
 
 // Rows are worked on in blocks whose slots take about so much, whatever the step.
 constexpr int64_t kBlockBytes = 64 << 20;
+constexpr int32_t kNone = -1;
 
 struct Experts {
   Linear up, down;  // of the first expert, without rows
@@ -32,7 +34,7 @@ struct Experts {
 // Memory of one call, on the thread that made it: kept for the next call.
 struct Kept {
   std::vector<int64_t> first;  // [count + 1]: an expert's slots
-  std::vector<int64_t> place;  // M x active: slots
+  std::vector<int64_t> place;  // M x active: slots; -1: none
   std::vector<char> rows;      // prepared, of slots
   std::vector<float> scales, inner, outer;
   std::vector<Linear> jobs;
@@ -85,21 +87,25 @@ Gate read_gate(const Operands& in) {
 
 void check_indices(const Experts& op) {
   for (int64_t i = 0; i < op.rows * op.active; ++i)
-    if (op.indices[i] < 0 || op.indices[i] >= op.count)
-      refuse("experts: indices: expected one of the %lld experts of up, got %lld", ll{op.count},
-             ll{op.indices[i]});
+    if (op.indices[i] < kNone || op.indices[i] >= op.count)
+      refuse("experts: indices: expected one of the %lld experts of up, or -1, got %lld",
+             ll{op.count}, ll{op.indices[i]});
 }
 
-void sort_by_expert(const Experts& op, Kept& kept) {
-  const int64_t slots = op.rows * op.active;
+// How many slots there are.
+int64_t sort_by_expert(const Experts& op, Kept& kept) {
+  const int64_t turns = op.rows * op.active;
   kept.first.assign(static_cast<size_t>(op.count + 1), 0);
-  kept.place.resize(static_cast<size_t>(slots));
+  kept.place.resize(static_cast<size_t>(turns));
   int64_t* first = kept.first.data();
-  for (int64_t i = 0; i < slots; ++i) ++first[op.indices[i] + 1];
+  for (int64_t i = 0; i < turns; ++i)
+    if (op.indices[i] != kNone) ++first[op.indices[i] + 1];
   for (int64_t e = 0; e < op.count; ++e) first[e + 1] += first[e];
   std::vector<int64_t> next(first, first + op.count);
-  for (int64_t i = 0; i < slots; ++i)
-    kept.place[static_cast<size_t>(i)] = next[static_cast<size_t>(op.indices[i])]++;
+  for (int64_t i = 0; i < turns; ++i)
+    kept.place[static_cast<size_t>(i)] =
+        op.indices[i] == kNone ? kNone : next[static_cast<size_t>(op.indices[i])]++;
+  return first[op.count];
 }
 
 // One job for each expert that has rows: `like`, with its weights and slots.
@@ -119,9 +125,8 @@ void make_jobs(const Linear& like, Kept& kept, int64_t stride, float* out, int64
 }
 
 void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op, Kept& kept) {
-  const int64_t slots = op.rows * op.active;
+  const int64_t slots = sort_by_expert(op, kept);
   const int64_t wide = stride_of(run, op.up), narrow = stride_of(run, op.down);
-  sort_by_expert(op, kept);
   kept.rows.resize(static_cast<size_t>(slots * std::max(wide, narrow)));
   kept.scales.resize(static_cast<size_t>(slots));
   kept.inner.resize(static_cast<size_t>(slots * op.inner));
@@ -131,12 +136,15 @@ void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op
 
   for_rows(call, op.rows, op.width * op.active, [&](int64_t m) {
     const int64_t* place = kept.place.data() + m * op.active;
-    run.prepare(op.x + m * op.width, op.width, op.up.depth, op.up.bits, rows + place[0] * wide,
-                scales + place[0]);
-    for (int64_t a = 1; a < op.active; ++a) {
-      std::memcpy(rows + place[a] * wide, rows + place[0] * wide,
-                  static_cast<size_t>(wide - kLineBytes));
-      scales[place[a]] = scales[place[0]];
+    const int64_t* end = place + op.active;
+    const int64_t* own = std::find_if(place, end, [](int64_t slot) { return slot != kNone; });
+    if (own == end) return;
+    run.prepare(op.x + m * op.width, op.width, op.up.depth, op.up.bits, rows + *own * wide,
+                scales + *own);
+    for (const int64_t* next = own + 1; next < end; ++next) {
+      if (*next == kNone) continue;
+      std::memcpy(rows + *next * wide, rows + *own * wide, static_cast<size_t>(wide - kLineBytes));
+      scales[*next] = scales[*own];
     }
   });
   make_jobs(op.up, kept, wide, inner, op.inner);
@@ -153,8 +161,10 @@ void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op
     float* out = op.out + m * op.width;
     std::fill(out, out + op.width, 0.0f);
     for (int64_t a = 0; a < op.active; ++a) {
+      const int64_t slot = kept.place[static_cast<size_t>(m * op.active + a)];
+      if (slot == kNone) continue;
       const float weight = op.weights[m * op.active + a];
-      const float* part = outer + kept.place[static_cast<size_t>(m * op.active + a)] * op.width;
+      const float* part = outer + slot * op.width;
 #pragma omp simd
       for (int64_t c = 0; c < op.width; ++c) out[c] += weight * part[c];
     }

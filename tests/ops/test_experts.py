@@ -154,6 +154,34 @@ def test_a_row_with_a_nan_is_nan_and_others_are_not(bits: int) -> None:
     np.testing.assert_array_equal(dirty[others], clean[others])
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_ranks_that_have_other_experts_add_up(isa: str, bits: int) -> None:
+    """Each leaves out the turns of the other's experts, whatever their weights are."""
+    given, attributes, _ = call_of("ragged edges", bits)
+    x, chosen, weights = given[:3]
+    assert x is not None
+    assert chosen is not None
+    assert weights is not None
+    with forced_isa(isa):
+        whole, parts = run(given, attributes), []
+        for own in (chosen < 2, chosen >= 2):
+            ids = np.where(own, chosen, -1).astype(np.int32)
+            poisoned = np.where(own, weights, np.nan).astype(np.float32)
+            part = [x, ids, poisoned, *given[3:]]
+            parts.append(run(part, attributes))
+            np.testing.assert_allclose(
+                parts[-1],
+                experts(*part, **attributes),
+                rtol=0.02,
+                atol=0.05,  # type: ignore[arg-type]
+            )
+            assert not parts[-1][~own.any(1)].any()
+    np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-5)
+    nobody = [x, np.full_like(chosen, -1), weights, *given[3:]]
+    assert not run(nobody, attributes).any()
+
+
 def test_no_rows_and_no_experts_of_a_row() -> None:
     given, attributes, _ = call_of("one row", 8)
     none = [array[:0] for array in given[:3]]  # type: ignore[index]
@@ -166,7 +194,12 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
     "an expert that is not there": (
         {1: np.array([[1, 8]], np.int32)},
         {},
-        "indices: expected one of the 8 experts of up, got 8",
+        "indices: expected one of the 8 experts of up, or -1, got 8",
+    ),
+    "an expert below none": (
+        {1: np.array([[1, -2]], np.int32)},
+        {},
+        "indices: expected one of the 8 experts of up, or -1, got -2",
     ),
     "bits": ({}, {"bits": 5}, "bits: expected 32, 16, 8 or 4, got 5"),
     "dtype": ({}, {"bits": 16}, "up: expected bfloat16 for 16 bits, got int8"),

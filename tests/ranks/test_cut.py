@@ -161,8 +161,8 @@ def test_models_that_cannot_be_cut(
     model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    sentence = "tp: expected a plan for tensor parallelism in .* 'gpt_oss', got none"
-    refused(UnsupportedError, sentence, model_folder("gpt_oss"), out, tp=2)
+    sentence = "tp: expected a plan for tensor parallelism in .* 'gpt2', got none"
+    refused(UnsupportedError, sentence, model_folder("gpt2"), out, tp=2)
     odd = make_model("llama", tmp_path / "odd", intermediate_size=97)
     sentence = "ranks that divide the 97 rows or columns of .*layers.0.mlp.gate_proj.weight, got 2"
     refused(UnsupportedError, sentence, odd, out, tp=2)

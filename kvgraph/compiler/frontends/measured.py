@@ -73,9 +73,11 @@ def _has_kernel(module: nn.Module) -> bool:
 
 
 def _experts(module: Any) -> Experts:
-    count, *sizes = module.down_proj.shape
+    held, *sizes = module.down_proj.shape
     inner, width = sizes if module.is_transposed else sizes[::-1]
-    return Experts(count, _active(module.config) or count, width, inner, module.has_bias)
+    count = len(module.own_experts) if hasattr(module, "own_experts") else held
+    active = _active(module.config) or count
+    return Experts(count, active, width, inner, module.has_bias, count // held)
 
 
 def _active(config: object) -> int | None:

@@ -1,9 +1,9 @@
 """A model cut for tensor parallelism: each rank has a part of the weights and runs the same graph.
 
-Which layers are cut, and how, says transformers' own plan of the model (`tp_plan`), as
-Megatron-LM does it: a layer that is cut by columns gives each rank its part of the heads or of the
-inner width, and the layer behind it, cut by rows, gives a sum over the ranks. The embedding and
-the output projection are cut by vocabulary.
+Which layers are cut, and how, says `rank_plan`, as Megatron-LM does it: a layer that is cut by
+columns gives each rank its part of the heads or of the inner width, and the layer behind it, cut by
+rows, gives a sum over the ranks. Experts are cut by their inner width, or each rank has a share of
+them. The embedding and the output projection are cut by vocabulary.
 
 Weights are views of the whole model's where they can be, so a rank costs little memory until it is
 written.
@@ -12,10 +12,9 @@ written.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvgraph.compiler.cache import LayerNeed, require_heads
 from kvgraph.compiler.frontends.decoder import Decoder, probe
+from kvgraph.compiler.frontends.rank_plan import BY_EXPERT, PARAMETERS, Plan, pattern_of, plan_of
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.values import Share
 from kvgraph.errors import UnsupportedError
@@ -33,8 +33,8 @@ T = TypeVar("T")
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "local_params")
 """Styles that leave a module as it is; the second is a matter of training."""
 
-OF_ANY_MODULE = ("moe_tp_experts", "all_reduce")
-"""Styles that only sum what a module returns."""
+OF_ANY_MODULE = ("moe_tp_experts", "all_reduce", BY_EXPERT)
+"""Styles that change what a module is given or returns, whatever it is."""
 
 
 def cut(model: Model, ranks: int, rank: int) -> Model:
@@ -48,7 +48,7 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     require_heads(model.architecture, model.layers, ranks)
     shared = [*decoder.parameters(), *decoder.buffers()]
     own = copy.deepcopy(decoder, {id(tensor): tensor for tensor in shared})
-    plan = _plan(decoder, model.architecture, ranks)
+    plan = plan_of(decoder, model.architecture, ranks)
     cutter = _Cutter(model.architecture, plan, ranks, rank, set(model.layers))
     cutter.run(own.model)
     seen = probe(own, model.architecture, len(model.layers))
@@ -66,29 +66,12 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     return replace(model, module=own, place=own.place, checkpoint=checkpoint)
 
 
-def _plan(decoder: Decoder, architecture: str, ranks: int) -> Mapping[str, str]:
-    """Name of a module or a parameter, with "*" for its layer -> how it is cut."""
-    text: Any = decoder.model.config.get_text_config()  # type: ignore[union-attr,operator]
-    plan: Mapping[str, str] = getattr(decoder.model, "tp_plan", None) or {}
-    if not any("*" in name for name in plan):  # of its embedding at most
-        raise UnsupportedError(
-            f"tp: expected a plan for tensor parallelism in transformers' model of "
-            f"{architecture!r}, got none"
-        )
-    if text.num_attention_heads % ranks:
-        raise UnsupportedError(
-            f"tp: expected ranks that divide the {text.num_attention_heads} attention heads of "
-            f"{architecture!r}, got {ranks}"
-        )
-    return plan
-
-
 @dataclass
 class _Cutter:
     """Cuts the modules of one rank's copy in place."""
 
     architecture: str
-    plan: Mapping[str, str]
+    plan: Plan
     ranks: int
     rank: int
     needs: set[LayerNeed]
@@ -108,6 +91,7 @@ class _Cutter:
             "embedding_rowwise": self._vocabulary,
             "moe_tp_experts": lambda name, module: self._sum_output(module),
             "all_reduce": lambda name, module: self._sum_output(module),
+            BY_EXPERT: self._experts,
         }
         self._parts = dict(model.named_modules())
         for name, module in self._parts.items():
@@ -124,7 +108,7 @@ class _Cutter:
                     self._parameter(f"{name}.{own}", module, own, *PARAMETERS[style])
 
     def _style(self, name: str) -> str | None:
-        style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = self.plan.get(pattern_of(name))
         return None if style in WHOLE else style
 
     def _known(self, styles: Mapping[str, T], name: str, style: str) -> T:
@@ -213,9 +197,7 @@ class _Cutter:
         """
         whole = _rows_of(module)
         self._parameter(f"{name}.weight", module, "weight", 0, 1)
-        own = torch.arange(whole, dtype=torch.int32) - self.rank * (whole // self.ranks)
-        own[(own < 0) | (own >= whole // self.ranks)] = -1
-        module.register_buffer("own_rows", own[:, None])
+        module.register_buffer("own_rows", self._own(whole).int()[:, None])
         look_up = module.forward
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
@@ -224,6 +206,30 @@ class _Cutter:
             return _reduce(torch.where(rows >= 0, found, 0), self.ranks)[None]
 
         module.forward = forward
+
+    def _experts(self, name: str, module: nn.Module) -> None:
+        """A row's experts of other ranks are -1, and weigh nothing; where each is comes from a
+        table, as in `_vocabulary`."""
+        count = next(module.parameters()).shape[0]
+        if count % self.ranks:
+            raise UnsupportedError(
+                f"tp: expected ranks that divide the {count} experts of {name}, got {self.ranks}"
+            )
+        module.register_buffer("own_experts", self._own(count)[:, None])
+        run = module.forward
+
+        def forward(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            own = nn.functional.embedding(ids, module.own_experts)[..., 0]  # type: ignore[arg-type]
+            return _reduce(run(x, own, torch.where(own >= 0, weights, 0)), self.ranks)
+
+        module.forward = forward
+
+    def _own(self, count: int) -> torch.Tensor:
+        """`[count]`: where this rank has each of so many that all ranks share; -1: another has."""
+        share = count // self.ranks
+        own = torch.arange(count) - self.rank * share
+        own[(own < 0) | (own >= share)] = -1
+        return own
 
     def _sum_output(self, module: nn.Module) -> None:
         _behind(module, lambda out: _reduce(out, self.ranks))
@@ -255,10 +261,6 @@ class _Cutter:
             kept = view.clone() if isinstance(view, FakeTensor) else view.contiguous()
             self._cut[key] = nn.Parameter(kept, requires_grad=False)
         module._parameters[own] = self._cut[key]
-
-
-PARAMETERS = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2)}
-"""Style of a parameter with a row of the plan of its own, such as experts: dim, packed parts."""
 
 
 def _rows_of(module: nn.Module) -> int:
