@@ -116,7 +116,7 @@ FLAGS = {
     "verify": "--execute --json --record",
 }
 
-ENVIRONMENT = {"KVGRAPH_CPU_ISA", "RAY_ADDRESS", "XDG_CACHE_HOME"}
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME", "KVGRAPH_CPU_ISA", "RAY_ADDRESS", "XDG_CACHE_HOME"}
 """Environment variables that kvgraph reads."""
 
 

@@ -1,4 +1,5 @@
-"""The ranks of one machine, as the native collectives know them (`plugins/include/kvgraph/abi.h`).
+"""Ranks, as the native collectives know them (`plugins/include/kvgraph/abi.h`): of one machine in
+its memory, of several by a library that gathers their pieces.
 
 Each adapter's library has kernels of its own, and so a thread's group of its own: a rank enters its
 group in all that are loaded.
@@ -12,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from kvgraph.contract.dims import Array
 from kvgraph.errors import RankError
@@ -22,9 +23,39 @@ FAULTS = {
     1: "got the end of its process",
     2: "got nothing from it in {seconds:g} s (--collective-timeout)",
     3: "got its failure; its own message says why",
+    4: "got a failure of what carries it between the machines",
 }
 """By kvg_group_fault."""
 
+FAILED, DONE, WAITS = range(3)
+"""kvg_gathered."""
+
+SLICE_SECONDS = 0.1
+"""Between two looks at why other ranks do not come."""
+
+
+class Gather(Protocol):
+    """What carries pieces between machines."""
+
+    def start(self, parts: Sequence[Array]) -> None:
+        """Get each rank's piece, bytes, into its place of `parts`; this rank's is there."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all have come, after so many seconds at most."""
+
+    def close(self) -> None:
+        """No more pieces come."""
+
+
+_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+    ctypes.c_int32,
+)
+"""kvg_gather."""
 
 _entered = threading.local()
 
@@ -41,6 +72,8 @@ class _Group(ctypes.Structure):
         ("calls", ctypes.c_uint64),
         ("waited_ns", ctypes.c_uint64),
         ("moved_bytes", ctypes.c_uint64),
+        ("gather", _CALLBACK),
+        ("context", ctypes.c_void_p),
     ]
 
 
@@ -48,11 +81,18 @@ class Group:
     """One rank of `size` that share `memory` (`shared_bytes(size)` bytes, zeroed).
 
     `exits`: for each rank a descriptor that is readable once its process has ended, or -1; the
-    group closes them.
+    group closes them. With `gather` the memory is this rank's own, and `exits` are connections to
+    the other ranks.
     """
 
     def __init__(
-        self, memory: Array, rank: int, size: int, exits: Sequence[int], timeout: float
+        self,
+        memory: Array,
+        rank: int,
+        size: int,
+        exits: Sequence[int],
+        timeout: float,
+        gather: Gather | None = None,
     ) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._memory = memory  # must outlive the group
@@ -60,7 +100,12 @@ class Group:
         weakref.finalize(self, _close, [exit for exit in exits if exit >= 0])
         exit_list = ctypes.cast(self._exits, ctypes.POINTER(ctypes.c_int32))
         milliseconds = max(1, int(timeout * 1000))
-        self._group = _Group(memory.ctypes.data, exit_list, rank, size, milliseconds, 0, 0, 0)
+        self._gather = gather
+        self._callback = _CALLBACK() if gather is None else _CALLBACK(self._gathered)
+        self._error: BaseException | None = None
+        self._group = _Group(
+            memory.ctypes.data, exit_list, rank, size, milliseconds, 0, 0, 0, self._callback, None
+        )
         self._address = ctypes.addressof(self._group)
 
     def enter(self) -> None:
@@ -73,16 +118,41 @@ class Group:
         """Collectives of all ranks fail from now on, and name this one."""
         _libraries()[0].kvg_cpu_abort_group(self._address)
 
+    def close(self) -> None:
+        """What carries pieces between machines ends. Idempotent."""
+        if self._gather is not None:
+            self._gather.close()
+
     def require_whole(self) -> None:
-        """RankError where a rank has failed, ended, or kept the others waiting."""
+        """RankError where a rank has failed, ended, or kept the others waiting; or the interrupt
+        that ended a collective of this one."""
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise self._error
         broken = int(_libraries()[0].kvg_cpu_group_broken(self._address))
         if broken:
             rank = broken & 0xFFFF
             why = FAULTS[broken >> 16].format(seconds=self.timeout)
+            if self._error is not None and rank == self.rank:
+                why = f"{why} ({(str(self._error) or repr(self._error)).splitlines()[0]})"
             raise RankError(
                 f"rank {rank}: expected it to take part in the step of {self.size} ranks, {why}; "
                 "start all ranks again"
-            )
+            ) from self._error
+
+    def _gathered(
+        self, context: int | None, parts: int, stride: int, nbytes: int, is_first: int
+    ) -> int:
+        """Called within collectives; what it raises would be lost there, an interrupt too."""
+        try:
+            assert self._gather is not None
+            if is_first:
+                begin = parts - self._memory.ctypes.data
+                places = (begin + rank * stride for rank in range(self.size))
+                self._gather.start([self._memory[at : at + nbytes] for at in places])
+            return DONE if self._gather.wait(SLICE_SECONDS) else WAITS
+        except BaseException as error:
+            self._error = error
+            return FAILED
 
     @property
     def calls(self) -> int:

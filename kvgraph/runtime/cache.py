@@ -33,7 +33,7 @@ def make_cache(
 ) -> tuple[KVCacheManager, Scheduler, DecodeBuckets | None]:
     """What an engine runs `session` over; buckets where it captures decode steps.
 
-    RequestError for a record that does not fit the artifact's kind of cache.
+    RequestError for a record that does not fit the artifact's kind of cache, or its ranks.
     """
     strategy = artifact.params().cache_strategy
     caching = cache.enable_prefix_caching
@@ -47,6 +47,11 @@ def make_cache(
     captures = session.captures and strategy is KVCacheStrategy.PAGED
     longest = artifact.manifest.model.max_seq_len
     options = tier_options(params, tiers)
+    if options and artifact.ranks > 1 and not session.host_pools:
+        raise RequestError(
+            f"tiers: expected none for {artifact.ranks} ranks on GPUs or several machines, where "
+            "rank 0 does not reach all pools, got some"
+        )
     kv: KVCacheManager
     if isinstance(params, KVCacheParams) and strategy is not KVCacheStrategy.PAGED:
         kv = _unpaged(params, session, cache, rows, longest)

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "cpu/check.h"
+#include "cpu/lifelines.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -26,6 +27,9 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr auto kSleep = std::chrono::milliseconds(20);  // until the other rank is looked at again
 
+// How long ranks on several hosts may take to tell each other why a step fails, or that they wait.
+constexpr auto kAnswer = std::chrono::milliseconds(1500);
+
 // What a rank says of the pieces that it has published: how many, and the bytes of the last two,
 // by the lowest bit of their number. It may have gone on to the next piece before this one is read.
 struct alignas(64) Line {
@@ -37,6 +41,7 @@ struct alignas(64) Line {
 struct Shared {
   Line lines[KVG_MOST_RANKS];
   alignas(64) std::atomic<uint32_t> broken;  // as kvg_cpu_group_broken has it; set once, for all
+  Heard heard;                               // by a rank that gathers
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4,
@@ -87,8 +92,22 @@ bool has_ended(const kvg_group& group, int32_t rank) {
 void mark_broken(const kvg_group& group, int32_t rank, uint32_t reason) {
   uint32_t none = 0;
   Shared& all = shared(group);
-  all.broken.compare_exchange_strong(none, reason << 16 | static_cast<uint32_t>(rank));
+  const bool is_news =
+      all.broken.compare_exchange_strong(none, reason << 16 | static_cast<uint32_t>(rank));
+  if (group.gather) {
+    if (is_news) tell_all(group, static_cast<uint8_t>(reason), static_cast<uint8_t>(rank));
+    return;
+  }
   for (int32_t i = 0; i < group.size; ++i) wake_all(all.lines[i].calls);
+}
+
+// Why a group that gathers fails, by what the others said until now; 0: it does not.
+uint32_t heard_of(const kvg_group& group) {
+  Shared& all = shared(group);
+  if (all.broken.load() == 0)
+    if (const uint32_t broken = listen_to_all(group, all.heard))
+      mark_broken(group, static_cast<int32_t>(broken & 0xffff), broken >> 16);
+  return all.broken.load();
 }
 
 // The thread's group; refuses unless it is one of `ranks`.
@@ -115,6 +134,7 @@ const char* Meeting::part(int32_t rank) const { return place(group_, group_.call
 void Meeting::exchange(size_t bytes) {
   ++group_.calls;
   group_.moved_bytes += bytes;
+  if (group_.gather) return gather(bytes);
   Line& own = shared(group_).lines[group_.rank];
   own.bytes[group_.calls & 1].store(bytes, std::memory_order_relaxed);
   own.calls.store(static_cast<uint32_t>(group_.calls));
@@ -157,6 +177,41 @@ void Meeting::wait_for(int32_t rank, size_t bytes) {
            op_, bytes, rank, static_cast<unsigned long long>(found));
 }
 
+void Meeting::gather(size_t bytes) {
+  const auto start = Clock::now();
+  const auto deadline = start + std::chrono::milliseconds(group_.timeout_ms);
+  Heard& heard = shared(group_).heard;
+  bool has_told = false;
+  const auto ask = [&](int32_t first) {
+    return group_.gather(group_.context, place(group_, group_.calls, 0), kPieceBytes, bytes, first);
+  };
+  int32_t state = ask(1);
+  for (; state == KVG_GATHER_WAITS; state = ask(0)) {
+    if (const uint32_t broken = heard_of(group_))
+      fail(static_cast<int32_t>(broken & 0xffff), broken >> 16);
+    const auto now = Clock::now();
+    if (!has_told && (now > deadline || heard.waiting.load())) {
+      tell_all(group_, kWaiting, static_cast<uint8_t>(group_.calls));
+      has_told = true;
+    }
+    if (now <= deadline) continue;
+    const Missing missing = missing_from(group_, heard, group_.calls);
+    if (missing.count == 1 || now > deadline + kAnswer)
+      fail(missing.first, missing.count ? KVG_RANK_LATE : KVG_RANK_CUT_OFF);
+  }
+  group_.waited_ns += static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+  heard.waiting.store(0);
+  if (state == KVG_GATHER_DONE) return;
+  uint32_t broken = heard_of(group_);
+  for (const auto last = Clock::now() + kAnswer; !broken && Clock::now() < last;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    broken = heard_of(group_);
+  }
+  if (broken) fail(static_cast<int32_t>(broken & 0xffff), broken >> 16);
+  fail(group_.rank, KVG_RANK_CUT_OFF);
+}
+
 void Meeting::fail(int32_t rank, uint32_t reason) {
   mark_broken(group_, rank, reason);
   if (reason == KVG_RANK_ENDED)
@@ -165,6 +220,9 @@ void Meeting::fail(int32_t rank, uint32_t reason) {
   if (reason == KVG_RANK_LATE)
     refuse("%s: expected rank %d of %d within %.3g s (--collective-timeout), got nothing from it",
            op_, rank, group_.size, static_cast<double>(group_.timeout_ms) / 1e3);
+  if (reason == KVG_RANK_CUT_OFF)
+    refuse("%s: expected rank %d of %d to reach all others, got a failure of what carries the step",
+           op_, rank, group_.size);
   refuse("%s: expected rank %d of %d to take part, got its failure in this step; its own message "
          "says why",
          op_, rank, group_.size);
@@ -182,6 +240,6 @@ extern "C" void kvg_cpu_abort_group(kvg_group* group) {
   kvg::mark_broken(*group, group->rank, KVG_RANK_FAILED);
 }
 
-extern "C" uint32_t kvg_cpu_group_broken(const kvg_group* group) {
-  return kvg::shared(*group).broken.load();
+extern "C" uint32_t kvg_cpu_group_broken(kvg_group* group) {
+  return group->gather ? kvg::heard_of(*group) : kvg::shared(*group).broken.load();
 }

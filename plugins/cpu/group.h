@@ -1,4 +1,5 @@
-// Ranks of one machine in shared memory: pieces of data that every rank publishes and all read.
+// Ranks that meet: pieces of data that every rank publishes and all read, in the shared memory of
+// one machine, or gathered by a library of the caller's.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +28,7 @@ class Meeting {
 
  private:
   void wait_for(int32_t rank, size_t bytes);
+  void gather(size_t bytes);
   [[noreturn]] void fail(int32_t rank, uint32_t reason);
 
   const char* op_;

@@ -13,8 +13,12 @@ import pytest
 from tests.support.ranks import ended, started
 
 KILLS = 50
-SECONDS = 1.5
-"""From the start of the processes into their steps."""
+PLACES = [
+    pytest.param(False, 1.5, 4, id="one-machine"),
+    pytest.param(True, 7.0, 1.5, id="told-of-several"),
+]
+"""Whether ranks meet by gloo; seconds from the start of the processes into their steps; the
+deadline of collectives: with torch, a rank may be about to be started for two seconds more."""
 
 
 def shared_files() -> set[str]:
@@ -22,14 +26,17 @@ def shared_files() -> set[str]:
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments(compiled: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("hosts", "seconds", "deadline"), PLACES)
+def test_kills_at_random_moments(
+    hosts: bool, seconds: float, deadline: float, compiled: Callable[..., Path]
+) -> None:
     folder, moments = compiled("tiny-llama", tp=2), random.Random(7)
     before = shared_files()
     in_steps = 0
     for kill in range(KILLS):
-        victim, after = kill % 2, moments.uniform(0, SECONDS)
+        victim, after = kill % 2, moments.uniform(0, seconds)
         command = ("generate", folder, "The import", "--max-new-tokens", 2000, "--ignore-eos")
-        with started(*command, "--collective-timeout", 4) as ranks:
+        with started(*command, "--collective-timeout", deadline, hosts=hosts) as ranks:
             time.sleep(after)
             ranks[victim].kill()
             start = time.monotonic()

@@ -29,6 +29,11 @@ from tests.support.ranks import ended, environment, started
 
 PROMPT = "The import statement"
 GREEDY = kvgraph.SamplingParams(max_new_tokens=24, ignore_eos=True)
+PLACES = [
+    pytest.param(False, id="one-machine"),
+    pytest.param(True, id="told-of-several"),
+]
+"""Where two processes are: they meet in shared memory, or by gloo."""
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +127,20 @@ def test_records_of_other_devices_are_refused(two: Path) -> None:
 # -- processes
 
 
-def test_rank_0_writes_the_text(two: Path, expected: str) -> None:
+@pytest.mark.parametrize("hosts", PLACES)
+def test_rank_0_writes_the_text(hosts: bool, two: Path, expected: str) -> None:
     options = ("--max-new-tokens", 24, "--ignore-eos", "--num-pages", 64)
-    with started("generate", two, PROMPT, *options) as ranks:
+    with started("generate", two, PROMPT, *options, hosts=hosts) as ranks:
         leader, follower = (ended(process) for process in ranks)
     assert leader[:2] == (0, expected + "\n")
     assert "generated: 24 tokens" in leader[2]
     assert follower == (0, "", "")
 
 
-def test_a_server_of_two_ranks_drains(two: Path, expected: str) -> None:
-    with started("serve", two, "--port", 0, "--num-pages", 64) as (leader, follower):
+@pytest.mark.parametrize("hosts", PLACES)
+def test_a_server_of_two_ranks_drains(hosts: bool, two: Path, expected: str) -> None:
+    command = ("serve", two, "--port", 0, "--num-pages", 64)
+    with started(*command, hosts=hosts) as (leader, follower):
         assert leader.stderr is not None
         url = json.loads(leader.stderr.readline())["url"]
         while json.loads(leader.stderr.readline())["event"] != "ready":
@@ -149,9 +157,11 @@ def test_a_server_of_two_ranks_drains(two: Path, expected: str) -> None:
         assert ended(follower) == (0, "", "")
 
 
+@pytest.mark.parametrize("hosts", PLACES)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_by_the_other(victim: int, two: Path) -> None:
-    with started("generate", two, PROMPT, "--max-new-tokens", 2000, "--ignore-eos") as ranks:
+def test_a_killed_rank_is_named_by_the_other(victim: int, hosts: bool, two: Path) -> None:
+    command = ("generate", two, PROMPT, "--max-new-tokens", 2000, "--ignore-eos")
+    with started(*command, hosts=hosts) as ranks:
         assert ranks[0].stdout is not None
         ranks[0].stdout.read(20)  # it runs
         ranks[victim].kill()
@@ -168,27 +178,30 @@ def test_a_killed_rank_is_named_by_the_other(victim: int, two: Path) -> None:
     )
 
 
-def test_a_rank_that_lags_is_named(two: Path) -> None:
-    options = ("--max-new-tokens", 2000, "--ignore-eos", "--collective-timeout", 1)
-    with started("generate", two, PROMPT, *options) as ranks:
+@pytest.mark.parametrize("hosts", PLACES)
+def test_a_rank_that_lags_is_named(hosts: bool, two: Path) -> None:
+    """Threads that wait for it are ended too."""
+    options = ("--max-new-tokens", 2000, "--ignore-eos", "--collective-timeout", 1 + 3 * hosts)
+    with started("generate", two, PROMPT, *options, hosts=hosts) as ranks:
         assert ranks[0].stdout is not None
         ranks[0].stdout.read(20)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        code, _, said = ended(ranks[0])
+        code, _, said = ended(ranks[0], seconds=15)
     assert code == 2
     assert (
-        "rank 1: expected it to take part in the step of 2 ranks, got nothing from it in 1 s"
-        in said
+        "rank 1: expected it to take part in the step of 2 ranks, got nothing from it in "
+        f"{1 + 3 * hosts} s" in said
     )
 
 
-def test_a_rank_that_does_not_come(two: Path) -> None:
+@pytest.mark.parametrize("hosts", PLACES)
+def test_a_rank_that_does_not_come(hosts: bool, two: Path) -> None:
     options = ("--collective-timeout", 0.5)
-    with started("generate", two, PROMPT, *options, only=(0,)) as (leader,):
+    with started("generate", two, PROMPT, *options, only=(0,), hosts=hosts) as (leader,):
         code, out, said = ended(leader)
     assert (code, out) == (2, "")
     assert "kvgraph: ranks: expected 2 at the start, got none of [1] in 0.5 s" in said
-    with started("generate", two, PROMPT, *options, only=(1,)) as (follower,):
+    with started("generate", two, PROMPT, *options, only=(1,), hosts=hosts) as (follower,):
         code, out, said = ended(follower)
     assert (code, out) == (2, "")
     assert "kvgraph: rank 0: expected it at the start, got nothing from it in 0.5 s" in said
@@ -289,8 +302,12 @@ def test_two_runs_of_one_name() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected 0 to 1 of WORLD_SIZE 2, got 2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: expected a number from torchrun, got 'x'"),
         (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "5"},
+            "LOCAL_WORLD_SIZE: expected 1 to 4 of WORLD_SIZE 4, got 5",
+        ),
+        (
             {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
-            "expected all ranks on one machine.* got 4 of which 2 are on this one",
+            "MASTER_ADDR: expected it from torchrun for ranks on several machines",
         ),
     ],
 )
@@ -304,6 +321,10 @@ def test_environments_of_one_process() -> None:
     assert launched({"RANK": "0", "WORLD_SIZE": "1"}) is None
     own = launched(environment(1, 2, "run"))
     assert own == Launched(1, 2, "run/127.0.0.1/29500/")
+    assert own.is_on_one_machine
+    own = launched(environment(1, 2, "run", LOCAL_WORLD_SIZE="1"))
+    assert own == Launched(1, 2, "run/127.0.0.1/29500/", 1, "127.0.0.1", 29500)
+    assert not own.is_on_one_machine
 
 
 # -- messages

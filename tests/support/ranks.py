@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,28 +14,49 @@ from typing import Any
 RUNS = itertools.count()
 
 
-def environment(rank: int, size: int, run: str) -> dict[str, str]:
-    return {
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(rank: int, size: int, run: str, port: int = 29500, **other: str) -> dict[str, str]:
+    given = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "TORCHELASTIC_RUN_ID": run,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
+        "MASTER_PORT": str(port),
     }
+    return given | other
 
 
 @contextmanager
 def started(
-    *arguments: Any, size: int = 2, only: tuple[int, ...] | None = None
+    *arguments: Any,
+    size: int = 2,
+    only: tuple[int, ...] | None = None,
+    hosts: bool = False,
+    followers: tuple[Any, ...] = (),
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """`kvgraph ARGUMENTS` in each rank (of `only`), killed on the way out."""
+    """`kvgraph ARGUMENTS` in each rank (of `only`), killed on the way out.
+
+    `hosts`: each is told that it is alone on its machine. `followers`: arguments of ranks above 0.
+    """
     run = f"test-{os.getpid()}-{next(RUNS)}"
-    command = [sys.executable, "-m", "kvgraph", *map(str, arguments)]
+    port = free_port() if hosts else 29500
+    alone = {"LOCAL_WORLD_SIZE": "1"} if hosts else {}
+
+    def command(rank: int) -> list[str]:
+        given = followers if rank and followers else arguments
+        return [sys.executable, "-m", "kvgraph", *map(str, given)]
+
     processes = [
         subprocess.Popen(
-            command,
-            env=os.environ | environment(rank, size, run),
+            command(rank),
+            env=os.environ | environment(rank, size, run, port, **alone),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -21,6 +21,12 @@ class Follower:
         self._buffers: dict[str, Any] = {}
 
     def serve(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._group.close()
+
+    def _serve(self) -> None:
         self._group.enter()
         self._wire.send({"ready": self._group.rank})
         while True:

@@ -11,18 +11,29 @@ from kvgraph.errors import RankError
 
 @dataclass(frozen=True)
 class Launched:
-    """One of `size` processes that torchrun started on this machine."""
+    """One of `size` processes that torchrun started."""
 
     rank: int
     size: int
     run: str
     """Equal in all of them, and in no other run at the same time."""
+    here: int | None = None
+    """How many of them are on this machine; None: all."""
+    address: str = ""
+    port: int = 0
+    """Of the run's store, on the machine of rank 0; these three are given for several machines."""
+    is_store_there: bool = False
+    """Whether torchrun's agent has it; else rank 0 starts it."""
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        return self.here is None
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     """None in a process that torchrun did not start, or started alone.
 
-    RankError for ranks on several machines, or an environment that contradicts itself.
+    RankError for an environment that contradicts itself.
     """
     given = os.environ if environment is None else environment
     if "WORLD_SIZE" not in given or "RANK" not in given:
@@ -31,15 +42,21 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     here = _integer(given, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in given else size
     if not 0 <= rank < size:
         raise RankError(f"RANK: expected 0 to {size - 1} of WORLD_SIZE {size}, got {rank}")
-    if here != size:
-        raise RankError(
-            f"WORLD_SIZE: expected all ranks on one machine, which meet in its memory, got {size} "
-            f"of which {here} are on this one"
-        )
+    if not 1 <= here <= size:
+        raise RankError(f"LOCAL_WORLD_SIZE: expected 1 to {size} of WORLD_SIZE {size}, got {here}")
     if size == 1:
         return None
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    return Launched(rank, size, "/".join(given.get(name, "") for name in names))
+    run = "/".join(given.get(name, "") for name in names)
+    if here == size:
+        return Launched(rank, size, run)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in given:
+            raise RankError(f"{name}: expected it from torchrun for ranks on several machines")
+    has_agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launched(
+        rank, size, run, here, given["MASTER_ADDR"], _integer(given, "MASTER_PORT"), has_agent
+    )
 
 
 def _integer(given: Mapping[str, str], name: str) -> int:

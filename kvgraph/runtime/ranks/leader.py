@@ -2,7 +2,8 @@
 
 Decision: pools of all ranks are memory that the leader maps. A manager with tiers or a prefix cache
 then copies and keeps pages of every shard as it does on one device, and a step's message holds only
-its few small arrays, which all shards share. Pools on GPUs stay with their ranks and have no tiers.
+its few small arrays, which all shards share. Pools on GPUs and on other machines stay with their
+ranks, and have no tiers.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ class LeaderSession(Session):
         group: Group,
         wires: Sequence[Wire],
         ended: Callable[[], None] = lambda: None,
+        *,
+        maps_pools: bool = True,
     ) -> None:
         super().__init__(own.artifact)
         self.captures = own.captures
         self.step_tokens = own.step_tokens
         self.limits = own.limits
         self._own, self._group, self._wires = own, group, list(wires)
-        self._close = weakref.finalize(self, _end, self._wires, ended)
+        self.host_pools = own.host_pools and maps_pools
+        self._close = weakref.finalize(self, _end, self._wires, group, ended)
         for wire in self._wires:
             wire.receive()  # that it is ready
             wire.limit(group.timeout)
@@ -62,7 +66,7 @@ class LeaderSession(Session):
         self._require_known(known if rank < self.ranks else symbol)
         shape = symbol.extents(sizes)
         wire, said = self._wires[rank - 1], {"allocate": symbol.name, "sizes": dict(sizes)}
-        if not self._own.host_pools:
+        if not self.host_pools:
             wire.send(said)
             answer, _, _ = wire.receive()
             if "refused" in answer:
@@ -117,9 +121,10 @@ class LeaderSession(Session):
         self._close()
 
 
-def _end(wires: Sequence[Wire], ended: Callable[[], None]) -> None:
+def _end(wires: Sequence[Wire], group: Group, ended: Callable[[], None]) -> None:
     for wire in wires:
         with suppress(RankError):
             wire.send({"close": 1})
         wire.close()
+    group.close()
     ended()

@@ -24,7 +24,7 @@ RETRY_SECONDS = 0.05
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Facts = Mapping[str, object]
-"""What must be equal on all ranks, by name."""
+"""What must be equal on all ranks, by name; JSON."""
 
 
 def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]]:
@@ -77,7 +77,7 @@ def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> 
                 raise RankError(
                     f"ranks: expected each of 1 to {own.size - 1} once, got another rank {rank}"
                 )
-            _require_equal(rank, facts, said["facts"])
+            require_equal(rank, facts, said["facts"])
             pids[rank] = pid
     return [pids[rank] for rank in range(own.size)]
 
@@ -107,7 +107,8 @@ def _group(file: int, own: Launched, pids: Sequence[int], timeout: float) -> Gro
     return Group(memory, own.rank, own.size, exits, timeout)
 
 
-def _require_equal(rank: int, facts: Facts, theirs: Facts) -> None:
+def require_equal(rank: int, facts: Facts, theirs: Facts) -> None:
+    """RankError where `rank` has others than rank 0, whose `facts` are."""
     for name, mine in facts.items():
         if theirs.get(name) != mine:
             raise RankError(

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from kvgraph.contract.devices import Target
 from kvgraph.contract.plain import to_json, to_plain
-from kvgraph.errors import RankError, RequestError
+from kvgraph.errors import RankError, RequestError, UnsupportedError
 from kvgraph.ops.group import Group, shared_bytes
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
-from kvgraph.runtime.ranks import meeting
+from kvgraph.runtime.ranks import hosts, meeting
 from kvgraph.runtime.ranks.follower import Follower
 from kvgraph.runtime.ranks.launched import Launched, launched
 from kvgraph.runtime.ranks.leader import LeaderSession
@@ -49,10 +49,13 @@ def open_leader(
         raise RequestError(
             f"rank {own.rank}: expected kvgraph.load(...).follow() on ranks above 0, got an engine"
         )
-    group, wires = meeting.lead(own, _facts(artifact), seconds)
+    _require_one_machine_of_gpus(artifact, own)
+    where = meeting if own.is_on_one_machine else hosts
+    group, wires = where.lead(own, _facts(artifact), seconds)
     for wire in wires:
         wire.limit(OPENING_SECONDS)
-    return LeaderSession(make(artifact, _threads(artifact, num_threads)), group, wires)
+    session = make(artifact, _threads(artifact, num_threads, own.here))
+    return LeaderSession(session, group, wires, maps_pools=own.is_on_one_machine)
 
 
 def follow(
@@ -67,9 +70,11 @@ def follow(
         )
     _require_size(artifact, own)
     seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout
-    group, wire = meeting.follow(own, _facts(artifact), seconds)
+    _require_one_machine_of_gpus(artifact, own)
+    where = meeting if own.is_on_one_machine else hosts
+    group, wire = where.follow(own, _facts(artifact), seconds)
     part = replace(artifact, rank=own.rank)
-    Follower(make(part, _threads(artifact, num_threads)), group, wire).serve()
+    Follower(make(part, _threads(artifact, num_threads, own.here)), group, wire).serve()
 
 
 def _in_threads(
@@ -100,9 +105,17 @@ def _serve(follower: Follower, connection: socket.socket) -> None:
         follower.serve()
 
 
-def _threads(artifact: ArtifactFolder, num_threads: int | None) -> int:
-    """Of each rank: its share of the machine's."""
-    return num_threads or max(1, default_threads() // artifact.ranks)
+def _threads(artifact: ArtifactFolder, num_threads: int | None, here: int | None = None) -> int:
+    """Of each rank: its share of the machine's, which has `here` of them, or all."""
+    return num_threads or max(1, default_threads() // (here or artifact.ranks))
+
+
+def _require_one_machine_of_gpus(artifact: ArtifactFolder, own: Launched) -> None:
+    if own.here is not None and Target.parse(artifact.manifest.target).kind != "cpu":
+        raise UnsupportedError(
+            f"{artifact.folder}: expected all {own.size} ranks of a CUDA artifact on one machine, "
+            f"got {own.here} on this one"
+        )
 
 
 def _require_size(artifact: ArtifactFolder, own: Launched) -> None:

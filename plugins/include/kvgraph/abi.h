@@ -67,17 +67,29 @@ KVG_EXPORT int32_t kvg_cpu_all_reduce(const kvg_call* call, char* message, size_
 KVG_EXPORT int32_t kvg_cpu_all_gather(const kvg_call* call, char* message, size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_experts(const kvg_call* call, char* message, size_t message_size);
 
-// One rank of a tensor-parallel graph among those of its machine, which meet in shared memory. The
-// caller owns it; a thread that has entered it runs that rank's graph.
+typedef enum kvg_gathered { KVG_GATHER_FAILED, KVG_GATHER_DONE, KVG_GATHER_WAITS } kvg_gathered;
+
+// Gathers `bytes` of each rank: rank i's are at parts + i * stride, where this rank's already are.
+// `first`: 1 starts it; 0 asks after the one that was started. Returns within about 100 ms.
+typedef int32_t (*kvg_gather)(void* context, void* parts, uint64_t stride, uint64_t bytes,
+                              int32_t first);
+
+// One rank of a tensor-parallel graph. Ranks of one machine meet in shared memory; those of several
+// have a library of the caller's carry their pieces. The caller owns it; a thread that has entered
+// it runs that rank's graph.
 typedef struct kvg_group {
-  void* memory;          // shared by all ranks, zeroed; kvg_cpu_group_bytes(size) bytes
+  void* memory;          // kvg_cpu_group_bytes(size) bytes, zeroed; shared by all ranks, unless they
+                         // gather
   const int32_t* exits;  // [size]: a descriptor that is readable once the rank's process has ended
-                         // (pidfd_open(2)); -1: a rank that cannot end alone, such as this one
+                         // (pidfd_open(2)); of ranks that gather a connected socket, on which they
+                         // tell why a step fails; -1: a rank that cannot end alone, such as this one
   int32_t rank, size;
   int64_t timeout_ms;   // how long a collective waits for another rank
   uint64_t calls;       // pieces so far, equal on all ranks; 0 at first
   uint64_t waited_ns;   // spent waiting for other ranks
   uint64_t moved_bytes; // of this rank's operands
+  kvg_gather gather;    // NULL: the ranks share memory
+  void* context;        // of `gather`
 } kvg_group;
 
 #define KVG_MOST_RANKS 64
@@ -88,10 +100,16 @@ KVG_EXPORT void kvg_cpu_enter_group(kvg_group* group);
 // Collectives of all ranks fail from now on, and name this one.
 KVG_EXPORT void kvg_cpu_abort_group(kvg_group* group);
 
-typedef enum kvg_group_fault { KVG_RANK_ENDED = 1, KVG_RANK_LATE, KVG_RANK_FAILED } kvg_group_fault;
+// KVG_RANK_CUT_OFF: what gathers failed on the rank, while all others seem to be there.
+typedef enum kvg_group_fault {
+  KVG_RANK_ENDED = 1,
+  KVG_RANK_LATE,
+  KVG_RANK_FAILED,
+  KVG_RANK_CUT_OFF
+} kvg_group_fault;
 
 // Why collectives of the group fail: kvg_group_fault << 16 | the rank; 0: they do not.
-KVG_EXPORT uint32_t kvg_cpu_group_broken(const kvg_group* group);
+KVG_EXPORT uint32_t kvg_cpu_group_broken(kvg_group* group);
 
 // What a row of logits becomes before a token is drawn from it, in the order of the fields. Token ids
 // are of [0, vocab). Refused beyond these ranges.

@@ -1,0 +1,189 @@
+"""Connections between ranks of several machines: addresses, who calls whom, and when one ends.
+
+A rank calls those below it. A connection begins with the secret of the run: others at the port are
+no ranks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvgraph.errors import RankError
+from kvgraph.runtime.ranks.launched import Launched
+
+HELLO = struct.Struct("32s i 4s")
+"""The run's secret, a rank, and what the connection is for."""
+LIFE, STEP = b"life", b"step"
+
+HELLO_SECONDS = 5.0
+RETRY_SECONDS = 0.05
+
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""A machine that is gone without a word is noticed after 25 s."""
+
+SIOCGIFADDR = 0x8915
+
+Connections = dict[int, socket.socket]
+"""By the rank at the other end."""
+Address = tuple[str, int]
+
+
+def own_host(own: Launched) -> str:
+    """Where other machines reach this one: on the way to rank 0's, or at GLOO_SOCKET_IFNAME."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    try:
+        if interface:
+            return _host_of(interface)
+        found = socket.getaddrinfo(own.address, own.port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        name = f"interface {interface!r}" if interface else f"a way to {own.address!r}"
+        raise RankError(f"rank {own.rank}: expected {name}, got {error}") from error
+
+
+def _host_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+
+
+def wait_for_port(own: Launched, timeout: float) -> None:
+    """Until the run's store takes connections; RankError where it does not."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((own.address, own.port), timeout=_left(end)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RankError(
+                    f"rank 0: expected it at the start, got nothing from it in {timeout:g} s: no "
+                    f"store at {own.address}:{own.port} ({error})"
+                ) from error
+            time.sleep(RETRY_SECONDS)
+
+
+def listen(host: str, size: int) -> socket.socket:
+    """At a free port, for all that `size` ranks may open."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(2 * size)
+    return listener
+
+
+def connect(
+    own: Launched,
+    listener: socket.socket,
+    addresses: Sequence[Address],
+    secret: str,
+    timeout: float,
+) -> tuple[Connections, Connections]:
+    """A lifeline with each other rank, and a connection for steps between rank 0 and each.
+
+    RankError names one that none comes from, or that refuses one.
+    """
+    end = time.monotonic() + timeout
+    kinds: dict[bytes, Connections] = {LIFE: {}, STEP: {}}
+    try:
+        for rank in range(own.rank):
+            for kind in kinds if rank == 0 else (LIFE,):
+                hello = HELLO.pack(secret.encode(), own.rank, kind)
+                kinds[kind][rank] = _call(rank, addresses[rank], hello, end)
+        above = range(own.rank + 1, own.size)
+        wanted = {(kind, rank) for rank in above for kind in (kinds if own.rank == 0 else (LIFE,))}
+        while wanted:
+            kind, rank, connection = _accept(listener, wanted, secret.encode(), end, timeout)
+            kinds[kind][rank] = connection
+            wanted.discard((kind, rank))
+    except RankError:
+        for connections in kinds.values():
+            close_all(connections)
+        raise
+    return kinds[LIFE], kinds[STEP]
+
+
+def close_all(connections: Connections) -> None:
+    for connection in connections.values():
+        connection.close()
+
+
+def require_all(lifelines: Connections) -> None:
+    """RankError where the process at the other end of one has ended."""
+    for rank, lifeline in lifelines.items():
+        try:
+            ended = not lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            continue
+        except OSError:
+            ended = True
+        if ended:
+            raise RankError(
+                f"rank {rank}: expected it to take part, got the end of its process; start all "
+                "ranks again"
+            )
+
+
+def _call(rank: int, address: Address, hello: bytes, end: float) -> socket.socket:
+    try:
+        connection = socket.create_connection(address, timeout=_left(end))
+        connection.sendall(hello)
+    except OSError as error:
+        raise RankError(
+            f"rank {rank}: expected it to take a connection at {address[0]}, got {error}"
+        ) from error
+    return _kept_alive(connection)
+
+
+def _accept(
+    listener: socket.socket,
+    wanted: set[tuple[bytes, int]],
+    secret: bytes,
+    end: float,
+    timeout: float,
+) -> tuple[bytes, int, socket.socket]:
+    """The next connection of those that are `wanted`; all others are closed."""
+    while True:
+        listener.settimeout(_left(end))
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            missing = min(rank for _, rank in wanted)
+            raise RankError(
+                f"rank {missing}: expected a connection from it in {timeout:g} s, got none"
+            ) from error
+        said = _hello(connection, end)
+        if said is not None and said[0] == secret and (said[2], said[1]) in wanted:
+            return said[2], said[1], _kept_alive(connection)
+        connection.close()
+
+
+def _hello(connection: socket.socket, end: float) -> tuple[bytes, int, bytes] | None:
+    connection.settimeout(min(_left(end), HELLO_SECONDS))
+    data = b""
+    with suppress(OSError):
+        while len(data) < HELLO.size and (more := connection.recv(HELLO.size - len(data))):
+            data += more
+    return HELLO.unpack(data) if len(data) == HELLO.size else None
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.001)
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection

@@ -1,0 +1,209 @@
+"""Ranks of several machines find each other by torch.distributed's store, at torchrun's address.
+
+Each rank says there where it listens, what it runs, and a secret of the run. Two ranks then have a
+connection, on which nothing is said as long as all goes well: its end is the end of the other rank.
+The leader has a second one to each follower, for the messages of steps.
+
+The store, these connections and gloo's trust the network that they are in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from kvgraph.errors import MissingDependencyError, RankError
+from kvgraph.ops.group import Gather, Group, shared_bytes
+from kvgraph.runtime.ranks.connections import (
+    Connections,
+    close_all,
+    connect,
+    listen,
+    own_host,
+    require_all,
+    wait_for_port,
+)
+from kvgraph.runtime.ranks.launched import Launched
+from kvgraph.runtime.ranks.meeting import Facts, require_equal
+from kvgraph.runtime.ranks.wire import Wire, require_linux
+from kvgraph.runtime.sessions.base import host_zeros
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+RETRY_SECONDS = 0.05
+
+PARTING_SECONDS = 2.0
+"""That rank 0 stays for others to read why the run is refused: it may have the store."""
+
+
+@dataclass(frozen=True)
+class _Present:
+    """What a rank says of itself in the store."""
+
+    host: str
+    port: int
+    facts: Facts
+    secret: str
+
+
+def lead(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]]:
+    """Meet all other ranks; the group, and a connection to each, in the order of the ranks.
+
+    RankError where one does not come in `timeout` seconds, or differs in `facts`;
+    MissingDependencyError without torch.
+    """
+    return _meet(own, facts, timeout)
+
+
+def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
+    """Meet all other ranks; the group, and the connection to rank 0. Raises as `lead` does."""
+    group, (wire,) = _meet(own, facts, timeout)
+    wire.limit(None)
+    return group, wire
+
+
+def _meet(own: Launched, facts: Facts, timeout: float) -> tuple[Group, list[Wire]]:
+    require_linux()
+    try:
+        from torch.distributed.distributed_c10d import PrefixStore
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{error.name}: needed for ranks on several machines, whose collectives are gloo's, "
+            "not installed; pip install 'kvgraph[torch]'"
+        ) from error
+
+    store = _store(own, timeout)
+    host = own_host(own)
+    with listen(host, own.size) as listener:
+        port = listener.getsockname()[1]
+        mine = _Present(host, port, facts, secrets.token_hex(16))
+        present = _introduce(own, mine, PrefixStore("kvgraph", store), timeout)
+        addresses = [(each.host, each.port) for each in present]
+        lifelines, steps = connect(own, listener, addresses, present[0].secret, timeout)
+    try:
+        gather = _joined(own, PrefixStore("kvgraph-gloo", store), host, lifelines, timeout)
+    except RankError:
+        close_all(lifelines)
+        close_all(steps)
+        raise
+    memory = host_zeros((shared_bytes(own.size),), "uint8")
+    exits = [lifelines[rank].detach() if rank in lifelines else -1 for rank in range(own.size)]
+    wires = [Wire(steps[rank], rank) for rank in sorted(steps)]
+    for wire in wires:
+        wire.limit(timeout)
+    return Group(memory, own.rank, own.size, exits, timeout, gather), wires
+
+
+def _joined(
+    own: Launched, store: Store, host: str, lifelines: Connections, timeout: float
+) -> Gather:
+    """What carries the pieces, made in a thread: gloo would wait for a rank that has ended."""
+    from kvgraph.runtime.ranks.gloo import Gloo
+
+    found: list[Gather | RankError] = []
+
+    def join() -> None:
+        try:
+            found.append(Gloo(store, own.rank, own.size, host, timeout))
+        except RankError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(RETRY_SECONDS)
+        require_all(lifelines)
+    if isinstance(found[0], RankError):
+        raise found[0]
+    return found[0]
+
+
+# -- the store
+
+
+def _store(own: Launched, timeout: float) -> Store:
+    """That of torchrun's agent, or rank 0's."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, its docs say
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    serves = own.rank == 0 and not own.is_store_there
+    if not serves:
+        wait_for_port(own, timeout)  # torch's own deadline is late by seconds
+    try:
+        store = TCPStore(
+            own.address,
+            own.port,
+            own.size,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        where, why = f"{own.address}:{own.port}", str(error).splitlines()[0]
+        if serves:
+            raise RankError(
+                f"rank 0: expected a free port for the run's store at {where}, got {why}"
+            ) from error
+        raise RankError(f"rank 0: expected the run's store at {where}, got {why}") from error
+    return PrefixStore(own.run, store)
+
+
+def _introduce(own: Launched, mine: _Present, store: Store, timeout: float) -> list[_Present]:
+    """What all ranks say of themselves; RankError where one says nothing, or differs."""
+    try:
+        store.set(f"rank {own.rank}", json.dumps(vars(mine)))
+        _wait_for_all(own, store, timeout)
+        said = [json.loads(store.get(f"rank {rank}")) for rank in range(own.size)]
+        present = [_Present(**each) for each in said]
+        try:
+            _require_alike(present)
+        finally:
+            store.add("read", 1)
+            if own.rank == 0:
+                _linger(store, own.size)
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise RankError(
+            "rank 0: expected the run's store at its address, got "
+            f"{str(error).splitlines()[0]}; start all ranks again"
+        ) from error
+    return present
+
+
+def _wait_for_all(own: Launched, store: Store, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    missing = list(range(own.size))
+    while missing := [rank for rank in missing if not store.check([f"rank {rank}"])]:
+        if time.monotonic() > end:
+            raise RankError(
+                f"ranks: expected {own.size} at the start, got none of {missing} in {timeout:g} s"
+            )
+        time.sleep(RETRY_SECONDS)
+
+
+def _require_alike(present: Sequence[_Present]) -> None:
+    loopback = [ipaddress.ip_address(each.host).is_loopback for each in present]
+    for rank, each in enumerate(present):
+        if loopback[rank] and not all(loopback):
+            raise RankError(
+                f"rank {rank}: expected an address that other machines reach, got {each.host}; "
+                "set GLOO_SOCKET_IFNAME to its network interface"
+            )
+        require_equal(rank, present[0].facts, each.facts)
+
+
+def _linger(store: Store, size: int) -> None:
+    end = time.monotonic() + PARTING_SECONDS
+    with suppress(RuntimeError):
+        while store.add("read", 0) < size and time.monotonic() < end:
+            time.sleep(RETRY_SECONDS)
