@@ -114,6 +114,7 @@ FLAGS = {
     "--max-queued-tokens --max-replicas --metrics-prefix --num-pages --port "
     "--prefill-replicas --remote --replicas --threads --verify",
     "verify": "--execute --json --record",
+    "worker": "--collective-timeout --session --threads --verify",
 }
 
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME", "KVGRAPH_CPU_ISA", "RAY_ADDRESS", "XDG_CACHE_HOME"}

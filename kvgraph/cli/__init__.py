@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli import bench, cache, chat, compile, generate, inspect, plan, prefill, serve, verify
+from kvgraph.cli import (
+    bench,
+    cache,
+    chat,
+    compile,
+    generate,
+    inspect,
+    plan,
+    prefill,
+    serve,
+    verify,
+    worker,
+)
 from kvgraph.cli.console import stderr, stdout
 from kvgraph.errors import KVGraphError
 
@@ -25,6 +37,7 @@ for command in (
     generate.generate,
     chat.chat,
     serve.serve,
+    worker.worker,
     prefill.prefill,
     inspect.inspect,
     plan.plan,

@@ -1,0 +1,80 @@
+"""`kvgraph worker`: ranks above 0 that say so."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import run
+from tests.support.ranks import ended, started
+
+OPTIONS = ("--max-new-tokens", 8, "--num-pages", 64)
+
+
+@pytest.fixture(scope="module")
+def two(compiled: Callable[..., Path]) -> Path:
+    return compiled("tiny-llama", tp=2)
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_a_worker_follows_a_server(hosts: bool, two: Path) -> None:
+    command = ("serve", two, "--port", 0, "--num-pages", 64)
+    follow = ("worker", two, "--threads", 1)
+    with started(*command, hosts=hosts, followers=follow) as (leader, worker):
+        assert leader.stderr is not None
+        url = json.loads(leader.stderr.readline())["url"]
+        while json.loads(leader.stderr.readline())["event"] != "ready":
+            pass
+        body = {"model": two.name, "prompt": "The import", "max_tokens": 4, "temperature": 0}
+        asked = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        for process in (worker, leader):  # as torchrun does: the leader ends the worker
+            process.send_signal(signal.SIGTERM)
+        assert ended(leader)[0] == 0
+        assert ended(worker) == (0, "", "")
+
+
+def test_a_worker_follows_generate(two: Path) -> None:
+    with started("generate", two, "The", *OPTIONS, followers=("worker", two)) as ranks:
+        (code, out, _), worker = (ended(process) for process in ranks)
+    assert (code, worker) == (0, (0, "", ""))
+    assert out
+
+
+def test_rank_0_is_no_worker(two: Path) -> None:
+    with started("worker", two, only=(0,)) as (leader,):
+        code, out, said = ended(leader)
+    assert (code, out, said) == (
+        2,
+        "",
+        "kvgraph: worker: expected a rank above 0 of torchrun, got rank 0; rank 0 is kvgraph "
+        "generate or serve\n",
+    )
+
+
+def test_a_worker_without_torchrun(two: Path) -> None:
+    code, out, said = run("worker", two)
+    assert (code, out) == (2, "")
+    assert "worker: expected a rank above 0 of torchrun, got no torchrun" in said.replace("\n", " ")
+
+
+def test_a_worker_of_an_artifact_of_one_rank(compiled: Callable[..., Path]) -> None:
+    with started("worker", compiled("tiny-llama"), only=(1,)) as (worker,):
+        code, _, said = ended(worker)
+    assert code == 2
+    assert "expected 1 processes, one for each of its ranks, got 2 from torchrun" in said
+
+
+def test_a_worker_whose_leader_does_not_come(two: Path) -> None:
+    with started("worker", two, "--collective-timeout", 0.5, only=(1,)) as (worker,):
+        code, _, said = ended(worker)
+    assert code == 2
+    assert "kvgraph: rank 0: expected it at the start, got nothing from it in 0.5 s" in said
