@@ -58,9 +58,10 @@ def plan(
     if json:
         print_json(to_plain(made))
         return
-    table = Table(show_header=False, box=None, title_justify="left", title_style="bold")
+    table = Table(show_header=False, box=None)
     each = f", each of {made.ranks} devices" if made.ranks > 1 else ""
-    table.title = f"{made.architecture} on {made.target} with {size_text(made.memory)}{each}"
+    title = f"{made.architecture} on {made.target} with {size_text(made.memory)}{each}"
+    stdout.print(title, style="bold", highlight=False, soft_wrap=True)
     table.add_column()
     table.add_column(justify="right")
     rows = {

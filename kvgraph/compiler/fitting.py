@@ -135,13 +135,12 @@ def would_fit(
     tokens = _most_tokens(of, wanted)
     if tokens:
         yield f"--max-batch-tokens {tokens}"
-    for choice in [wanted, *([] if fitting else smaller)] if ranks else []:
-        least = _least_ranks(choice, describe, of.ranks + 1)
+    for choice in [wanted, *smaller] if ranks else []:
+        least = None if choice in fitting else _least_ranks(choice, describe, of.ranks + 1)
         if least is not None:
             flag = "" if choice is wanted else f"--weights {choice.weights} "
             each = size_text(weight_bytes(least, choice))
             yield f"{flag}--tp {least.ranks} ({each} on each device)"
-            return
 
 
 def _smaller_weights(wanted: Wanted) -> Iterator[Wanted]:

@@ -13,12 +13,15 @@ import pytest
 from tests.support.ranks import ended, started
 
 KILLS = 50
+SEEN = "got the end of its process"
+STARTING = 10
+"""Seconds that a process may take to be started, on a machine with much else to do."""
 PLACES = [
-    pytest.param(False, 1.5, 4, id="one-machine"),
-    pytest.param(True, 7.0, 1.5, id="told-of-several"),
+    pytest.param(False, 4.0, 4, id="one-machine"),
+    pytest.param(True, 8.0, 4, id="told-of-several"),
 ]
 """Whether ranks meet by gloo; seconds from the start of the processes into their steps; the
-deadline of collectives: with torch, a rank may be about to be started for two seconds more."""
+deadline of collectives."""
 
 
 def shared_files() -> set[str]:
@@ -28,7 +31,7 @@ def shared_files() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "seconds", "deadline"), PLACES)
 def test_kills_at_random_moments(
-    hosts: bool, seconds: float, deadline: float, compiled: Callable[..., Path]
+    hosts: bool, seconds: float, deadline: int, compiled: Callable[..., Path]
 ) -> None:
     folder, moments = compiled("tiny-llama", tp=2), random.Random(7)
     before = shared_files()
@@ -41,7 +44,9 @@ def test_kills_at_random_moments(
             ranks[victim].kill()
             start = time.monotonic()
             code, _, said = ended(ranks[1 - victim])
-        assert time.monotonic() - start < 5, (kill, after)
+        # A rank that had not met the other waits for it as long as it was told to.
+        limit = 5 if SEEN in said else 5 + STARTING
+        assert time.monotonic() - start < limit, (kill, after, said)
         assert code == 2, (kill, after, said)
         sentences = [line for line in said.splitlines() if line.startswith("kvgraph: ")]
         assert len(sentences) == 1, (kill, after, said)

@@ -67,6 +67,11 @@ def test_plan_says_what_would_fit(model_folder: Callable[[str], Path]) -> None:
     assert "what fits" not in refused(tiny, 1)
     # A page alone does not fit.
     assert "one page of 32768 bytes, got 10 bytes" in refused(tiny, 4133376 + 13697024 + 10)
+    # Fewer bits need fewer ranks.
+    assert refused(tiny, 800 << 10, max_batch_tokens=16).partition("what fits: ")[2] == (
+        "--tp 8 (652.5 KiB on each device), --weights int8 --tp 4 (568.5 KiB on each device), "
+        "--weights int4 --tp 4 (429.0 KiB on each device)"
+    )
     # Only both together.
     assert refused(tiny, 500 << 10, max_batch_tokens=16).endswith(
         "what fits: --weights int4 --tp 8 (297.6 KiB on each device)"
