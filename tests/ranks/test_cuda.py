@@ -147,6 +147,7 @@ assert torch.equal(nccl.all_reduce(x[rank], residual, ranks=2), x[0] + x[1] + 0.
 assert torch.equal(nccl.all_reduce(x[rank], ranks=2), x[0] + x[1])
 assert torch.equal(x[rank], before)
 assert torch.equal(nccl.all_gather(x[rank], ranks=2, out_width=6), torch.cat(x, 1))
+dist.destroy_process_group()  # its threads cannot end with the interpreter
 """
 
 

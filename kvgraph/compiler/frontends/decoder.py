@@ -9,6 +9,7 @@ does everything else.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -51,6 +52,13 @@ class Decoder(nn.Module):
         self.model = model
         self._plan: CachePlan | None = None
         self._attention: list[nn.Module] = []  # known once it has run
+
+    def over_same_weights(self) -> Decoder:
+        """A copy with these very parameters and buffers. Which attention it has is seen as it runs:
+        layers may have been taken out since this one ran."""
+        shared = (*self.parameters(), *self.buffers())
+        memo: dict[int, object] = {id(tensor): tensor for tensor in shared}
+        return copy.deepcopy(self, memo | {id(self._attention): []})
 
     def place(self, plan: CachePlan) -> None:
         self._plan = plan

@@ -11,7 +11,6 @@ written.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -46,8 +45,7 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     decoder = model.module
     assert isinstance(decoder, Decoder), "of a checkpoint folder"
     require_heads(model.architecture, model.layers, ranks)
-    shared = [*decoder.parameters(), *decoder.buffers()]
-    own = copy.deepcopy(decoder, {id(tensor): tensor for tensor in shared})
+    own = decoder.over_same_weights()
     plan = plan_of(decoder, model.architecture, ranks)
     cutter = _Cutter(model.architecture, plan, ranks, rank, set(model.layers))
     cutter.run(own.model)
