@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvgraph.ops._collectives import ALL_GATHER as ALL_GATHER
 from kvgraph.ops._collectives import ALL_REDUCE as ALL_REDUCE
 from kvgraph.ops._experts import EXPERTS as EXPERTS
+from kvgraph.ops._fused_experts import FUSED_EXPERTS as FUSED_EXPERTS
 from kvgraph.ops._linear import LINEAR as LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION as PAGED_ATTENTION
 from kvgraph.ops._rms_norm import RMS_NORM as RMS_NORM
@@ -165,6 +166,7 @@ __all__ = [
     "ALL_REDUCE",
     "ALL_SPECS",
     "CPU_SPECS",
+    "FUSED_EXPERTS",
     "FUSIONS",
     "LINEAR",
     "OPSET_DOMAIN",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvgraph.ops._collectives import ALL_GATHER, ALL_REDUCE
 from kvgraph.ops._experts import EXPERTS
+from kvgraph.ops._fused_experts import FUSED_EXPERTS
 from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
 from kvgraph.ops._rms_norm import RMS_NORM
@@ -21,5 +22,5 @@ CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS)
 ALL_SPECS = SPECS + CPU_SPECS
 """What has native kernels for a CPU, and is in the C header."""
 
-FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL)
+FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL, FUSED_EXPERTS)
 """What only programs of torch for CUDA hold; a pass writes them."""

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvgraph
 from kvgraph import Engine, SamplingParams
 from kvgraph.compiler.check.compare import ROUNDED
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.inputs import Buffer
+from tests.support.models import make_model
 
 triton = pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 torch = pytest.importorskip("torch", reason="runs the program")
@@ -25,6 +27,12 @@ from kvgraph.runtime.sessions.cuda_pages import PageCopies  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 100, 23, 77, 31, 8], [1], list(range(3, 40))]
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 1,
+}
 ENGINE = {"num_pages": 32, "max_batch_size": 6, "max_batch_tokens": 24}
 
 old_interpreter = pytest.mark.skipif(
@@ -83,6 +91,26 @@ def test_tokens_equal_eager(
         "merge_parts-",
         "rms_norm-",
         "silu_mul-",
+    }
+
+
+@old_interpreter
+def test_experts_equal_eager(tmp_path: Path) -> None:
+    """One layer with experts, of which each row's are sorted, multiplied and summed on the
+    device; decode steps are captured as all others."""
+    folder = make_model("qwen3_moe", tmp_path / "model", **MIXTURE)
+    kvgraph.compile(
+        folder, tmp_path / "out", target="cuda:sm_90", dtype="float32", page_size=16, check=False
+    )
+    found = interpreted(tmp_path / "out", tmp_path, prompts=PROMPTS, new_tokens=3)
+    assert found["tokens"] == eager(folder, PROMPTS, 3)
+    assert found["captures"] >= 1
+    assert set(found["launched"]) >= {
+        "sort_slots-",
+        "place_tiles-",
+        "experts_up-few",
+        "experts_down-few",
+        "sum_experts-",
     }
 
 

@@ -20,9 +20,11 @@ import torch
 
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import launch, variants
+from kvgraph.kernels.matrix_tiles import ROLES
+from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run import run
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
-from tests.support import conformance
+from tests.support import conformance, matrix_products
 from tests.support.conformance import Case, Operands
 
 Array = np.ndarray[Any, Any]
@@ -165,6 +167,18 @@ def check_rows(device: str) -> None:
     assert (given["cache_lengths"].cpu().numpy() == lengths + new).all()
 
 
+def check_products(arch: str, device: str) -> None:
+    """Matrix products with both kinds of tiles against the references of their ops."""
+    for shape in matrix_products.EXPERTS:
+        for role in ROLES:
+            trial = experts_trial(shape, arch, role)
+            given = {name: tensor(a, device) for name, a in trial.given.items()}
+            run(trial.plan, given)
+            trial.given["out"] = array(given["out"], shape.dtype)
+            where, error, limit = trial.error()
+            assert error <= limit, f"{matrix_products.name_of(shape)} {role}: {where} {error:.2g}"
+
+
 def _close(got: Array, want: Array, tolerance: float) -> None:
     error = np.abs(got.astype("f4") - want).max()
     assert error <= tolerance * (1 + np.abs(want).max()), f"largest error {error:.3g}"
@@ -245,6 +259,7 @@ def main() -> int:
     if not given.cases:
         check_rows(given.device)
         check_far_pages(given.arch, given.device)
+        check_products(given.arch, given.device)
     print(
         f"{len(cases) - failed} of {len(cases)} cases passed, {given.arch} tiles, "
         f"{time.perf_counter() - start:.1f} s"

@@ -24,7 +24,7 @@ from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.locate import wrong_layer
 from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
-from kvgraph.compiler.check.streamed import streamed_of, with_values
+from kvgraph.compiler.check.streamed import with_values
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
 from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
@@ -122,7 +122,7 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
             given = (traced.model, traced.signature, traced.plan)
             again = padded or made.backend.functional
             program = trace(*given, functional=False).program if again else traced.program
-            step = ProgramRun(program, window=WINDOW, streamed=streamed_of(traced.model))
+            step = ProgramRun(program, window=WINDOW, weights=traced.weights)
             found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
             _require_near(made, traced, found, rows)
     return _note("all layers")
@@ -167,7 +167,7 @@ def _run_program(made: Made, traced: Traced, rows: Sequence[Row]) -> list[Logits
         return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK)
     if made.support.rewrite:
         imported(made.support.rewrite)(traced)
-    program = ProgramRun(traced.program, streamed=streamed_of(traced.model))
+    program = ProgramRun(traced.program, weights=traced.weights)
     return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
 
 

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
+    CASTS,
     UnmatchedError,
     any_node,
     erase_unused,
@@ -32,10 +33,16 @@ aten = torch.ops.aten
 FUSED = torch_fusions.rms_norm.default
 COMPOSED, RATE = aten.rms_norm.default, aten.rsqrt.default
 ADD, MUL, TRANSPOSE = aten.add.Tensor, aten.mul.Tensor, aten.transpose.int
-CASTS = (aten.to.dtype, aten.type_as.default)
 HALVES = (torch.float16, torch.bfloat16)
 
-OWN_MEMORY = (ADD, MUL, FUSED, aten.linear.default, aten.embedding.default)
+OWN_MEMORY = (
+    ADD,
+    MUL,
+    FUSED,
+    aten.linear.default,
+    aten.embedding.default,
+    torch_fusions.fused_experts.default,
+)
 """Operators whose result is new memory that shares nothing with what they were given."""
 
 

@@ -8,6 +8,10 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten.type_as.default)
+"""To another dtype, or to none other."""
+
 
 class UnmatchedError(Exception):
     """Why a place is not what a pass rewrites. It never leaves the pass."""

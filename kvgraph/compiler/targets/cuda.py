@@ -34,6 +34,7 @@ from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_arch
 from kvgraph.kernels.variants import (
     Variant,
@@ -41,7 +42,8 @@ from kvgraph.kernels.variants import (
     rms_norm_variant,
     silu_mul_variant,
 )
-from kvgraph.ops import UPDATE_AND_ATTEND
+from kvgraph.ops import FUSED_EXPERTS, UPDATE_AND_ATTEND, torch_fusions
+from kvgraph.ops.torch_nodes import Call
 
 KERNELS_NAME = "kernels.json"
 LOCAL_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
@@ -74,7 +76,8 @@ def lower(
     for arch in archs:
         progress(f"compiling kernels for {arch}")
         used = [variant for shape in shapes for variant in aot.attention_variants(shape, arch)]
-        made = aot.compile_all([*used, *variants], arch)
+        products = product_variants(program, arch)
+        made = aot.compile_all([*used, *products, *variants], arch)
         seconds |= save_kernels(made, arch, folder)
     write_build_log(folder, {"compile_seconds": seconds})
     return Lowered(
@@ -126,6 +129,17 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
                 else rms_norm_variant(dtype, width, residual=len(node.args) > 2, **node.kwargs)
             )
     return [*variants, increment_variant()]
+
+
+def product_variants(program: ExportedProgram, arch: str) -> list[Variant]:
+    """Kernels of the program's experts."""
+    calls = [
+        Call.of(FUSED_EXPERTS, node)
+        for node in program.graph.nodes
+        if node.target is torch_fusions.fused_experts.default
+    ]
+    shapes = [ExpertsShape.of(call.dtypes["x"], call.shapes, call.attributes) for call in calls]
+    return [v for shape in dict.fromkeys(shapes) for v in experts_variants(shape, arch)]
 
 
 def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) -> None:
