@@ -60,7 +60,7 @@ def require_written(operands: Operands) -> None:
         raise KernelError("out: expected every element written, got some that no block wrote")
 
 
-def poisoned(elements: int, dtype: str) -> torch.Tensor:
+def poisoned(elements: int, dtype: str = "float32") -> torch.Tensor:
     kind = getattr(torch, dtype)
     return torch.full((elements,), torch.nan if kind.is_floating_point else -1, dtype=kind)
 
