@@ -12,10 +12,15 @@ from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, nearest_weights, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
-from kvgraph.compiler.options import check_weights, default_weights, require_ranks
+from kvgraph.compiler.options import (
+    check_weights,
+    computes_in_float32,
+    default_weights,
+    require_ranks,
+)
 from kvgraph.contract.backends import Support, default_backend
 from kvgraph.contract.devices import Target, virtual_devices
-from kvgraph.contract.dtypes import WEIGHT_BITS
+from kvgraph.contract.dtypes import SMALL_WEIGHTS, WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError
 from kvgraph.kv.memory import plan_leaves
 
@@ -39,7 +44,7 @@ class DeploymentPlan:
     weights: int
     """What the target's default backend stores of them, with rotary tables."""
     weights_dtype: str
-    """fp32, bf16, int8 or int4 on a CPU; elsewhere the activations' dtype."""
+    """fp32, bf16, int8 or int4; on a GPU the activations' dtype where they are not small."""
     cache_memory: int
     page_size: int
     pages: dict[str, int]
@@ -90,7 +95,7 @@ def plan_deployment(
     with as_folder(folder) as opened:
         config = read_config(opened)
         dtype = dtype or checkpoint_dtype(config)
-        if support.float32 or weights is not None:
+        if computes_in_float32(support, parsed, weights):
             nearest = nearest_weights(config)
             weights, dtype = weights or default_weights(dtype, support, nearest), "float32"
         require_ranks(tp, backend, parsed)
@@ -108,7 +113,7 @@ def plan_deployment(
     weight_bytes = model.weight_bytes(dtype, bits, on_cpu)
     available = memory - weight_bytes
     if available <= 0:
-        less = "".join(_smaller(model, support, memory, weight_bytes, tp))
+        less = "".join(_smaller(model, support, (dtype, on_cpu), memory, weight_bytes, tp))
         raise ParamsError(
             f"memory: expected more than the {weight_bytes} bytes of weights, got {memory}{less}"
         )
@@ -148,12 +153,19 @@ def plan_deployment(
 
 
 def _smaller(
-    model: Described, support: Support, memory: int, weight_bytes: int, tp: int
+    model: Described,
+    support: Support,
+    kind: tuple[str, bool],
+    memory: int,
+    weight_bytes: int,
+    tp: int,
 ) -> Iterator[str]:
-    """What would fit, as ends of the sentence that this does not."""
+    """What would fit, as ends of the sentence that this does not. `kind`: the activations' dtype,
+    and whether the target is a CPU."""
+    dtype, on_cpu = kind
     if "weight_bits" in support.options:
-        for name in ("int8", "int4"):
-            nbytes = model.weight_bytes("float32", WEIGHT_BITS[name], on_cpu=True)
+        for name in SMALL_WEIGHTS:
+            nbytes = model.weight_bytes(dtype, WEIGHT_BITS[name], on_cpu)
             if nbytes < min(memory, weight_bytes):
                 yield f"; --weights {name} takes {nbytes}"
     heads = min(need.n_kv_heads for need in model.layers)

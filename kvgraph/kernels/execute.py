@@ -35,6 +35,7 @@ MULTIPROCESSORS = {"decode": 1, "long": 8}
 UNITS = ("rms_norm", "silu_mul", "increment_cache_lengths")
 EXPERTS = "experts_down"
 """What stands for all kernels of a mixture of experts."""
+LINEAR = "quantized_linear"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
             tasks += [(folder, name, trial) for trial in trials.rows_of(page_size)]
         elif kernel.variant.kernel.name in UNITS:
             tasks += [(folder, name, "one row"), (folder, name, "rows")]
-        elif kernel.variant.kernel.name == EXPERTS:
+        elif kernel.variant.kernel.name in (EXPERTS, LINEAR):
             tasks.append((folder, name, kernel.variant.role))
     return tasks
 
@@ -183,6 +184,8 @@ def _trials(kernel: Packed, which: str, known: Mapping[str, Packed]) -> Iterator
         others = [each.variant for each in known.values()]
         for shape in matrix_trials.experts_shapes(variant, others):
             yield matrix_trials.experts_trial(shape, kernel.arch, which)
+    elif variant.kernel.name == LINEAR:
+        yield matrix_trials.linear_trial(matrix_trials.linear_shape(variant), kernel.arch, which)
     else:
         yield _trial(kernel, which)
 

@@ -14,10 +14,15 @@ from kvgraph.contract.dims import ceildiv
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import variants
 from kvgraph.kernels.launch import LaunchPlan, launch_of
-from kvgraph.kernels.matrix_tiles import ROLES, MatrixTiles, matrix_tiles, role_of
+from kvgraph.kernels.matrix_tiles import (
+    ROLES,
+    MatrixTiles,
+    matrix_tiles,
+    product_constants,
+    role_of,
+)
 from kvgraph.kernels.shapes import power_of_two
 from kvgraph.kernels.variants import Constant, Variant, absent_of
-from kvgraph.ops import matrices
 from kvgraph.ops.packed import SILU
 
 MOST_EXPERTS = 1024
@@ -165,7 +170,7 @@ def _up_variant(shape: ExpertsShape, role: str, tiles: MatrixTiles) -> Variant:
         "ALPHA": shape.alpha,
         "LIMIT": shape.limit,
         "UP_OFFSET": shape.up_offset,
-        **_product_constants(shape, tiles),
+        **_constants(shape, tiles),
     }
     absent = absent_of(up_scales=not shape.bits, up_bias=not shape.up_bias)
     return Variant(
@@ -188,23 +193,18 @@ def _down_variant(shape: ExpertsShape, role: str, tiles: MatrixTiles) -> Variant
         role,
         shape.dtype,
         shape.weight_dtype,
-        _product_constants(shape, tiles),
+        _constants(shape, tiles),
         tiles.num_warps,
         tiles.num_stages,
         absent,
     )
 
 
-def _product_constants(shape: ExpertsShape, tiles: MatrixTiles) -> dict[str, Constant]:
+def _constants(shape: ExpertsShape, tiles: MatrixTiles) -> dict[str, Constant]:
     return {
         "IN": shape.in_features,
         "INNER": shape.inner_features,
-        "BITS": shape.bits,
-        "GROUP": matrices.GROUP,
-        "PRECISION": "ieee" if shape.dtype == "float32" else "tf32",
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_K": tiles.block_k,
+        **product_constants(shape.dtype, shape.bits, tiles),
     }
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.kernels.shapes import capability
+from kvgraph.kernels.variants import Constant
+from kvgraph.ops.matrices import GROUP
 
 FEW_ROWS = 16
 ROLES = ("few", "many")
@@ -42,3 +44,15 @@ def matrix_tiles(role: str, dtype: str, bits: int, arch: str) -> MatrixTiles:
         return MatrixTiles(16 if few else 32, 32, wide, warps, 1 if target < 80 else 2)
     wide = 128 if bits == 8 else 64
     return MatrixTiles(16, 64, wide, 4, 4) if few else MatrixTiles(64, 128, wide, 8, 3)
+
+
+def product_constants(dtype: str, bits: int, tiles: MatrixTiles) -> dict[str, Constant]:
+    """What every kernel of a product is specialised on."""
+    return {
+        "BITS": bits,
+        "GROUP": GROUP,
+        "PRECISION": "ieee" if dtype == "float32" else "tf32",
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+    }

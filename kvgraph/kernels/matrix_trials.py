@@ -13,10 +13,12 @@ import numpy as np
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels.experts_plan import ExpertsShape, plan_experts
+from kvgraph.kernels.linear_plan import LinearShape, plan_linear
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
-from kvgraph.ops import FUSED_EXPERTS, matrices
+from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices
 
+WIDTHS = ("OUT", "OUT_1", "OUT_2")
 ROWS = {"few": 18, "many": 70}
 """Of a step by the role of its tiles: an expert that all rows choose has two of them."""
 
@@ -60,9 +62,9 @@ def _shape(up: Variant, down: Variant, experts: int) -> ExpertsShape:
     )
 
 
-def experts_trial(shape: ExpertsShape, arch: str, name: str) -> Trial:
+def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> Trial:
     """fused_experts, all of its kernels with the tiles of `name`: "few" or "many"."""
-    rows = ROWS[name]
+    rows = rows or ROWS[name]
     rng = np.random.default_rng(rows)
     kind = DTYPES[shape.dtype].numpy
     given_experts = min(shape.experts, shape.active + SPARE)
@@ -86,27 +88,67 @@ def experts_trial(shape: ExpertsShape, arch: str, name: str) -> Trial:
     return Trial(f"{name} rows", plan_experts(shape, arch, rows, name), held, {"out": want})
 
 
+def linear_shape(variant: Variant) -> LinearShape:
+    """What a `quantized_linear` was compiled for."""
+    given = {name: int(str(variant.constants[name])) for name in ("BITS", "IN", *WIDTHS)}
+    return LinearShape(
+        dtype=variant.dtype,
+        bits=given["BITS"],
+        in_features=given["IN"],
+        out_features=(given["OUT"], given["OUT_1"], given["OUT_2"]),
+        gated=bool(variant.constants["GATED"]),
+        bias="bias" not in variant.absent,
+    )
+
+
+def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Trial:
+    """quantized_linear with the tiles of `name`: "few" or "many"."""
+    rows = rows or ROWS[name]
+    rng = np.random.default_rng(rows)
+    kind = DTYPES[shape.dtype].numpy
+    given: dict[str, Array | None] = {
+        "x": rng.standard_normal((rows, shape.in_features)).astype(kind),
+        **_weight(rng, "", (shape.columns,), shape.in_features, shape, shape.bias),
+    }
+    attributes = dict(
+        zip(("out_features", "out_features_1", "out_features_2"), shape.out_features, strict=True)
+    )
+    found = QUANTIZED_LINEAR.reference(
+        *(given[operand.name] for operand in QUANTIZED_LINEAR.inputs),
+        bits=shape.bits,
+        silu_mul=int(shape.gated),
+        **attributes,
+    )
+    outs = zip(("out", "out_1", "out_2"), found, strict=True)
+    wanted = {out: array for out, array in outs if array.size}
+    held = {key: array for key, array in given.items() if array is not None}
+    held |= {out: np.full(array.shape, np.nan, kind) for out, array in wanted.items()}
+    return Trial(f"{name} rows", plan_linear(shape, arch, rows, name), held, wanted)
+
+
 def _weight(
     rng: np.random.Generator,
     name: str,
-    leading: tuple[int, int],
+    leading: tuple[int, ...],
     inputs: int,
-    shape: ExpertsShape,
+    shape: ExpertsShape | LinearShape,
     has_bias: bool,
 ) -> dict[str, Array | None]:
-    """A weight of experts as it is stored, whose products are about as large as its inputs."""
-    kind, (experts, columns) = DTYPES[shape.dtype].numpy, leading
+    """A weight as it is stored, whose products are about as large as its inputs: "weight" where
+    `name` is empty."""
+    kind, prefix = DTYPES[shape.dtype].numpy, f"{name}_" if name else ""
+    *stacked, columns = leading
     scale = inputs**-0.5
-    found: dict[str, Array | None] = {f"{name}_scales": None, f"{name}_bias": None}
+    found: dict[str, Array | None] = {f"{prefix}scales": None, f"{prefix}bias": None}
     depth = matrices.depth_of(inputs, shape.bits)
     if shape.bits:
-        found[name] = rng.integers(-128, 128, (*leading, depth)).astype(np.int8)
+        found[name or "weight"] = rng.integers(-128, 128, (*leading, depth)).astype(np.int8)
         groups = matrices.groups_of(inputs, shape.bits)
         largest = 2 ** (shape.bits - 1)
-        spread = rng.uniform(0.5, 2.0, (experts, groups, columns)) * scale / largest
-        found[f"{name}_scales"] = spread.astype(np.float32)
+        spread = rng.uniform(0.5, 2.0, (*stacked, groups, columns)) * scale / largest
+        found[f"{prefix}scales"] = spread.astype(np.float32)
     else:
-        found[name] = (rng.standard_normal((*leading, depth)) * scale).astype(kind)
+        found[name or "weight"] = (rng.standard_normal((*leading, depth)) * scale).astype(kind)
     if has_bias:
-        found[f"{name}_bias"] = rng.standard_normal(leading).astype(kind)
+        found[f"{prefix}bias"] = rng.standard_normal(leading).astype(kind)
     return found

@@ -112,6 +112,12 @@ EXPERTS_DOWN = _kernel(
     "inner:*T down down_scales down_bias order:*i32 tiles:*i32 parts:*T inner_features:i32",
 )
 SUM_EXPERTS = _kernel("sum_experts", "experts", ops.FUSED_EXPERTS, "parts:*T weights out")
+QUANTIZED_LINEAR = _kernel(
+    "quantized_linear",
+    "quantized_linear",
+    ops.QUANTIZED_LINEAR,
+    "x weight scales bias out out_1 out_2 num_rows:i32 in_features:i32",
+)
 KERNELS = (
     STORE_KV,
     PAGED_ATTENTION,
@@ -124,6 +130,7 @@ KERNELS = (
     EXPERTS_UP,
     EXPERTS_DOWN,
     SUM_EXPERTS,
+    QUANTIZED_LINEAR,
 )
 
 Constant = int | float | bool | str | None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from kvgraph.ops._fused_experts import FUSED_EXPERTS
+from kvgraph.ops._quantized_linear import QUANTIZED_LINEAR
 from kvgraph.ops._rms_norm import RMS_NORM
 from kvgraph.ops._silu_mul import SILU_MUL
 from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
@@ -69,6 +70,7 @@ for _spec, _cpu in (
     (RMS_NORM, _rms_norm),
     (SILU_MUL, _silu_mul),
     (FUSED_EXPERTS, _by_reference(FUSED_EXPERTS)),
+    (QUANTIZED_LINEAR, _by_reference(QUANTIZED_LINEAR)),
 ):
     _LIBRARY.define(schema(_spec))
     _LIBRARY.impl(_spec.name, _cpu, "CPU")
@@ -78,3 +80,4 @@ for _spec, _cpu in (
 rms_norm = torch.ops.kvgraph.rms_norm
 silu_mul = torch.ops.kvgraph.silu_mul
 fused_experts = torch.ops.kvgraph.fused_experts
+quantized_linear = torch.ops.kvgraph.quantized_linear

@@ -16,14 +16,22 @@ from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, experts_plan
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.matrix_tiles import ROLES
-from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run_ptx import PlanMemory, run_plan
+from kvgraph.kernels.variants import Variant
 from tests.kernels.table import TENSOR_CORES, instructions
-from tests.support.matrix_products import EXPERTS, name_of
+from tests.support.matrix_products import (
+    EXPERTS,
+    LLAMA_8B,
+    QWEN3_30B,
+    SHAPES,
+    Shape,
+    name_of,
+    trial_of,
+)
 from tests.support.ptx_matrix import Kernels
 
-QWEN3_30B = ExpertsShape("bfloat16", 0, 128, 8, 2048, 768)
 ARCHS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma",
          "sm_120": "mma.sync"}  # fmt: skip
 """Architecture -> its instruction of matrix products."""
@@ -74,26 +82,46 @@ def test_more_experts_than_a_program_holds_are_refused() -> None:
         experts_variants(replace(QWEN3_30B, experts=1025), "sm_90")
 
 
+def test_linear_layers_are_one_launch() -> None:
+    def grid(rows: int) -> tuple[str, tuple[int, int]]:
+        (one,) = plan_linear(LLAMA_8B["q, k and v"], "sm_90", rows).launches
+        return one.variant.role, one.grid
+
+    assert grid(1) == ("few", (1, 6144 // 64))
+    assert grid(16) == ("few", (1, 6144 // 64))
+    assert grid(17) == ("many", (1, 6144 // 128))
+    assert grid(65) == ("many", (2, 6144 // 128))
+    assert plan_linear(LLAMA_8B["down"], "sm_90", 0) == LaunchPlan()
+
+
 # ---- what is compiled
 
 
+def variants_of(shape: Shape, arch: str) -> tuple[Variant, ...]:
+    if isinstance(shape, LinearShape):
+        return linear_variants(shape, arch)
+    return tuple(v for v in experts_variants(shape, arch) if v.role)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("role", ROLES)
-def test_products_use_tensor_cores_and_wide_loads(arch: str, role: str) -> None:
-    chosen = [v for v in experts_variants(QWEN3_30B, arch) if v.role == role]
-    assert [v.kernel.name for v in chosen] == ["experts_up", "experts_down"]
-    for made in aot.compile_all(chosen, arch):
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_products_use_tensor_cores_and_do_not_spill(arch: str, bits: int) -> None:
+    shapes: list[Shape] = [replace(QWEN3_30B, bits=bits)]
+    if bits:
+        shapes.append(replace(LLAMA_8B["gate and up"], bits=bits))
+    for made in aot.compile_all([v for s in shapes for v in variants_of(s, arch)], arch):
         counts = instructions(made.ptx)
         assert [name for name in TENSOR_CORES if counts[name]] == [ARCHS[arch]]
-        assert counts["cp.async 16"] >= 12, "weights and rows travel in 16-byte copies"
+        assert counts["cp.async 16"] >= 4, "rows travel in 16-byte copies"
         assert made.resources.spill_stores == made.resources.spill_loads == 0
 
 
 def test_the_oldest_architecture_multiplies_without_tensor_cores() -> None:
-    shape = replace(QWEN3_30B, dtype="float16")
-    for made in aot.compile_all(experts_variants(shape, "sm_75"), "sm_75"):
-        assert not any(instructions(made.ptx)[name] for name in TENSOR_CORES)
-        assert made.resources.spill_stores == 0
+    for bits in (0, 8, 4):
+        shape = replace(QWEN3_30B, dtype="float16", bits=bits)
+        for made in aot.compile_all(experts_variants(shape, "sm_75"), "sm_75"):
+            assert not any(instructions(made.ptx)[name] for name in TENSOR_CORES)
+            assert made.resources.spill_stores == 0
 
 
 # ---- results
@@ -101,46 +129,49 @@ def test_the_oldest_architecture_multiplies_without_tensor_cores() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("shape", EXPERTS, ids=name_of)
-def test_experts_are_their_reference(
-    kernels: Kernels, shape: ExpertsShape, role: str, arch: str
-) -> None:
-    """In the order of threads and in another one: the same bits."""
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_products_are_their_reference(kernels: Kernels, shape: Shape, role: str, arch: str) -> None:
+    """In the order of threads and, on one architecture, in another one: the same bits."""
     if shape.dtype == "float32" and arch != "sm_80":
         pytest.skip("kernels of float32 are the same but for their stages")
     found = []
-    for order in (None, 1):
-        trial = experts_trial(shape, arch, role)
+    for order in (None, 1) if arch == "sm_90" else (2,):
+        trial = trial_of(shape, arch, role)
         run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, arch), order=order)
         where, error, limit = trial.error()
         assert error <= limit, (where, error)
-        found.append(trial.given["out"].tobytes())
-    assert found[0] == found[1]
+        found.append([trial.given[name].tobytes() for name in trial.wanted])
+    assert all(each == found[0] for each in found)
 
 
-def test_experts_in_half_precision_on_the_oldest_architecture(kernels: Kernels) -> None:
-    shape = replace(EXPERTS[1], dtype="float16")
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_half_precision_on_the_oldest_architecture(kernels: Kernels, bits: int) -> None:
+    shape = replace(EXPERTS[1], dtype="float16", bits=bits)
     for role in ROLES:
-        trial = experts_trial(shape, "sm_75", role)
+        trial = trial_of(shape, "sm_75", role)
         run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_75"))
         where, error, limit = trial.error()
         assert error <= limit, (where, error)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("bits", [0, 8, 4])
 def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
-    kernels: Kernels, arch: str
+    kernels: Kernels, bits: int, arch: str
 ) -> None:
-    shape = ExpertsShape("bfloat16", 0, 4, 2, 128, 64)
-    trial = experts_trial(shape, arch, "few")
-    memory = PlanMemory(trial.plan, trial.given)
-    for one in trial.plan.launches:
-        counted = memory.run(one, *kernels.get(one.variant, arch), profile=True)
-        if one.variant.role:
-            traffic = [*counted.global_reads.values(), *counted.global_writes.values()]
-            sectors, ideal = (sum(getattr(t, n) for t in traffic) for n in ("sectors", "ideal"))
-            assert sectors <= 1.01 * ideal  # a tile of sorted slots may begin within a sector
-            assert counted.wavefronts == counted.ideal_wavefronts
+    shapes: list[Shape] = [ExpertsShape("bfloat16", bits, 4, 2, 256, 128)]
+    if bits:
+        shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64)))
+    for shape in shapes:
+        trial = trial_of(shape, arch, "few")
+        memory = PlanMemory(trial.plan, trial.given)
+        for one in trial.plan.launches:
+            counted = memory.run(one, *kernels.get(one.variant, arch), profile=True)
+            if one.variant.role:
+                traffic = [*counted.global_reads.values(), *counted.global_writes.values()]
+                sectors, ideal = (sum(getattr(t, n) for t in traffic) for n in ("sectors", "ideal"))
+                assert sectors <= 1.01 * ideal  # a tile of sorted slots may begin within a sector
+                assert counted.wavefronts == counted.ideal_wavefronts
 
 
 def test_slots_are_sorted_and_tiles_are_found(kernels: Kernels) -> None:

@@ -20,8 +20,6 @@ import torch
 
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import launch, variants
-from kvgraph.kernels.matrix_tiles import ROLES
-from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run import run
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from tests.support import conformance, matrix_products
@@ -169,14 +167,13 @@ def check_rows(device: str) -> None:
 
 def check_products(arch: str, device: str) -> None:
     """Matrix products with both kinds of tiles against the references of their ops."""
-    for shape in matrix_products.EXPERTS:
-        for role in ROLES:
-            trial = experts_trial(shape, arch, role)
-            given = {name: tensor(a, device) for name, a in trial.given.items()}
-            run(trial.plan, given)
-            trial.given["out"] = array(given["out"], shape.dtype)
-            where, error, limit = trial.error()
-            assert error <= limit, f"{matrix_products.name_of(shape)} {role}: {where} {error:.2g}"
+    for name, trial in matrix_products.trials(arch):
+        given = {key: tensor(a, device) for key, a in trial.given.items()}
+        run(trial.plan, given)
+        for out in trial.wanted:
+            trial.given[out] = array(given[out], str(trial.given[out].dtype))
+        where, error, limit = trial.error()
+        assert error <= limit, f"{name}: {where} {error:.2g}"
 
 
 def _close(got: Array, want: Array, tolerance: float) -> None:

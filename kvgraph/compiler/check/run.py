@@ -32,6 +32,7 @@ from kvgraph.compiler.trace import trace
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.backends import Backend, Support, imported
 from kvgraph.contract.devices import Target
+from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.shards import shards_of
@@ -162,11 +163,14 @@ def _check_module(made: Made) -> str:
 
 
 def _run_program(made: Made, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
+    def rewrite(own: Traced) -> None:
+        own.bits = WEIGHT_BITS.get(made.manifest.weights)
+        imported(made.support.rewrite)(own)
+
     if made.ranks > 1:
-        rewrite = imported(made.support.rewrite)
         return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK)
     if made.support.rewrite:
-        imported(made.support.rewrite)(traced)
+        rewrite(traced)
     program = ProgramRun(traced.program, weights=traced.weights)
     return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
 

@@ -12,17 +12,16 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.gpu_weights import Matrix, forms, in_turn, stored
+from kvgraph.compiler.gpu_weights import Part, forms, rows_in_turn, stored
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import Layer, Mixture, cast, rewrite_mixtures
-from kvgraph.compiler.passes.operands import expect
+from kvgraph.compiler.passes.operands import KINDS, expect
 from kvgraph.compiler.passes.parameters import add_matrix
 from kvgraph.compiler.weights import Weights
 from kvgraph.kernels.experts_plan import MOST_EXPERTS
 from kvgraph.ops import torch_fusions
 
 FUSED = torch_fusions.fused_experts.default
-KINDS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -> PassReport:
@@ -59,11 +58,11 @@ def _add(
 ) -> list[Node | None]:
     """New parameters of a layer whose columns are these parts in turn."""
 
-    def make() -> Iterator[Matrix]:
+    def make() -> Iterator[Part]:
         for weight, bias in layer.each(weights):
-            made = stored(in_turn([weight[part] for part in parts]), bits)
-            own = None if bias is None else in_turn([bias[part] for part in parts])
-            yield Matrix(made.weight, made.scales, own)
+            yield stored(rows_in_turn([weight[part] for part in parts]), bits)
+            if bias is not None:
+                yield {"bias": rows_in_turn([bias[part] for part in parts])}
 
     each = forms(layer.columns, layer.inputs, bits, layer.weight.dtype, layer.bias is not None)
     stacked = {name: ((len(layer.weight), *shape), dtype) for name, (shape, dtype) in each.items()}

@@ -135,6 +135,7 @@ PASSES = {
         program=(
             Pass("drop_no_ops"),
             Pass("fuse_experts"),
+            Pass("quantize_linear", needs=PACKED),
             Pass("fuse_rms_norm"),
             Pass("fuse_silu_mul"),
         ),

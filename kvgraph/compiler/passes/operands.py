@@ -8,9 +8,14 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvgraph.contract.dtypes import ACTIVATIONS
+
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.type_as.default)
 """To another dtype, or to none other."""
+
+KINDS = tuple(getattr(torch, name) for name in ACTIVATIONS)
+"""dtypes of activations."""
 
 
 class UnmatchedError(Exception):

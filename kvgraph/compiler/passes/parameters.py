@@ -92,15 +92,10 @@ def add_matrix(
     weights: Weights,
     stem: str,
     forms: Mapping[str, gpu_weights.Form],
-    make: Callable[[], Iterable[gpu_weights.Matrix]],
+    make: Callable[[], Iterable[gpu_weights.Part]],
 ) -> list[Node | None]:
     """weight, scales and bias as new parameters, as `add_packed` names them."""
-
-    def parts() -> Iterator[dict[str, torch.Tensor]]:
-        for part in make():
-            yield {operand: getattr(part, operand) for operand in forms}
-
-    made = _add_made(program, weights, stem, forms, parts)
+    made = _add_made(program, weights, stem, forms, make)
     return [made.get(operand) for operand in gpu_weights.OPERANDS]
 
 
@@ -115,8 +110,8 @@ def _add_made(
 
     def pieces() -> Iterator[Piece]:
         for part in parts():
-            for operand, name in names.items():
-                yield name, part[operand]
+            for operand, tensor in part.items():
+                yield names[operand], tensor
 
     weights.later(names.values(), pieces)
     return {operand: add_parameter(program, names[operand], *forms[operand]) for operand in forms}

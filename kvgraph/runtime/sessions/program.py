@@ -23,9 +23,16 @@ from kvgraph.errors import ArtifactError
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan, Sizes
+from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Variant
-from kvgraph.ops import FUSED_EXPERTS, UPDATE_AND_ATTEND, torch_fusions, torch_ops
+from kvgraph.ops import (
+    FUSED_EXPERTS,
+    QUANTIZED_LINEAR,
+    UPDATE_AND_ATTEND,
+    torch_fusions,
+    torch_ops,
+)
 from kvgraph.ops.torch_nodes import Call
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.opening import opening
@@ -139,7 +146,7 @@ def _launches(
     symbols: Mapping[torch.fx.Node, TensorType],
     leaves: Mapping[str, KVCacheParams],
     gpu: Gpu,
-) -> Attention | RmsNorm | SiluMul | FusedExperts | None:
+) -> Attention | RmsNorm | SiluMul | FusedExperts | QuantizedLinear | None:
     if node.target is torch_ops.update_and_attend.default:
         pool = symbols[node.args[1]]  # type: ignore[index]
         return Attention(node, leaves[pool.name.rpartition(".")[0]], gpu)
@@ -149,6 +156,8 @@ def _launches(
         return SiluMul(node, gpu)
     if node.target is torch_fusions.fused_experts.default:
         return FusedExperts(node, gpu)
+    if node.target is torch_fusions.quantized_linear.default:
+        return QuantizedLinear(node, gpu)
     return None
 
 
@@ -251,3 +260,34 @@ class FusedExperts(nn.Module):
         plan = plan_experts(self._shape, self._gpu.arch, len(out))
         self._gpu.launch(plan, {**operands, "out": out})
         return out
+
+
+class QuantizedLinear(nn.Module):
+    """Linear layers of one input over small weights: a result for each output, or an empty one."""
+
+    def __init__(self, node: torch.fx.Node, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+        call = Call.of(QUANTIZED_LINEAR, node)
+        self._shape = LinearShape.of(call.dtypes["x"], call.shapes, call.attributes)
+        self.variants = linear_variants(self._shape, gpu.arch)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        x = x.contiguous()
+        outs = [
+            x.new_empty(*x.shape[:-1], features) if features else x.new_empty(0, 0)
+            for features in self._shape.out_features
+        ]
+        operands = {"x": x, "weight": weight, "scales": scales}
+        operands |= dict(zip(("out", "out_1", "out_2"), outs, strict=True))
+        if bias is not None:
+            operands["bias"] = bias
+        rows = x.numel() // x.shape[-1]
+        self._gpu.launch(plan_linear(self._shape, self._gpu.arch, rows), operands)
+        return tuple(outs)
