@@ -25,8 +25,12 @@ def round_weights(model: Any, bits: int) -> None:
     the head's weight too keeps its own."""
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear) and not name.endswith(("gate", "router")):
-            part.weight = nn.Parameter(rounded(part.weight, bits), requires_grad=False)
+            part.weight = _kept(part.weight, rounded(part.weight, bits))
         for key, each in list(part.named_parameters(recurse=False)):
             if each.dim() == 3 and key.endswith("_proj"):
                 experts = torch.stack([rounded(weight, bits) for weight in each])
-                setattr(part, key, nn.Parameter(experts, requires_grad=False))
+                setattr(part, key, _kept(each, experts))
+
+
+def _kept(old: torch.Tensor, made: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(made.to(old.dtype), requires_grad=False)

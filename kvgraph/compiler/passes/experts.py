@@ -60,9 +60,12 @@ class Layer:
     def inputs(self) -> int:
         return self.weight.shape[1 if self.is_transposed else 2]
 
-    def each(self, weights: Weights) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Weight `[columns, inputs]` and bias of one expert after the other."""
-        rows = weights.values(self.name, self.weight).open()
+    def each(
+        self, weights: Weights, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Weight `[columns, inputs]` and bias of one expert after the other, the weights in
+        `dtype` where the checkpoint has them."""
+        rows = weights.values(self.name, self.weight, dtype).open()
         biases = None if self.bias is None else weights.values(*self.bias).read()
         for expert in range(len(self.weight)):
             found = rows(expert, expert + 1)[0]

@@ -59,7 +59,7 @@ def _add(
     """New parameters of a layer whose columns are these parts in turn."""
 
     def make() -> Iterator[Part]:
-        for weight, bias in layer.each(weights):
+        for weight, bias in layer.each(weights, torch.float32 if bits else None):
             yield stored(rows_in_turn([weight[part] for part in parts]), bits)
             if bias is not None:
                 yield {"bias": rows_in_turn([bias[part] for part in parts])}

@@ -57,7 +57,7 @@ class Layer:
     def section(self, weights: Weights) -> Section:
         """What is packed of it, opened."""
         first = (self.half or 0) * self.features
-        rows = weights.values(self.name, self.weight).open()
+        rows = weights.values(self.name, self.weight, torch.float32).open()
         bias = None if self.bias is None else weights.values(*self.bias).read()
         own = None if bias is None else array_of(bias[first : first + self.features])
         return Section(
