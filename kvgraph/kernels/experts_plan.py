@@ -159,7 +159,8 @@ def _place_variant(experts: int, block_m: int) -> Variant:
         "BLOCK_E": block_e,
         "BLOCK_P": max(4096 // block_e, 4),
     }
-    return Variant(variants.PLACE_TILES, "", "int32", "int32", constants, 4, 1)
+    warps = max(block_e // 64, 4)  # with more experts for a thread Triton keeps some in memory
+    return Variant(variants.PLACE_TILES, "", "int32", "int32", constants, warps, 1)
 
 
 @lru_cache

@@ -241,6 +241,16 @@ def test_a_plan_counts_what_is_stored(
     assert "quantized_linear" in shown  # its kernels
 
 
+def test_nothing_is_measured_where_no_gpu_has_to_be(tmp_path: Path) -> None:
+    """A compile for CUDA measures perplexity where that is asked for alone."""
+    options = ("--target", "cuda:sm_80", "--weights", "int8", "--no-check")
+    done = run("compile", TINY_LLAMA, "-o", tmp_path / "out", *options)
+    assert done.code == 0, done.err
+    assert "quality" not in done.err
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.quality, manifest.weights) == (None, "int8")
+
+
 def test_small_weights_on_a_gpu(tmp_path: Path) -> None:
     """int8: a byte and a scale of 4 for a column; int4: groups of 128 with a scale each. The table
     of embeddings and the norms stay in bfloat16."""

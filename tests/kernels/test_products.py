@@ -18,6 +18,7 @@ from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_ex
 from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.matrix_tiles import ROLES
+from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run_ptx import PlanMemory, run_plan
 from kvgraph.kernels.variants import Variant
 from tests.kernels.table import TENSOR_CORES, instructions
@@ -144,6 +145,20 @@ def test_products_are_their_reference(kernels: Kernels, shape: Shape, role: str,
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_row_does_not_depend_on_the_others(kernels: Kernels, bits: int) -> None:
+    """Fewer rows in another order, with the same tiles: each has the same bits."""
+    shape = ExpertsShape("bfloat16", bits, 5, 2, 160, 96)
+    whole = experts_trial(shape, "sm_90", "few")
+    some = np.array([11, 3, 17, 4, 0])
+    own = {n: a[some] if n in ("x", "indices", "weights", "out") else a
+           for n, a in whole.given.items()}  # fmt: skip
+    plans = (whole.plan, whole.given), (plan_experts(shape, "sm_90", len(some), "few"), own)
+    for plan, arrays in plans:
+        run_plan(plan, arrays, lambda variant: kernels.get(variant, "sm_90"))
+    assert own["out"].tobytes() == whole.given["out"][some].tobytes()
+
+
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_half_precision_on_the_oldest_architecture(kernels: Kernels, bits: int) -> None:
     shape = replace(EXPERTS[1], dtype="float16", bits=bits)
@@ -172,6 +187,17 @@ def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
                 sectors, ideal = (sum(getattr(t, n) for t in traffic) for n in ("sectors", "ideal"))
                 assert sectors <= 1.01 * ideal  # a tile of sorted slots may begin within a sector
                 assert counted.wavefronts == counted.ideal_wavefronts
+
+
+@pytest.mark.parametrize(("experts", "active"), [(512, 10), (1024, 16), (3, 3)])
+def test_layers_of_very_many_and_of_few_experts(
+    kernels: Kernels, experts: int, active: int
+) -> None:
+    shape = ExpertsShape("bfloat16", 0, experts, active, 64, 32)
+    trial = experts_trial(shape, "sm_80", "few", rows=5)
+    run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_80"))
+    where, error, limit = trial.error()
+    assert error <= limit, (where, error)
 
 
 def test_slots_are_sorted_and_tiles_are_found(kernels: Kernels) -> None:
