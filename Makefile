@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate
-#      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
+#      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +16,7 @@ DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 .PHONY: demo test test-fast test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate clean
-.PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
+.PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
@@ -108,6 +108,9 @@ bench-cuda: $(VENV)/.installed
 # GPU kernels executed as PTX on a CPU: what a profiler would count. Needs no GPU.
 bench-kernels: $(VENV)/.installed
 	$(BENCH).kernels
+
+bench-products: $(VENV)/.installed
+	$(BENCH).products
 
 bench-tensorrt: $(VENV)/.installed
 	$(BENCH).tensorrt

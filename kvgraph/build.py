@@ -60,8 +60,9 @@ def compile(
     `out`.
 
     `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
-    layers keep on a CPU under float32 activations: "fp32", "bf16", "int8" or "int4" (default: bf16
-    for a bfloat16 checkpoint under backend onnx, else as `dtype`), `cache_dtype` the pool's
+    layers and experts keep: on a CPU, under float32 activations, "fp32", "bf16", "int8" or "int4"
+    (default: bf16 for a bfloat16 checkpoint under backend onnx, else as `dtype`); on CUDA with
+    backend torch "int8" or "int4" (default: as `dtype`), `cache_dtype` the pool's
     (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded",
     `max_seq_len` the tokens of the longest context (default: the checkpoint's; it settles rotary
     frequencies that depend on the length). An nn.Module needs `params`, `vocab_size` and
@@ -97,7 +98,7 @@ def compile(
     with pipeline.opened(model) as source:
         progress("reading the model")
         options.check_weights(weights, request.target, request.backend, dtype)
-        float32 = request.support.float32 or weights is not None
+        float32 = options.computes_in_float32(request.support, request.target, weights)
         text = {
             "tokenizer": tokenizer,
             "eos_token_ids": eos_token_ids,

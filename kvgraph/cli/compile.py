@@ -70,8 +70,8 @@ def compile(
     quality: Annotated[
         bool | None,
         typer.Option(
-            help="Measure perplexity, and the checkpoint's in float32 [default: with --weights "
-            "bf16, int8 or int4]."
+            help="Measure perplexity, and the checkpoint's in float32 [default: on cpu with "
+            "--weights bf16, int8 or int4]."
         ),
     ] = None,
     quality_text: Annotated[
@@ -88,7 +88,8 @@ def compile(
     json: Json = False,
 ) -> None:
     """Compile a model folder into an artifact."""
-    if quality_text is not None or weights not in (None, "fp32"):
+    is_small = weights not in (None, "fp32") and _runs_here(target or "cpu")
+    if quality_text is not None or is_small:
         quality = quality is None or quality
     stages = Stages()
     with stages.bars:
@@ -137,7 +138,7 @@ def compile(
                 progress=stages.next,
             )
             if quality is None:
-                quality = manifest.weights in LOSSY
+                quality = manifest.weights in LOSSY and _runs_here(manifest.target)
             if quality:
                 manifest = _measured(output, model, quality_text, manifest, stages.next)
         stages.done()
@@ -158,6 +159,11 @@ def compile(
 
 LOSSY = ("int8", "int4")
 """Weights that are measured where they were not asked for: those of a checkpoint in fewer bits."""
+
+
+def _runs_here(target: str) -> bool:
+    """Whether every machine that compiles for `target` can measure it."""
+    return target.partition(":")[0] == "cpu"
 
 
 def _refuse_beside_artifact(**given: object) -> None:

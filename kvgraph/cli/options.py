@@ -26,7 +26,10 @@ DtypeOption = Annotated[
 ]
 WeightsOption = Annotated[
     Weights | None,
-    typer.Option(help="Linear layers on cpu [default: bf16 if the checkpoint is, else fp32]."),
+    typer.Option(
+        help="Linear layers and experts; int8 or int4 on cuda [default: on cpu bf16 if the "
+        "checkpoint is, else fp32]."
+    ),
 ]
 CacheDtypeOption = Annotated[
     CacheDtype | None, typer.Option(help="The pool [default: the activations' dtype].")

@@ -13,6 +13,7 @@ from kvgraph.compiler.passes import TABLE_BYTES
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.contract.mixtures import Mixture, joined
+from kvgraph.ops import matrices
 from kvgraph.ops.packed import COLUMNS, DEPTH, panel_count
 
 
@@ -103,25 +104,30 @@ class Described:
         )
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
-        """With rotary tables: of `dtype`, or with linear layers packed and tables in bfloat16.
+        """With rotary tables: of `dtype`, or with linear layers packed and, on a CPU, tables in
+        bfloat16.
 
         `on_cpu`: experts are packed whatever `bits` are, in float32 where these are None. Packed,
-        a router that is a linear layer counts as one; it keeps its few bytes (pack_linear).
+        a router that is a linear layer counts as one; it keeps its few bytes (linears.py).
         """
-        table = self.table_elements * itemsize(dtype if bits is None else "bfloat16")
+        table = self.table_elements * itemsize("bfloat16" if bits and on_cpu else dtype)
         mixtures = sum(mixture.bytes for mixture in self.mixtures(dtype, bits, on_cpu))
-        own = self._linear_bytes(dtype, bits, with_tied=bits is not None)
+        own = self._linear_bytes(dtype, bits, on_cpu, with_tied=bits is not None)
         return own + table + mixtures + self._other_bytes(dtype) + sum(self._rotary_tables())
 
     def read_bytes(self, dtype: str, bits: int | None, on_cpu: bool, rows: int) -> int:
         """Bytes of weights that a step of `rows` rows reads: of tables, one that is the head."""
         mixtures = sum(mixture.read(rows) for mixture in self.mixtures(dtype, bits, on_cpu))
-        return self._linear_bytes(dtype, bits) + mixtures + self._other_bytes(dtype)
+        return self._linear_bytes(dtype, bits, on_cpu) + mixtures + self._other_bytes(dtype)
 
-    def _linear_bytes(self, dtype: str, bits: int | None, *, with_tied: bool = True) -> int:
+    def _linear_bytes(
+        self, dtype: str, bits: int | None, on_cpu: bool, *, with_tied: bool = True
+    ) -> int:
         linears = [linear for linear in self.linears if with_tied or not linear.is_tied]
         if bits is None:
             return sum(map(_elements, linears)) * itemsize(dtype)
+        if not on_cpu:
+            return sum(_gpu_bytes(linear, bits, dtype) for linear in linears)
         return sum(_packed_bytes(linear, _tile(bits)) for linear in linears)
 
     def _other_bytes(self, dtype: str) -> int:
@@ -138,10 +144,20 @@ def _elements(linear: Linear) -> int:
 
 
 def _expert_bytes(experts: Experts, dtype: str, bits: int | None, on_cpu: bool) -> int:
-    if not on_cpu or (bits is None and dtype != "float32"):
+    if bits is None and (not on_cpu or dtype != "float32"):
         return experts.elements * itemsize(dtype)
+    if not on_cpu:
+        return experts.count * sum(_gpu_bytes(part, bits or 0, dtype) for part in experts.parts)
     tile = _tile(bits or 32)
     return experts.held * sum(_packed_bytes(part, tile) for part in experts.parts)
+
+
+def _gpu_bytes(linear: Linear, bits: int, dtype: str) -> int:
+    """Whole numbers, scales in float32 and a bias in `dtype` (ops/matrices.py)."""
+    inputs = linear.in_features
+    bias = itemsize(dtype) if linear.has_bias else 0
+    each = matrices.depth_of(inputs, bits) + 4 * matrices.groups_of(inputs, bits) + bias
+    return linear.out_features * each
 
 
 @cache

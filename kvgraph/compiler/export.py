@@ -115,13 +115,14 @@ def _agrees_at_ones(program: ExportedProgram, model: Model, signature: GraphSign
     """Whether program and module give the same logits for one token of one row, at any rate."""
     from kvgraph.compiler.check.interpret import ProgramRun
     from kvgraph.compiler.check.streamed import streamed_of
+    from kvgraph.compiler.weights import Weights
 
     streamed = streamed_of(model)
     if streamed is None and any(
         isinstance(value, FakeTensor) for value in model.module.state_dict().values()
     ):
         return False
-    run = ProgramRun(program, streamed=streamed)
+    run = ProgramRun(program, weights=Weights(model.checkpoint))
     try:
         with streamed.within(model.module) if streamed else contextlib.nullcontext():
             found, expected = (

@@ -10,7 +10,7 @@ from kvgraph.compiler.described import Described
 from kvgraph.compiler.reserve import Reserve, reserve_of
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.dtypes import WEIGHT_BITS
+from kvgraph.contract.dtypes import SMALL_WEIGHTS, WEIGHT_BITS
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.shards import MOST_SHARDS
 from kvgraph.contract.sizes import size_text
@@ -144,7 +144,7 @@ def would_fit(
 
 
 def _smaller_weights(wanted: Wanted) -> Iterator[Wanted]:
-    for name in ("int8", "int4"):
+    for name in SMALL_WEIGHTS:
         if WEIGHT_BITS[name] < (wanted.bits or 32):
             yield replace(wanted, weights=name)
 

@@ -1,31 +1,37 @@
-"""Which mixtures of experts a program holds as kvgraph.experts, and of how many bytes."""
+"""Which mixtures of experts a program holds as one op each, and of how many bytes."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Node
 
+from kvgraph.compiler.passes.fuse_experts import FUSED
 from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.passes.pack_experts import PACKED
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.mixtures import Mixture, joined
-from kvgraph.ops import EXPERTS
+from kvgraph.ops import EXPERTS, FUSED_EXPERTS
 
-NAMES = tuple(operand.name for operand in EXPERTS.inputs)
+INPUTS: dict[object, tuple[str, ...]] = {
+    op: tuple(operand.name for operand in spec.inputs)
+    for op, spec in ((PACKED, EXPERTS), (FUSED, FUSED_EXPERTS))
+}
 
 
 def mixtures_of(traced: Traced) -> list[Mixture]:
     """Those of the program as its passes left it, layers of one kind together."""
-    return joined(_mixture(node) for node in traced.graph.nodes if node.target is PACKED)
+    return joined(_mixture(node) for node in traced.graph.nodes if node.target in INPUTS)
 
 
 EMBEDDING = torch.ops.aten.embedding.default
 
 
 def _mixture(node: Node) -> Mixture:
-    given = {n: value(x) for n, x in zip(NAMES, node.args, strict=False) if isinstance(x, Node)}
+    names = zip(INPUTS[node.target], node.args, strict=False)
+    given = {name: value(x) for name, x in names if isinstance(x, Node)}
     x, indices, _ = (given.pop(name) for name in ("x", "indices", "weights"))
-    experts, width, inner = len(given["up"]), x.shape[1], node.kwargs["inner_features"]
+    experts, width = len(given["up"]), x.shape[1]
+    inner = node.kwargs.get("inner_features", given["up"].shape[1] // 2)
     assert isinstance(inner, int)
     biases = 2 * inner * ("up_bias" in given) + width * ("down_bias" in given)
     return Mixture(

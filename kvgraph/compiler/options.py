@@ -8,7 +8,7 @@ from kvgraph.compiler.cache import require_target
 from kvgraph.contract.backends import Backend, Support, default_backend, find_backend
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
-from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, WEIGHTS
+from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, SMALL_WEIGHTS, WEIGHTS
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.shards import MOST_SHARDS
 from kvgraph.contract.symbols import MAX_EXTENTS
@@ -148,19 +148,29 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
         return
     if weights not in WEIGHTS:
         raise UnsupportedError(f"weights: expected one of {list(WEIGHTS)}, got {weights!r}")
-    if target.kind != "cpu":
-        raise UnsupportedError(
-            f"weights: expected none for target {target.kind}, whose weights have the activations' "
-            f"--dtype, got {weights!r}"
-        )
     if "weight_bits" not in backend.targets[target.kind].options:
+        where = f" on {target.kind}" if len(backend.targets) > 1 else ""
         raise UnsupportedError(
-            f"weights: expected none for backend {backend.name}, which packs none, got {weights!r}"
+            f"weights: expected none for backend {backend.name}{where}, which packs none, got "
+            f"{weights!r}"
         )
+    if target.kind != "cpu":
+        if weights not in SMALL_WEIGHTS:
+            raise UnsupportedError(
+                f"weights: expected one of {list(SMALL_WEIGHTS)} for target {target.kind}, where "
+                f"others have the activations' --dtype, got {weights!r}"
+            )
+        return
     if dtype not in (None, "float32"):
         raise UnsupportedError(
             f"dtype: expected float32 activations with weights {weights!r}, got {dtype!r}"
         )
+
+
+def computes_in_float32(support: Support, target: Target, weights: str | None) -> bool:
+    """Whether activations are float32 whatever the checkpoint has: packed weights on a CPU are for
+    these alone."""
+    return support.float32 or (weights is not None and target.kind == "cpu")
 
 
 def default_weights(stored_dtype: str, support: Support, nearest: str = "") -> str:

@@ -134,7 +134,7 @@ def _pack_panels(section: Section, span: range, width: int, bits: int, has_bias:
     rows = _in_panels(section.rows(columns.start, columns.stop), padded_depth(width))
     step = max(1, BLOCK_ELEMENTS // rows[0].size)
     blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
-    packed = _joined(_threads().map(partial(_pack_block, bits=bits), blocks))
+    packed = _joined(threads().map(partial(_pack_block, bits=bits), blocks))
     if not has_bias:
         return packed
     bias = np.zeros(len(rows) * COLUMNS, np.float32)
@@ -154,7 +154,8 @@ def _in_panels(rows: Array, depth: int) -> Array:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def threads() -> ThreadPoolExecutor:
+    """Those that pack weights, one for each processor."""
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kvgraph-pack")
 
 

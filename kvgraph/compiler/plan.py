@@ -13,13 +13,17 @@ from kvgraph.compiler.fitting import Fit, OfRanks, Wanted, fit, would_fit
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, nearest_weights, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
-from kvgraph.compiler.options import check_weights, default_weights, require_ranks
+from kvgraph.compiler.options import (
+    check_weights,
+    computes_in_float32,
+    default_weights,
+    require_ranks,
+)
 from kvgraph.compiler.reserve import Reserve
 from kvgraph.contract.backends import default_backend
 from kvgraph.contract.devices import Target
 from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.dtypes import WEIGHT_BITS, itemsize
-from kvgraph.contract.sizes import size_text
+from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
 
 ROWS = (1, 64)
@@ -42,7 +46,7 @@ class DeploymentPlan:
     weights: int
     """What the target's default backend stores of them, with rotary tables."""
     weights_dtype: str
-    """fp32, bf16, int8 or int4 on a CPU; elsewhere the activations' dtype."""
+    """fp32, bf16, int8 or int4; on a GPU the activations' dtype where they are not small."""
     reserve: Reserve
     """For the largest step."""
     kept: int
@@ -101,7 +105,7 @@ def plan_deployment(
     with as_folder(folder) as opened:
         config = read_config(opened)
         dtype = dtype or checkpoint_dtype(config)
-        if support.float32 or weights is not None:
+        if computes_in_float32(support, parsed, weights):
             nearest = nearest_weights(config)
             weights, dtype = weights or default_weights(dtype, support, nearest), "float32"
         require_ranks(tp, backend, parsed)
@@ -175,23 +179,14 @@ def _made(of: OfRanks, wanted: Wanted, found: Fit) -> DeploymentPlan:
             for rows, nbytes in zip(ROWS, read, strict=True)
             if model.experts
         },
-        warnings=list(_warnings(of, wanted)),
+        warnings=list(_warnings(of)),
         ranks=ranks,
     )
 
 
-def _warnings(of: OfRanks, wanted: Wanted) -> Iterator[str]:
+def _warnings(of: OfRanks) -> Iterator[str]:
     if of.refusal:
         yield f"compile refuses this: {of.refusal}; sizes are those of {of.ranks} equal parts"
-    if of.model.experts and not wanted.on_cpu:
-        most = max(each.elements * each.active // each.count for each in of.model.experts)
-        nbytes = most * itemsize(wanted.dtype) // of.parts
-        yield (
-            f"experts: {wanted.target} has no kernel for them: a step copies {size_text(nbytes)} "
-            f"of a layer's weights for each of its tokens, "
-            f"{size_text(nbytes * wanted.max_batch_tokens)} for {wanted.max_batch_tokens:,}, "
-            "which the reserve does not count"
-        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 weights that are gathered for each token.
 
 The latter is how transformers computes a mixture of experts, and what is left of it where
-`pack_experts` found no match: a step of 2,048 tokens then has such weights 2,048 times.
+the target's pass found no match: a step of 2,048 tokens then has such weights 2,048 times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 STEP = {TOTAL_SEQ_LEN: 2048, BATCH_SIZE: 64, NUM_LOGITS: 64}
 """Of an engine without settings."""
 
-PACKS = "pack_experts"
+PASSES = ("pack_experts", "fuse_experts")
+"""That make one op of a mixture."""
 
 LARGE = 4 << 30
 """Bytes of one tensor that a user should know of."""
@@ -39,8 +40,8 @@ def notes_of(
     notes = []
     if gathered := [each for each in found if _is_gathered(each.node)]:
         stored = {each.node.all_input_nodes[0] for each in gathered}
-        packs = any(report.name == PACKS for report in passes)
-        why = f"as pass {PACKS} says" if packs else "since the backend has no kernel for them"
+        own = next((report.name for report in passes if report.name in PASSES), None)
+        why = f"as pass {own} says" if own else "since the backend has no kernel for them"
         copied = sum(each.nbytes for each in gathered) // STEP[TOTAL_SEQ_LEN]
         kept = sum(map(_nbytes, stored))
         notes.append(

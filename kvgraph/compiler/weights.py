@@ -30,13 +30,14 @@ class Weights:
     made: dict[str, Make] = field(default_factory=dict)
     """Name -> what makes it, perhaps with others."""
 
-    def values(self, name: str, tensor: torch.Tensor) -> Values:
-        """Of a parameter that is `tensor` in the program."""
+    def values(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Values:
+        """Of a parameter that is `tensor` in the program, in its dtype. What is rounded to fewer
+        bits is asked for in another `dtype`, so that a checkpoint's numbers are rounded once."""
         if isinstance(tensor, FakeTensor):
             assert self.checkpoint is not None, (
                 "a program without weights comes with where they are"
             )
-            return self.checkpoint.get(name, tensor.dtype)
+            return self.checkpoint.get(name, dtype or tensor.dtype)
         held = tensor.detach()
         return Converted(name, held.shape, held.dtype, lambda: held)
 

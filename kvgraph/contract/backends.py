@@ -142,7 +142,7 @@ OURS = (
             ),
             "cuda": Support(
                 lower="kvgraph.compiler.targets.cuda:lower",
-                options=("archs", "progress"),
+                options=("archs", "progress", "weight_bits"),
                 ranks=True,
                 sessions=(
                     Runner(name="torch", entry="kvgraph.runtime.sessions.torch:cuda_session"),

@@ -77,6 +77,8 @@ PACKED = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int8"}
 """Bits of an element of packed weights -> the dtype that holds it; two of 4 bits are an int8."""
 WEIGHTS = ("fp32", *WEIGHT_BITS)
 """What linear layers on a CPU may keep."""
+SMALL_WEIGHTS = ("int8", "int4")
+"""What they may keep on a GPU, besides the activations' dtype."""
 
 
 def itemsize(dtype: str) -> int:

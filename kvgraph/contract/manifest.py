@@ -167,7 +167,7 @@ class QualityInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`dtype` of the activations; `weights`: fp32, bf16, int8 or int4 on a CPU, else that dtype."""
+    """`dtype` of the activations; `weights`: fp32, bf16, int8 or int4, or that dtype on a GPU."""
 
     schema_version: int
     kvgraph_version: str

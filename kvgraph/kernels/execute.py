@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +19,7 @@ from kvgraph import ptx
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_manifest, write_manifest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KernelError
-from kvgraph.kernels import trials
+from kvgraph.kernels import matrix_trials, trials
 from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, CacheShape, Rope
 from kvgraph.kernels.trials import Trial
@@ -33,6 +33,9 @@ MULTIPROCESSORS = {"decode": 1, "long": 8}
 """Of the device that a trial is planned for: a larger one splits few rows of a long context."""
 
 UNITS = ("rms_norm", "silu_mul", "increment_cache_lengths")
+EXPERTS = "experts_down"
+"""What stands for all kernels of a mixture of experts."""
+LINEAR = "quantized_linear"
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
             tasks += [(folder, name, trial) for trial in trials.rows_of(page_size)]
         elif kernel.variant.kernel.name in UNITS:
             tasks += [(folder, name, "one row"), (folder, name, "rows")]
+        elif kernel.variant.kernel.name in (EXPERTS, LINEAR):
+            tasks.append((folder, name, kernel.variant.role))
     return tasks
 
 
@@ -165,13 +170,24 @@ def record(folder: Path, ran: Sequence[Ran]) -> Manifest:
 def run_task(task: tuple[Path, str, str]) -> list[Ran]:
     folder, name, which = task
     known = {kernel.variant.name: kernel for kernel in _read_arch(folder)}
-    trial = _trial(known[name], which)
-    return run_trial(trial, known)
+    return [ran for trial in _trials(known[name], which, known) for ran in run_trial(trial, known)]
 
 
 @lru_cache
 def _read_arch(folder: Path) -> tuple[Packed, ...]:
     return tuple(_packed(folder, entry) for entry in _entries(folder / "kernels.json"))
+
+
+def _trials(kernel: Packed, which: str, known: Mapping[str, Packed]) -> Iterator[Trial]:
+    variant = kernel.variant
+    if variant.kernel.name == EXPERTS:
+        others = [each.variant for each in known.values()]
+        for shape in matrix_trials.experts_shapes(variant, others):
+            yield matrix_trials.experts_trial(shape, kernel.arch, which)
+    elif variant.kernel.name == LINEAR:
+        yield matrix_trials.linear_trial(matrix_trials.linear_shape(variant), kernel.arch, which)
+    else:
+        yield _trial(kernel, which)
 
 
 def _trial(kernel: Packed, which: str) -> Trial:

@@ -28,6 +28,8 @@ from kvgraph.ops import launch_native
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.launch_native import Constants, Planned, StepSizes, Tiling
 
+TRITON_DTYPES = {f"*{dtype.triton}": dtype.name for dtype in DTYPES.values() if dtype.triton}
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -41,10 +43,15 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Launches in stream order, and the float32 scratch memory (name -> elements) they share."""
+    """Launches in stream order, and the scratch memory (name -> elements) that they share."""
 
     launches: tuple[Launch, ...] = ()
     scratch: Mapping[str, int] = field(default_factory=dict)
+
+    def scratch_dtypes(self) -> dict[str, str]:
+        """As the kernels that get it declare it."""
+        types = {p.name: p.type for one in self.launches for p in one.variant.parameters}
+        return {name: TRITON_DTYPES[types[name]] for name in self.scratch}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ class _Known:
     def _launch(self, planned: Planned) -> Launch:
         values = dict(zip(VALUES, planned.values, strict=True))
         columns, lines = planned.grid
-        return _launch(self.variants[planned.role], (columns, lines), values)
+        return launch_of(self.variants[planned.role], (columns, lines), values)
 
 
 @lru_cache
@@ -202,10 +209,10 @@ def plan_increment(batch_size: int) -> LaunchPlan:
 
 
 def _plan_rows(variant: Variant, programs: int, **values: int) -> LaunchPlan:
-    return LaunchPlan((_launch(variant, (programs, 1), values),)) if programs else LaunchPlan()
+    return LaunchPlan((launch_of(variant, (programs, 1), values),)) if programs else LaunchPlan()
 
 
-def _launch(variant: Variant, grid: tuple[int, int], values: Mapping[str, int]) -> Launch:
+def launch_of(variant: Variant, grid: tuple[int, int], values: Mapping[str, int]) -> Launch:
     arguments = tuple(values.get(p.name, p.name) for p in variant.parameters)
     return Launch(variant, grid, arguments)
 

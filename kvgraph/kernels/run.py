@@ -18,8 +18,9 @@ def run(plan: LaunchPlan, operands: Mapping[str, torch.Tensor]) -> None:
         return
     device = next(iter(operands.values())).device
     tensors = {name: _as_passed(tensor) for name, tensor in operands.items()}
-    for name, elements in plan.scratch.items():
-        tensors[name] = torch.empty(elements, dtype=torch.float32, device=device)
+    for name, dtype in plan.scratch_dtypes().items():
+        elements = plan.scratch[name]
+        tensors[name] = torch.empty(elements, dtype=getattr(torch, dtype), device=device)
     for launch in plan.launches:
         _start(launch, tensors)
 

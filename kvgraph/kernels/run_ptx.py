@@ -8,6 +8,7 @@ import numpy as np
 
 from kvgraph import ptx
 from kvgraph.contract.dims import Array
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels.aot import HIDDEN_POINTERS
 from kvgraph.kernels.launch import Launch, LaunchPlan
 from kvgraph.kernels.variants import Variant
@@ -18,10 +19,15 @@ Kernels = Callable[[Variant], tuple[ptx.Kernel, int]]
 
 class PlanMemory:
     """The arrays that a plan's launches are over, by parameter name, which they change; and its
-    scratch memory, which is NaN."""
+    scratch memory, which is NaN, or -1."""
 
     def __init__(self, plan: LaunchPlan, arrays: Mapping[str, Array]) -> None:
-        scratch = {name: np.full(n, np.nan, np.float32) for name, n in plan.scratch.items()}
+        scratch = {
+            name: np.full(
+                plan.scratch[name], -1 if dtype == "int32" else np.nan, DTYPES[dtype].numpy
+            )
+            for name, dtype in plan.scratch_dtypes().items()
+        }
         self._memory = ptx.Memory()
         self._addresses = {
             name: self._memory.add(array, name) for name, array in {**arrays, **scratch}.items()

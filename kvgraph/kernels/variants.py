@@ -23,7 +23,8 @@ ALIGNMENT = 16
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A run-time argument of a kernel, in ABI order. `type`: "*T" or "*P" (pointer to the
-    activations' or the pool's dtype), "*fp32", "*i32" (pointers), "i32" (a value)."""
+    activations' dtype, or that of the pool or the weight), "*fp32", "*i32" (pointers), "i32" (a
+    value)."""
 
     name: str
     type: str
@@ -89,6 +90,34 @@ INCREMENT_CACHE_LENGTHS = _kernel(
     ops.UPDATE_AND_ATTEND,
     "cache_lengths input_row_offsets batch_size:i32",
 )
+SORT_SLOTS = _kernel(
+    "sort_slots",
+    "experts",
+    ops.FUSED_EXPERTS,
+    "indices order:*i32 offsets:*i32 num_slots:i32",
+)
+PLACE_TILES = _kernel(
+    "place_tiles", "experts", ops.FUSED_EXPERTS, "offsets:*i32 tiles:*i32 num_tiles:i32"
+)
+EXPERTS_UP = _kernel(
+    "experts_up",
+    "experts",
+    ops.FUSED_EXPERTS,
+    "x up up_scales up_bias order:*i32 tiles:*i32 inner:*T in_features:i32",
+)
+EXPERTS_DOWN = _kernel(
+    "experts_down",
+    "experts",
+    ops.FUSED_EXPERTS,
+    "inner:*T down down_scales down_bias order:*i32 tiles:*i32 parts:*T inner_features:i32",
+)
+SUM_EXPERTS = _kernel("sum_experts", "experts", ops.FUSED_EXPERTS, "parts:*T indices weights out")
+QUANTIZED_LINEAR = _kernel(
+    "quantized_linear",
+    "quantized_linear",
+    ops.QUANTIZED_LINEAR,
+    "x weight scales bias out out_1 out_2 num_rows:i32 in_features:i32",
+)
 KERNELS = (
     STORE_KV,
     PAGED_ATTENTION,
@@ -96,6 +125,12 @@ KERNELS = (
     RMS_NORM,
     SILU_MUL,
     INCREMENT_CACHE_LENGTHS,
+    SORT_SLOTS,
+    PLACE_TILES,
+    EXPERTS_UP,
+    EXPERTS_DOWN,
+    SUM_EXPERTS,
+    QUANTIZED_LINEAR,
 )
 
 Constant = int | float | bool | str | None
@@ -160,7 +195,7 @@ def store_variant(cache: CacheShape, rope: Rope | None) -> Variant:
         "BLOCK_D": power_of_two(cache.head_dim, 16),
         "BLOCK_E": power_of_two(cache.v_width, 16),
     }
-    absent = _absent(cos_sin=rope is None, kv_scales=cache.quantized is None)
+    absent = absent_of(cos_sin=rope is None, kv_scales=cache.quantized is None)
     return Variant(STORE_KV, "", cache.dtype, cache.pool_dtype, constants, 4, 2, absent)
 
 
@@ -191,7 +226,7 @@ def merge_variant(shape: AttentionShape, arch: str) -> Variant:
         "BLOCK_P": shapes.MAX_PARTS,
         "BLOCK_E": power_of_two(shape.cache.v_width, 16),
     }
-    cache, absent = shape.cache, _absent(sinks=not shape.sinks)
+    cache, absent = shape.cache, absent_of(sinks=not shape.sinks)
     return Variant(MERGE_PARTS, "", cache.dtype, cache.pool_dtype, constants, 4, 1, absent)
 
 
@@ -230,7 +265,7 @@ def _attention_variant(shape: AttentionShape, arch: str, role: str, tiles: Tiles
         "BLOCK_D": power_of_two(cache.head_dim, 16),
         "BLOCK_E": power_of_two(cache.v_width, 16),
     }
-    absent = _absent(
+    absent = absent_of(
         cos_sin=shape.rope is None,
         kv_scales=cache.quantized is None,
         sinks=not shape.sinks or split,
@@ -268,7 +303,7 @@ def _rope_constants(rope: Rope | None) -> dict[str, Constant]:
     }
 
 
-def _absent(**names: bool) -> frozenset[str]:
+def absent_of(**names: bool) -> frozenset[str]:
     return frozenset(name for name, gone in names.items() if gone)
 
 
@@ -294,7 +329,9 @@ def rms_norm_variant(
         "BLOCK_D": block,
     }
     warps = min(max(block * rows // 512, 1), 16)
-    return Variant(RMS_NORM, "", dtype, dtype, constants, warps, 1, _absent(residual=not residual))
+    return Variant(
+        RMS_NORM, "", dtype, dtype, constants, warps, 1, absent_of(residual=not residual)
+    )
 
 
 def silu_mul_variant(

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from kvgraph.ops._collectives import ALL_GATHER as ALL_GATHER
 from kvgraph.ops._collectives import ALL_REDUCE as ALL_REDUCE
 from kvgraph.ops._experts import EXPERTS as EXPERTS
+from kvgraph.ops._fused_experts import FUSED_EXPERTS as FUSED_EXPERTS
 from kvgraph.ops._linear import LINEAR as LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION as PAGED_ATTENTION
+from kvgraph.ops._quantized_linear import QUANTIZED_LINEAR as QUANTIZED_LINEAR
 from kvgraph.ops._rms_norm import RMS_NORM as RMS_NORM
 from kvgraph.ops._silu_mul import SILU_MUL as SILU_MUL
 from kvgraph.ops._store_kv import STORE_KV as STORE_KV
@@ -165,11 +167,13 @@ __all__ = [
     "ALL_REDUCE",
     "ALL_SPECS",
     "CPU_SPECS",
+    "FUSED_EXPERTS",
     "FUSIONS",
     "LINEAR",
     "OPSET_DOMAIN",
     "OPSET_VERSION",
     "PAGED_ATTENTION",
+    "QUANTIZED_LINEAR",
     "RMS_NORM",
     "SILU_MUL",
     "SPECS",

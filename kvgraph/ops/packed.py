@@ -90,9 +90,24 @@ def gated(
     """Reference: `[M, N / 2]` of panels that alternate gate and up:
     `activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`; limit 0: none.
     """
-    halves = y_MN.reshape(len(y_MN), -1, 2, COLUMNS).astype(np.float64)
+    halves = y_MN.reshape(len(y_MN), -1, 2, COLUMNS)
+    both = joined(halves[:, :, 0], halves[:, :, 1], activation, alpha, limit, up_offset)
+    flat: Array = both.reshape(len(y_MN), -1)
+    return flat
+
+
+def joined(
+    gate: Array,
+    up: Array,
+    activation: int = SILU,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    up_offset: float = 0.0,
+) -> Array:
+    """Reference, in float64: what `gated` makes of a gate and what it lets through."""
     most = limit or math.inf
-    gate, up = np.minimum(halves[:, :, 0], most), np.clip(halves[:, :, 1], -most, most)
+    gate = np.minimum(gate.astype(np.float64), most)
+    up = np.clip(up.astype(np.float64), -most, most)
     with np.errstate(over="ignore"):
         if activation == SILU:
             gate = gate / (1 + np.exp(-alpha * gate))
@@ -101,8 +116,8 @@ def gated(
         else:
             inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             gate = gate / (1 + np.exp(-2 * inner))
-    joined: Array = (gate * (up + up_offset)).reshape(len(y_MN), -1)
-    return joined
+    product: Array = gate * (up + up_offset)
+    return product
 
 
 def _normal(x: float) -> float:

@@ -16,6 +16,8 @@ OPSET_VERSION = 1
 
 ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
 WEIGHT = tuple(dict.fromkeys(dtypes.PACKED.values()))
+MATRIX = (*dtypes.ACTIVATIONS, "int8")
+"""Of a weight on a GPU: the activations' dtype, or whole numbers under scales."""
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
 
@@ -51,7 +53,7 @@ class Operand:
     @property
     def type_variable(self) -> str | None:
         """Operands that share a set of several dtypes share one dtype per call."""
-        return {ACTIVATION: "T", POOL: "P", WEIGHT: "P"}.get(self.dtypes)
+        return {ACTIVATION: "T", POOL: "P", WEIGHT: "P", MATRIX: "P"}.get(self.dtypes)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from kvgraph.ops._collectives import ALL_GATHER, ALL_REDUCE
 from kvgraph.ops._experts import EXPERTS
+from kvgraph.ops._fused_experts import FUSED_EXPERTS
 from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
+from kvgraph.ops._quantized_linear import QUANTIZED_LINEAR
 from kvgraph.ops._rms_norm import RMS_NORM
 from kvgraph.ops._silu_mul import SILU_MUL
 from kvgraph.ops._store_kv import STORE_KV
@@ -21,5 +23,5 @@ CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS)
 ALL_SPECS = SPECS + CPU_SPECS
 """What has native kernels for a CPU, and is in the C header."""
 
-FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL)
+FUSIONS: tuple[OpSpec, ...] = (RMS_NORM, SILU_MUL, FUSED_EXPERTS, QUANTIZED_LINEAR)
 """What only programs of torch for CUDA hold; a pass writes them."""

@@ -1,11 +1,11 @@
-"""NumPy arrays as torch tensors over the same memory."""
+"""NumPy arrays as torch tensors over the same memory, and back."""
 
 from __future__ import annotations
 
 import torch
 
 from kvgraph.contract.dims import Array
-from kvgraph.contract.dtypes import ALL
+from kvgraph.contract.dtypes import ALL, DTYPES
 
 PLAIN = {dtype.name: dtype.plain for dtype in ALL if dtype.plain != dtype.numpy}
 """NumPy has these only through ml_dtypes, which torch does not read: they cross as integers."""
@@ -19,3 +19,11 @@ def tensor_over(array: Array, dtype: str) -> torch.Tensor:
     if plain is None:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(plain)).view(getattr(torch, dtype))
+
+
+def array_over(tensor: torch.Tensor) -> Array:
+    """An array over the memory of a row-major CPU tensor."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    plain = PLAIN.get(name)
+    raw: Array = (tensor if plain is None else tensor.view(getattr(torch, plain.name))).numpy()
+    return raw.view(DTYPES[name].numpy)

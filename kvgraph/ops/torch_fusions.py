@@ -1,19 +1,25 @@
 """The fusions around the cache ops in torch: the computation of their OpSpecs on a CPU.
 
 A pass writes them into a program that has kernels for them: on CUDA the runtime registers its
-launches, and nothing stands in where it does not. The CPU form runs the operators that the pass
-replaced, so that a rewritten program can be compared with the original bit by bit.
+launches, and nothing stands in where it does not. The CPU form of norms and gates runs the
+operators that the pass replaced, so that a rewritten program can be compared with the original bit
+by bit; that of matrix products is the op's reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from kvgraph.ops._fused_experts import FUSED_EXPERTS
+from kvgraph.ops._quantized_linear import QUANTIZED_LINEAR
 from kvgraph.ops._rms_norm import RMS_NORM
 from kvgraph.ops._silu_mul import SILU_MUL
-from kvgraph.ops.spec import OPSET_DOMAIN
+from kvgraph.ops.spec import OPSET_DOMAIN, OpSpec
+from kvgraph.ops.torch_arrays import array_over, tensor_over
 from kvgraph.ops.torch_gradients import refuse_gradients
-from kvgraph.ops.torch_ops import fake, schema
+from kvgraph.ops.torch_ops import Returned, check_call, fake, schema
 
 
 def _rms_norm(
@@ -45,8 +51,27 @@ def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate.contiguous()) * up.contiguous()
 
 
+def _by_reference(spec: OpSpec) -> Callable[..., Returned]:
+    """The reference over the tensors' own memory, once the call is checked."""
+
+    def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
+        check_call(spec, spec.arguments(args, attributes))
+        given = [None if tensor is None else array_over(tensor.contiguous()) for tensor in args]
+        found = spec.reference(*given, **attributes)
+        results = found if isinstance(found, tuple) else (found,)
+        tensors = [tensor_over(array, array.dtype.name) for array in results]
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    return call
+
+
 _LIBRARY = torch.library.Library(OPSET_DOMAIN, "FRAGMENT")
-for _spec, _cpu in ((RMS_NORM, _rms_norm), (SILU_MUL, _silu_mul)):
+for _spec, _cpu in (
+    (RMS_NORM, _rms_norm),
+    (SILU_MUL, _silu_mul),
+    (FUSED_EXPERTS, _by_reference(FUSED_EXPERTS)),
+    (QUANTIZED_LINEAR, _by_reference(QUANTIZED_LINEAR)),
+):
     _LIBRARY.define(schema(_spec))
     _LIBRARY.impl(_spec.name, _cpu, "CPU")
     refuse_gradients(_LIBRARY, _spec.name)
@@ -54,3 +79,5 @@ for _spec, _cpu in ((RMS_NORM, _rms_norm), (SILU_MUL, _silu_mul)):
 
 rms_norm = torch.ops.kvgraph.rms_norm
 silu_mul = torch.ops.kvgraph.silu_mul
+fused_experts = torch.ops.kvgraph.fused_experts
+quantized_linear = torch.ops.kvgraph.quantized_linear

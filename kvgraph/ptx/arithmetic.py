@@ -126,6 +126,8 @@ def arithmetic(decoder: Decoder) -> Step:
         return _integer(decoder, name, type_)
     if type_ not in (*HALVES, *PACKED, "f32", "f64"):
         raise decoder.refuse()
+    if type_ in HALVES and "f32" in decoder.parts:
+        return _mixed(decoder, type_)
     decoder.expect_parts(type_, "ftz", *ROUNDED.get(name, ()))
     is_flushed = "ftz" in decoder.parts and type_ == "f32"
     function = FUNCTIONS[name]
@@ -139,6 +141,23 @@ def arithmetic(decoder: Decoder) -> Step:
         return _packed(decoder, function, type_)
     readers = [decoder.read(operand, type_) for operand in decoder.operands[1:]]
     return _apply(decoder, function, readers, canonical)
+
+
+def _mixed(decoder: Decoder, type_: str) -> Step:
+    """`op.rn.f32.type d, a[, b], c` with type f16 or bf16: all but the last operand are halves,
+    which float32 holds."""
+    name = decoder.parts[0]
+    if name not in ("add", "sub", "fma"):
+        raise decoder.refuse()
+    decoder.expect_parts("rn", "f32", type_)
+    decoder.expect_operands(4 if name == "fma" else 3)
+    *halves, last = decoder.operands[1:]
+    readers = [_widened(decoder.read(operand, type_)) for operand in halves]
+    return _apply(decoder, FUNCTIONS[name], [*readers, decoder.read(last, "f32")], canonical)
+
+
+def _widened(read: Reader) -> Reader:
+    return lambda state: read(state).astype(np.float32)
 
 
 def _flushing(function: Callable[..., Lanes]) -> Callable[..., Lanes]:

@@ -51,10 +51,10 @@ def folder_of(family: str, folder: Path) -> Path:
     return make_model(family, folder, **{**FOUR, **TWO, **SIZES, **SHARED, **own})
 
 
-def logits(module: nn.Module, signature: GraphSignature) -> torch.Tensor:
+def logits(module: nn.Module, signature: GraphSignature, dtype: str = "float32") -> torch.Tensor:
     """Of a step of three rows."""
     with torch.no_grad():
-        result: torch.Tensor = module(*step(signature, "float32", [1, 9, 25]))[0]
+        result: torch.Tensor = module(*step(signature, dtype, [1, 9, 25]))[0]
     return result
 
 

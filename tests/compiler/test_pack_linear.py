@@ -301,9 +301,9 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         "weights: expected one of ['fp32', 'bf16', 'int8', 'int4'], got 'int2'",
     ),
     "on a GPU": (
-        {"weights": "int8", "target": "cuda:sm_90"},
-        "weights: expected none for target cuda, whose weights have the activations' --dtype, "
-        "got 'int8'",
+        {"weights": "bf16", "target": "cuda:sm_90"},
+        "weights: expected one of ['int8', 'int4'] for target cuda, where others have the "
+        "activations' --dtype, got 'bf16'",
     ),
     "with activations of another dtype": (
         {"weights": "int4", "backend": "torch", "dtype": "bfloat16"},

@@ -333,7 +333,7 @@ def test_linear_layers_with_biases_and_odd_widths(tmp_path: Path) -> None:
 
 REFUSED: dict[str, dict[str, str]] = {
     "unknown": {"weights": "int2", "target": "cpu"},
-    "on a GPU": {"weights": "int8", "target": "cuda:sm_90"},
+    "on a GPU": {"weights": "fp32", "target": "cuda:sm_90"},
     "of bfloat16 activations": {"weights": "int4", "target": "cpu", "dtype": "bfloat16"},
 }
 

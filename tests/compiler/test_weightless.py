@@ -195,13 +195,15 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in load_file(
         folder / "model.safetensors"
     )
-    gathered, last = compiled(folder, tmp_path / "out").notes
-    assert gathered.startswith("experts: ")  # which have no kernel for GPUs
-    assert last == UNCHECKED
+    assert compiled(folder, tmp_path / "out").notes == [UNCHECKED]
     stored = load_file(tmp_path / "out" / "weights.safetensors")
     loaded = huggingface.load(folder, "float32").module.state_dict()
-    assert stored.keys() >= loaded.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in loaded.items())
+    made = {name.removesuffix(".packed"): tensor for name, tensor in stored.items()}
+    for name, tensor in loaded.items():
+        if name.endswith("gate_up_proj"):  # gate and up, row by row in turn
+            half = tensor.shape[1] // 2
+            tensor = torch.stack([tensor[:, :half], tensor[:, half:]], 2).reshape(tensor.shape)
+        assert torch.equal(made[name], tensor)
 
 
 def test_buffers_that_are_stored(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class ExecutingGpu:
     def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         if self.change is not None:
             plan = self.change(plan)
-        scratch = {name: poisoned(elements) for name, elements in plan.scratch.items()}
+        dtypes = plan.scratch_dtypes()
+        scratch = {name: poisoned(n, dtypes[name]) for name, n in plan.scratch.items()}
         buffers = {**operands, **scratch}
         addresses = {name: tensor.data_ptr() for name, tensor in buffers.items()}
         if "out" in operands:
@@ -59,8 +60,9 @@ def require_written(operands: Operands) -> None:
         raise KernelError("out: expected every element written, got some that no block wrote")
 
 
-def poisoned(elements: int) -> torch.Tensor:
-    return torch.full((elements,), torch.nan)
+def poisoned(elements: int, dtype: str = "float32") -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    return torch.full((elements,), torch.nan if kind.is_floating_point else -1, dtype=kind)
 
 
 # ---- plans that do not fit

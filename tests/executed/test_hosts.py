@@ -21,10 +21,16 @@ from tests.executed.artifacts import with_ptx  # noqa: E402
 from tests.plugins.hosts import Host, build  # noqa: E402
 from tests.support.artifacts import TINY_LLAMA, made  # noqa: E402
 from tests.support.models import make_model  # noqa: E402
+from tests.support.small_weights import round_weights  # noqa: E402
 
 PROMPTS = [[5, 9, 100, 23, 77, 31, 8], [3 + i % 150 for i in range(90)]]
 ENGINE = {"num_pages": 32, "max_batch_size": 2, "max_batch_tokens": 128}
 NEW_TOKENS = 16
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
 
 Generate = Callable[..., list[dict[str, Any]]]
@@ -65,6 +71,10 @@ def wide_model() -> Path:
     return made({"name": "llama-128", **WIDE}, lambda out: make_model("llama", out, **WIDE))
 
 
+def mixture() -> Path:
+    return made({"name": "mixture", **MIXTURE}, lambda out: make_model("qwen3_moe", out, **MIXTURE))
+
+
 def eager(folder: Path, dtype: torch.dtype) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
@@ -100,6 +110,35 @@ def test_tokens_of_wide_heads_equal_transformers(generate: Generate, host: str) 
     [found] = generate(host, with_ptx(wide_model(), "sm_90", dtype="float16"), 90)
     assert found["tokens"] == eager(wide_model(), torch.float16)
     assert found["executed"]["warpgroup"] > 0
+
+
+EXPERTS = {"sort_slots", "place_tiles", "experts_up", "experts_down", "sum_experts"}
+
+
+def test_tokens_of_experts_equal_transformers(generate: Generate) -> None:
+    """Slots are sorted, multiplied and summed by what the launcher enqueues."""
+    [found] = generate("launcher", with_ptx(mixture(), "sm_80", dtype="float16"), 80)
+    assert found["tokens"] == eager(mixture(), torch.float16)
+    assert {found["launched"][name] for name in EXPERTS} == {found["launched"]["sort_slots"]}
+
+
+def test_small_weights_give_the_best_tokens_of_what_they_stand_for(generate: Generate) -> None:
+    """Linear layers and experts in int4 on Hopper, by whole warpgroups: every token is one that
+    transformers finds best over the rounded weights in float32, or nearly so."""
+    from transformers import AutoModelForCausalLM
+
+    folder = with_ptx(mixture(), "sm_90", dtype="float16", weights="int4")
+    [found] = generate("launcher", folder, 90)
+    assert found["launched"].keys() >= EXPERTS | {"quantized_linear"}
+    assert found["executed"]["warpgroup"] > 0
+    model = AutoModelForCausalLM.from_pretrained(mixture(), dtype=torch.float32)
+    round_weights(model, 4)
+    for prompt, tokens in zip(PROMPTS, found["tokens"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        behind = (logits.max(1).values - chosen) / logits.abs().max(1).values
+        assert behind.max() <= 0.02
 
 
 # ---- what does not fit

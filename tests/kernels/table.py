@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 from kvgraph.errors import UnsupportedError
-from kvgraph.kernels import aot, variants
+from kvgraph.kernels import aot, experts_plan, linear_plan, variants
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.kernels.variants import Variant
+from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 
@@ -70,6 +72,21 @@ def rows_variants(arch: str) -> list[Variant]:
     ]
 
 
+def product_variants(arch: str) -> list[tuple[str, Variant]]:
+    """Of experts and linear layers of models that run on one GPU, by what they are."""
+    dtype = "float16" if arch == "sm_75" else "bfloat16"
+    found = []
+    for bits in (0, 8, 4):
+        experts = replace(QWEN3_30B, dtype=dtype, bits=bits)
+        name = f"experts {bits or 16} bits K2048 I768"
+        found += [(name, v) for v in experts_plan.experts_variants(experts, arch) if v.role]
+        for layer, given in LLAMA_8B.items() if bits else ():
+            shape = replace(given, dtype=dtype, bits=bits)
+            variants_ = linear_plan.linear_variants(shape, arch)
+            found += [(f"{layer} {bits} bits", variant) for variant in variants_]
+    return found
+
+
 def main() -> None:
     print("arch    shape                              kernel                       regs  shared"
           " spill/load     s    KB  PTX")  # fmt: skip
@@ -93,6 +110,12 @@ def main() -> None:
         for made in aot.compile_all(rows_variants(arch), arch):
             print(line(f"{made.variant.constants.get('WIDTH', '')}", made), flush=True)
             total += 1
+            seconds += made.seconds
+        for what, variant in product_variants(arch):
+            made = aot.compile_variant(variant, arch)
+            print(line(what, made), flush=True)
+            total += 1
+            spilled += made.resources.spill_stores > 0
             seconds += made.seconds
     print(f"{total} kernels, {seconds:.0f} s of compiling, {spilled} spill registers")
 

@@ -48,6 +48,17 @@ def test_an_artifact_is_executed(artifact: Path) -> None:
     assert all(each["error"] <= each["limit"] and each["arch"] == "sm_80" for each in found)
 
 
+def test_kernels_of_experts_are_executed_together(compiled: Callable[..., Path]) -> None:
+    """Those of both sizes of tiles, for both kinds of layers of the artifact."""
+    artifact = compiled("gpt_oss", "torch", target="cuda:sm_80", dtype="float16")
+    done = run("verify", artifact, "--execute", "--json")
+    assert done.code == 0, done.err
+    found = {each["title"]: each for each in json.loads(done.out)["kernels"]}
+    names = [f"experts_{part} {size}" for part in ("up", "down") for size in ("few", "many")]
+    for name in (*names, "sort_slots", "place_tiles", "sum_experts"):
+        assert found[name]["error"] <= found[name]["limit"]
+
+
 def test_what_is_said_of_it_and_kept(artifact: Path, tmp_path: Path) -> None:
     shutil.copytree(artifact, tmp_path / "kept")
     done = run("verify", tmp_path / "kept", "--execute", "--record")

@@ -173,6 +173,9 @@ WANT_GRADIENTS: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "rms_norm": lambda x: torch_fusions.rms_norm(x, x[0, 0].requires_grad_(), epsilon=1e-6),
     "silu_mul": lambda x: torch_fusions.silu_mul(x, x.clone().requires_grad_()),
+    "fused_experts": lambda x: torch_fusions.fused_experts(
+        x[0], x[0].to(torch.int32), x[0], x[0].requires_grad_(), x[0]
+    ),
 }
 
 

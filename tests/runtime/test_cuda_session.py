@@ -13,18 +13,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvgraph
 from kvgraph import Engine, SamplingParams
 from kvgraph.compiler.check.compare import ROUNDED
 from kvgraph.contract.devices import LogicalDevice
+from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.contract.inputs import Buffer
+from tests.support.models import make_model
 
 triton = pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 torch = pytest.importorskip("torch", reason="runs the program")
 
 from kvgraph.runtime.sessions.cuda_pages import PageCopies  # noqa: E402
+from tests.support.small_weights import round_weights  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 100, 23, 77, 31, 8], [1], list(range(3, 40))]
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 1,
+}
 ENGINE = {"num_pages": 32, "max_batch_size": 6, "max_batch_tokens": 24}
 
 old_interpreter = pytest.mark.skipif(
@@ -48,11 +58,16 @@ def interpreted(artifact: Path, tmp_path: Path, **request: Any) -> dict[str, Any
     return result
 
 
-def eager(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """What transformers generates, one prompt at a time, without a cache of ours."""
+def eager(
+    folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, bits: int = 0
+) -> list[list[int]]:
+    """What transformers generates, one prompt at a time, without a cache of ours; with the numbers
+    that weights of `bits` stand for."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if bits:
+        round_weights(model, bits)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None  # as `ignore_eos`
     return [
@@ -84,6 +99,51 @@ def test_tokens_equal_eager(
         "rms_norm-",
         "silu_mul-",
     }
+
+
+@old_interpreter
+def test_experts_equal_eager(tmp_path: Path) -> None:
+    """One layer with experts, of which each row's are sorted, multiplied and summed on the
+    device; decode steps are captured as all others."""
+    folder = make_model("qwen3_moe", tmp_path / "model", **MIXTURE)
+    kvgraph.compile(
+        folder, tmp_path / "out", target="cuda:sm_90", dtype="float32", page_size=16, check=False
+    )
+    found = interpreted(tmp_path / "out", tmp_path, prompts=PROMPTS, new_tokens=3)
+    assert found["tokens"] == eager(folder, PROMPTS, 3)
+    assert found["captures"] >= 1
+    assert set(found["launched"]) >= {
+        "sort_slots-",
+        "place_tiles-",
+        "experts_up-few",
+        "experts_down-few",
+        "sum_experts-",
+    }
+
+
+@old_interpreter
+@pytest.mark.parametrize(
+    ("architecture", "weights", "launched"),
+    [("llama", "int8", set()), ("qwen3_moe", "int4", {"experts_up-few", "experts_down-few"})],
+)
+def test_small_weights_equal_eager_over_what_they_stand_for(
+    tmp_path: Path, architecture: str, weights: str, launched: set[str]
+) -> None:
+    given = MIXTURE if launched else {"num_hidden_layers": 1}
+    folder = make_model(architecture, tmp_path / "model", **given)
+    kvgraph.compile(
+        folder,
+        tmp_path / "out",
+        target="cuda:sm_90",
+        dtype="float32",
+        weights=weights,
+        page_size=16,
+        check=False,
+    )
+    found = interpreted(tmp_path / "out", tmp_path, prompts=PROMPTS, new_tokens=3)
+    assert found["tokens"] == eager(folder, PROMPTS, 3, WEIGHT_BITS[weights])
+    small = {"quantized_linear-few", "quantized_linear-many"}
+    assert set(found["launched"]) >= launched | small
 
 
 @old_interpreter

@@ -22,7 +22,7 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.run import run
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
-from tests.support import conformance
+from tests.support import conformance, matrix_products
 from tests.support.conformance import Case, Operands
 
 Array = np.ndarray[Any, Any]
@@ -165,6 +165,17 @@ def check_rows(device: str) -> None:
     assert (given["cache_lengths"].cpu().numpy() == lengths + new).all()
 
 
+def check_products(arch: str, device: str) -> None:
+    """Matrix products with both kinds of tiles against the references of their ops."""
+    for name, trial in matrix_products.trials(arch):
+        given = {key: tensor(a, device) for key, a in trial.given.items()}
+        run(trial.plan, given)
+        for out in trial.wanted:
+            trial.given[out] = array(given[out], str(trial.given[out].dtype))
+        where, error, limit = trial.error()
+        assert error <= limit, f"{name}: {where} {error:.2g}"
+
+
 def _close(got: Array, want: Array, tolerance: float) -> None:
     error = np.abs(got.astype("f4") - want).max()
     assert error <= tolerance * (1 + np.abs(want).max()), f"largest error {error:.3g}"
@@ -245,6 +256,7 @@ def main() -> int:
     if not given.cases:
         check_rows(given.device)
         check_far_pages(given.arch, given.device)
+        check_products(given.arch, given.device)
     print(
         f"{len(cases) - failed} of {len(cases)} cases passed, {given.arch} tiles, "
         f"{time.perf_counter() - start:.1f} s"

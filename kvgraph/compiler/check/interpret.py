@@ -10,14 +10,15 @@ from torch.export import ExportedProgram
 from torch.fx import Interpreter
 from torch.fx.node import Argument, Target
 
-from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED
+from kvgraph.compiler.weights import Weights
 
 
 class ProgramRun(Interpreter):
     """Called with the signature's inputs in order, gives the program's results: the logits first.
 
-    Parameters that are fake are `streamed`. Windows above `window` tokens are cut to it.
+    Parameters that are fake have their values in `weights`. Windows above `window` tokens are cut
+    to it.
     """
 
     def __init__(
@@ -25,10 +26,10 @@ class ProgramRun(Interpreter):
         program: ExportedProgram,
         *,
         window: int | None = None,
-        streamed: Streamed | None = None,
+        weights: Weights | None = None,
     ) -> None:
         super().__init__(program.module(check_guards=False))
-        self._streamed = streamed
+        self._weights = weights
         fused = [node for node in self.graph.nodes if node.target is FUSED]
         for node in fused if window is not None else ():
             node.update_kwarg("window", min(node.kwargs.get("window", 0), window))
@@ -39,8 +40,8 @@ class ProgramRun(Interpreter):
         found = super().get_attr(target, args, kwargs)
         if not isinstance(found, FakeTensor):
             return found
-        assert self._streamed is not None, "a program without weights comes with where they are"
-        return self._streamed.read(str(target), found)
+        assert self._weights is not None, "a program without weights comes with where they are"
+        return self._weights.read(str(target), found.dtype, found.shape)
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results: tuple[torch.Tensor, ...] = self.run(*inputs)

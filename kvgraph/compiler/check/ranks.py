@@ -11,7 +11,6 @@ import numpy as np
 from kvgraph.compiler.check.compare import Logits, Tokens
 from kvgraph.compiler.check.host import Params, logits_of
 from kvgraph.compiler.check.interpret import ProgramRun
-from kvgraph.compiler.check.streamed import streamed_of
 from kvgraph.compiler.pipeline import trace_ranks
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.devices import Device
@@ -39,7 +38,7 @@ def rank_logits(
     runs = []
     for own in trace_ranks(traced, kind, ranks, functional=False):
         rewrite(own)
-        runs.append((own, ProgramRun(own.program, streamed=streamed_of(own.model))))
+        runs.append((own, ProgramRun(own.program, weights=own.weights)))
     found: list[list[Logits]] = [[] for _ in runs]
     failed: list[BaseException] = []
 

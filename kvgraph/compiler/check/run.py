@@ -24,7 +24,7 @@ from kvgraph.compiler.check.interpret import ProgramRun
 from kvgraph.compiler.check.locate import wrong_layer
 from kvgraph.compiler.check.ranks import rank_logits
 from kvgraph.compiler.check.reference import WINDOW, cut_windows, reference_logits
-from kvgraph.compiler.check.streamed import streamed_of, with_values
+from kvgraph.compiler.check.streamed import with_values
 from kvgraph.compiler.check.subject import parameter_bytes, reduced
 from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
@@ -32,6 +32,7 @@ from kvgraph.compiler.trace import trace
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.backends import Backend, Support, imported
 from kvgraph.contract.devices import Target
+from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.shards import shards_of
@@ -122,7 +123,7 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
             given = (traced.model, traced.signature, traced.plan)
             again = padded or made.backend.functional
             program = trace(*given, functional=False).program if again else traced.program
-            step = ProgramRun(program, window=WINDOW, streamed=streamed_of(traced.model))
+            step = ProgramRun(program, window=WINDOW, weights=traced.weights)
             found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
             _require_near(made, traced, found, rows)
     return _note("all layers")
@@ -162,12 +163,15 @@ def _check_module(made: Made) -> str:
 
 
 def _run_program(made: Made, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
+    def rewrite(own: Traced) -> None:
+        own.bits = WEIGHT_BITS.get(made.manifest.weights)
+        imported(made.support.rewrite)(own)
+
     if made.ranks > 1:
-        rewrite = imported(made.support.rewrite)
         return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK)
     if made.support.rewrite:
-        imported(made.support.rewrite)(traced)
-    program = ProgramRun(traced.program, streamed=streamed_of(traced.model))
+        rewrite(traced)
+    program = ProgramRun(traced.program, weights=traced.weights)
     return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
 
 

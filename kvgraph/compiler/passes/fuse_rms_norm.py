@@ -8,6 +8,7 @@ memory that nothing reads any more: that term then becomes the sum, in place.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch.fx import Graph, Node
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
+    CASTS,
     UnmatchedError,
     any_node,
     erase_unused,
@@ -30,12 +32,20 @@ from kvgraph.ops import torch_fusions
 
 aten = torch.ops.aten
 FUSED = torch_fusions.rms_norm.default
+QUANTIZED = torch_fusions.quantized_linear.default
 COMPOSED, RATE = aten.rms_norm.default, aten.rsqrt.default
 ADD, MUL, TRANSPOSE = aten.add.Tensor, aten.mul.Tensor, aten.transpose.int
-CASTS = (aten.to.dtype, aten.type_as.default)
 HALVES = (torch.float16, torch.bfloat16)
 
-OWN_MEMORY = (ADD, MUL, FUSED, aten.linear.default, aten.embedding.default)
+OWN_MEMORY = (
+    ADD,
+    MUL,
+    FUSED,
+    aten.linear.default,
+    aten.embedding.default,
+    torch_fusions.fused_experts.default,
+    QUANTIZED,
+)
 """Operators whose result is new memory that shares nothing with what they were given."""
 
 
@@ -223,7 +233,7 @@ def _stream(norm: Norm) -> tuple[Node, Node]:
 
 def _still_read(term: Node, total: Node) -> str:
     """Why `term` cannot become `total` in place: empty where it can."""
-    if term.target not in OWN_MEMORY:
+    if not _has_own_memory(term):
         return f"{term.name} may share its memory ({term.target})"
     for user in term.users:
         if user is not total and not user < total:
@@ -231,6 +241,12 @@ def _still_read(term: Node, total: Node) -> str:
         if user is not total and not _is_done_with(term, user):
             return f"{term.name} may live on in {user.name} ({user.target})"
     return ""
+
+
+def _has_own_memory(term: Node) -> bool:
+    if term.target is operator.getitem:  # one of several results
+        return getattr(term.args[0], "target", None) is QUANTIZED
+    return term.target in OWN_MEMORY
 
 
 def _is_done_with(term: Node, user: Node) -> bool:

@@ -132,7 +132,13 @@ PASSES = {
         ),
     ),
     ("cuda", "torch"): PassList(
-        program=(Pass("drop_no_ops"), Pass("fuse_rms_norm"), Pass("fuse_silu_mul")),
+        program=(
+            Pass("drop_no_ops"),
+            Pass("fuse_experts"),
+            Pass("quantize_linear", needs=PACKED),
+            Pass("fuse_rms_norm"),
+            Pass("fuse_silu_mul"),
+        ),
     ),
     ("cuda", "tensorrt"): PassList(program=FUNCTIONAL, onnx=(Pass("tied_projection"),)),
     ("cuda", "torch-tensorrt"): PassList(program=(Pass("drop_no_ops"),)),

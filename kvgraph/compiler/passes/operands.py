@@ -8,6 +8,15 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvgraph.contract.dtypes import ACTIVATIONS
+
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten.type_as.default)
+"""To another dtype, or to none other."""
+
+KINDS = tuple(getattr(torch, name) for name in ACTIVATIONS)
+"""dtypes of activations."""
+
 
 class UnmatchedError(Exception):
     """Why a place is not what a pass rewrites. It never leaves the pass."""

@@ -9,6 +9,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
+from kvgraph.compiler import gpu_weights
 from kvgraph.compiler.packed_weights import OPERANDS, Packed
 from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.weights import Piece, Weights
@@ -76,20 +77,44 @@ def add_packed(
 
     `make` gives their parts when they are written.
     """
-    names = {operand: f"{stem}.{PARAMETERS.get(operand, operand)}" for operand in OPERANDS}
+
+    def parts() -> Iterator[dict[str, torch.Tensor]]:
+        for part in make():
+            yield {operand: tensor_of(getattr(part, operand)) for operand in forms}
+
+    typed = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in forms.items()}
+    made = _add_made(program, weights, stem, typed, parts)
+    return [made.get(operand) for operand in OPERANDS]
+
+
+def add_matrix(
+    program: ExportedProgram,
+    weights: Weights,
+    stem: str,
+    forms: Mapping[str, gpu_weights.Form],
+    make: Callable[[], Iterable[gpu_weights.Part]],
+) -> list[Node | None]:
+    """weight, scales and bias as new parameters, as `add_packed` names them."""
+    made = _add_made(program, weights, stem, forms, make)
+    return [made.get(operand) for operand in gpu_weights.OPERANDS]
+
+
+def _add_made(
+    program: ExportedProgram,
+    weights: Weights,
+    stem: str,
+    forms: Mapping[str, gpu_weights.Form],
+    parts: Callable[[], Iterable[Mapping[str, torch.Tensor]]],
+) -> dict[str, Node]:
+    names = {operand: f"{stem}.{PARAMETERS.get(operand, operand)}" for operand in forms}
 
     def pieces() -> Iterator[Piece]:
-        for part in make():
-            for operand in forms:
-                yield names[operand], tensor_of(getattr(part, operand))
+        for part in parts():
+            for operand, tensor in part.items():
+                yield names[operand], tensor
 
-    weights.later([names[operand] for operand in forms], pieces)
-    return [
-        add_parameter(program, names[operand], forms[operand][0], getattr(torch, forms[operand][1]))
-        if operand in forms
-        else None
-        for operand in OPERANDS
-    ]
+    weights.later(names.values(), pieces)
+    return {operand: add_parameter(program, names[operand], *forms[operand]) for operand in forms}
 
 
 def array_of(tensor: torch.Tensor) -> Array:

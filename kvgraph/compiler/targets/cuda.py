@@ -34,6 +34,8 @@ from kvgraph.compiler.targets.weights import save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants
+from kvgraph.kernels.linear_plan import LinearShape, linear_variants
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_arch
 from kvgraph.kernels.variants import (
     Variant,
@@ -41,7 +43,8 @@ from kvgraph.kernels.variants import (
     rms_norm_variant,
     silu_mul_variant,
 )
-from kvgraph.ops import UPDATE_AND_ATTEND
+from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, UPDATE_AND_ATTEND, torch_fusions
+from kvgraph.ops.torch_nodes import Call
 
 KERNELS_NAME = "kernels.json"
 LOCAL_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
@@ -63,8 +66,14 @@ def lower(
     *,
     archs: Sequence[str],
     progress: Callable[[str], None],
+    weight_bits: int | None = None,
 ) -> Lowered:
-    """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`."""
+    """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`.
+
+    `weight_bits`: linear layers and experts over small weights (8 or 4); None: as the model has
+    them.
+    """
+    traced.bits = weight_bits
     rewrite(traced)
     program = traced.program
     shapes = list(dict.fromkeys(attention_of_nodes(traced)))
@@ -74,7 +83,8 @@ def lower(
     for arch in archs:
         progress(f"compiling kernels for {arch}")
         used = [variant for shape in shapes for variant in aot.attention_variants(shape, arch)]
-        made = aot.compile_all([*used, *variants], arch)
+        products = product_variants(program, arch)
+        made = aot.compile_all([*used, *products, *variants], arch)
         seconds |= save_kernels(made, arch, folder)
     write_build_log(folder, {"compile_seconds": seconds})
     return Lowered(
@@ -85,7 +95,7 @@ def lower(
 
 
 def rewrite(traced: Traced) -> None:
-    """The passes of this target over a program."""
+    """The passes of this target over a program, with the bits that it says."""
     run_passes(traced, PASSES["cuda", "torch"].program)
 
 
@@ -126,6 +136,21 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
                 else rms_norm_variant(dtype, width, residual=len(node.args) > 2, **node.kwargs)
             )
     return [*variants, increment_variant()]
+
+
+def product_variants(program: ExportedProgram, arch: str) -> list[Variant]:
+    """Kernels of the program's experts and of its linear layers over small weights."""
+    found: dict[Variant, None] = {}
+    for node in program.graph.nodes:
+        if node.target is torch_fusions.fused_experts.default:
+            call = Call.of(FUSED_EXPERTS, node)
+            experts = ExpertsShape.of(call.dtypes["x"], call.shapes, call.attributes)
+            found |= dict.fromkeys(experts_variants(experts, arch))
+        elif node.target is torch_fusions.quantized_linear.default:
+            call = Call.of(QUANTIZED_LINEAR, node)
+            linear = LinearShape.of(call.dtypes["x"], call.shapes, call.attributes)
+            found |= dict.fromkeys(linear_variants(linear, arch))
+    return list(found)
 
 
 def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) -> None:

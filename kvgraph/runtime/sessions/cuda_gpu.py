@@ -42,8 +42,8 @@ class CudaGpu:
     def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         """Scratch memory goes back to torch's allocator at once: the stream orders its reuse."""
         scratch = {
-            name: torch.empty(elements, dtype=torch.float32, device=self.device)
-            for name, elements in plan.scratch.items()
+            name: torch.empty(plan.scratch[name], dtype=getattr(torch, dtype), device=self.device)
+            for name, dtype in plan.scratch_dtypes().items()
         }
         addresses = {name: tensor.data_ptr() for name, tensor in {**operands, **scratch}.items()}
         stream = torch.cuda.current_stream(self.device).cuda_stream

@@ -21,10 +21,19 @@ from kvgraph.contract.dims import TensorType
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import ArtifactError
 from kvgraph.kernels import launch, variants
+from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan, Sizes
+from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Variant
-from kvgraph.ops import UPDATE_AND_ATTEND, torch_fusions, torch_ops
+from kvgraph.ops import (
+    FUSED_EXPERTS,
+    QUANTIZED_LINEAR,
+    UPDATE_AND_ATTEND,
+    torch_fusions,
+    torch_ops,
+)
+from kvgraph.ops.torch_nodes import Call
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.pickles import require_no_pickles
@@ -137,7 +146,7 @@ def _launches(
     symbols: Mapping[torch.fx.Node, TensorType],
     leaves: Mapping[str, KVCacheParams],
     gpu: Gpu,
-) -> Attention | RmsNorm | SiluMul | None:
+) -> Attention | RmsNorm | SiluMul | FusedExperts | QuantizedLinear | None:
     if node.target is torch_ops.update_and_attend.default:
         pool = symbols[node.args[1]]  # type: ignore[index]
         return Attention(node, leaves[pool.name.rpartition(".")[0]], gpu)
@@ -145,6 +154,10 @@ def _launches(
         return RmsNorm(node, gpu)
     if node.target is torch_fusions.silu_mul.default:
         return SiluMul(node, gpu)
+    if node.target is torch_fusions.fused_experts.default:
+        return FusedExperts(node, gpu)
+    if node.target is torch_fusions.quantized_linear.default:
+        return QuantizedLinear(node, gpu)
     return None
 
 
@@ -227,3 +240,54 @@ class SiluMul(nn.Module):
         plan = launch.plan_silu_mul(self._variant, rows)
         self._gpu.launch(plan, {"gate": gate, "up": up, "out": out})
         return out
+
+
+class FusedExperts(nn.Module):
+    """A mixture of experts of one layer."""
+
+    def __init__(self, node: torch.fx.Node, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._names = [operand.name for operand in FUSED_EXPERTS.inputs]
+        call = Call.of(FUSED_EXPERTS, node)
+        self._shape = ExpertsShape.of(call.dtypes["x"], call.shapes, call.attributes)
+        self.variants = experts_variants(self._shape, gpu.arch)
+
+    def forward(self, *args: torch.Tensor | None) -> torch.Tensor:
+        given = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
+        operands = {name: tensor.contiguous() for name, tensor in given.items()}
+        out = torch.empty_like(operands["x"])
+        plan = plan_experts(self._shape, self._gpu.arch, len(out))
+        self._gpu.launch(plan, {**operands, "out": out})
+        return out
+
+
+class QuantizedLinear(nn.Module):
+    """Linear layers of one input over small weights: a result for each output, or an empty one."""
+
+    def __init__(self, node: torch.fx.Node, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+        call = Call.of(QUANTIZED_LINEAR, node)
+        self._shape = LinearShape.of(call.dtypes["x"], call.shapes, call.attributes)
+        self.variants = linear_variants(self._shape, gpu.arch)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        x = x.contiguous()
+        outs = [
+            x.new_empty(*x.shape[:-1], features) if features else x.new_empty(0, 0)
+            for features in self._shape.out_features
+        ]
+        operands = {"x": x, "weight": weight, "scales": scales}
+        operands |= dict(zip(("out", "out_1", "out_2"), outs, strict=True))
+        if bias is not None:
+            operands["bias"] = bias
+        rows = x.numel() // x.shape[-1]
+        self._gpu.launch(plan_linear(self._shape, self._gpu.arch, rows), operands)
+        return tuple(outs)

@@ -1,0 +1,234 @@
+"""Linear layers as models write them, in groups: what the passes that pack their weights match.
+
+Linear layers of one input become one node: q, k and v; gate and up, with silu(gate) * up as its
+output where the graph computes that, whether they are two layers or the halves of one. A router
+keeps its weights: a wrong expert costs more than its few bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from kvgraph.compiler.packed_weights import Section
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import (
+    UnmatchedError,
+    erase_unused,
+    expect,
+    node_of,
+    only_user,
+    other_factor,
+    typed,
+    value,
+)
+from kvgraph.compiler.passes.parameters import array_of, drop_unused, held, name_outputs
+from kvgraph.compiler.weights import Weights
+
+aten = torch.ops.aten
+SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
+PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
+MAX_SECTIONS = 3
+OUTPUTS = ("out_features", "out_features_1", "out_features_2")
+"""Attributes of a node: the width of each of its sections."""
+ROUTER_STEPS = 4
+"""Nodes between a router's linear layer and the choice of experts."""
+
+
+@dataclass
+class Layer:
+    """A linear layer, or one of two halves of its rows."""
+
+    node: Node
+    name: str
+    weight: torch.Tensor
+    bias: tuple[str, torch.Tensor] | None
+    half: int | None = None
+
+    @property
+    def features(self) -> int:
+        return len(self.weight) if self.half is None else len(self.weight) // 2
+
+    def section(self, weights: Weights) -> Section:
+        """What is packed of it, opened."""
+        first = (self.half or 0) * self.features
+        rows = weights.values(self.name, self.weight, torch.float32).open()
+        bias = None if self.bias is None else weights.values(*self.bias).read()
+        own = None if bias is None else array_of(bias[first : first + self.features])
+        return Section(
+            self.features, lambda start, stop: array_of(rows(first + start, first + stop)), own
+        )
+
+
+@dataclass
+class Group:
+    """Layers of one input, which become one node; what else it computes.
+
+    Gate and up may be halves of one layer: then both have its node.
+    """
+
+    layers: list[Layer]
+    gated: Node | None = None
+    residual: Node | None = None
+    total: Node | None = None
+
+    @property
+    def has_bias(self) -> bool:
+        return any(layer.bias is not None for layer in self.layers)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of its outputs."""
+        return [layer.features for layer in self.layers][: 1 if self.gated else None]
+
+    @property
+    def stem(self) -> str:
+        """The first layer's name for its packed weights; one of its own for what is not
+        `layer.weight`."""
+        name = self.layers[0].name
+        return name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"
+
+
+def rewrite_linears(
+    program: ExportedProgram,
+    name: str,
+    kinds: Container[torch.dtype],
+    rewrite: Callable[[Group], None],
+    *,
+    residuals: bool = False,
+) -> PassReport:
+    """Rewrite `program` in place, for pass `name`: `rewrite` makes one node of each group of layers
+    whose results are of one of `kinds`. `residuals`: a sum that only a layer enters is its too."""
+    report = PassReport(name)
+    by_input: dict[Node, list[Layer]] = {}
+    for node in program.graph.nodes:
+        if node.target in PRODUCTS and any(_of_weight(program, x) for x in node.args):
+            report.unmatched.append(f"{node.name}: expected aten::linear, got {node.target.name()}")
+        if node.target is not aten.linear.default:
+            continue
+        try:
+            by_input.setdefault(node.args[0], []).append(_layer(program, node, kinds))
+        except UnmatchedError as why:
+            report.unmatched.append(f"{node.name}: {why}")
+    for layers in by_input.values():
+        for group in _groups(layers, residuals):
+            rewrite(group)
+            report.applied += len({layer.node for layer in group.layers})
+    drop_unused(program)
+    name_outputs(program)
+    program.graph.lint()
+    program.graph_module.recompile()
+    return report
+
+
+def replace_outputs(group: Group, whole: Node, like: Callable[[Node, Node], Node]) -> None:
+    """Each result of a group by one of `whole`, which is at the place of insertion; `like(out,
+    old)` gives it the old one's shape."""
+    last = group.gated or group.total
+    replaced = [last] if last is not None else [layer.node for layer in group.layers]
+    for index, old in enumerate(replaced):
+        out = whole.graph.call_function(operator.getitem, (whole, index))
+        out.meta["val"] = whole.meta["val"][index]
+        old.replace_all_uses_with(like(out, old))
+    for old in replaced:
+        erase_unused(old)
+
+
+def _of_weight(program: ExportedProgram, node: object) -> bool:
+    """A weight or, say, its transpose."""
+    source = node.args[0] if isinstance(node, Node) and node.args else node
+    return any(held(program, x) is not None for x in (node, source))
+
+
+def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) -> Layer:
+    weight = held(program, node.args[1])
+    expect(weight is not None, "expected a weight of the model, got a computed one")
+    assert weight is not None
+    given = node.args[2] if len(node.args) > 2 else None
+    bias = held(program, given)
+    expect(given is None or bias is not None, "expected a bias of the model, got a computed one")
+    dims = len(value(node).shape)
+    expect(
+        dims == 2 or (dims == 3 and value(node).shape[0] == 1), f"expected rows, got {dims} dims"
+    )
+    expect(value(node).dtype in kinds, f"expected float32, got {value(node).dtype}")
+    expect(not _routes(node), "a router, which keeps its weights")
+    return Layer(node, weight[0], weight[1].detach(), bias)
+
+
+def _routes(node: Node) -> bool:
+    """Whether experts are chosen by this layer's result."""
+    reached = [node]
+    for _ in range(ROUTER_STEPS):
+        reached = [user for n in reached for user in n.users]
+        if any(user.target is aten.topk.default for user in reached):
+            return True
+    return False
+
+
+def _groups(layers: list[Layer], residuals: bool) -> list[Group]:
+    """A gated pair, then up to three layers at once; a layer alone may take its residual."""
+    groups = []
+    left = list(layers)
+    for gate in layers:
+        group = _gated_pair(gate, left) or _gated_halves(gate)
+        if group is not None:
+            taken = {layer.node for layer in group.layers}
+            left = [layer for layer in left if layer.node not in taken]
+            groups.append(group)
+    if len(left) == 1 and residuals:
+        groups.append(_with_residual(left[0]))
+        left = []
+    return groups + [Group(left[i : i + MAX_SECTIONS]) for i in range(0, len(left), MAX_SECTIONS)]
+
+
+def _gated_pair(gate: Layer, layers: list[Layer]) -> Group | None:
+    product, other = _gated_product(gate.node)
+    up = next((layer for layer in layers if layer.node is other), None)
+    if product is None or up is None or up.features != gate.features:
+        return None
+    return Group([gate, up], gated=product)
+
+
+def _gated_halves(both: Layer) -> Group | None:
+    """Gate and up of one layer that is cut in two, in either order."""
+    cuts = list(both.node.users)
+    if len(cuts) != 1 or cuts[0].target not in SPLITS:
+        return None
+    width = len(both.weight) // 2
+    halves = {part.args[1]: part for part in cuts[0].users if value(part).shape[-1] == width}
+    if len(both.weight) % 2 or {*halves} != {0, 1} or len(cuts[0].users) != 2:
+        return None
+    for gate, up in ((0, 1), (1, 0)):
+        product, other = _gated_product(halves[gate])
+        if product is not None and other is halves[up]:
+            return Group([replace(both, half=gate), replace(both, half=up)], gated=product)
+    return None
+
+
+def _gated_product(gate: Node) -> tuple[Node, Node] | tuple[None, None]:
+    """silu(gate) * up and up, if the graph computes nothing else of either."""
+    try:
+        silu = node_of(only_user(gate, "the gate"), [aten.silu.default], "silu of the gate")
+        product = node_of(only_user(silu, "silu(gate)"), [aten.mul.Tensor], "a product next")
+        up = other_factor(product, silu)
+        only_user(up, "up")
+    except UnmatchedError:
+        return None, None
+    return product, up
+
+
+def _with_residual(layer: Layer) -> Group:
+    group = Group([layer])
+    users = list(layer.node.users)
+    if len(users) == 1 and users[0].target is aten.add.Tensor and not users[0].kwargs:
+        others = [x for x in users[0].args if x is not layer.node]
+        other = others[0] if len(others) == 1 else None
+        if isinstance(other, Node) and typed(other) == typed(layer.node):
+            group.residual, group.total = other, users[0]
+    return group

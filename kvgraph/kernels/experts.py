@@ -1,0 +1,216 @@
+"""Kernels of fused_experts: slots sorted by expert, two grouped products, a weighed sum.
+
+A slot is one expert of one row: slot s is number `s % ACTIVE` of row `s // ACTIVE`. One whose index
+is -1 lies before the slots of all experts, and adds nothing to its row's sum. Nothing here
+waits for the host: grids follow from the number of rows, and tables on the device say what each
+program works on.
+
+Legend: S slots, E experts, P tiles of sorted slots, M slots of a tile, N output columns.
+"""
+
+import triton
+import triton.language as tl
+
+from kvgraph.kernels.products import gated, product
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def sort_slots(indices, order, offsets, num_slots, EXPERTS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """`order [S]`: slots by their expert, each expert's in ascending order. `offsets [E + 1]`:
+    where those of an expert begin.
+
+    Each program counts the slots of lower experts, then places its own: no program waits for
+    another, and nothing is added atomically. Grid: (EXPERTS, 1).
+    """
+    expert = tl.program_id(0)
+    s = tl.arange(0, BLOCK_S)
+    lower_S = tl.zeros((BLOCK_S,), tl.int32)
+    for start in range(0, num_slots, BLOCK_S):
+        chosen_S = tl.load(indices + start + s, mask=start + s < num_slots, other=EXPERTS)
+        lower_S += (chosen_S < expert).to(tl.int32)
+    at = tl.sum(lower_S, 0)
+    tl.store(offsets + expert, at)
+    for start in range(0, num_slots, BLOCK_S):
+        chosen_S = tl.load(indices + start + s, mask=start + s < num_slots, other=EXPERTS)
+        own_S = (chosen_S == expert).to(tl.int32)
+        place_S = at + tl.cumsum(own_S, 0) - own_S
+        tl.store(order + place_S, start + s, mask=own_S > 0)
+        at += tl.sum(own_S, 0)
+    if expert == EXPERTS - 1:
+        tl.store(offsets + EXPERTS, at)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def place_tiles(
+    offsets,
+    tiles,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """`tiles [P, 3]`: expert, and the half-open range of sorted slots, of each tile of at most
+    BLOCK_M; an empty range behind the last. Grid: (ceil(num_tiles / BLOCK_P), 1)."""
+    e = tl.arange(0, BLOCK_E)
+    is_expert_E = e < EXPERTS
+    begin_E = tl.load(offsets + e, mask=is_expert_E, other=0)
+    end_E = tl.load(offsets + e + 1, mask=is_expert_E, other=0)
+    count_E = (end_E - begin_E + BLOCK_M - 1) // BLOCK_M
+    upto_E = tl.cumsum(count_E, 0)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_before_PE = upto_E[None, :] <= p[:, None]
+    expert_P = tl.sum(is_before_PE.to(tl.int32), 1)
+    tiles_before_P = tl.sum(tl.where(is_before_PE, count_E[None, :], 0), 1)
+    live_P = expert_P < EXPERTS
+    first_P = tl.load(offsets + expert_P, mask=live_P, other=0)
+    last_P = tl.load(offsets + expert_P + 1, mask=live_P, other=0)
+    first_P = tl.where(live_P, first_P + (p - tiles_before_P) * BLOCK_M, 0)
+    last_P = tl.where(live_P, tl.minimum(first_P + BLOCK_M, last_P), 0)
+    to_P = tiles + p * 3
+    tl.store(to_P, tl.where(live_P, expert_P, 0), mask=p < num_tiles)
+    tl.store(to_P + 1, first_P, mask=p < num_tiles)
+    tl.store(to_P + 2, last_P, mask=p < num_tiles)
+
+
+@triton.jit(do_not_specialize=["in_features"])
+def experts_up(
+    x,
+    up,
+    up_scales,
+    up_bias,
+    order,
+    tiles,
+    inner,
+    in_features,
+    ACTIVE: tl.constexpr,
+    IN: tl.constexpr,
+    INNER: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`inner [S, INNER]`, in the order of sorted slots: gate and up of a tile's expert, joined.
+
+    `up [E, 2 * INNER, IN]` has rows of gate and up in turn. Grid: (tiles, 2 * INNER / BLOCK_N):
+    tiles of one expert are neighbours, and find its weights in the L2 cache.
+    """
+    OUT: tl.constexpr = 2 * INNER
+    begin = tl.load(tiles + tl.program_id(0) * 3 + 1)
+    end = tl.load(tiles + tl.program_id(0) * 3 + 2)
+    if begin >= end:
+        return
+    expert = tl.load(tiles + tl.program_id(0) * 3).to(tl.int64)
+    at_M = begin + tl.arange(0, BLOCK_M)
+    live_M = at_M < end
+    row_M = tl.load(order + at_M, mask=live_M, other=0) // ACTIVE
+    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight, scales = _of_expert(up, up_scales, expert, IN, OUT, BITS, GROUP)
+    both_NM = product(
+        x, row_M, live_M, weight, scales, n_N, in_features, IN, OUT, BITS, GROUP, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if up_bias is not None:
+        both_NM += tl.load(up_bias + expert * OUT + n_N, mask=n_N < OUT, other=0.0)[:, None]
+    inner_NM = gated(both_NM, BLOCK_M, BLOCK_N, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+    i = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    to_MN = inner + at_M.to(tl.int64)[:, None] * INNER + i[None, :]
+    inner_MN = tl.trans(inner_NM).to(inner.dtype.element_ty)
+    tl.store(to_MN, inner_MN, mask=live_M[:, None] & (i < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=["inner_features"])
+def experts_down(
+    inner,
+    down,
+    down_scales,
+    down_bias,
+    order,
+    tiles,
+    parts,
+    inner_features,
+    IN: tl.constexpr,
+    INNER: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`parts [S, IN]`, in the order of slots: what each expert makes of its rows of `inner`.
+
+    `down [E, IN, INNER]`. Grid: (tiles, IN / BLOCK_N).
+    """
+    begin = tl.load(tiles + tl.program_id(0) * 3 + 1)
+    end = tl.load(tiles + tl.program_id(0) * 3 + 2)
+    if begin >= end:
+        return
+    expert = tl.load(tiles + tl.program_id(0) * 3).to(tl.int64)
+    at_M = begin + tl.arange(0, BLOCK_M)
+    live_M = at_M < end
+    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight, scales = _of_expert(down, down_scales, expert, INNER, IN, BITS, GROUP)
+    part_NM = product(
+        inner, at_M, live_M, weight, scales, n_N, inner_features, INNER, IN, BITS, GROUP,
+        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if down_bias is not None:
+        part_NM += tl.load(down_bias + expert * IN + n_N, mask=n_N < IN, other=0.0)[:, None]
+    slot_M = tl.load(order + at_M, mask=live_M, other=0)
+    to_MN = parts + slot_M.to(tl.int64)[:, None] * IN + n_N[None, :]
+    part_MN = tl.trans(part_NM).to(parts.dtype.element_ty)
+    tl.store(to_MN, part_MN, mask=live_M[:, None] & (n_N < IN)[None, :])
+
+
+@triton.jit
+def _of_expert(
+    weight,
+    scales,
+    expert,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Where an expert's weight `[OUT, IN]` and scales `[groups, OUT]` begin; 64-bit."""
+    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+    if BITS == 4:
+        weight += expert * (OUT * GROUPS * (GROUP // 2))
+        scales += expert * (GROUPS * OUT)
+    else:
+        weight += expert * (OUT * IN)
+        if BITS == 8:
+            scales += expert * OUT
+    return weight, scales
+
+
+@triton.jit
+def sum_experts(
+    parts,
+    indices,
+    weights,
+    out,
+    IN: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`out` of one row, BLOCK_D of its elements: its parts weighed and summed, in the order in
+    which the router names them. In float32, rounded once. Grid: (rows * ceil(IN / BLOCK_D), 1)."""
+    blocks: tl.constexpr = (IN + BLOCK_D - 1) // BLOCK_D
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    sum_D = tl.zeros((BLOCK_D,), tl.float32)
+    for slot in range(0, ACTIVE):
+        at = row * ACTIVE + slot
+        is_own = tl.load(indices + at) >= 0  # else nothing wrote its part
+        part_D = tl.load(parts + at * IN + d, mask=is_own & (d < IN), other=0.0).to(tl.float32)
+        sum_D += tl.where(is_own, part_D * tl.load(weights + at), 0.0)
+    tl.store(out + row * IN + d, sum_D.to(out.dtype.element_ty), mask=d < IN)

@@ -1,0 +1,213 @@
+"""Variants and launches of fused_experts.
+
+Five launches: slots are sorted by expert, tiles find their expert, two grouped products, and the
+weighed sum. Grids follow from the number of rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvgraph.contract.dims import ceildiv
+from kvgraph.errors import UnsupportedError
+from kvgraph.kernels import variants
+from kvgraph.kernels.launch import LaunchPlan, launch_of
+from kvgraph.kernels.matrix_tiles import (
+    ROLES,
+    MatrixTiles,
+    matrix_tiles,
+    product_constants,
+    role_of,
+)
+from kvgraph.kernels.shapes import power_of_two
+from kvgraph.kernels.variants import Constant, Variant, absent_of
+from kvgraph.ops.packed import SILU
+
+MOST_EXPERTS = 1024
+"""A program that places tiles has all of their offsets in registers."""
+
+TILE_FIELDS = 3
+"""Numbers of a tile in memory: its expert, and the half-open range of its sorted slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Constants of one fused_experts."""
+
+    dtype: str
+    bits: int
+    experts: int
+    active: int
+    in_features: int
+    inner_features: int
+    activation: int = SILU
+    alpha: float = 1.0
+    limit: float = 0.0
+    up_offset: float = 0.0
+    up_bias: bool = False
+    down_bias: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        dtype: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        attributes: Mapping[str, float],
+    ) -> ExpertsShape:
+        """Of a call with x of `dtype`, by the shapes of its operands. The same where kernels are
+        compiled and launched."""
+        experts, both, _ = shapes["up"]
+        return cls(
+            dtype=dtype,
+            bits=int(attributes["bits"]),
+            experts=experts,
+            active=shapes["indices"][1],
+            in_features=shapes["x"][1],
+            inner_features=both // 2,
+            activation=int(attributes["activation"]),
+            alpha=float(attributes["alpha"]),
+            limit=float(attributes["limit"]),
+            up_offset=float(attributes["up_offset"]),
+            up_bias="up_bias" in shapes,
+            down_bias="down_bias" in shapes,
+        )
+
+    def check(self) -> None:
+        """UnsupportedError names what no compiled kernel supports, and what they do."""
+        if self.experts > MOST_EXPERTS:
+            raise UnsupportedError(
+                f"experts: expected at most {MOST_EXPERTS} in a layer on cuda, got {self.experts}"
+            )
+
+    @property
+    def weight_dtype(self) -> str:
+        return "int8" if self.bits else self.dtype
+
+
+def experts_variants(shape: ExpertsShape, arch: str) -> tuple[Variant, ...]:
+    """Every kernel that `plan_experts` may launch for `shape`."""
+    shape.check()
+    both = [variant for role in ROLES for variant in _of_role(shape, arch, role)]
+    return (sort_variant(shape.experts), *both, sum_variant(shape))
+
+
+def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> LaunchPlan:
+    """Operands: those of the op, by name; `out` is written. `role` "": by the number of rows."""
+    if not rows:
+        return LaunchPlan()
+    slots, width, inner = rows * shape.active, shape.in_features, shape.inner_features
+    role = role or role_of(slots, shape.experts)
+    tiles = matrix_tiles(role, shape.dtype, shape.bits, arch)
+    place, up, down = _of_role(shape, arch, role)
+    count = most_tiles(slots, shape.experts, tiles.block_m)
+    total = sum_variant(shape)
+    blocks = ceildiv(width, _block(total, "BLOCK_D"))
+    launches = (
+        launch_of(sort_variant(shape.experts), (shape.experts, 1), {"num_slots": slots}),
+        launch_of(place, (ceildiv(count, _block(place, "BLOCK_P")), 1), {"num_tiles": count}),
+        launch_of(up, (count, ceildiv(2 * inner, tiles.block_n)), {"in_features": width}),
+        launch_of(down, (count, ceildiv(width, tiles.block_n)), {"inner_features": inner}),
+        launch_of(total, (rows * blocks, 1), {}),
+    )
+    scratch = {
+        "order": slots,
+        "offsets": shape.experts + 1,
+        "tiles": count * TILE_FIELDS,
+        "inner": slots * inner,
+        "parts": slots * width,
+    }
+    return LaunchPlan(launches, scratch)
+
+
+def most_tiles(slots: int, experts: int, block_m: int) -> int:
+    """That `slots` can make, however they choose: each expert's last tile may be short."""
+    chosen = min(slots, experts)
+    return chosen + (slots - chosen) // block_m
+
+
+@lru_cache
+def sort_variant(experts: int) -> Variant:
+    constants: dict[str, Constant] = {"EXPERTS": experts, "BLOCK_S": 1024}
+    return Variant(variants.SORT_SLOTS, "", "int32", "int32", constants, 4, 1)
+
+
+@lru_cache
+def sum_variant(shape: ExpertsShape) -> Variant:
+    constants: dict[str, Constant] = {
+        "IN": shape.in_features,
+        "ACTIVE": shape.active,
+        "BLOCK_D": min(power_of_two(shape.in_features, 16), 1024),
+    }
+    return Variant(variants.SUM_EXPERTS, "", shape.dtype, shape.dtype, constants, 4, 1)
+
+
+def _of_role(shape: ExpertsShape, arch: str, role: str) -> tuple[Variant, Variant, Variant]:
+    """What places the tiles, and both products."""
+    tiles = matrix_tiles(role, shape.dtype, shape.bits, arch)
+    place = _place_variant(shape.experts, tiles.block_m)
+    return place, _up_variant(shape, role, tiles), _down_variant(shape, role, tiles)
+
+
+@lru_cache
+def _place_variant(experts: int, block_m: int) -> Variant:
+    block_e = power_of_two(experts, 16)
+    constants: dict[str, Constant] = {
+        "EXPERTS": experts,
+        "BLOCK_M": block_m,
+        "BLOCK_E": block_e,
+        "BLOCK_P": max(4096 // block_e, 4),
+    }
+    warps = max(block_e // 64, 4)  # with more experts for a thread Triton keeps some in memory
+    return Variant(variants.PLACE_TILES, "", "int32", "int32", constants, warps, 1)
+
+
+@lru_cache
+def _up_variant(shape: ExpertsShape, role: str, tiles: MatrixTiles) -> Variant:
+    constants: dict[str, Constant] = {
+        "ACTIVE": shape.active,
+        "ACTIVATION": shape.activation,
+        "ALPHA": shape.alpha,
+        "LIMIT": shape.limit,
+        "UP_OFFSET": shape.up_offset,
+        **_constants(shape, tiles),
+    }
+    absent = absent_of(up_scales=not shape.bits, up_bias=not shape.up_bias)
+    return Variant(
+        variants.EXPERTS_UP,
+        role,
+        shape.dtype,
+        shape.weight_dtype,
+        constants,
+        tiles.num_warps,
+        tiles.num_stages,
+        absent,
+    )
+
+
+@lru_cache
+def _down_variant(shape: ExpertsShape, role: str, tiles: MatrixTiles) -> Variant:
+    absent = absent_of(down_scales=not shape.bits, down_bias=not shape.down_bias)
+    return Variant(
+        variants.EXPERTS_DOWN,
+        role,
+        shape.dtype,
+        shape.weight_dtype,
+        _constants(shape, tiles),
+        tiles.num_warps,
+        tiles.num_stages,
+        absent,
+    )
+
+
+def _constants(shape: ExpertsShape, tiles: MatrixTiles) -> dict[str, Constant]:
+    return {
+        "IN": shape.in_features,
+        "INNER": shape.inner_features,
+        **product_constants(shape.dtype, shape.bits, tiles),
+    }
+
+
+def _block(variant: Variant, name: str) -> int:
+    return int(str(variant.constants[name]))

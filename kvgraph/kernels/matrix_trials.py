@@ -1,0 +1,156 @@
+"""Small steps for the kernels of matrix products, with what the references of their ops make of
+them.
+
+Only experts that some row chooses are given: a kernel that reads another one leaves its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from kvgraph.contract.dims import Array
+from kvgraph.contract.dtypes import DTYPES
+from kvgraph.kernels.experts_plan import ExpertsShape, plan_experts
+from kvgraph.kernels.linear_plan import LinearShape, plan_linear
+from kvgraph.kernels.trials import Trial
+from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
+from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices
+
+WIDTHS = ("OUT", "OUT_1", "OUT_2")
+ROWS = {"few": 18, "many": 70}
+"""Of a step by the role of its tiles: an expert that all rows choose has two of them."""
+
+SPARE = 2
+"""Experts beyond those of one row, of which the rows of a trial choose."""
+
+
+def experts_shapes(down: Variant, known: Iterable[Variant]) -> Iterator[ExpertsShape]:
+    """What `down` was compiled for: with each kernel of the first layer, and each number of
+    experts, that goes with it among the `known` kernels."""
+    kernels = list(known)
+    same = down.constants.keys()
+    for up in kernels:
+        if up.kernel is not EXPERTS_UP or (up.role, up.dtype) != (down.role, down.dtype):
+            continue
+        if any(up.constants[name] != down.constants[name] for name in same):
+            continue
+        for place in kernels:
+            if (
+                place.kernel is PLACE_TILES
+                and place.constants["BLOCK_M"] == up.constants["BLOCK_M"]
+            ):
+                yield _shape(up, down, int(str(place.constants["EXPERTS"])))
+
+
+def _shape(up: Variant, down: Variant, experts: int) -> ExpertsShape:
+    given = {name: str(value) for name, value in up.constants.items()}
+    return ExpertsShape(
+        dtype=up.dtype,
+        bits=int(given["BITS"]),
+        experts=experts,
+        active=int(given["ACTIVE"]),
+        in_features=int(given["IN"]),
+        inner_features=int(given["INNER"]),
+        activation=int(given["ACTIVATION"]),
+        alpha=float(given["ALPHA"]),
+        limit=float(given["LIMIT"]),
+        up_offset=float(given["UP_OFFSET"]),
+        up_bias="up_bias" not in up.absent,
+        down_bias="down_bias" not in down.absent,
+    )
+
+
+def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> Trial:
+    """fused_experts, all of its kernels with the tiles of `name`: "few" or "many"."""
+    rows = rows or ROWS[name]
+    rng = np.random.default_rng(rows)
+    kind = DTYPES[shape.dtype].numpy
+    given_experts = min(shape.experts, shape.active + SPARE)
+    others = [1 + rng.permutation(given_experts - 1) for _ in range(rows)]
+    ids = [rng.permutation([0, *each[: shape.active - 1]]) for each in others]
+    if shape.active > 1:
+        ids[-1][-1] = -1  # an expert that another rank has
+    width, inner = shape.in_features, shape.inner_features
+    given: dict[str, Array | None] = {
+        "x": rng.standard_normal((rows, width)).astype(kind),
+        "indices": np.array(ids, np.int32),
+        "weights": rng.random((rows, shape.active)).astype(np.float32),
+        **_weight(rng, "up", (given_experts, 2 * inner), width, shape, shape.up_bias),
+        **_weight(rng, "down", (given_experts, width), inner, shape, shape.down_bias),
+    }
+    attributes = ("bits", "activation", "alpha", "limit", "up_offset")
+    want = FUSED_EXPERTS.reference(
+        *(given[operand.name] for operand in FUSED_EXPERTS.inputs),
+        **{name: getattr(shape, name) for name in attributes},
+    )
+    held = {key: array for key, array in given.items() if array is not None}
+    held["out"] = np.full((rows, width), np.nan, kind)
+    return Trial(f"{name} rows", plan_experts(shape, arch, rows, name), held, {"out": want})
+
+
+def linear_shape(variant: Variant) -> LinearShape:
+    """What a `quantized_linear` was compiled for."""
+    given = {name: int(str(variant.constants[name])) for name in ("BITS", "IN", *WIDTHS)}
+    return LinearShape(
+        dtype=variant.dtype,
+        bits=given["BITS"],
+        in_features=given["IN"],
+        out_features=(given["OUT"], given["OUT_1"], given["OUT_2"]),
+        gated=bool(variant.constants["GATED"]),
+        bias="bias" not in variant.absent,
+    )
+
+
+def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Trial:
+    """quantized_linear with the tiles of `name`: "few" or "many"."""
+    rows = rows or ROWS[name]
+    rng = np.random.default_rng(rows)
+    kind = DTYPES[shape.dtype].numpy
+    given: dict[str, Array | None] = {
+        "x": rng.standard_normal((rows, shape.in_features)).astype(kind),
+        **_weight(rng, "", (shape.columns,), shape.in_features, shape, shape.bias),
+    }
+    attributes = dict(
+        zip(("out_features", "out_features_1", "out_features_2"), shape.out_features, strict=True)
+    )
+    found = QUANTIZED_LINEAR.reference(
+        *(given[operand.name] for operand in QUANTIZED_LINEAR.inputs),
+        bits=shape.bits,
+        silu_mul=int(shape.gated),
+        **attributes,
+    )
+    outs = zip(("out", "out_1", "out_2"), found, strict=True)
+    wanted = {out: array for out, array in outs if array.size}
+    held = {key: array for key, array in given.items() if array is not None}
+    held |= {out: np.full(array.shape, np.nan, kind) for out, array in wanted.items()}
+    return Trial(f"{name} rows", plan_linear(shape, arch, rows, name), held, wanted)
+
+
+def _weight(
+    rng: np.random.Generator,
+    name: str,
+    leading: tuple[int, ...],
+    inputs: int,
+    shape: ExpertsShape | LinearShape,
+    has_bias: bool,
+) -> dict[str, Array | None]:
+    """A weight as it is stored, whose products are about as large as its inputs: "weight" where
+    `name` is empty."""
+    kind, prefix = DTYPES[shape.dtype].numpy, f"{name}_" if name else ""
+    *stacked, columns = leading
+    scale = inputs**-0.5
+    found: dict[str, Array | None] = {f"{prefix}scales": None, f"{prefix}bias": None}
+    depth = matrices.depth_of(inputs, shape.bits)
+    if shape.bits:
+        found[name or "weight"] = rng.integers(-128, 128, (*leading, depth)).astype(np.int8)
+        groups = matrices.groups_of(inputs, shape.bits)
+        largest = 2 ** (shape.bits - 1)
+        spread = rng.uniform(0.5, 2.0, (*stacked, groups, columns)) * scale / largest
+        found[f"{prefix}scales"] = spread.astype(np.float32)
+    else:
+        found[name or "weight"] = (rng.standard_normal((*leading, depth)) * scale).astype(kind)
+    if has_bias:
+        found[f"{prefix}bias"] = rng.standard_normal(leading).astype(kind)
+    return found

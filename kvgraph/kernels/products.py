@@ -1,0 +1,109 @@
+"""Device functions of matrix products: rows of a weight times rows of activations.
+
+A weight is stored with its inputs next to each other, one row for an output column: in the
+activations' dtype, in int8, or as nibbles. It is the first factor: tensor cores take that from
+registers, where int8 and nibbles are converted, and a tile of few rows wastes little.
+
+Legend: M rows of activations, N output columns, K inputs, H half a group of inputs.
+"""
+
+import triton
+import triton.language as tl
+
+SILU = tl.constexpr(0)
+GELU = tl.constexpr(1)
+GELU_TANH = tl.constexpr(2)
+
+
+@triton.jit
+def product(
+    x,
+    row_M,
+    live_M,
+    weight,
+    scales,
+    n_N,
+    inputs,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`[N, M]` float32: columns `n_N` of one weight `[OUT, IN]` times rows `row_M` of x.
+
+    BITS 0: the weight is of x's dtype; 8: int8; 4: nibbles, and BLOCK_K is GROUP / 2. Scales
+    `[groups, OUT]`: one group of int8, groups of GROUP inputs of nibbles. A byte holds inputs h and
+    h + GROUP / 2 of its group, so that both halves meet whole rows of x.
+
+    `inputs` is IN as a value: a loop of two steps that the compiler knows is unrolled, and writes
+    accumulators behind the fence that products of four warps need.
+    """
+    rows_M = row_M.to(tl.int64) * IN
+    k = tl.arange(0, BLOCK_K)
+    acc_NM = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    in_N = n_N < OUT
+    if BITS == 4:
+        GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+        for group in range(0, (inputs + GROUP - 1) // GROUP):
+            at_NH = n_N.to(tl.int64)[:, None] * (GROUPS * BLOCK_K) + (group * BLOCK_K + k)[None, :]
+            byte_NH = tl.load(weight + at_NH, mask=in_N[:, None], other=0)
+            low_NH = (byte_NH << 4) >> 4
+            high_NH = byte_NH >> 4
+            first = group * GROUP
+            x_MH = _load_rows(x, rows_M, live_M, first + k, IN)
+            y_MH = _load_rows(x, rows_M, live_M, first + BLOCK_K + k, IN)
+            part_NM = tl.dot(low_NH.to(x_MH.dtype), tl.trans(x_MH), input_precision=PRECISION)
+            part_NM = tl.dot(
+                high_NH.to(x_MH.dtype), tl.trans(y_MH), part_NM, input_precision=PRECISION
+            )
+            scale_N = tl.load(scales + group * OUT + n_N, mask=in_N, other=0.0)
+            acc_NM += part_NM * scale_N[:, None]
+    else:
+        for start in range(0, inputs, BLOCK_K):
+            x_MK = _load_rows(x, rows_M, live_M, start + k, IN)
+            at_NK = n_N.to(tl.int64)[:, None] * IN + (start + k)[None, :]
+            mask_NK = in_N[:, None] & (start + k < IN)[None, :]
+            w_NK = tl.load(weight + at_NK, mask=mask_NK, other=0).to(x_MK.dtype)
+            acc_NM = tl.dot(w_NK, tl.trans(x_MK), acc_NM, input_precision=PRECISION)
+        if BITS == 8:
+            acc_NM *= tl.load(scales + n_N, mask=in_N, other=0.0)[:, None]
+    return acc_NM
+
+
+@triton.jit
+def _load_rows(x, rows_M, live_M, k_K, IN: tl.constexpr):
+    """`[M, K]`: inputs `k_K` of rows, zeros behind the last."""
+    return tl.load(
+        x + rows_M[:, None] + k_K[None, :], mask=live_M[:, None] & (k_K < IN)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def gated(
+    both_NM,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
+    """`[N / 2, M]` of columns that are gate and up in turn:
+    `activation(min(gate, LIMIT)) * (clamp(up, -LIMIT, LIMIT) + UP_OFFSET)`; LIMIT 0: none."""
+    pairs = tl.reshape(both_NM, (BLOCK_N // 2, 2, BLOCK_M))
+    gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if ACTIVATION == SILU:
+        active = gate * tl.sigmoid(gate * ALPHA)
+    elif ACTIVATION == GELU:
+        active = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate * tl.sigmoid(2.0 * inner)
+    return active * (up + UP_OFFSET)

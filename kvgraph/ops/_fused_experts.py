@@ -1,0 +1,108 @@
+"""fused_experts: a mixture of experts on a GPU, from routed rows to their weighed sum.
+
+Decisions:
+- The weight of gate and up has their rows in turn: one product has both of an inner column, and
+  joins them before it writes anything.
+- Results are rounded to the activations' dtype where the model rounds them, after the gate and
+  after the second layer. The sum is in float32, in the order in which the router names the experts.
+- An index of -1 is no expert, as for `experts`.
+
+Legend: M rows, A experts of a row, K in_features, I inner_features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvgraph.contract.dims import Array
+from kvgraph.ops import matrices, packed, spec
+from kvgraph.ops.packed import ACTIVATIONS, SILU
+
+
+def fused_experts(
+    x_MK: Array,
+    indices_MA: Array,
+    weights_MA: Array,
+    up: Array,
+    down: Array,
+    up_scales: Array | None = None,
+    up_bias: Array | None = None,
+    down_scales: Array | None = None,
+    down_bias: Array | None = None,
+    *,
+    bits: int = 0,
+    activation: int = SILU,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    up_offset: float = 0.0,
+) -> Array:
+    """Reference: the gated MLP of each of a row's experts, weighed and summed: `[M, K]`."""
+    kind = x_MK.dtype
+    parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), kind)
+    for expert in np.unique(indices_MA[indices_MA >= 0]):
+        rows, slots = np.nonzero(indices_MA == expert)
+        both = matrices.product(x_MK[rows], up[expert], *_of(expert, up_scales, up_bias), bits)
+        gate_MI, up_MI = both[:, ::2], both[:, 1::2]
+        inner = packed.joined(gate_MI, up_MI, activation, alpha, limit, up_offset).astype(kind)
+        own = _of(expert, down_scales, down_bias)
+        parts_MAK[rows, slots] = matrices.product(inner, down[expert], *own, bits).astype(kind)
+    summed = np.zeros(x_MK.shape, np.float32)
+    for slot in range(indices_MA.shape[1]):
+        mine = indices_MA[:, slot] >= 0
+        summed[mine] += parts_MAK[mine, slot].astype(np.float32) * weights_MA[mine, slot, None]
+    return summed.astype(kind)
+
+
+def _of(expert: int, scales: Array | None, bias: Array | None) -> tuple[Array | None, Array | None]:
+    return None if scales is None else scales[expert], None if bias is None else bias[expert]
+
+
+def _up_rows_fault(up_rows: int) -> bool | str:
+    return up_rows % 2 != 0 and "rows of gate and up in turn"
+
+
+_UP = matrices.operands("up", "up_rows", "up_depth", "up_groups", ("num_experts",), "up_")
+_DOWN = matrices.operands(
+    "down", "in_features", "down_depth", "down_groups", ("num_experts",), "down_"
+)
+
+
+def _finite(name: str) -> spec.Rule:
+    return spec.Rule(name, lambda x: not math.isfinite(x) and "a finite number", names=(name,))
+
+
+FUSED_EXPERTS = spec.OpSpec(
+    name="fused_experts",
+    doc="The gated MLPs of each row's experts, weighed and summed.",
+    inputs=(
+        spec.Operand("x", ("rows", "in_features"), spec.ACTIVATION),
+        spec.Operand("indices", ("rows", "num_active"), spec.INDEX),
+        spec.Operand("weights", ("rows", "num_active"), spec.FLOAT32),
+        _UP[0],
+        _DOWN[0],
+        *_UP[1:],
+        *_DOWN[1:],
+    ),
+    outputs=(spec.Operand("out", ("rows", "in_features"), spec.ACTIVATION),),
+    attributes=(
+        spec.Attribute("bits", "int", 0),
+        spec.Attribute("activation", "int", SILU),
+        spec.Attribute("alpha", "float", 1.0),
+        spec.Attribute("limit", "float", 0.0),
+        spec.Attribute("up_offset", "float", 0.0),
+    ),
+    reference=fused_experts,
+    rules=(
+        spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
+        matrices.KNOWN_BITS,
+        spec.Rule("up: dim up_rows", _up_rows_fault),
+        *matrices.rules(_UP, "in_features", "inputs of x"),
+        *matrices.rules(_DOWN, "up_rows", "inner features", share=2),
+        spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),
+        _finite("alpha"),
+        spec.Rule("limit", lambda limit: not 0 <= limit < math.inf and "at least 0, and finite"),
+        _finite("up_offset"),
+    ),
+)

@@ -1,0 +1,231 @@
+"""Kernels of matrix products: plans, what compilers make of them, and their results as PTX."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
+pytest.importorskip("torch", reason="the matrix is also that of Triton's interpreter")
+
+from kvgraph.errors import UnsupportedError
+from kvgraph.kernels import aot, experts_plan
+from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
+from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
+from kvgraph.kernels.matrix_tiles import ROLES
+from kvgraph.kernels.matrix_trials import experts_trial
+from kvgraph.kernels.run_ptx import PlanMemory, run_plan
+from kvgraph.kernels.variants import Variant
+from tests.kernels.table import TENSOR_CORES, instructions
+from tests.support.matrix_products import (
+    EXPERTS,
+    LLAMA_8B,
+    QWEN3_30B,
+    SHAPES,
+    Shape,
+    name_of,
+    trial_of,
+)
+from tests.support.ptx_matrix import Kernels
+
+ARCHS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma",
+         "sm_120": "mma.sync"}  # fmt: skip
+"""Architecture -> its instruction of matrix products."""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(tmp_path_factory.mktemp("kernels"))
+
+
+# ---- plans
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    slots=st.lists(st.integers(0, 11), min_size=1, max_size=90),
+    block=st.sampled_from([16, 32, 64]),
+)
+def test_tiles_are_never_more_than_their_table_holds(slots: list[int], block: int) -> None:
+    counts = np.bincount(slots, minlength=12)
+    needed = int((-(-counts // block)).sum())
+    assert needed <= experts_plan.most_tiles(len(slots), 12, block)
+
+
+def test_tiles_grow_with_the_rows_of_an_expert() -> None:
+    def grid(rows: int) -> tuple[str, tuple[int, int]]:
+        up = plan_experts(QWEN3_30B, "sm_90", rows).launches[2]
+        return up.variant.role, up.grid
+
+    assert grid(1) == ("few", (8, 24))
+    assert grid(256) == ("few", (128 + (2048 - 128) // 16, 24))
+    assert grid(257) == ("many", (128 + (2056 - 128) // 64, 12))
+    assert plan_experts(QWEN3_30B, "sm_90", 0) == LaunchPlan()
+
+
+def test_a_plan_launches_what_is_compiled_and_says_what_scratch_holds() -> None:
+    plan = plan_experts(QWEN3_30B, "sm_90", 3)
+    known = {variant.name for variant in experts_variants(QWEN3_30B, "sm_90")}
+    assert {one.variant.name for one in plan.launches} <= known
+    assert plan.scratch == {"order": 24, "offsets": 129, "tiles": 24 * 3, "inner": 24 * 768,
+                            "parts": 24 * 2048}  # fmt: skip
+    dtypes = plan.scratch_dtypes()
+    assert (dtypes["order"], dtypes["inner"], dtypes["parts"]) == ("int32", "bfloat16", "bfloat16")
+
+
+def test_more_experts_than_a_program_holds_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"experts: expected at most 1024 .*, got 1025"):
+        experts_variants(replace(QWEN3_30B, experts=1025), "sm_90")
+
+
+def test_linear_layers_are_one_launch() -> None:
+    def grid(rows: int) -> tuple[str, tuple[int, int]]:
+        (one,) = plan_linear(LLAMA_8B["q, k and v"], "sm_90", rows).launches
+        return one.variant.role, one.grid
+
+    assert grid(1) == ("few", (1, 6144 // 64))
+    assert grid(16) == ("few", (1, 6144 // 64))
+    assert grid(17) == ("many", (1, 6144 // 128))
+    assert grid(65) == ("many", (2, 6144 // 128))
+    assert plan_linear(LLAMA_8B["down"], "sm_90", 0) == LaunchPlan()
+
+
+# ---- what is compiled
+
+
+def variants_of(shape: Shape, arch: str) -> tuple[Variant, ...]:
+    if isinstance(shape, LinearShape):
+        return linear_variants(shape, arch)
+    return tuple(v for v in experts_variants(shape, arch) if v.role)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_products_use_tensor_cores_and_do_not_spill(arch: str, bits: int) -> None:
+    shapes: list[Shape] = [replace(QWEN3_30B, bits=bits)]
+    if bits:
+        shapes.append(replace(LLAMA_8B["gate and up"], bits=bits))
+    for made in aot.compile_all([v for s in shapes for v in variants_of(s, arch)], arch):
+        counts = instructions(made.ptx)
+        assert [name for name in TENSOR_CORES if counts[name]] == [ARCHS[arch]]
+        assert counts["cp.async 16"] >= 4, "rows travel in 16-byte copies"
+        assert made.resources.spill_stores == made.resources.spill_loads == 0
+
+
+def test_the_oldest_architecture_multiplies_without_tensor_cores() -> None:
+    for bits in (0, 8, 4):
+        shape = replace(QWEN3_30B, dtype="float16", bits=bits)
+        for made in aot.compile_all(experts_variants(shape, "sm_75"), "sm_75"):
+            assert not any(instructions(made.ptx)[name] for name in TENSOR_CORES)
+            assert made.resources.spill_stores == 0
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_products_are_their_reference(kernels: Kernels, shape: Shape, role: str, arch: str) -> None:
+    """In the order of threads and, on one architecture, in another one: the same bits."""
+    if shape.dtype == "float32" and arch != "sm_80":
+        pytest.skip("kernels of float32 are the same but for their stages")
+    found = []
+    for order in (None, 1) if arch == "sm_90" else (2,):
+        trial = trial_of(shape, arch, role)
+        run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, arch), order=order)
+        where, error, limit = trial.error()
+        assert error <= limit, (where, error)
+        found.append([trial.given[name].tobytes() for name in trial.wanted])
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_row_does_not_depend_on_the_others(kernels: Kernels, bits: int) -> None:
+    """Fewer rows in another order, with the same tiles: each has the same bits."""
+    shape = ExpertsShape("bfloat16", bits, 5, 2, 160, 96)
+    whole = experts_trial(shape, "sm_90", "few")
+    some = np.array([11, 3, 17, 4, 0])
+    own = {n: a[some] if n in ("x", "indices", "weights", "out") else a
+           for n, a in whole.given.items()}  # fmt: skip
+    plans = (whole.plan, whole.given), (plan_experts(shape, "sm_90", len(some), "few"), own)
+    for plan, arrays in plans:
+        run_plan(plan, arrays, lambda variant: kernels.get(variant, "sm_90"))
+    assert own["out"].tobytes() == whole.given["out"][some].tobytes()
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_half_precision_on_the_oldest_architecture(kernels: Kernels, bits: int) -> None:
+    shape = replace(EXPERTS[1], dtype="float16", bits=bits)
+    for role in ROLES:
+        trial = trial_of(shape, "sm_75", role)
+        run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_75"))
+        where, error, limit = trial.error()
+        assert error <= limit, (where, error)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
+    kernels: Kernels, bits: int, arch: str
+) -> None:
+    shapes: list[Shape] = [ExpertsShape("bfloat16", bits, 4, 2, 256, 128)]
+    if bits:
+        shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64)))
+    for shape in shapes:
+        trial = trial_of(shape, arch, "few")
+        memory = PlanMemory(trial.plan, trial.given)
+        for one in trial.plan.launches:
+            counted = memory.run(one, *kernels.get(one.variant, arch), profile=True)
+            if one.variant.role:
+                traffic = [*counted.global_reads.values(), *counted.global_writes.values()]
+                sectors, ideal = (sum(getattr(t, n) for t in traffic) for n in ("sectors", "ideal"))
+                assert sectors <= 1.01 * ideal  # a tile of sorted slots may begin within a sector
+                assert counted.wavefronts == counted.ideal_wavefronts
+
+
+@pytest.mark.parametrize(("experts", "active"), [(512, 10), (1024, 16), (3, 3)])
+def test_layers_of_very_many_and_of_few_experts(
+    kernels: Kernels, experts: int, active: int
+) -> None:
+    shape = ExpertsShape("bfloat16", 0, experts, active, 64, 32)
+    trial = experts_trial(shape, "sm_80", "few", rows=5)
+    run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_80"))
+    where, error, limit = trial.error()
+    assert error <= limit, (where, error)
+
+
+def test_slots_are_sorted_and_tiles_are_found(kernels: Kernels) -> None:
+    """Experts that no row chose have no tile; several thousand slots take several turns."""
+    shape = ExpertsShape("float16", 0, 37, 3, 16, 16)
+    plan = plan_experts(shape, "sm_80", 700)
+    rng = np.random.default_rng(0)
+    ids = np.array([5 * rng.permutation(7)[:3] + 1 for _ in range(700)], np.int32)
+    slots, count = ids.size, plan.scratch["tiles"] // 3
+    held = {
+        "indices": ids,
+        "order": np.full(slots, -1, np.int32),
+        "offsets": np.full(38, -1, np.int32),
+        "tiles": np.full((count, 3), -1, np.int32),
+    }
+    sort, place = plan.launches[:2]
+    both = LaunchPlan((sort, place))
+    run_plan(both, held, lambda variant: kernels.get(variant, "sm_80"), order=4)
+    counts = np.bincount(ids.reshape(-1), minlength=37)
+    assert (held["order"] == np.argsort(ids.reshape(-1), kind="stable")).all()
+    assert (held["offsets"] == np.concatenate([[0], np.cumsum(counts)])).all()
+    block = int(str(place.variant.constants["BLOCK_M"]))
+    wanted = [
+        (expert, first, min(first + block, end))
+        for expert, (begin, end) in enumerate(
+            zip(held["offsets"][:-1], held["offsets"][1:], strict=True)
+        )
+        for first in range(begin, end, block)
+    ]
+    assert [tuple(tile) for tile in held["tiles"][: len(wanted)].tolist()] == wanted
+    assert (held["tiles"][len(wanted) :] == 0).all()

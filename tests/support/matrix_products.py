@@ -1,0 +1,60 @@
+"""Shapes of matrix products that kernels are tested on, and their steps by any runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvgraph.kernels.experts_plan import ExpertsShape
+from kvgraph.kernels.linear_plan import LinearShape
+from kvgraph.kernels.matrix_tiles import ROLES
+from kvgraph.kernels.matrix_trials import experts_trial, linear_trial
+from kvgraph.kernels.trials import Trial
+from kvgraph.ops.packed import GELU, GELU_TANH, SILU
+
+Shape = ExpertsShape | LinearShape
+
+# Widths that fill no tile and no group, every gate, with and without biases.
+EXPERTS = (
+    ExpertsShape("float32", 0, 5, 2, 72, 40, SILU),
+    ExpertsShape("bfloat16", 0, 4, 2, 160, 96, SILU, 1.702, 0.9, 1.0, True, True),
+    ExpertsShape("float16", 0, 9, 3, 128, 64, GELU),
+    ExpertsShape("bfloat16", 0, 1, 1, 64, 200, GELU_TANH, down_bias=True),
+    ExpertsShape("bfloat16", 8, 4, 2, 160, 96, SILU, up_bias=True),
+    ExpertsShape("bfloat16", 4, 4, 2, 256, 200, GELU_TANH, down_bias=True),
+)
+LINEARS = (
+    LinearShape("float32", 8, 72, (40, 0, 0)),
+    LinearShape("bfloat16", 8, 160, (96, 48, 40), bias=True),
+    LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True),
+    LinearShape("float16", 4, 256, (64, 32, 0)),
+    LinearShape("bfloat16", 4, 200, (72, 0, 0), gated=True, bias=True),
+)
+SHAPES: tuple[Shape, ...] = (*EXPERTS, *LINEARS)
+
+# Of models that run on one GPU.
+QWEN3_30B = ExpertsShape("bfloat16", 0, 128, 8, 2048, 768)
+LLAMA_8B = {
+    "q, k and v": LinearShape("bfloat16", 8, 4096, (4096, 1024, 1024)),
+    "gate and up": LinearShape("bfloat16", 8, 4096, (14336, 0, 0), gated=True),
+    "down": LinearShape("bfloat16", 8, 14336, (4096, 0, 0)),
+}
+
+
+def name_of(shape: Shape) -> str:
+    if isinstance(shape, LinearShape):
+        columns = "+".join(map(str, shape.out_features)) + "-gated" * shape.gated
+        return f"{shape.dtype}-{shape.bits}-{shape.in_features}x{columns}"
+    return f"{shape.dtype}-{shape.bits}-{shape.experts}x{shape.in_features}x{shape.inner_features}"
+
+
+def trial_of(shape: Shape, arch: str, role: str) -> Trial:
+    if isinstance(shape, LinearShape):
+        return linear_trial(shape, arch, role)
+    return experts_trial(shape, arch, role)
+
+
+def trials(arch: str) -> Iterator[tuple[str, Trial]]:
+    """Both kinds of tiles of every shape, by name."""
+    for shape in SHAPES:
+        for role in ROLES:
+            yield f"{name_of(shape)} {role}", trial_of(shape, arch, role)
