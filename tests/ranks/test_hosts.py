@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ from kvgraph.errors import MissingDependencyError, RankError, UnsupportedError
 from kvgraph.runtime.ranks import connections, hosts
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.open import open_leader
+from kvgraph.runtime.ranks.wire import Wire
 from tests.ranks.test_collectives import together
 from tests.ranks.test_gathered import reduced
 from tests.support.ranks import ended, environment, free_port, started
@@ -173,6 +175,18 @@ def test_torch_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = "needed for ranks on several machines, whose collectives are gloo's, not installed; "
     with pytest.raises(MissingDependencyError, match=sentence):
         hosts.lead(own, FACTS, 1.0)
+
+
+def test_a_machine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection ends by the system's deadline, which is no deadline of a message."""
+
+    def silent(*_: Any) -> Any:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(socket, "recv_fds", silent)
+    near, far = socket.socketpair()
+    with near, far, pytest.raises(RankError, match=r"rank 3: .*got the end of its process"):
+        Wire(near, 3).receive()
 
 
 # -- artifacts

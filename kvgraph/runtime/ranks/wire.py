@@ -80,6 +80,8 @@ class Wire:
         try:
             data, files, _, _ = socket.recv_fds(self._socket, 4, 1)
         except TimeoutError as error:
+            if error.errno is not None:  # the system's own: its machine does not answer
+                raise self._gone() from error
             raise RankError(f"rank {self.peer}: expected a message, got none") from error
         except OSError as error:
             raise self._gone() from error
