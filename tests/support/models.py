@@ -67,10 +67,10 @@ def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     import torch
 
     ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None  # a least length would forbid the token itself
     done = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        min_new_tokens=count,
         max_new_tokens=count,
         do_sample=False,
     )
