@@ -97,7 +97,7 @@ BUGS = (
     Bug(
         "gate-for-up",
         "passes",
-        "kvgraph/compiler/passes/pack_linear.py",
+        "kvgraph/compiler/passes/linears.py",
         "[replace(both, half=gate), replace(both, half=up)]",
         "[replace(both, half=up), replace(both, half=gate)]",
         "tests/compiler/test_pack_linear.py::test_halves_of_one_layer",

@@ -211,6 +211,7 @@ def sum_experts(
     for slot in range(0, ACTIVE):
         at = row * ACTIVE + slot
         is_own = tl.load(indices + at) >= 0  # else nothing wrote its part
-        part_D = tl.load(parts + at * IN + d, mask=is_own & (d < IN), other=0.0).to(tl.float32)
+        width = tl.where(is_own, IN, 0)
+        part_D = tl.load(parts + at * IN + d, mask=d < width, other=0.0).to(tl.float32)
         sum_D += tl.where(is_own, part_D * tl.load(weights + at), 0.0)
     tl.store(out + row * IN + d, sum_D.to(out.dtype.element_ty), mask=d < IN)

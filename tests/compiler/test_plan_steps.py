@@ -1,9 +1,8 @@
-"""What a plan says of steps: their reserve, and experts without a kernel."""
+"""What a plan says of steps and their reserve."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,15 +36,3 @@ def test_steps_of_fewer_tokens_leave_more_to_the_cache(llama_8b: Path) -> None:
     for name in ("max_batch_size", "max_batch_tokens"):
         with pytest.raises(ParamsError, match=f"{name}: expected >= 1, got 0"):
             plan(llama_8b, **{name: 0})
-
-
-def test_experts_without_a_kernel_are_warned_of(model_folder: Callable[[str], Path]) -> None:
-    """A token takes 2 of 4 experts, of 64 x 96 values and biases three times."""
-    (warning,) = plan(model_folder("gpt_oss"), max_seq_len=None).warnings
-    each = 2 * (3 * 64 * 96 + 96 + 96 + 64) * 4
-    assert warning == (
-        f"experts: cuda:sm_90 has no kernel for them: a step copies {each / 1024:.1f} KiB of a "
-        f"layer's weights for each of its tokens, {each * 2048 / 2**20:.1f} MiB for 2,048, which "
-        "the reserve does not count"
-    )
-    assert plan(model_folder("gpt_oss"), max_seq_len=None, target="cpu").warnings == []

@@ -264,5 +264,6 @@ def test_small_weights_on_a_gpu(tmp_path: Path) -> None:
         made = plan(tmp_path, weights=weights)
         assert made.weights == nbytes + kept
         assert (made.weights_dtype, made.dtype, made.cache_dtype) == (weights, *["bfloat16"] * 2)
-    with pytest.raises(ParamsError, match=rf"--weights int8 takes {int8 + kept}; --weights int4"):
+    fitting = rf"--weights int8 \({(int8 + kept) / 2**30:.1f} GiB\), --weights int4"
+    with pytest.raises(ParamsError, match=fitting):
         plan(tmp_path, memory=12 << 30)

@@ -62,7 +62,8 @@ def test_plan_says_what_would_fit(model_folder: Callable[[str], Path]) -> None:
         "--max-batch-tokens 1024, --tp 2 (2.0 MiB on each device)"
     )
     assert refused(tiny, 17 << 20, target="cuda:sm_90").partition("what fits: ")[2] == (
-        "--max-batch-tokens 1024, --tp 2 (2.0 MiB on each device)"
+        "--weights int8 (2.1 MiB), --weights int4 (1.6 MiB), --max-batch-tokens 1024, --tp 2 "
+        "(2.0 MiB on each device)"
     )
     assert "what fits" not in refused(tiny, 1)
     # A page alone does not fit.

@@ -129,7 +129,7 @@ def test_a_server_of_two_replicas(artifact: Path, engine: Engine, tmp_path: Path
         assert server.client.get("/ready").status_code == 200
         assert answered(server.client.get("/v1/models"))["data"][0]["max_model_len"] == 2048
         wait_for(lambda: server.state()["generated_tokens"] > 100, "no numbers of the replicas")
-        assert server.state()["num_pages"] == 2 * PAGES
+        wait_for(lambda: server.state()["num_pages"] == 2 * PAGES, "not the pages of both replicas")
         assert "num_requests_running" in server.client.get("/metrics").text
         wait_for(lambda: len(processes()) == 2, "not two replicas")
         os.kill(processes()[0], signal.SIGKILL)
