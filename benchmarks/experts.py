@@ -66,7 +66,7 @@ def ours(bits: int) -> list[Layer]:
 
 
 def _rest(packed: Packed) -> list[Array | None]:
-    return [packed.scales, packed.multipliers, packed.bias]
+    return [packed.scales, packed.group_bytes, packed.bias]
 
 
 def theirs(kind: str) -> list[Layer]:

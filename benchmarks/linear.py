@@ -2,6 +2,7 @@
 
     python -m benchmarks.linear [THREADS]
 
+awq: 4 bits in groups of 128 with offsets; mxfp4: FP4 in groups of 32; as checkpoints store them.
 24 layers of 2816 x 1024, so that no cache holds the weights; 1, 8, 32 and 512 rows; one engine
 after the other, behind a pause, since threads of ONNX Runtime spin on for a while. Limits: those of
 `kvgraph bench`, the rate at which memory is read and the fastest library's for a square product.
@@ -26,9 +27,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from kvgraph.bench.limits import read_limits
-from kvgraph.compiler.packed_weights import pack
-from kvgraph.contract.dtypes import WEIGHT_BITS
+from kvgraph.compiler.packed_weights import Packed, Section, Stored, pack, pack_in_parts
 from kvgraph.ops import LINEAR, native
+from kvgraph.ops.packed import E2M1, INTEGERS, Form
 
 LAYERS, N, K = 24, 2816, 1024
 REPEATS, PAUSE_SECONDS = 15, 0.3
@@ -37,19 +38,34 @@ Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
 
 
-def ours(bits: int, x: Array) -> Call:
-    """A pass over the layers, after a check of one of them."""
+def packed(form: Form) -> Packed:
     random = np.random.default_rng(0)
-    first = pack([random.standard_normal((N, K), dtype=np.float32)], bits)
-    operands = [first.weight, first.scales, first.multipliers]
-    few = x[:4]
-    found = native.run(LINEAR, few, *operands, out_features=N, bits=bits)
-    expected = LINEAR.reference(few, *operands, out_features=N, bits=bits)
+    if not form.group:
+        return pack([random.standard_normal((N, K), dtype=np.float32)], form.bits)
+    numbers = random.integers(0, 16, (N, K)).astype(np.uint8)
+    groups = N, K // form.group
+    scales = random.uniform(0.01, 0.1, groups).astype(np.float32)
+    if form.codes == E2M1:
+        scales = random.integers(118, 130, groups).astype(np.uint8)
+    offsets = random.integers(-8, 9, groups).astype(np.int8) if form.has_offsets else None
+    parts = list(pack_in_parts([Section.kept(Stored(numbers, scales, offsets))], K, form))
+    names = ("weight", "scales", "group_bytes")
+    found = {name: [getattr(part, name) for part in parts] for name in names}
+    return Packed(4, **{n: None if a[0] is None else np.concatenate(a) for n, a in found.items()})
+
+
+def ours(form: Form, x: Array) -> Call:
+    """A pass over the layers, after a check of one of them."""
+    first = packed(form)
+    operands = [first.weight, first.scales, first.group_bytes]
+    few, attributes = x[:4], {"out_features": N, **form.attributes}
+    found = native.run(LINEAR, few, *operands, **attributes)
+    expected = LINEAR.reference(few, *operands, **attributes)
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not error < 1e-5:
-        raise SystemExit(f"{bits} bits: error {error:.2g}, tolerance 1e-5")
+        raise SystemExit(f"{form}: error {error:.2g}, tolerance 1e-5")
     layers = [[None if a is None else a.copy() for a in operands] for _ in range(LAYERS)]
-    return lambda: [native.run(LINEAR, x, *w, out_features=N, bits=bits) for w in layers]
+    return lambda: [native.run(LINEAR, x, *w, **attributes) for w in layers]
 
 
 def theirs(kind: str, x: Array, threads: int) -> Call:
@@ -131,7 +147,10 @@ def timed(run: Call) -> float:
     return time.perf_counter() - start
 
 
+FORMS = {"bf16": Form(16), "int8": Form(8), "int4": Form(4)}
+FORMS |= {"awq": Form(4, 128, INTEGERS, True), "mxfp4": Form(4, 32, E2M1)}
 BYTES = {"ours bf16": 2, "ours int8": 1, "ours int4": 33 / 64, "torch bf16": 2, "torch int8": 1}
+BYTES |= {"ours awq": (4 + 40 / 128) / 8, "ours mxfp4": 4.25 / 8}
 BYTES |= {"onnxruntime fp32": 4, "onnxruntime int8": 1, "onnxruntime int4": 0.625}
 
 
@@ -141,11 +160,12 @@ def main(threads: int) -> None:
     before = read_limits(threads)
     products = {"bf16": before.gflops("bfloat16"), "int8": before.gflops("int8")}
     products |= {"int4": products["int8"], "fp32": before.gflops("float32")}
+    products |= dict.fromkeys(("awq", "mxfp4"), products["bf16"])
     print(f"{threads} threads; memory is read at {before.read_gbs:.1f} GB/s; GFLOP/s: {products}")
     print("rows  kernel             ms of a layer     GB/s  of reading   GFLOP/s  of product")
     for rows in ROWS:
         x = np.random.default_rng(1).standard_normal((rows, K), dtype=np.float32)
-        runs = {f"ours {name}": ours(bits, x) for name, bits in WEIGHT_BITS.items()}
+        runs = {f"ours {name}": ours(form, x) for name, form in FORMS.items()}
         runs |= {f"torch {kind}": torchs(kind, x) for kind in ("bf16", "int8")}
         for kind in ("fp32", "int8", "int4"):
             runs[f"onnxruntime {kind}"] = theirs(kind, x, threads)

@@ -109,8 +109,9 @@ def compile(
         )
         if float32 and weights is None:
             weights = options.default_weights(
-                loaded.stored_dtype, request.support, loaded.nearest_weights
+                loaded.stored_dtype, request.support, is_quantized=loaded.is_quantized
             )
+        options.require_quantized(weights, is_quantized=loaded.is_quantized)
         if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
             notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
 

@@ -110,7 +110,7 @@ def test_counts_of_packed_weights(
     for stem, width in (("model.q", 512), (name, 2048)):
         packed = pack([np.ones((width, 128), np.float32)], bits)
         fields = {"packed": packed.weight, "scales": packed.scales}
-        fields |= {"multipliers": packed.multipliers}
+        fields |= {"group_bytes": packed.group_bytes}
         tensors |= {f"{stem}.{key}": a for key, a in fields.items() if a is not None}
     save_file(tensors, tmp_path / "weights.safetensors")
     counts = count(tmp_path, replace(read_manifest(folder), weights=weights))

@@ -17,6 +17,7 @@ shares err upwards. Packed weights count with their padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +76,7 @@ def count(folder: Path, manifest: Manifest) -> Counts:
     tensors = read_layout(path)
     with_vocab = [name for name, at in tensors.items() if _has_vocab(name, at, vocab)]
     read = {name: at for name, at in tensors.items() if not _is_table(name, with_vocab)}
-    four_bits = manifest.weights == "int4"
-    elements = {n: _elements(n, at, four_bits) for n, at in read.items() if _is_matrix(n, at)}
+    elements = {n: _elements(n, at, tensors) for n, at in read.items() if _is_matrix(n, at)}
     at_work = {mixture.experts: mixture.active / mixture.experts for mixture in manifest.mixtures}
     used = {n: count * _used(n, read[n], at_work) for n, count in elements.items()}
     head = sum(number for name, number in elements.items() if name in with_vocab)
@@ -114,12 +114,22 @@ def _is_table(name: str, with_vocab: list[str]) -> bool:
 
 
 def _is_matrix(name: str, at: TensorAt) -> bool:
-    return len(at.shape) > 1 and not name.endswith((".scales", ".multipliers", ".packed_bias"))
+    return len(at.shape) > 1 and not name.endswith((".scales", ".group_bytes", ".packed_bias"))
 
 
-def _elements(name: str, at: TensorAt, four_bits: bool) -> int:
+def _elements(name: str, at: TensorAt, tensors: Mapping[str, TensorAt]) -> int:
     """Weights of a matrix, its padding included; a packed byte may hold two."""
-    return math.prod(at.shape) * (2 if four_bits and name.endswith(PACKED) else 1)
+    return math.prod(at.shape) * (2 if _has_nibbles(name, tensors) else 1)
+
+
+def _has_nibbles(name: str, tensors: Mapping[str, TensorAt]) -> bool:
+    """Whether a matrix is packed in 4 bits: then it has bytes of groups, or scales of groups and
+    not two rows of them, of columns and their sums."""
+    if not name.endswith(PACKED):
+        return False
+    stem = name.removesuffix(PACKED)
+    scales = tensors.get(f"{stem}.scales")
+    return f"{stem}.group_bytes" in tensors or (scales is not None and scales.shape[-2] != 2)
 
 
 def _kv_bytes(manifest: Manifest) -> dict[int, float]:

@@ -157,7 +157,7 @@ def compile(
         print_json(summary(output, manifest))
 
 
-LOSSY = ("int8", "int4")
+LOSSY = ("int8", "int4", "stored")
 """Weights that are measured where they were not asked for: those of a checkpoint in fewer bits."""
 
 

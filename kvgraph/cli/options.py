@@ -27,8 +27,8 @@ DtypeOption = Annotated[
 WeightsOption = Annotated[
     Weights | None,
     typer.Option(
-        help="Linear layers and experts; int8 or int4 on cuda [default: on cpu bf16 if the "
-        "checkpoint is, else fp32]."
+        help="Linear layers and experts; int8 or int4 on cuda [default: on cpu stored for a "
+        "checkpoint in fewer bits, bf16 for bfloat16, else fp32]."
     ),
 ]
 CacheDtypeOption = Annotated[

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import cache
-
-import numpy as np
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.packed_weights import Packed, pack
+from kvgraph.compiler.frontends.stored_forms import PLAIN, StoredForms
+from kvgraph.compiler.packed_weights import shapes
 from kvgraph.compiler.passes import TABLE_BYTES
-from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.dtypes import itemsize
+from kvgraph.contract.dtypes import AS_STORED, itemsize
 from kvgraph.contract.mixtures import Mixture, joined
 from kvgraph.ops import matrices
-from kvgraph.ops.packed import COLUMNS, DEPTH, panel_count
+from kvgraph.ops.packed import Form
 
 
 @dataclass(frozen=True, order=True)
@@ -76,6 +74,8 @@ class Described:
     other_elements: int
     rotary_dims: tuple[int, ...]
     experts: tuple[Experts, ...] = ()
+    stored: StoredForms | None = None
+    """Of a checkpoint in fewer bits."""
 
     @property
     def parameters(self) -> int:
@@ -98,10 +98,23 @@ class Described:
                 experts=each.count,
                 active=each.active,
                 parameters=each.elements,
-                bytes=_expert_bytes(each, dtype, bits, on_cpu),
+                bytes=_expert_bytes(each, dtype, self._form_of_experts(bits), on_cpu),
             )
             for each in self.experts
         )
+
+    def _form_of_experts(self, bits: int | None) -> Form | None:
+        """None: the activations' dtype."""
+        if bits == AS_STORED and self.stored is not None:
+            return self.stored.experts
+        return None if bits is None else Form(bits)
+
+    def _form_of(self, linear: Linear, bits: int) -> Form:
+        """As stored, the head is plain."""
+        if bits != AS_STORED or self.stored is None:
+            return Form(bits)
+        is_head = linear.out_features == self.vocab_size
+        return PLAIN if is_head else self.stored.linears
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
         """With rotary tables: of `dtype`, or with linear layers packed and, on a CPU, tables in
@@ -110,7 +123,7 @@ class Described:
         `on_cpu`: experts are packed whatever `bits` are, in float32 where these are None. Packed,
         a router that is a linear layer counts as one; it keeps its few bytes (linears.py).
         """
-        table = self.table_elements * itemsize("bfloat16" if bits and on_cpu else dtype)
+        table = self.table_elements * itemsize("bfloat16" if bits is not None and on_cpu else dtype)
         mixtures = sum(mixture.bytes for mixture in self.mixtures(dtype, bits, on_cpu))
         own = self._linear_bytes(dtype, bits, on_cpu, with_tied=bits is not None)
         return own + table + mixtures + self._other_bytes(dtype) + sum(self._rotary_tables())
@@ -128,7 +141,7 @@ class Described:
             return sum(map(_elements, linears)) * itemsize(dtype)
         if not on_cpu:
             return sum(_gpu_bytes(linear, bits, dtype) for linear in linears)
-        return sum(_packed_bytes(linear, _tile(bits)) for linear in linears)
+        return sum(_packed_bytes(linear, self._form_of(linear, bits)) for linear in linears)
 
     def _other_bytes(self, dtype: str) -> int:
         return self.other_elements * itemsize(dtype)
@@ -143,13 +156,13 @@ def _elements(linear: Linear) -> int:
     return linear.out_features * (linear.in_features + linear.has_bias)
 
 
-def _expert_bytes(experts: Experts, dtype: str, bits: int | None, on_cpu: bool) -> int:
-    if bits is None and (not on_cpu or dtype != "float32"):
+def _expert_bytes(experts: Experts, dtype: str, form: Form | None, on_cpu: bool) -> int:
+    if form is None and (not on_cpu or dtype != "float32"):
         return experts.elements * itemsize(dtype)
     if not on_cpu:
-        return experts.count * sum(_gpu_bytes(part, bits or 0, dtype) for part in experts.parts)
-    tile = _tile(bits or 32)
-    return experts.held * sum(_packed_bytes(part, tile) for part in experts.parts)
+        bits = form.bits if form else 0
+        return experts.count * sum(_gpu_bytes(part, bits, dtype) for part in experts.parts)
+    return experts.held * sum(_packed_bytes(part, form or Form(32)) for part in experts.parts)
 
 
 def _gpu_bytes(linear: Linear, bits: int, dtype: str) -> int:
@@ -160,15 +173,6 @@ def _gpu_bytes(linear: Linear, bits: int, dtype: str) -> int:
     return linear.out_features * each
 
 
-@cache
-def _tile(bits: int) -> Packed:
-    """A panel that is `DEPTH` deep."""
-    return pack([np.zeros((COLUMNS, DEPTH), np.float32)], bits)
-
-
-def _packed_bytes(linear: Linear, tile: Packed) -> int:
-    panels, tiles = panel_count(linear.out_features), ceildiv(linear.in_features, DEPTH)
-    bias = 4 * COLUMNS if linear.has_bias else 0
-    deep = tile.weight.nbytes + (tile.multipliers.nbytes if tile.multipliers is not None else 0)
-    flat = bias + (tile.scales.nbytes if tile.scales is not None else 0)
-    return panels * (tiles * deep + flat)
+def _packed_bytes(linear: Linear, form: Form) -> int:
+    made = shapes([linear.out_features], linear.in_features, form, linear.has_bias)
+    return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in made.values())

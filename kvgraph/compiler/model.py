@@ -40,8 +40,8 @@ class Model:
     """Where the values are of a module whose parameters are fake."""
     stored_dtype: str = ""
     """Of the checkpoint's weights, where the module has them in another dtype."""
-    nearest_weights: str = ""
-    """The `--weights` nearest to a checkpoint whose weights are stored in fewer bits."""
+    is_quantized: bool = False
+    """The checkpoint's weights are stored in fewer bits."""
     loaded: str = ""
     """Why a module has its values in memory that was asked for without them."""
     notes: tuple[str, ...] = ()

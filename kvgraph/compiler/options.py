@@ -173,9 +173,20 @@ def computes_in_float32(support: Support, target: Target, weights: str | None) -
     return support.float32 or (weights is not None and target.kind == "cpu")
 
 
-def default_weights(stored_dtype: str, support: Support, nearest: str = "") -> str:
-    """What linear layers keep under float32 activations by default: the `nearest` to a checkpoint
-    in fewer bits."""
+def default_weights(stored_dtype: str, support: Support, *, is_quantized: bool = False) -> str:
+    """What linear layers keep under float32 activations by default."""
     if "weight_bits" not in support.options:
         return "fp32"
-    return nearest or ("bf16" if stored_dtype == "bfloat16" else "fp32")
+    if is_quantized:
+        return "stored"
+    return "bf16" if stored_dtype == "bfloat16" else "fp32"
+
+
+def require_quantized(weights: str | None, *, is_quantized: bool) -> None:
+    """UnsupportedError for plain weights that are to be kept as a checkpoint in fewer bits has
+    them."""
+    if weights == "stored" and not is_quantized:
+        raise UnsupportedError(
+            "weights: expected a checkpoint whose weights are in fewer bits for 'stored', got a "
+            f"plain one; others are {[name for name in WEIGHTS if name != 'stored']}"
+        )

@@ -1,7 +1,8 @@
 """Weights of linear layers -> the packed form that our ops read (ops/packed.py).
 
 Decision: rounded to nearest, without calibration: a compile needs no data, and the loss is measured
-(kvgraph/quality). An int4 multiplier is the one of the least squared error.
+(kvgraph/quality). An int4 multiplier is the one of the least squared error. What a checkpoint
+stores in a form of its own, and is kept, is not rounded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ import numpy as np
 
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import PACKED
-from kvgraph.ops.packed import COLUMNS, GROUP, LINE_BYTES, PER_LINE, padded_depth, panel_count
+from kvgraph.ops.packed import (
+    COLUMNS,
+    E2M1,
+    GROUP,
+    IN_LINE,
+    LINE_BYTES,
+    PER_LINE,
+    Form,
+    num_groups,
+    padded_depth,
+    panel_count,
+)
 
 NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
 TRIED = 4
@@ -35,7 +47,7 @@ class Packed:
     bits: int
     weight: Array
     scales: Array | None = None
-    multipliers: Array | None = None
+    group_bytes: Array | None = None
     bias: Array | None = None
 
 
@@ -43,16 +55,36 @@ OPERANDS = tuple(each.name for each in fields(Packed) if each.name != "bits")
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Rows `[n, K]` as a checkpoint stores them: int8, or uint8 codes of 4 bits; scales and offsets
+    of groups `[n, groups]`, scales of E2M1 as exponents."""
+
+    numbers: Array
+    scales: Array
+    offsets: Array | None = None
+
+    def rows(self, start: int, stop: int) -> Stored:
+        offsets = None if self.offsets is None else self.offsets[start:stop]
+        return Stored(self.numbers[start:stop], self.scales[start:stop], offsets)
+
+
+@dataclass(frozen=True)
 class Section:
-    """A linear layer `[N, K]` in float32: `rows(start, stop)` reads some of its N rows."""
+    """A linear layer `[N, K]`: `rows(start, stop)` reads some of its N rows, in float32 or as they
+    are stored."""
 
     features: int
-    rows: Callable[[int, int], Array]
+    rows: Callable[[int, int], Array | Stored]
     bias: Array | None = None
 
     @classmethod
     def of(cls, weight: Array, bias: Array | None = None) -> Section:
         return cls(len(weight), lambda start, stop: weight[start:stop], bias)
+
+    @classmethod
+    def kept(cls, stored: Stored, bias: Array | None = None) -> Section:
+        """A layer that is in memory as it is stored."""
+        return cls(len(stored.numbers), stored.rows, bias)
 
 
 def pack(
@@ -68,7 +100,8 @@ def pack(
     """
     given = list(bias) or [None] * len(weights)
     sections = [Section.of(w, b) for w, b in zip(weights, given, strict=True)]
-    return _joined(pack_in_parts(sections, weights[0].shape[1], bits, interleave=interleave))
+    width = weights[0].shape[1]
+    return _joined(pack_in_parts(sections, width, Form(bits), interleave=interleave))
 
 
 def pack_each(
@@ -83,7 +116,7 @@ def pack_each(
 
 
 def pack_in_parts(
-    sections: Sequence[Section], width: int, bits: int, *, interleave: bool = False
+    sections: Sequence[Section], width: int, form: Form, *, interleave: bool = False
 ) -> Iterator[Packed]:
     """What `pack` gives, some panels at a time."""
     has_bias = any(each.bias is not None for each in sections)
@@ -91,22 +124,25 @@ def pack_in_parts(
         count = panel_count(together[0].features)
         for first in range(0, count, PANELS_AT_ONCE):
             span = range(first, min(first + PANELS_AT_ONCE, count))
-            parts = [_pack_panels(each, span, width, bits, has_bias) for each in together]
-            yield parts[0] if len(parts) == 1 else Packed(bits, **_arrays(parts, _in_turn))
+            parts = [_pack_panels(each, span, width, form, has_bias) for each in together]
+            yield parts[0] if len(parts) == 1 else Packed(form.bits, **_arrays(parts, _in_turn))
 
 
 def shapes(
-    features: Sequence[int], width: int, bits: int, has_bias: bool
+    features: Sequence[int], width: int, form: Form, has_bias: bool
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each operand that `pack` gives for sections of these `features`."""
-    panels, depth = sum(map(panel_count, features)), padded_depth(width)
+    """Shape and dtype of each operand that `pack_in_parts` gives for sections of `features`."""
+    panels, depth, bits = sum(map(panel_count, features)), padded_depth(width), form.bits
+    groups = num_groups(width, form.group)
     line = COLUMNS * PER_LINE[bits] if bits >= 16 else LINE_BYTES
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     found["weight"] = ((panels, depth // PER_LINE[bits], line), PACKED[bits])
-    if bits < 16:
-        found["scales"] = (panels, 2, COLUMNS), "float32"
-    if bits == 4:
-        found["multipliers"] = (panels, depth // GROUP, COLUMNS // 2), "int8"
+    if bits < 16 and form.codes != E2M1:
+        found["scales"] = (panels, groups if form.group else 2, COLUMNS), "float32"
+    if form.group and (form.has_offsets or form.codes == E2M1):
+        found["group_bytes"] = (panels, groups, COLUMNS), "int8"
+    elif bits == 4 and not form.group:
+        found["group_bytes"] = (panels, groups, COLUMNS // 2), "int8"
     if has_bias:
         found["bias"] = (panels, COLUMNS), "float32"
     return found
@@ -127,21 +163,52 @@ def _in_turn(arrays: list[Array]) -> Array:
     return np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
 
 
-def _pack_panels(section: Section, span: range, width: int, bits: int, has_bias: bool) -> Packed:
+def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias: bool) -> Packed:
     """Panels `span` of a section: a few at a time on each thread, so that what a step of it works
     on stays in the cache."""
     columns = slice(span.start * COLUMNS, min(span.stop * COLUMNS, section.features))
-    rows = _in_panels(section.rows(columns.start, columns.stop), padded_depth(width))
-    step = max(1, BLOCK_ELEMENTS // rows[0].size)
-    blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
-    packed = _joined(threads().map(partial(_pack_block, bits=bits), blocks))
+    found = section.rows(columns.start, columns.stop)
+    if isinstance(found, Stored):
+        packed = _keep(found, width, form)
+    else:
+        rows = _in_panels(found, padded_depth(width))
+        step = max(1, BLOCK_ELEMENTS // rows[0].size)
+        blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
+        packed = _joined(threads().map(partial(_pack_block, bits=form.bits), blocks))
     if not has_bias:
         return packed
-    bias = np.zeros(len(rows) * COLUMNS, np.float32)
+    bias = np.zeros(len(span) * COLUMNS, np.float32)
     if section.bias is not None:
         own = section.bias[columns]
         bias[: len(own)] = own
     return replace(packed, bias=bias.reshape(-1, COLUMNS))
+
+
+def _keep(stored: Stored, width: int, form: Form) -> Packed:
+    """Rows of whole panels, as they are stored."""
+    numbers = _in_panels(stored.numbers, padded_depth(width))
+    if form.bits == 8:
+        scale = _in_panels(stored.scales, 1)[..., 0].astype(np.float32)
+        return Packed(8, _lines(numbers, 8), _scales(scale, numbers))
+    each = numbers.reshape(*numbers.shape[:2], -1, len(IN_LINE)).astype(np.uint32)
+    words = np.zeros(each.shape[:-1], "<u4")
+    for place, nibble in enumerate(IN_LINE):
+        words |= each[..., place] << np.uint32(4 * nibble)
+    lines = np.ascontiguousarray(words.transpose(0, 2, 1)).view(np.int8)
+    lines = lines.reshape(len(numbers), -1, LINE_BYTES)
+    scales = _of_groups(stored.scales, width, form)
+    if form.codes == E2M1:
+        return Packed(4, lines, group_bytes=scales.view(np.int8))
+    offsets = np.zeros_like(scales, np.int8)
+    if stored.offsets is not None:
+        offsets = _of_groups(stored.offsets, width, form)
+    return Packed(4, lines, scales.astype(np.float32), offsets if form.has_offsets else None)
+
+
+def _of_groups(each: Array, width: int, form: Form) -> Array:
+    """`[n, groups]` -> `[panels, groups, COLUMNS]`."""
+    panels = _in_panels(each, num_groups(width, form.group))
+    return np.ascontiguousarray(panels.transpose(0, 2, 1))
 
 
 def _in_panels(rows: Array, depth: int) -> Array:
@@ -160,7 +227,7 @@ def threads() -> ThreadPoolExecutor:
 
 
 def _pack_block(rows: Array, bits: int) -> Packed:
-    """`rows [panels, COLUMNS, K]` -> lines, scales with column sums, multipliers."""
+    """`rows [panels, COLUMNS, K]` -> lines, scales with column sums, group_bytes."""
     if bits == 32:
         return Packed(bits, _lines(rows, 32))
     if bits == 16:
@@ -214,7 +281,7 @@ def _divisor(scale: Array) -> Array:
 
 
 def _two_level(rows: Array) -> tuple[Array, Array, Array]:
-    """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and multipliers of the groups."""
+    """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and group_bytes of the groups."""
     groups = rows.reshape(*rows.shape[:2], -1, GROUP)
     largest = _largest(groups)
     scale = largest.max(-1) / np.float32(NIBBLE_MAX * MULTIPLIER_MAX)

@@ -210,6 +210,7 @@ def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowe
             f"architecture {traced.model.architecture!r}: expected operators that the onnx "
             f"exporter has, got one that it has not: {str(cause).splitlines()[0]}"
         ) from error
+    lowered.notes += traced.weights.notes()
     lowered.notes += step_memory.notes_of(traced.program, traced.signature, traced.passes)
     lowered.mixtures = mixtures_of(traced)
     return lowered

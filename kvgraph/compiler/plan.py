@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.fitting import Fit, OfRanks, Wanted, fit, would_fit
 from kvgraph.compiler.frontends import stored
-from kvgraph.compiler.frontends.folder import checkpoint_dtype, nearest_weights, read_config
+from kvgraph.compiler.frontends.folder import checkpoint_dtype, quantization, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
+from kvgraph.compiler.frontends.stored_forms import stored_forms
 from kvgraph.compiler.options import (
     check_weights,
     computes_in_float32,
     default_weights,
+    require_quantized,
     require_ranks,
 )
 from kvgraph.compiler.reserve import Reserve
@@ -105,9 +107,11 @@ def plan_deployment(
     with as_folder(folder) as opened:
         config = read_config(opened)
         dtype = dtype or checkpoint_dtype(config)
+        is_quantized = quantization(config) is not None
         if computes_in_float32(support, parsed, weights):
-            nearest = nearest_weights(config)
-            weights, dtype = weights or default_weights(dtype, support, nearest), "float32"
+            weights = weights or default_weights(dtype, support, is_quantized=is_quantized)
+            dtype = "float32"
+        require_quantized(weights, is_quantized=is_quantized)
         require_ranks(tp, backend, parsed)
         bits = WEIGHT_BITS.get(weights or "")
         describe = cache(_Describing(opened, config, dtype, bits is not None, progress))
@@ -206,7 +210,7 @@ class _Describing:
                 whole = stored.describe(self.folder, self.config, by_shape=self.by_shape)
             except stored.InDoubtError as error:
                 whole = self._ask(str(error), 1)
-            return OfRanks(whole, 1)
+            return OfRanks(replace(whole, stored=stored_forms(self.config)), 1)
         try:
             return OfRanks(self._ask("its model has the plan for tensor parallelism", ranks), ranks)
         except UnsupportedError as refusal:
@@ -224,4 +228,5 @@ class _Describing:
         self.progress(f"asking transformers, since {why}")
         from kvgraph.compiler.frontends import measured
 
-        return measured.describe(self.folder, self.dtype, ranks)
+        found = measured.describe(self.folder, self.dtype, ranks)
+        return replace(found, stored=stored_forms(self.config))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 
 import torch
@@ -16,8 +16,12 @@ import torch
 from kvgraph.compiler.shards import Stored
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import ModelError
+from kvgraph.ops.packed import GROUP, Form
 
 PIECE_BYTES = 16 << 20
+
+PLAIN_BITS = 16
+"""Of packed weights that are nearest to a plain checkpoint's."""
 
 Rows = Callable[[int, int], torch.Tensor]
 """`rows(start, stop)`: `[stop - start, ...]`."""
@@ -29,6 +33,28 @@ FLOATS = frozenset(d.safetensors for d in ALL if d.kind == "float" and not d.lar
 """Stored numbers that are weights as they are."""
 
 
+@dataclass(frozen=True)
+class Coded:
+    """Rows `[..., N, K]` as they are stored, in a `Form` that kernels take.
+
+    `numbers`: of 8 bits int8; of 4, uint8 codes as `ops.packed.LEVELS` numbers them. `scales`
+    `[..., N, groups]`: float32, or of E2M1 their exponents. `offsets` int8, as scales are, added to
+    each number.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Coded:
+        """Each part changed, along dims that they share."""
+        offsets = None if self.offsets is None else change(self.offsets)
+        return Coded(change(self.numbers), change(self.scales), offsets)
+
+
+CodedRows = Callable[[int, int], Coded]
+
+
 class Values(ABC):
     """A tensor of a checkpoint that is not in memory.
 
@@ -38,10 +64,23 @@ class Values(ABC):
     where: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    bits: int = PLAIN_BITS
+    """Of packed weights, those nearest to how it is stored."""
+    is_coded_transposed: bool = False
+    """Its last two dims are inputs and outputs; those of its coded rows are outputs and inputs."""
 
     @abstractmethod
     def open(self) -> Rows:
         """What reads its rows; a number is one row. ModelError for a damaged file."""
+
+    @property
+    def form(self) -> Form | None:
+        """How a kernel takes it as it is stored; None: it is only read as numbers."""
+        return None
+
+    def open_coded(self) -> CodedRows:
+        """What reads rows of a tensor that has a form."""
+        raise NotImplementedError(self.where)
 
     @property
     def count(self) -> int:
@@ -100,8 +139,9 @@ class Converted(Values):
         shape: Sequence[int],
         dtype: torch.dtype,
         compute: Callable[[], torch.Tensor],
+        bits: int = PLAIN_BITS,
     ) -> None:
-        self.where, self.shape, self.dtype = where, tuple(shape), dtype
+        self.where, self.shape, self.dtype, self.bits = where, tuple(shape), dtype, bits
         self._compute = compute
 
     def open(self) -> Rows:
@@ -114,7 +154,15 @@ class Cast(Values):
 
     def __init__(self, source: Values, dtype: torch.dtype) -> None:
         self.where, self.shape, self.dtype = source.where, source.shape, dtype
+        self.bits, self.is_coded_transposed = source.bits, source.is_coded_transposed
         self._source = source
+
+    @property
+    def form(self) -> Form | None:
+        return self._source.form
+
+    def open_coded(self) -> CodedRows:
+        return self._source.open_coded()
 
     def open(self) -> Rows:
         rows = self._source.open()
@@ -144,11 +192,19 @@ class Head(Values):
 
     def __init__(self, whole: Values, count: int) -> None:
         self.where, self.dtype = whole.where, whole.dtype
+        self.bits, self.is_coded_transposed = whole.bits, whole.is_coded_transposed
         self.shape = (count, *whole.shape[1:])
         self._whole = whole
 
     def open(self) -> Rows:
         return self._whole.open()
+
+    @property
+    def form(self) -> Form | None:
+        return self._whole.form
+
+    def open_coded(self) -> CodedRows:
+        return self._whole.open_coded()
 
 
 @dataclass(frozen=True)
@@ -178,6 +234,7 @@ class Cut(Values):
 
     def __init__(self, whole: Values, share: Share) -> None:
         self.where, self.dtype = whole.where, whole.dtype
+        self.bits, self.is_coded_transposed = whole.bits, whole.is_coded_transposed
         shape = list(whole.shape)
         shape[share.dim] //= share.ranks
         self.shape = tuple(shape)
@@ -193,6 +250,50 @@ class Cut(Values):
             return torch.cat([rows(*span) for span in _within(own, start, stop)])
 
         return of_own
+
+    @property
+    def form(self) -> Form | None:
+        """None where a share of the inputs ends within a group."""
+        form = self._whole.form
+        last = len(self.shape) - 1
+        if form is None or self._coded_dim != last:
+            return form
+        inputs, each = self._whole.shape[self._share.dim], self.shape[self._share.dim]
+        if self._share.parts > 1:
+            return None
+        if form.group in (0, inputs):  # a scale a row, which every share of the row has
+            fits = each % GROUP == 0 or not form.group
+            return replace(form, group=form.group and each) if fits else None
+        return form if each % form.group == 0 else None
+
+    @property
+    def _coded_dim(self) -> int:
+        """Of the share, in coded rows."""
+        dim, last = self._share.dim, len(self.shape) - 1
+        return 2 * last - 1 - dim if self.is_coded_transposed and dim >= last - 1 else dim
+
+    def open_coded(self) -> CodedRows:
+        rows, share = self._whole.open_coded(), replace(self._share, dim=self._coded_dim)
+        if share.dim:
+            return lambda start, stop: rows(start, stop).map(
+                lambda part: part if part.shape[share.dim] == 1 else share.of(part)
+            )
+        own = share.rows(self._whole.count)
+
+        def of_own(start: int, stop: int) -> Coded:
+            return joined([rows(*span) for span in _within(own, start, stop)])
+
+        return of_own
+
+
+def joined(parts: Sequence[Coded]) -> Coded:
+    """Rows behind each other."""
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return Coded(
+        torch.cat([part.numbers for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(offsets) if offsets else None,
+    )
 
 
 def _within(spans: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:

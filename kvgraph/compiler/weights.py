@@ -6,15 +6,18 @@ is written. So a compile has one layer's weights in memory at a time, of a model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.checkpoint import Checkpoint
-from kvgraph.compiler.values import Converted, Values
+from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
+from kvgraph.contract.dtypes import AS_STORED
+from kvgraph.ops.packed import Form
 
 Piece = tuple[str, torch.Tensor]
 """A parameter's name and rows of it that follow those of the pieces before."""
@@ -29,6 +32,8 @@ class Weights:
     checkpoint: Checkpoint | None = None
     made: dict[str, Make] = field(default_factory=dict)
     """Name -> what makes it, perhaps with others."""
+    rounded: Counter[int] = field(default_factory=Counter)
+    """Layers that were to be kept as they are stored, and have no such form: bits -> how many."""
 
     def values(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Values:
         """Of a parameter that is `tensor` in the program, in its dtype. What is rounded to fewer
@@ -40,6 +45,34 @@ class Weights:
             return self.checkpoint.get(name, dtype or tensor.dtype)
         held = tensor.detach()
         return Converted(name, held.shape, held.dtype, lambda: held)
+
+    def form_of(
+        self, sources: Sequence[Values], bits: int, *, can_keep: bool = True
+    ) -> tuple[Form, bool]:
+        """How layers that become one node are packed, and whether as they are stored.
+
+        `bits` AS_STORED: in the form that all of them have, else in the bits nearest to theirs.
+        """
+        if bits != AS_STORED:
+            return Form(bits), False
+        forms = [source.form if can_keep else None for source in sources]
+        known = [form for form in forms if form is not None]
+        has_offsets = any(form.has_offsets for form in known)
+        alike = {replace(form, has_offsets=has_offsets) for form in known}
+        if len(known) == len(forms) and len(alike) == 1:
+            return alike.pop(), True
+        nearest = max(source.bits for source in sources)
+        if nearest < PLAIN_BITS:
+            self.rounded[nearest] += len(sources)
+        return Form(nearest), False
+
+    def notes(self) -> list[str]:
+        """A sentence for each number of bits that layers were rounded to."""
+        return [
+            f"weights: {count} of the layers that the checkpoint has in fewer bits are rounded to "
+            f"int{bits}, since no kernel takes their form"
+            for bits, count in sorted(self.rounded.items())
+        ]
 
     def later(self, names: Iterable[str], make: Make) -> None:
         """`make` gives all of `names`, when they are written."""

@@ -71,8 +71,10 @@ QUANTIZED = tuple(dtype.name for dtype in ALL if dtype.largest)
 ACTIVATIONS = tuple(d.name for d in ALL if d.kind == "float" and d.code and not d.largest)
 POOLS = (*ACTIVATIONS, *QUANTIZED)
 
-WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4}
-"""Bits of an element of packed weights, by their name in options and manifests."""
+AS_STORED = 0
+WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4, "stored": AS_STORED}
+"""Bits of an element of packed weights, by their name in options and manifests; AS_STORED: each
+layer in the form in which the checkpoint has it."""
 PACKED = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int8"}
 """Bits of an element of packed weights -> the dtype that holds it; two of 4 bits are an int8."""
 WEIGHTS = ("fp32", *WEIGHT_BITS)

@@ -32,14 +32,16 @@ def experts(
     up: Array,
     down: Array,
     up_scales: Array | None = None,
-    up_multipliers: Array | None = None,
+    up_group_bytes: Array | None = None,
     up_bias: Array | None = None,
     down_scales: Array | None = None,
-    down_multipliers: Array | None = None,
+    down_group_bytes: Array | None = None,
     down_bias: Array | None = None,
     *,
     inner_features: int,
     bits: int,
+    group: int = 0,
+    codes: int = packed.INTEGERS,
     activation: int = SILU,
     alpha: float = 1.0,
     limit: float = 0.0,
@@ -50,15 +52,15 @@ def experts(
     An index of -1 is no expert.
     `up` has panels of gate and up in turn; `packed.gated` says what joins them.
     """
-    up_rest: Rest = (up_scales, up_multipliers, up_bias)
-    down_rest: Rest = (down_scales, down_multipliers, down_bias)
+    up_rest: Rest = (up_scales, up_group_bytes, up_bias)
+    down_rest: Rest = (down_scales, down_group_bytes, down_bias)
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), np.float32)
     for expert in np.unique(indices_MA[indices_MA >= 0]):
         rows, slots = np.nonzero(indices_MA == expert)
-        both = packed.product(x_MK[rows], up[expert], *_of(expert, up_rest), bits)
+        both = packed.product(x_MK[rows], up[expert], *_of(expert, up_rest), bits, group, codes)
         inner = packed.gated(both, activation, alpha, limit, up_offset)
         inner = inner[:, :inner_features].astype(np.float32)
-        out = packed.product(inner, down[expert], *_of(expert, down_rest), bits)
+        out = packed.product(inner, down[expert], *_of(expert, down_rest), bits, group, codes)
         parts_MAK[rows, slots] = out[:, : x_MK.shape[1]]
     summed = np.zeros(x_MK.shape, np.float32)
     for slot in range(indices_MA.shape[1]):
@@ -68,12 +70,12 @@ def experts(
 
 
 Rest = tuple[Array | None, Array | None, Array | None]
-"""Scales, multipliers and biases of all experts."""
+"""Scales, bytes of groups and biases of all experts."""
 
 
 def _of(expert: int, rest: Rest) -> Rest:
-    scales, multipliers, bias = (None if array is None else array[expert] for array in rest)
-    return scales, multipliers, bias
+    scales, group_bytes, bias = (None if array is None else array[expert] for array in rest)
+    return scales, group_bytes, bias
 
 
 def _up_panels_fault(num_up_panels: int, inner_features: int) -> bool | str:
@@ -86,12 +88,8 @@ def _down_panels_fault(num_down_panels: int, in_features: int) -> bool | str:
     return num_down_panels != expected and f"{expected} for {in_features} inputs of x"
 
 
-_UP = packed.operands(
-    "up", "num_up_panels", "num_up_lines", "num_up_groups", ("num_experts",), "up_"
-)
-_DOWN = packed.operands(
-    "down", "num_down_panels", "num_down_lines", "num_down_groups", ("num_experts",), "down_"
-)
+_UP = packed.operands("up", "up_", ("num_experts",))
+_DOWN = packed.operands("down", "down_", ("num_experts",))
 
 EXPERTS = spec.OpSpec(
     name="experts",
@@ -108,7 +106,7 @@ EXPERTS = spec.OpSpec(
     outputs=(spec.Operand("out", ("rows", "in_features"), spec.FLOAT32),),
     attributes=(
         spec.Attribute("inner_features", "int"),
-        spec.Attribute("bits", "int"),
+        *packed.ATTRIBUTES,
         spec.Attribute("activation", "int", SILU),
         spec.Attribute("alpha", "float", 1.0),
         spec.Attribute("limit", "float", 0.0),
@@ -118,7 +116,7 @@ EXPERTS = spec.OpSpec(
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
         spec.Rule("inner_features", lambda inner_features: inner_features < 1 and "at least 1"),
-        packed.BITS,
+        *packed.FORM,
         *packed.rules(_UP, "in_features", "inputs of x"),
         *packed.rules(_DOWN, "inner_features", "inner_features"),
         spec.Rule("up: dim num_up_panels", _up_panels_fault),

@@ -11,6 +11,9 @@ Decisions, by `benchmarks/linear.py`, which compares the kernels of ONNX Runtime
 - int4 stores a multiplier 1 to 16 with each group of 32 inputs, under one float scale for a column
   (two-level scales, as QServe, arXiv 2405.04532, has them): nibble times multiplier is an exact
   int8, so one kernel serves rows by the hundred, and 4.125 bits a weight are read at one row.
+- Groups of 4 bits are what checkpoints store (AWQ, GPTQ, compressed-tensors, MXFP4): a nibble is an
+  index into 16 numbers that bfloat16 holds exactly, so that nothing is rounded but x, to bfloat16.
+  A group's sum is scaled when it is complete; the order is one for any number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ def linear(
     x_MK: Array,
     weight: Array,
     scales: Array | None = None,
-    multipliers: Array | None = None,
+    group_bytes: Array | None = None,
     bias: Array | None = None,
     residual_MN: Array | None = None,
     *,
@@ -36,6 +39,8 @@ def linear(
     out_features_1: int = 0,
     out_features_2: int = 0,
     bits: int,
+    group: int = 0,
+    codes: int = packed.INTEGERS,
     silu_mul: int = 0,
 ) -> Any:
     """Reference: x times each section of the weight, plus bias, SwiGLU or the residual.
@@ -43,7 +48,7 @@ def linear(
     Sections (q, k and v of one layer, say) start at panels of their own. Under `silu_mul` panels
     alternate gate and up, and the output is `silu(gate) * up`.
     """
-    y_MN = packed.product(x_MK, weight, scales, multipliers, bias, bits)
+    y_MN = packed.product(x_MK, weight, scales, group_bytes, bias, bits, group, codes)
     if silu_mul:
         y_MN = packed.gated(y_MN)
     outs, column = [], 0
@@ -75,7 +80,7 @@ def _residual_fault(residual: str | None, out_features_1: int, out_features_2: i
     return residual is not None and outputs > 1 and f"none with {outputs} outputs"
 
 
-_WEIGHT = packed.operands("weight", "num_panels", "num_lines", "num_groups")
+_WEIGHT = packed.operands("weight")
 
 LINEAR = spec.OpSpec(
     name="linear",
@@ -90,13 +95,13 @@ LINEAR = spec.OpSpec(
         spec.Attribute("out_features", "int"),
         spec.Attribute("out_features_1", "int", 0),
         spec.Attribute("out_features_2", "int", 0),
-        spec.Attribute("bits", "int"),
+        *packed.ATTRIBUTES,
         spec.Attribute("silu_mul", "int", 0),
     ),
     reference=linear,
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
-        packed.BITS,
+        *packed.FORM,
         *packed.rules(_WEIGHT, "in_features", "inputs of x"),
         spec.Rule("out_features", lambda out_features: out_features < 0 and "at least 0"),
         spec.Rule("out_features_1", lambda out_features_1: out_features_1 < 0 and "at least 0"),

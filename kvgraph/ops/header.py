@@ -14,7 +14,7 @@ from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS, SPECS
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Of the C entry points of ops; raised when kvg_call or the operands of an op change."""
 
 DTYPE_CODES = {dtype.name: dtype.code for dtype in ALL if dtype.code}

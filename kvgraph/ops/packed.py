@@ -3,6 +3,10 @@
 What `linear` and `experts` share. Weights lie in panels of 16 output columns; a panel's lines of 64
 bytes follow each other along the inputs, each with the same few inputs of all its columns.
 
+Four bits have two forms. Our own rounds to two levels: nibble times multiplier is an exact int8.
+Groups keep what a checkpoint stores, without another rounding: codes of integers or of FP4, and a
+scale for each column and `group` inputs. Over groups, x is rounded to bfloat16, not to int8.
+
 Legend: M rows, K inputs, N output columns.
 """
 
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,11 +30,45 @@ LINE_BYTES = 64
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 """bits -> consecutive inputs of each column in a line."""
 
+INTEGERS, E2M1 = range(2)
+"""Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0)."""
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LEVELS = {
+    INTEGERS: np.array([*range(8), *range(-8, 0)], np.float32),
+    E2M1: np.array([*_FP4, *(-level for level in _FP4)], np.float32),
+}
+"""codes -> the number of each nibble."""
+
+IN_LINE = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of eight consecutive inputs, which nibble of a column's word holds each in a line of groups:
+pairs of inputs are next to each other in 16 bits."""
+
+
+@dataclass(frozen=True, order=True)
+class Form:
+    """How weights are stored: attributes of an op, and whether integers in groups have offsets.
+
+    `group` 0: of 4 bits, two levels; else inputs under one scale.
+    """
+
+    bits: int
+    group: int = 0
+    codes: int = INTEGERS
+    has_offsets: bool = False
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        """Those that are not the defaults."""
+        groups = {"group": self.group, "codes": self.codes} if self.group else {}
+        return {"bits": self.bits, **groups}
+
+
 ACTIVATIONS = SILU, GELU, GELU_TANH = range(3)
 """Of a gate: x * sigmoid(alpha x), x * Phi(x), and the latter by its tanh form."""
 
 
-def unpack(weight: Array, multipliers: Array | None, bits: int) -> Array:
+def unpack(weight: Array, group_bytes: Array | None, bits: int) -> Array:
     """Stored weights `[panels * COLUMNS, K]` of packed lines: floats, or exact int8."""
     panels, lines, _ = weight.shape
     if bits >= 16:
@@ -39,9 +78,9 @@ def unpack(weight: Array, multipliers: Array | None, bits: int) -> Array:
     four = weight.reshape(panels, lines, COLUMNS, 4).transpose(0, 2, 1, 3)
     if bits == 8:
         return four.reshape(panels * COLUMNS, lines * 4)
-    assert multipliers is not None
+    assert group_bytes is not None
     nibbles = np.stack([four << 4 >> 4, four >> 4], 3).reshape(panels, COLUMNS, -1, GROUP)
-    bytes_ = multipliers.view(np.uint8)
+    bytes_ = group_bytes.view(np.uint8)
     factors = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(panels, -1, COLUMNS) + 1
     values: Array = nibbles.astype(np.int16) * factors.transpose(0, 2, 1)[..., None]
     return values.astype(np.int8).reshape(panels * COLUMNS, -1)
@@ -59,16 +98,49 @@ def quantize_rows(x_MK: Array) -> tuple[Array, Array]:
     return stored_MK, np.where(finite_M1, largest_M1 / np.float32(127), np.float32(np.nan))
 
 
+def decode(
+    weight: Array, scales: Array | None, group_bytes: Array | None, group: int, codes: int
+) -> Array:
+    """Weights `[panels * COLUMNS, K]` of packed groups, in float64."""
+    panels, lines, _ = weight.shape
+    words = weight.reshape(panels, lines, COLUMNS, 4).view("<u4")
+    nibbles = words >> (4 * np.array(IN_LINE, np.uint32)) & 15
+    numbers = LEVELS[codes][nibbles.transpose(0, 2, 1, 3).reshape(panels, COLUMNS, -1)]
+
+    def of_inputs(each: Array) -> Array:
+        spread: Array = each.transpose(0, 2, 1).repeat(group, -1)[..., : numbers.shape[-1]]
+        return spread.astype(np.float64)
+
+    if codes == E2M1:
+        assert group_bytes is not None
+        powers = (group_bytes.view(np.uint8).astype(np.uint32) << 23).view(np.float32)
+        decoded = numbers * of_inputs(powers)
+    else:
+        assert scales is not None
+        offsets = 0.0 if group_bytes is None else of_inputs(group_bytes)
+        decoded = (numbers + offsets) * of_inputs(scales)
+    flat: Array = decoded.reshape(panels * COLUMNS, -1)
+    return flat
+
+
 def product(
     x_MK: Array,
     weight: Array,
     scales: Array | None,
-    multipliers: Array | None,
+    group_bytes: Array | None,
     bias: Array | None,
     bits: int,
+    group: int = 0,
+    codes: int = INTEGERS,
 ) -> Array:
     """Reference: `[M, panels * COLUMNS]`, x times the weight of all panels, plus bias."""
-    w_NK = unpack(weight, multipliers, bits)[:, : x_MK.shape[1]]
+    if group:
+        import ml_dtypes
+
+        w_NK = decode(weight, scales, group_bytes, group, codes)[:, : x_MK.shape[1]]
+        y_MN = x_MK.astype(ml_dtypes.bfloat16).astype(np.float64) @ w_NK.T
+        return y_MN if bias is None else y_MN + bias.reshape(1, -1)
+    w_NK = unpack(weight, group_bytes, bits)[:, : x_MK.shape[1]]
     if bits >= 16:
         rounded_MK = x_MK.astype(w_NK.dtype).astype(np.float64)
         y_MN = rounded_MK @ w_NK.astype(np.float64).T
@@ -124,40 +196,75 @@ def _normal(x: float) -> float:
     return (1 + math.erf(x / math.sqrt(2))) / 2
 
 
-def operands(
-    name: str, panels: str, lines: str, groups: str, leading: tuple[str, ...] = (), prefix: str = ""
-) -> tuple[spec.Operand, ...]:
-    """A weight and what belongs to it: scales with column sums, multipliers, bias."""
+def operands(name: str, stem: str = "", leading: tuple[str, ...] = ()) -> tuple[spec.Operand, ...]:
+    """A weight, and its scales, bytes of groups and bias, which are `stem`'s.
+
+    scales: of columns and the sums of their stored numbers; of groups, of each group.
+    group_bytes: of two levels, multipliers less one, two columns in a byte; of integers in groups,
+    what is added to each number; of E2M1, the exponent of a scale (bias 127).
+    """
+    rows = (*leading, f"num_{stem}panels")
     return (
-        spec.Operand(name, (*leading, panels, lines, "line"), spec.WEIGHT),
+        spec.Operand(name, (*rows, f"num_{stem}lines", "line"), spec.WEIGHT),
         spec.Operand(
-            f"{prefix}scales", (*leading, panels, 2, COLUMNS), spec.FLOAT32, optional=True
+            f"{stem}scales", (*rows, f"num_{stem}scales", COLUMNS), spec.FLOAT32, optional=True
         ),
         spec.Operand(
-            f"{prefix}multipliers", (*leading, panels, groups, 8), ("int8",), optional=True
+            f"{stem}group_bytes",
+            (*rows, f"num_{stem}groups", f"num_{stem}bytes"),
+            ("int8",),
+            optional=True,
         ),
-        spec.Operand(f"{prefix}bias", (*leading, panels, COLUMNS), spec.FLOAT32, optional=True),
+        spec.Operand(f"{stem}bias", (*rows, COLUMNS), spec.FLOAT32, optional=True),
     )
 
 
-BITS = spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4")
+ATTRIBUTES = (
+    spec.Attribute("bits", "int"),
+    spec.Attribute("group", "int", 0),
+    spec.Attribute("codes", "int", INTEGERS),
+)
+
+FORM = (
+    spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4"),
+    spec.Rule("group", lambda group: (group < 0 or group % GROUP) and f"a multiple of {GROUP}"),
+    spec.Rule("group", lambda group, bits: group and bits != 4 and f"0 for {bits} bits"),
+    spec.Rule("codes", lambda codes, group: codes not in _codes_of(group) and _said(group)),
+)
+"""Of how weights are stored."""
+
+
+def _codes_of(group: int) -> tuple[int, ...]:
+    return (INTEGERS, E2M1) if group else (INTEGERS,)
+
+
+def _said(group: int) -> str:
+    return " or ".join(map(str, _codes_of(group))) + ("" if group else " without groups")
 
 
 def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[spec.Rule, ...]:
-    """Of the operands that `operands` made: what bits and `in_features`, "`of`'s", ask of them."""
-    name, scales, multipliers, _ = (operand.name for operand in weight)
-    lines, line, groups = weight[0].dims[-2], weight[0].dims[-1], weight[2].dims[-2]
+    """Of the operands that `operands` made: what their form and `in_features`, "`of`'s", ask of
+    them."""
+    name, scales, group_bytes, _ = (operand.name for operand in weight)
+    lines, line = map(str, weight[0].dims[-2:])
+    num_scales = str(weight[1].dims[-2])
+    groups, num_bytes = map(str, weight[2].dims[-2:])
+    form = ("bits", "group", "codes")
     return (
         spec.Rule(name, _weight_fault, names=(name, "bits")),
-        spec.Rule(f"{name}: dim {line}", _line_fault, names=(str(line), "bits")),
+        spec.Rule(f"{name}: dim {line}", _line_fault, names=(line, "bits")),
+        spec.Rule(f"{name}: dim {lines}", _lines_fault(of), names=(lines, in_features, "bits")),
+        spec.Rule(scales, _missing_scales, names=(scales, *form)),
+        spec.Rule(scales, _unwanted_scales, names=(scales, *form), got="some"),
         spec.Rule(
-            f"{name}: dim {lines}", _lines_fault(of), names=(str(lines), in_features, "bits")
+            f"{scales}: dim {num_scales}", _scales_fault, names=(num_scales, in_features, "group")
         ),
-        spec.Rule(scales, _missing_scales, names=(scales, "bits")),
-        spec.Rule(scales, _unwanted_scales, names=(scales, "bits"), got="some"),
-        spec.Rule(multipliers, _missing_multipliers, names=(multipliers, "bits")),
-        spec.Rule(multipliers, _unwanted_multipliers, names=(multipliers, "bits"), got="some"),
-        spec.Rule(f"{multipliers}: dim {groups}", _groups_fault, names=(str(groups), in_features)),
+        spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, *form)),
+        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, "bits"), got="some"),
+        spec.Rule(
+            f"{group_bytes}: dim {groups}", _groups_fault, names=(groups, in_features, "group")
+        ),
+        spec.Rule(f"{group_bytes}: dim {num_bytes}", _bytes_fault, names=(num_bytes, "group")),
     )
 
 
@@ -178,25 +285,46 @@ def _lines_fault(of: str) -> Callable[..., bool | str]:
     return fault
 
 
-def _missing_scales(scales: str | None, bits: int) -> bool | str:
-    return scales is None and bits < 16 and f"some for {bits} bits"
+def _has_scales(bits: int, group: int, codes: int) -> bool:
+    return bits < 16 and not (group and codes == E2M1)
 
 
-def _unwanted_scales(scales: str | None, bits: int) -> bool | str:
-    return scales is not None and bits >= 16 and f"none for {bits} bits"
+def _missing_scales(scales: str | None, bits: int, group: int, codes: int) -> bool | str:
+    return scales is None and _has_scales(bits, group, codes) and f"some for {bits} bits"
 
 
-def _missing_multipliers(multipliers: str | None, bits: int) -> bool | str:
-    return multipliers is None and bits == 4 and f"some for {bits} bits"
+def _unwanted_scales(scales: str | None, bits: int, group: int, codes: int) -> bool | str:
+    unwanted = scales is not None and not _has_scales(bits, group, codes)
+    return unwanted and f"none for {bits} bits"
 
 
-def _unwanted_multipliers(multipliers: str | None, bits: int) -> bool | str:
-    return multipliers is not None and bits != 4 and f"none for {bits} bits"
+def _scales_fault(num_scales: int, in_features: int, group: int) -> bool | str:
+    expected = num_groups(in_features, group) if group else 2
+    return num_scales != expected and str(expected)
 
 
-def _groups_fault(num_groups: int, in_features: int) -> bool | str:
-    expected = padded_depth(in_features) // GROUP
-    return num_groups != expected and str(expected)
+def _missing_bytes(group_bytes: str | None, bits: int, group: int, codes: int) -> bool | str:
+    needed = bits == 4 and not (group and codes == INTEGERS)
+    return group_bytes is None and needed and f"some for {bits} bits"
+
+
+def _unwanted_bytes(group_bytes: str | None, bits: int) -> bool | str:
+    return group_bytes is not None and bits != 4 and f"none for {bits} bits"
+
+
+def _groups_fault(groups: int, in_features: int, group: int) -> bool | str:
+    expected = num_groups(in_features, group)
+    return groups != expected and str(expected)
+
+
+def _bytes_fault(num_bytes: int, group: int) -> bool | str:
+    expected = COLUMNS if group else COLUMNS // 2
+    return num_bytes != expected and str(expected)
+
+
+def num_groups(in_features: int, group: int = 0) -> int:
+    """Groups of a row of 4 bits; `group` 0: of two levels."""
+    return ceildiv(padded_depth(in_features), group or GROUP)
 
 
 def padded_depth(in_features: int) -> int:

@@ -42,7 +42,8 @@ struct Kept {
 
 Experts read(const Operands& in) {
   Experts op = {};
-  const int64_t bits = in.integer(KVG_EXPERTS_ATTR_BITS);
+  const Form form{in.integer(KVG_EXPERTS_ATTR_BITS), in.integer(KVG_EXPERTS_ATTR_GROUP),
+                  in.integer(KVG_EXPERTS_ATTR_CODES)};
   op.rows = in.dims[KVG_DIM_ROWS];
   op.width = in.dims[KVG_DIM_IN_FEATURES];
   op.active = in.dims[KVG_DIM_NUM_ACTIVE];
@@ -51,8 +52,8 @@ Experts read(const Operands& in) {
   if (op.width < 1) refuse("experts: x: dim in_features: expected at least 1, got 0");
   if (op.inner < 1)
     refuse("experts: inner_features: expected at least 1, got %lld", ll{op.inner});
-  op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, bits, op.width, "inputs of x");
-  op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, bits, op.inner,
+  op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, form, op.width, "inputs of x");
+  op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, form, op.inner,
                         "inner_features");
   op.x = in.data<const float>(KVG_EXPERTS_X);
   op.indices = in.data<const int32_t>(KVG_EXPERTS_INDICES);
@@ -139,8 +140,7 @@ void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op
     const int64_t* end = place + op.active;
     const int64_t* own = std::find_if(place, end, [](int64_t slot) { return slot != kNone; });
     if (own == end) return;
-    run.prepare(op.x + m * op.width, op.width, op.up.depth, op.up.bits, rows + *own * wide,
-                scales + *own);
+    run.prepare(op.up, op.x + m * op.width, op.width, rows + *own * wide, scales + *own);
     for (const int64_t* next = own + 1; next < end; ++next) {
       if (*next == kNone) continue;
       std::memcpy(rows + *next * wide, rows + *own * wide, static_cast<size_t>(wide - kLineBytes));
@@ -151,8 +151,7 @@ void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op
   multiply(call, run, kept.jobs.data(), kept.jobs.size());
 
   for_rows(call, slots, op.inner, [&](int64_t s) {
-    run.prepare(inner + s * op.inner, op.inner, op.down.depth, op.down.bits, rows + s * narrow,
-                scales + s);
+    run.prepare(op.down, inner + s * op.inner, op.inner, rows + s * narrow, scales + s);
   });
   make_jobs(op.down, kept, narrow, outer, op.width);
   multiply(call, run, kept.jobs.data(), kept.jobs.size());

@@ -16,8 +16,10 @@ constexpr Gate kSwiglu = {kSilu, 1.0f, kInfinity, 0.0f};
 Linear read(const Operands& in) {
   const int64_t width = in.dims[KVG_DIM_IN_FEATURES];
   if (width == 0) refuse("linear: x: dim in_features: expected at least 1, got 0");
-  Linear job = read_packed(in, KVG_LINEAR_WEIGHT, KVG_LINEAR_SCALES,
-                           in.integer(KVG_LINEAR_ATTR_BITS), width, "inputs of x");
+  const Form form{in.integer(KVG_LINEAR_ATTR_BITS), in.integer(KVG_LINEAR_ATTR_GROUP),
+                  in.integer(KVG_LINEAR_ATTR_CODES)};
+  Linear job =
+      read_packed(in, KVG_LINEAR_WEIGHT, KVG_LINEAR_SCALES, form, width, "inputs of x");
   job.residual = in.data<const float>(KVG_LINEAR_RESIDUAL);
   if (in.integer(KVG_LINEAR_ATTR_SILU_MUL)) job.gate = &kSwiglu;
   job.rows = in.dims[KVG_DIM_ROWS];
@@ -65,7 +67,7 @@ void run_linear(const kvg_call& call, const LinearKernels& run, Linear& job, con
   float* scales = kept.scales.data();
   job.x = rows, job.x_scales = scales;
   for_rows(call, job.rows, job.depth, [&](int64_t m) {
-    run.prepare(x + m * width, width, job.depth, job.bits, rows + m * job.x_stride, scales + m);
+    run.prepare(job, x + m * width, width, rows + m * job.x_stride, scales + m);
   });
   multiply(call, run, &job, 1);
 }

@@ -6,6 +6,10 @@
 // few consecutive k of all its columns: 1 float32, 2 bfloat16, 4 int8, or 8 int4 (the low nibbles
 // are the first four). int4 is stored divided by a multiplier 1 to 16 for each column and group of
 // kGroup inputs, so that nibble times multiplier is an exact int8 under one scale for a column.
+//
+// With groups, int4 is what a checkpoint stores: codes of 16 numbers, and a scale for each column and
+// `group` inputs. A line has 8 inputs of each column, pairs of them next to each other in 16 bits:
+// nibble i of a column's low (high) half is input 2i (2i + 1). Rows are rounded to bfloat16.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +28,7 @@ struct Gate {
   float up_offset;
 };
 constexpr int64_t kSilu = 0, kGelu = 1, kGeluTanh = 2;  // as ops/packed.py numbers them
+constexpr int64_t kIntegers = 0, kE2m1 = 1;             // codes, as ops/packed.py numbers them
 
 struct Section {
   float* out;          // M x width
@@ -33,10 +38,14 @@ struct Section {
 
 struct Linear {
   int64_t bits;                // 32, 16, 8 or 4
+  int64_t group, codes;        // inputs under one scale of 4 bits, and what they are; 0: two levels
   int64_t panels, depth;       // depth: K
   const char* lines;           // panels x line_count() lines
   const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, less one each
-  const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns
+  const uint8_t* exponents;    // of E2M1: panels x group_count() x kColumns
+  const int8_t* offsets;       // of integers in groups, added to each: as exponents; nullptr: none
+  const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns, or of
+                               // integers in groups: as exponents
   const float* bias;           // panels x kColumns; nullptr: none
   const float* residual;       // M x the only section's width; nullptr: none
   const Gate* gate;            // panels alternate gate and up, which it joins; nullptr: they do not
@@ -48,14 +57,14 @@ struct Linear {
 
   int64_t line_count() const { return depth * bits / 32; }  // of a panel
   int64_t panel_bytes() const { return line_count() * kLineBytes; }
+  int64_t group_count() const { return group ? (depth + group - 1) / group : depth / kGroup; }
 };
 
 struct LinearKernels {
   // Bytes of a prepared row.
-  int64_t (*row_bytes)(int64_t bits, int64_t depth);
+  int64_t (*row_bytes)(const Linear& job);
   // One row of `width` inputs, rounded to bfloat16, or to int8 under a scale of its own.
-  void (*prepare)(const float* x, int64_t width, int64_t depth, int64_t bits, char* to,
-                  float* scale);
+  void (*prepare)(const Linear& job, const float* x, int64_t width, char* to, float* scale);
   // Bytes of scratch that `multiply` needs.
   int64_t (*scratch_bytes)(const Linear& job);
   // Rows [row, row + rows) of the columns of a pair of panels (the last one may lack its second).

@@ -12,6 +12,7 @@
 #include "cpu/kernels.h"
 #include "cpu/linear.h"
 #include "cpu/linear_dot.h"
+#include "cpu/linear_groups.h"
 #include "cpu/linear_nibbles.h"
 #include "cpu/vector.h"
 #if defined(KVG_AMX)
@@ -214,9 +215,21 @@ void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t r
   }
 }
 
+void run_groups(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows) {
+  alignas(64) Vector sums[kGroupRows * kPair * kVectors];
+  const int64_t tiles = (rows + kGroupRows - 1) / kGroupRows;
+  for (int64_t t = 0, left = rows; t < tiles; ++t) {
+    const int64_t take = (left + tiles - t - 1) / (tiles - t);  // as even as can be
+    sum_groups(job, pair * kPair, panels, row, take, sums);
+    finish(job, pair, panels, row, take, reinterpret_cast<const float*>(sums));
+    row += take, left -= take;
+  }
+}
+
 void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* scratch) {
   const int64_t first = pair * kPair, left = job.panels - first;
   const int64_t panels = left < kPair ? left : kPair;
+  if (job.group) return run_groups(job, pair, panels, row, rows);
   const int64_t bytes = job.panel_bytes(), lines = job.line_count();
   const char* w = job.lines + first * bytes;
   const char* next = w + panels * bytes;  // a hint: may be past the end
@@ -243,12 +256,20 @@ void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* 
   run<Byte, int32_t>(job, pair, panels, row, rows, scratch, 2 * bytes, 2 * lines, scratch);
 }
 
-int64_t row_bytes(int64_t bits, int64_t depth) {
-  if (bits == 32) return depth * Whole::kStep;
-  return bits == 16 ? depth * Half::kStep / 2 : depth * Byte::kStep / 4;
+// Of a prepared row without the sums of its groups.
+int64_t input_bytes(const Linear& job) {
+  if (job.bits == 32) return job.depth * Whole::kStep;
+  return job.bits == 16 || job.group ? job.depth * Half::kStep / 2 : job.depth * Byte::kStep / 4;
 }
 
-int64_t scratch_bytes(const Linear& job) { return job.bits == 4 ? 2 * kPair * job.panel_bytes() : 0; }
+int64_t row_bytes(const Linear& job) {
+  const int64_t sums = job.offsets ? job.group_count() * static_cast<int64_t>(sizeof(float)) : 0;
+  return (input_bytes(job) + sums + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
+int64_t scratch_bytes(const Linear& job) {
+  return job.bits == 4 && !job.group ? 2 * kPair * job.panel_bytes() : 0;
+}
 
 void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
 #if KVG_NATIVE_DOT
@@ -295,14 +316,16 @@ void prepare_byte(const float* x, int64_t width, int64_t depth, char* to, float*
 #endif
 }
 
-void prepare(const float* x, int64_t width, int64_t depth, int64_t bits, char* to, float* scale) {
-  if (bits == 32) {
+void prepare(const Linear& job, const float* x, int64_t width, char* to, float* scale) {
+  if (job.bits == 32) {
     std::memcpy(to, x, static_cast<size_t>(width) * sizeof(float));
-    std::memset(to + width * 4, 0, static_cast<size_t>(depth - width) * sizeof(float));
-    return;
+    std::memset(to + width * 4, 0, static_cast<size_t>(job.depth - width) * sizeof(float));
+  } else if (job.bits == 16 || job.group) {
+    prepare_half(x, width, job.depth, to);
+    if (job.offsets) add_group_sums(job, to, to + input_bytes(job));
+  } else {
+    prepare_byte(x, width, job.depth, to, scale);
   }
-  if (bits == 16) return prepare_half(x, width, depth, to);
-  prepare_byte(x, width, depth, to, scale);
 }
 
 }  // namespace

@@ -40,9 +40,23 @@ void require_extent(const Given& operand, int from_end, int64_t expected) {
            operand.dim(from_end), ll{expected}, ll{operand.extent(from_end)});
 }
 
-void check_packed(const Given& weight, const Given& scales, const Given& multipliers,
-                  const Linear& job, int64_t width, const char* of) {
-  const int64_t bits = job.bits;
+bool has_scales(const Form& form) { return form.bits < 16 && form.codes != kE2m1; }
+
+void check_form(const kvg_op& op, const Form& form) {
+  if (form.bits != 32 && form.bits != 16 && form.bits != 8 && form.bits != 4)
+    refuse("%s: bits: expected 32, 16, 8 or 4, got %lld", op.name, ll{form.bits});
+  if (form.group < 0 || form.group % kGroup)
+    refuse("%s: group: expected a multiple of %lld, got %lld", op.name, ll{kGroup}, ll{form.group});
+  if (form.group && form.bits != 4)
+    refuse("%s: group: expected 0 for %lld bits, got %lld", op.name, ll{form.bits}, ll{form.group});
+  if (form.codes != kIntegers && (form.codes != kE2m1 || !form.group))
+    refuse("%s: codes: expected %s, got %lld", op.name, form.group ? "0 or 1" : "0 without groups",
+           ll{form.codes});
+}
+
+void check_packed(const Given& weight, const Given& scales, const Given& group_bytes,
+                  const Linear& job, const Form& form, int64_t width, const char* of) {
+  const int64_t bits = form.bits;
   const int32_t stored = bits == 32 ? KVG_FLOAT32 : bits == 16 ? KVG_BFLOAT16 : KVG_INT8;
   const int32_t found = weight.in.dtype(weight.index);
   if (found != stored)
@@ -52,9 +66,13 @@ void check_packed(const Given& weight, const Given& scales, const Given& multipl
   if (weight.extent(1) != job.line_count())
     refuse("%s: %s: dim %s: expected %lld for %lld %s, got %lld", weight.in.op.name, weight.name(),
            weight.dim(1), ll{job.line_count()}, ll{width}, of, ll{weight.extent(1)});
-  require_given(scales, bits < 16, bits);
-  require_given(multipliers, bits == 4, bits);
-  if (bits == 4) require_extent(multipliers, 1, job.depth / kGroup);
+  require_given(scales, has_scales(form), bits);
+  if (scales.given()) require_extent(scales, 1, form.group ? job.group_count() : 2);
+  const bool may_lack = form.group && form.codes == kIntegers;
+  if (!may_lack) require_given(group_bytes, bits == 4, bits);
+  if (!group_bytes.given()) return;
+  require_extent(group_bytes, 1, job.group_count());
+  require_extent(group_bytes, 0, form.group ? kColumns : kColumns / 2);
 }
 
 // Rows that go along all panels before the next ones do: their inputs stay in the second-level cache.
@@ -107,33 +125,40 @@ bool run_task(const LinearKernels& run, const Linear& job, const Task& task) noe
 
 }  // namespace
 
-Linear read_packed(const Operands& in, int weight, int scales, int64_t bits, int64_t width,
+Linear read_packed(const Operands& in, int weight, int scales, const Form& form, int64_t width,
                    const char* of) {
-  if (bits != 32 && bits != 16 && bits != 8 && bits != 4)
-    refuse("%s: bits: expected 32, 16, 8 or 4, got %lld", in.op.name, ll{bits});
-  const int multipliers = scales + 1, bias = scales + 2;
+  check_form(in.op, form);
+  const int group_bytes = scales + 1, bias = scales + 2;
   Linear job = {};
-  job.bits = bits;
+  job.bits = form.bits, job.group = form.group, job.codes = form.codes;
   job.depth = ceildiv(width, kDepth) * kDepth;
   job.panels = Given{in, weight}.extent(2);
   job.lines = in.data<const char>(weight);
   job.scales = in.data<const float>(scales);
-  job.multipliers = in.data<const uint8_t>(multipliers);
+  if (!form.group)
+    job.multipliers = in.data<const uint8_t>(group_bytes);
+  else if (form.codes == kE2m1)
+    job.exponents = in.data<const uint8_t>(group_bytes);
+  else
+    job.offsets = in.data<const int8_t>(group_bytes);
   job.bias = in.data<const float>(bias);
-  check_packed({in, weight}, {in, scales}, {in, multipliers}, job, width, of);
+  check_packed({in, weight}, {in, scales}, {in, group_bytes}, job, form, width, of);
   return job;
 }
 
 Linear of_expert(Linear job, int64_t expert) {
-  job.lines += expert * job.panels * job.panel_bytes();
-  if (job.scales) job.scales += expert * job.panels * 2 * kColumns;
-  if (job.multipliers) job.multipliers += expert * job.panels * (job.depth / kGroup) * (kColumns / 2);
-  if (job.bias) job.bias += expert * job.panels * kColumns;
+  const int64_t panels = expert * job.panels, groups = job.group_count();
+  job.lines += panels * job.panel_bytes();
+  if (job.scales) job.scales += panels * (job.group ? groups : 2) * kColumns;
+  if (job.multipliers) job.multipliers += panels * groups * (kColumns / 2);
+  if (job.exponents) job.exponents += panels * groups * kColumns;
+  if (job.offsets) job.offsets += panels * groups * kColumns;
+  if (job.bias) job.bias += panels * kColumns;
   return job;
 }
 
 int64_t stride_of(const LinearKernels& run, const Linear& job) {
-  return run.row_bytes(job.bits, job.depth) + kLine;
+  return run.row_bytes(job) + kLine;
 }
 
 void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs, size_t count) {

@@ -11,10 +11,15 @@ namespace kvg {
 
 inline int64_t ceildiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The weight at operand `weight`, whose scales, multipliers and bias follow each other from `scales`
-// on, for `width` inputs, which are `of`'s: what a Linear says of them, of the first expert where
-// there are several. Throws a Refusal where they do not fit `bits`.
-Linear read_packed(const Operands& in, int weight, int scales, int64_t bits, int64_t width,
+// How weights are stored, as a Linear says it.
+struct Form {
+  int64_t bits, group, codes;
+};
+
+// The weight at operand `weight`, whose scales, bytes of groups and bias follow each other from
+// `scales` on, for `width` inputs, which are `of`'s: what a Linear says of them, of the first expert
+// where there are several. Throws a Refusal where they do not fit `form`.
+Linear read_packed(const Operands& in, int weight, int scales, const Form& form, int64_t width,
                    const char* of);
 
 // The same weights of another expert.

@@ -75,7 +75,7 @@ def test_a_file_is_compiled_with_its_tokenizer_and_template(tmp_path: Path) -> N
             text.append(engine.generate(["The import statement"], sampling)[0].text)
     assert text[0] == text[1]
     manifest = kvgraph.load(tmp_path / "tiny.gguf.kvg").manifest
-    assert "weights: the checkpoint's are gguf, F32; they are decoded" in manifest.notes[1]
+    assert "weights: the checkpoint's are gguf, F32; each is the number" in manifest.notes[1]
     assert manifest.model.eos_token_ids == [1]
     assert str(tmp_path) not in json.dumps([*manifest.notes, manifest.tools])
     with kvgraph.Engine(tmp_path / "tiny.gguf.kvg") as engine:
@@ -90,11 +90,11 @@ def test_the_command_states_what_it_cost(tmp_path: Path) -> None:
     path = gguf_files.make(TINY_LLAMA, tmp_path / "tiny.gguf", "Q4_0")
     done = CliRunner().invoke(app, ["compile", str(path), "-o", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
-    assert kvgraph.load(tmp_path / "out").manifest.weights == "int4"
+    assert kvgraph.load(tmp_path / "out").manifest.weights == "stored"
     assert "quality: perplexity" in done.output
     done = CliRunner().invoke(app, ["plan", str(path), "--memory", "1GiB"])
     assert done.exit_code == 0, done.output
-    assert "int4" in done.output
+    assert "weights (stored)" in done.output
 
 
 def test_frequencies_of_llama_3(tmp_path: Path) -> None:

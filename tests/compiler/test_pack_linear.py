@@ -298,7 +298,7 @@ def test_a_module_of_one_s_own(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "unknown": (
         {"weights": "int2"},
-        "weights: expected one of ['fp32', 'bf16', 'int8', 'int4'], got 'int2'",
+        "weights: expected one of ['fp32', 'bf16', 'int8', 'int4', 'stored'], got 'int2'",
     ),
     "on a GPU": (
         {"weights": "bf16", "target": "cuda:sm_90"},

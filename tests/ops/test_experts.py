@@ -60,7 +60,7 @@ def call_of(
 
 
 def rest(packed: Packed) -> list[Array | None]:
-    return [packed.scales, packed.multipliers, packed.bias]
+    return [packed.scales, packed.group_bytes, packed.bias]
 
 
 def run(given: list[Array | None], attributes: dict[str, float]) -> Array:

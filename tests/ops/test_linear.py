@@ -53,7 +53,7 @@ def call_of(
 
 
 def operands(packed: Packed) -> list[Array | None]:
-    return [packed.weight, packed.scales, packed.multipliers, packed.bias]
+    return [packed.weight, packed.scales, packed.group_bytes, packed.bias]
 
 
 def outputs(result: Any) -> tuple[Array, ...]:
@@ -136,7 +136,7 @@ def test_int4_stores_every_weight_to_half_a_step(
     weight = (random.standard_normal((columns, inputs)) * size).astype(np.float32)
     packed = pack([weight], 4)
     assert packed.scales is not None
-    stored = unpack(packed.weight, packed.multipliers, 4)[:columns, :inputs].astype(np.float32)
+    stored = unpack(packed.weight, packed.group_bytes, 4)[:columns, :inputs].astype(np.float32)
     back = stored * packed.scales[:, 0].reshape(-1, 1)[:columns]
     largest = np.abs(weight).max(1, keepdims=True)
     assert (np.abs(back - weight) <= largest * (4 / 7 + 0.01)).all()  # one clipped by 4 multipliers
@@ -194,10 +194,10 @@ REFUSED: dict[str, tuple[dict[str, float], dict[int, Any], str]] = {
         "linear: out_features: expected at least 0, got -1",
     ),
     "no scales": ({}, {2: None}, "linear: scales: expected some for 8 bits, got none"),
-    "multipliers": (
+    "group_bytes": (
         {},
         {3: np.zeros((1, 2, 8), np.int8)},
-        "linear: multipliers: expected none for 8 bits, got some",
+        "linear: group_bytes: expected none for 8 bits, got some",
     ),
     "activations": (
         {},

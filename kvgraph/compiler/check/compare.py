@@ -34,6 +34,7 @@ ROUNDED = {
     "float16": Tolerance(0.05, 0.9),
     "bfloat16": Tolerance(0.2, 0.9),
     "bf16": Tolerance(0.2, 0.9),
+    "stored": Tolerance(0.3, 0.8),
     "int8": Tolerance(0.3, 0.8),
     "float8_e4m3fn": Tolerance(0.3, 0.8),
     "int4": Tolerance(0.7, 0.7),

@@ -80,7 +80,8 @@ class Made:
     def kinds(self) -> list[str]:
         """Precisions of activations, weights and pools."""
         pools = [leaf.pool_dtype for leaf in self.traced.plan.params.leaves.values()]
-        return [self.manifest.dtype, self.manifest.weights, *pools]
+        rounded = [f"int{bits}" for bits in self.traced.weights.rounded]
+        return [self.manifest.dtype, self.manifest.weights, *rounded, *pools]
 
 
 def check(made: Made, run: RunArtifact) -> str:

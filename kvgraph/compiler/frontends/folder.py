@@ -95,27 +95,6 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
     return given if isinstance(given, dict) else {"quant_method": given}
 
 
-def nearest_weights(config: Config) -> str:
-    """The `--weights` nearest to weights in fewer bits; empty for a plain checkpoint.
-
-    Integers stay in as few bits as they are; numbers with exponents fit bfloat16.
-    """
-    given = quantization(config)
-    if given is None:
-        return ""
-    groups = given.get("config_groups")
-    each = [g.get("weights") or {} for g in groups.values()] if groups else [given]
-    bits = [
-        count
-        for one in each
-        if one.get("type") != "float"
-        and isinstance(count := one.get("num_bits", one.get("bits", one.get("w_bit"))), int)
-    ]
-    if not bits or given["quant_method"] == "mxfp4":
-        return "bf16"
-    return "int4" if max(bits) <= 4 else "int8"
-
-
 def _require_known_weights(path: Path, config: Config) -> None:
     given = quantization(config)
     if given is not None and given.get("quant_method") not in QUANTIZED:

@@ -22,7 +22,7 @@ from kvgraph.compiler.frontends.decoder import (
     paged_kv_attention,
     probe,
 )
-from kvgraph.compiler.frontends.folder import Config, nearest_weights, quantization, read_config
+from kvgraph.compiler.frontends.folder import Config, quantization, read_config
 from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
@@ -113,7 +113,7 @@ def _load(
         bos_token_id=getattr(text, "bos_token_id", None),
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
-        nearest_weights=nearest_weights(config),
+        is_quantized=quantization(config) is not None,
         notes=_notes_of(layers, text, located.form) + settled,
     )
 
@@ -124,9 +124,7 @@ def _notes_of(
     """How weights are stored in fewer bits, and what a latent attention (MLA) costs that is
     computed from keys and values of all heads."""
     stored = (
-        [f"weights: the checkpoint's are {form}; they are decoded, then kept as this says"]
-        if form
-        else []
+        [f"weights: the checkpoint's are {form}; each is the number that they say"] if form else []
     )
     rank = getattr(config, "kv_lora_rank", None)
     if not rank:

@@ -28,6 +28,7 @@ from kvgraph.compiler.passes.operands import (
     value,
 )
 from kvgraph.compiler.passes.parameters import drop_unused, held
+from kvgraph.compiler.values import Coded, Values
 from kvgraph.compiler.weights import Weights
 
 aten = torch.ops.aten
@@ -66,11 +67,25 @@ class Layer:
         """Weight `[columns, inputs]` and bias of one expert after the other, the weights in
         `dtype` where the checkpoint has them."""
         rows = weights.values(self.name, self.weight, dtype).open()
-        biases = None if self.bias is None else weights.values(*self.bias).read()
+        biases = self._biases(weights)
         for expert in range(len(self.weight)):
             found = rows(expert, expert + 1)[0]
             weight = found.T if self.is_transposed else found
             yield weight, None if biases is None else biases[expert]
+
+    def each_stored(self, weights: Weights) -> Iterator[tuple[Coded, torch.Tensor | None]]:
+        """As `each`, of what is kept as it is stored."""
+        rows, biases = self.source(weights).open_coded(), self._biases(weights)
+        for expert in range(len(self.weight)):
+            found = rows(expert, expert + 1).map(lambda part: part[0])
+            yield found, None if biases is None else biases[expert]
+
+    def source(self, weights: Weights) -> Values:
+        """Its numbers."""
+        return weights.values(self.name, self.weight, torch.float32)
+
+    def _biases(self, weights: Weights) -> torch.Tensor | None:
+        return None if self.bias is None else weights.values(*self.bias).read()
 
 
 @dataclass

@@ -27,7 +27,14 @@ from kvgraph.compiler.passes.operands import (
     typed,
     value,
 )
-from kvgraph.compiler.passes.parameters import array_of, drop_unused, held, name_outputs
+from kvgraph.compiler.passes.parameters import (
+    array_of,
+    drop_unused,
+    held,
+    name_outputs,
+    stored_of,
+)
+from kvgraph.compiler.values import Values
 from kvgraph.compiler.weights import Weights
 
 aten = torch.ops.aten
@@ -54,15 +61,27 @@ class Layer:
     def features(self) -> int:
         return len(self.weight) if self.half is None else len(self.weight) // 2
 
-    def section(self, weights: Weights) -> Section:
-        """What is packed of it, opened."""
+    def section(self, weights: Weights, *, is_kept: bool = False) -> Section:
+        """What is packed of it, opened; `is_kept`: as the checkpoint stores it."""
         first = (self.half or 0) * self.features
-        rows = weights.values(self.name, self.weight, torch.float32).open()
         bias = None if self.bias is None else weights.values(*self.bias).read()
         own = None if bias is None else array_of(bias[first : first + self.features])
+        source = self.source(weights)
+        if is_kept:
+            coded = source.open_coded()
+            return Section(
+                self.features,
+                lambda start, stop: stored_of(coded(first + start, first + stop)),
+                own,
+            )
+        rows = source.open()
         return Section(
             self.features, lambda start, stop: array_of(rows(first + start, first + stop)), own
         )
+
+    def source(self, weights: Weights) -> Values:
+        """Its numbers."""
+        return weights.values(self.name, self.weight, torch.float32)
 
 
 @dataclass

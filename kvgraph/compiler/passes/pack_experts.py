@@ -14,9 +14,12 @@ from torch.fx import Node
 from kvgraph.compiler.packed_weights import Packed, Section, pack_in_parts, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import Layer, Mixture, cast, rewrite_mixtures
-from kvgraph.compiler.passes.parameters import add_packed, array_of
+from kvgraph.compiler.passes.parameters import add_packed, array_of, stored_of
+from kvgraph.compiler.values import Coded
 from kvgraph.compiler.weights import Weights
+from kvgraph.contract.dims import Array
 from kvgraph.ops import torch_ops
+from kvgraph.ops.packed import Form
 
 PACKED = torch_ops.experts.default
 
@@ -26,7 +29,7 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
     float32."""
 
     def replacement(mixture: Mixture) -> Node:
-        return _packed(program, mixture, bits or 32, weights)
+        return _packed(program, mixture, 32 if bits is None else bits, weights)
 
     return rewrite_mixtures(program, "pack_experts", (torch.float32,), replacement)
 
@@ -34,12 +37,15 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _packed(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
     up, down, inner = mixture.up, mixture.down, mixture.down.inputs
     halves = [mixture.gate.gate, mixture.gate.up]
+    sources = [layer.source(weights) for layer in (up, down)]
+    fits = [s.is_coded_transposed == up.is_transposed for s in sources]
+    form, is_kept = weights.form_of(sources, bits, can_keep=all(fits))
     given = [
-        *_add(program, up, [inner, inner], bits, weights, halves),
-        *_add(program, down, [down.columns], bits, weights, [slice(None)]),
+        *_add(program, up, [inner, inner], form, is_kept, weights, halves),
+        *_add(program, down, [down.columns], form, is_kept, weights, [slice(None)]),
     ]
     packed, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
-    attributes: dict[str, float] = {"inner_features": inner, "bits": bits}
+    attributes: dict[str, float] = {"inner_features": inner, **form.attributes}
     operands = (mixture.x, cast(mixture.ids, torch.int32), mixture.weights, *packed, *rest)
     whole: Node = program.graph.call_function(
         PACKED, operands, attributes | mixture.gate.attributes
@@ -51,23 +57,32 @@ def _add(
     program: ExportedProgram,
     layer: Layer,
     features: list[int],
-    bits: int,
+    form: Form,
+    is_kept: bool,
     weights: Weights,
     halves: list[slice],
 ) -> list[Node | None]:
     """New parameters of a layer whose experts are packed in these parts of their columns."""
 
     def make() -> Iterator[Packed]:
-        for stored, stored_bias in layer.each(weights):
-            weight = array_of(stored)
+        each = layer.each_stored(weights) if is_kept else layer.each(weights, torch.float32)
+        for weight, stored_bias in each:
             bias = None if stored_bias is None else array_of(stored_bias)
-            sections = [Section.of(weight[h], None if bias is None else bias[h]) for h in halves]
-            yield from pack_in_parts(sections, layer.inputs, bits, interleave=len(halves) > 1)
+            sections = [_section(weight, bias, half) for half in halves]
+            yield from pack_in_parts(sections, layer.inputs, form, interleave=len(halves) > 1)
 
     forms = {
         name: ((len(layer.weight), *shape), dtype)
         for name, (shape, dtype) in shapes(
-            features, layer.inputs, bits, layer.bias is not None
+            features, layer.inputs, form, layer.bias is not None
         ).items()
     }
     return add_packed(program, weights, layer.name, forms, make)
+
+
+def _section(weight: torch.Tensor | Coded, bias: Array | None, half: slice) -> Section:
+    """Some columns of an expert."""
+    own = None if bias is None else bias[half]
+    if isinstance(weight, torch.Tensor):
+        return Section.of(array_of(weight[half]), own)
+    return Section.kept(stored_of(weight.map(lambda part: part[half])), own)

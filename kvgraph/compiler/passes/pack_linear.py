@@ -1,4 +1,4 @@
-"""aten.linear -> kvgraph.linear over packed weights, in bfloat16, int8 or int4.
+"""aten.linear -> kvgraph.linear over packed weights, in bfloat16, int8, int4 or as stored.
 
 Linear layers of one input become one node (`linears.py`). A sum that only a layer enters, the
 residual, is its too.
@@ -43,14 +43,16 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
     graph, first = program.graph, group.layers[0]
     inputs = first.weight.shape[1]
 
-    def make() -> Iterator[Packed]:
-        sections = [layer.section(weights) for layer in group.layers]
-        return pack_in_parts(sections, inputs, bits, interleave=group.gated is not None)
+    form, is_kept = weights.form_of([layer.source(weights) for layer in group.layers], bits)
 
-    forms = shapes([layer.features for layer in group.layers], inputs, bits, group.has_bias)
+    def make() -> Iterator[Packed]:
+        sections = [layer.section(weights, is_kept=is_kept) for layer in group.layers]
+        return pack_in_parts(sections, inputs, form, interleave=group.gated is not None)
+
+    forms = shapes([layer.features for layer in group.layers], inputs, form, group.has_bias)
     operands = add_packed(program, weights, group.stem, forms, make)
     widths = group.widths
-    attributes = dict(zip(OUTPUTS, widths, strict=False)) | {"bits": bits}
+    attributes = dict(zip(OUTPUTS, widths, strict=False)) | form.attributes
     if group.gated is not None:
         attributes["silu_mul"] = 1
     with graph.inserting_before(group.gated or group.total or first.node):

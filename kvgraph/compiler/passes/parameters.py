@@ -10,8 +10,9 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 
 from kvgraph.compiler import gpu_weights
-from kvgraph.compiler.packed_weights import OPERANDS, Packed
+from kvgraph.compiler.packed_weights import OPERANDS, Packed, Stored
 from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.values import Coded
 from kvgraph.compiler.weights import Piece, Weights
 from kvgraph.contract.dims import Array
 from kvgraph.ops.torch_arrays import tensor_over
@@ -73,7 +74,7 @@ def add_packed(
     forms: Mapping[str, tuple[tuple[int, ...], str]],
     make: Callable[[], Iterable[Packed]],
 ) -> list[Node | None]:
-    """weight, scales, multipliers and bias as new parameters `stem.packed` and so on, of `forms`.
+    """weight, scales, bytes of groups and bias as new parameters `stem.packed` etc., of `forms`.
 
     `make` gives their parts when they are written.
     """
@@ -121,6 +122,12 @@ def array_of(tensor: torch.Tensor) -> Array:
     """A weight in float32, as it is packed."""
     array: Array = tensor.float().numpy()
     return array
+
+
+def stored_of(coded: Coded) -> Stored:
+    """Rows of a checkpoint, as they are packed."""
+    offsets = None if coded.offsets is None else coded.offsets.numpy()
+    return Stored(coded.numbers.numpy(), coded.scales.numpy(), offsets)
 
 
 def tensor_of(array: Array) -> torch.Tensor:

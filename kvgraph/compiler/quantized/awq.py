@@ -12,11 +12,13 @@ from __future__ import annotations
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.quantized.integers import Integers
 from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
 BITS = 4
+HALF = 1 << (BITS - 1)
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs are in a word, from its lowest bits on."""
 
@@ -45,32 +47,27 @@ def _weight(parts: Parts, stem: str) -> Values:
     return _Grouped(packed, zeros, scales)
 
 
-class _Grouped(Values):
-    """(number - zero point) * scale."""
-
-    dtype = torch.float32
-
+class _Grouped(Integers):
     def __init__(self, packed: Plain, zeros: Plain, scales: Plain) -> None:
-        self.where = packed.where
-        self.shape = packed.shape[1] * len(ORDER), packed.shape[0]
+        shape = packed.shape[1] * len(ORDER), packed.shape[0]
+        super().__init__(packed.where, shape, BITS, scales.shape[0])
         self._packed, self._zeros, self._scales = packed, zeros, scales
 
-    def open(self) -> Rows:
-        packed = self._packed.read()
-        zeros, scales = _in_order(self._zeros.read()), read_finite(self._scales)
-        each = self.shape[1] // len(scales)
-        per = len(ORDER)
+    def open_numbers(self) -> Rows:
+        packed, per = self._packed.read(), len(ORDER)
 
         def rows(start: int, stop: int) -> torch.Tensor:
             first = start // per * per
             numbers = _in_order(packed[:, first // per : -(-stop // per)])
-            numbers = numbers[:, start - first : stop - first].T
-            zero, scale = (
-                part[:, start:stop].T.repeat_interleave(each, 1) for part in (zeros, scales)
-            )
-            return (numbers - zero) * scale
+            return numbers[:, start - first : stop - first].T - HALF
 
         return rows
+
+    def scales(self) -> torch.Tensor:
+        return read_finite(self._scales).T
+
+    def offsets(self) -> torch.Tensor:
+        return HALF - _in_order(self._zeros.read()).T
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

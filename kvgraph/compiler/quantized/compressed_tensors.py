@@ -21,7 +21,8 @@ import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.floats import FourBits, scaled
-from kvgraph.compiler.quantized.parts import Parts, group_of_inputs, read_finite, unpack
+from kvgraph.compiler.quantized.integers import Integers
+from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
@@ -125,11 +126,7 @@ def _groups(parts: Parts, scales: Plain, outputs: int, inputs: int) -> int:
     return count
 
 
-class _Integers(Values):
-    """(number - zero point) * scale."""
-
-    dtype = torch.float32
-
+class _Integers(Integers):
     def __init__(
         self,
         numbers: Plain,
@@ -140,36 +137,30 @@ class _Integers(Values):
         shape: tuple[int, int],
         groups: int,
     ) -> None:
-        self.where, self.shape = numbers.where, shape
-        self._numbers, self._scales, self._zeros, self._index = numbers, scales, zeros, index
-        self._bits, self._groups = bits, groups
+        super().__init__(numbers.where, shape, bits, groups, index)
+        self._numbers, self._scales, self._zeros = numbers, scales, zeros
+        self._stored_bits = bits
 
-    def open(self) -> Rows:
-        outputs, inputs = self.shape
+    def open_numbers(self) -> Rows:
         numbers = self._numbers.open()
-        scales = read_finite(self._scales).reshape(-1, self._groups).expand(outputs, -1)
-        zeros = self._zero_points(outputs)
-        groups = group_of_inputs(self._index, inputs, self._groups)
+        if not self._is_packed(self._numbers):
+            return numbers
+        return lambda start, stop: self._unpacked(numbers(start, stop))[:, : self.shape[1]]
 
-        def rows(start: int, stop: int) -> torch.Tensor:
-            found = numbers(start, stop)
-            if self._is_packed(found):
-                found = unpack(found, self._bits)[:, :inputs] - (1 << (self._bits - 1))
-            if zeros is not None:
-                found = found.int() - zeros[start:stop][:, groups]
-            return found.float() * scales[start:stop][:, groups]
+    def scales(self) -> torch.Tensor:
+        return read_finite(self._scales).reshape(-1, self._groups).expand(self.shape[0], -1)
 
-        return rows
-
-    def _zero_points(self, outputs: int) -> torch.Tensor | None:
+    def offsets(self) -> torch.Tensor | None:
         if self._zeros is None:
             return None
         found = self._zeros.read()
-        if self._is_packed(found):
-            found = unpack(found.T.contiguous(), self._bits).T[:outputs]
-            return found - (1 << (self._bits - 1))
-        return found.reshape(-1, self._groups).expand(outputs, -1).int()
+        if self._is_packed(self._zeros):
+            return -self._unpacked(found.T.contiguous()).T[: self.shape[0]]
+        return -found.int().reshape(-1, self._groups).expand(self.shape[0], -1)
+
+    def _unpacked(self, words: torch.Tensor) -> torch.Tensor:
+        return unpack(words, self._stored_bits) - (1 << (self._stored_bits - 1))
 
     @staticmethod
-    def _is_packed(numbers: torch.Tensor) -> bool:
-        return numbers.dtype == torch.int32
+    def _is_packed(part: Plain) -> bool:
+        return part.dtype == torch.int32

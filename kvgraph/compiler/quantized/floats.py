@@ -6,12 +6,10 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
-from kvgraph.compiler.values import Plain, Rows, Values
+from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
+from kvgraph.ops.packed import E2M1, GROUP, LEVELS, Form
 
 Block = tuple[int, int]
-
-LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of FP4 (E2M1): the upper bit is the sign."""
 
 BIAS = 127
 """Of a scale that is an exponent alone (E8M0); the largest byte is a NaN."""
@@ -87,14 +85,15 @@ class FourBits(Values):
         shape = (*leading, inputs)
         self.shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
         self._numbers, self._scales, self._whole = numbers, scales, whole
-        self._transposed = transposed
+        self._transposed = self.is_coded_transposed = transposed
+        self._group = inputs // scales.shape[-1]
 
     def open(self) -> Rows:
         numbers = self._numbers.open()
         scales = _exponents(self._scales) if self._is_exponents else read_finite(self._scales)
         if self._whole is not None:
             scales = scales / read_finite(self._whole)
-        levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)])
+        levels = torch.from_numpy(LEVELS[E2M1])
 
         def rows(start: int, stop: int) -> torch.Tensor:
             bytes_ = numbers(start, stop)
@@ -103,6 +102,23 @@ class FourBits(Values):
             grouped = levels[nibbles.long()].reshape(*of_rows.shape, -1)
             found = (grouped * of_rows[..., None]).flatten(-2)
             return found.transpose(-1, -2) if self._transposed else found
+
+        return rows
+
+    @property
+    def form(self) -> Form | None:
+        """Of exponents alone."""
+        fits = self._is_exponents and self._whole is None and self._group % GROUP == 0
+        return Form(4, self._group, E2M1) if fits else None
+
+    def open_coded(self) -> CodedRows:
+        numbers, scales = self._numbers.open(), self._scales.read()
+        _exponents(self._scales)  # that none is a NaN
+
+        def rows(start: int, stop: int) -> Coded:
+            bytes_, of_rows = numbers(start, stop), scales[start:stop]
+            nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
+            return Coded(nibbles.reshape(*of_rows.shape[:-1], -1), of_rows)
 
         return rows
 

@@ -16,7 +16,7 @@ import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf import ROTARY, open_file
-from kvgraph.compiler.values import Converted, Values
+from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
 from kvgraph.errors import ModelError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -55,9 +55,16 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
             state[name].shape,
             torch.float32,
             partial(_decode, path, name, tensors, processor, tuple(state[name].shape)),
+            _nearest_bits(tensors),
         )
         for name, tensors in sources.items()
     }, ", ".join(["gguf", *kinds])
+
+
+def _nearest_bits(tensors: Sequence[ReaderTensor]) -> int:
+    """Of packed weights."""
+    bits = 8 * sum(int(t.n_bytes) for t in tensors) / sum(int(t.n_elements) for t in tensors)
+    return 4 if bits < 5.5 else 8 if bits < 10 else PLAIN_BITS
 
 
 def _decode(

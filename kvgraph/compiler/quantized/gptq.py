@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.quantized.parts import Parts, group_of_inputs, read_finite, unpack
+from kvgraph.compiler.quantized.integers import Integers
+from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
@@ -52,11 +53,7 @@ def _weight(parts: Parts, stem: str, bits: int, less: int) -> Values:
     return _Grouped(packed, zeros, scales, index, bits, less, (outputs, inputs))
 
 
-class _Grouped(Values):
-    """(number - zero point) * scale."""
-
-    dtype = torch.float32
-
+class _Grouped(Integers):
     def __init__(
         self,
         packed: Plain,
@@ -67,21 +64,21 @@ class _Grouped(Values):
         less: int,
         shape: tuple[int, int],
     ) -> None:
-        self.where, self.shape = packed.where, shape
-        self._packed, self._zeros, self._scales, self._index = packed, zeros, scales, index
-        self._bits, self._less = bits, less
+        super().__init__(packed.where, shape, bits, scales.shape[0], index)
+        self._packed, self._zeros, self._scales = packed, zeros, scales
+        self._stored_bits, self._half, self._less = bits, 1 << (bits - 1), less
 
-    def open(self) -> Rows:
+    def open_numbers(self) -> Rows:
         packed = self._packed.read()
-        scales = read_finite(self._scales)
-        outputs, inputs = self.shape
-        zeros = unpack(self._zeros.read(), self._bits)[:, :outputs] + self._less
-        groups = group_of_inputs(self._index, inputs, len(scales))
 
         def rows(start: int, stop: int) -> torch.Tensor:
-            numbers = unpack(packed[:, start:stop].T.contiguous(), self._bits)
-            of_inputs = (part[:, start:stop].T[:, groups] for part in (zeros, scales))
-            zero, scale = of_inputs
-            return (numbers - zero) * scale
+            return unpack(packed[:, start:stop].T.contiguous(), self._stored_bits) - self._half
 
         return rows
+
+    def scales(self) -> torch.Tensor:
+        return read_finite(self._scales).T
+
+    def offsets(self) -> torch.Tensor:
+        zeros = unpack(self._zeros.read(), self._stored_bits)[:, : self.shape[0]].T
+        return self._half - self._less - zeros

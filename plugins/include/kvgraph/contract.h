@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define KVG_ABI_VERSION 2
+#define KVG_ABI_VERSION 3
 #define KVG_DOMAIN "kvgraph"
 #define KVG_OPSET_VERSION 1
 #define KVG_MAX_RANK 6
@@ -20,8 +20,8 @@ static const int32_t KVG_DTYPE_ONNX[] = {0, 1, 10, 16, 3, 17, 6};
 static const float KVG_DTYPE_LARGEST[] = {0, 0, 0, 0, 127, 448, 0};
 // TensorRT's DataType of each from kvg_dtype 1 on.
 #define KVG_DTYPE_TENSORRT(scope) scope kFLOAT, scope kHALF, scope kBF16, scope kINT8, scope kFP8, scope kINT32
-#define KVG_NUM_DIM_SYMBOLS 34
-static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_groups", "out_features", "out_features_1", "out_features_2", "width", "out_width", "num_active", "num_experts", "num_up_panels", "num_up_lines", "num_down_panels", "num_down_lines", "num_up_groups", "num_down_groups"};
+#define KVG_NUM_DIM_SYMBOLS 40
+static const char* const KVG_DIM_NAMES[] = {"num_page_slots", "kv_dim", "num_layers", "page_size", "num_kv_heads", "head_dim", "total_seq_len", "v_head_dim", "batch_size", "max_num_pages", "scales_per_head", "num_heads", "num_steps", "max_positions", "rotary_dim", "rows", "in_features", "num_panels", "num_lines", "line", "num_scales", "num_groups", "num_bytes", "out_features", "out_features_1", "out_features_2", "width", "out_width", "num_active", "num_experts", "num_up_panels", "num_up_lines", "num_down_panels", "num_down_lines", "num_up_scales", "num_up_groups", "num_up_bytes", "num_down_scales", "num_down_groups", "num_down_bytes"};
 
 enum {
   KVG_DIM_NUM_PAGE_SLOTS = 0,
@@ -44,20 +44,26 @@ enum {
   KVG_DIM_NUM_PANELS = 17,
   KVG_DIM_NUM_LINES = 18,
   KVG_DIM_LINE = 19,
-  KVG_DIM_NUM_GROUPS = 20,
-  KVG_DIM_OUT_FEATURES = 21,
-  KVG_DIM_OUT_FEATURES_1 = 22,
-  KVG_DIM_OUT_FEATURES_2 = 23,
-  KVG_DIM_WIDTH = 24,
-  KVG_DIM_OUT_WIDTH = 25,
-  KVG_DIM_NUM_ACTIVE = 26,
-  KVG_DIM_NUM_EXPERTS = 27,
-  KVG_DIM_NUM_UP_PANELS = 28,
-  KVG_DIM_NUM_UP_LINES = 29,
-  KVG_DIM_NUM_DOWN_PANELS = 30,
-  KVG_DIM_NUM_DOWN_LINES = 31,
-  KVG_DIM_NUM_UP_GROUPS = 32,
-  KVG_DIM_NUM_DOWN_GROUPS = 33,
+  KVG_DIM_NUM_SCALES = 20,
+  KVG_DIM_NUM_GROUPS = 21,
+  KVG_DIM_NUM_BYTES = 22,
+  KVG_DIM_OUT_FEATURES = 23,
+  KVG_DIM_OUT_FEATURES_1 = 24,
+  KVG_DIM_OUT_FEATURES_2 = 25,
+  KVG_DIM_WIDTH = 26,
+  KVG_DIM_OUT_WIDTH = 27,
+  KVG_DIM_NUM_ACTIVE = 28,
+  KVG_DIM_NUM_EXPERTS = 29,
+  KVG_DIM_NUM_UP_PANELS = 30,
+  KVG_DIM_NUM_UP_LINES = 31,
+  KVG_DIM_NUM_DOWN_PANELS = 32,
+  KVG_DIM_NUM_DOWN_LINES = 33,
+  KVG_DIM_NUM_UP_SCALES = 34,
+  KVG_DIM_NUM_UP_GROUPS = 35,
+  KVG_DIM_NUM_UP_BYTES = 36,
+  KVG_DIM_NUM_DOWN_SCALES = 37,
+  KVG_DIM_NUM_DOWN_GROUPS = 38,
+  KVG_DIM_NUM_DOWN_BYTES = 39,
 };
 
 // Launches of a step: kernels by role, integers by value, shared float32 memory.
@@ -225,7 +231,7 @@ enum {
   KVG_LINEAR_X = 0,
   KVG_LINEAR_WEIGHT = 1,
   KVG_LINEAR_SCALES = 2,
-  KVG_LINEAR_MULTIPLIERS = 3,
+  KVG_LINEAR_GROUP_BYTES = 3,
   KVG_LINEAR_BIAS = 4,
   KVG_LINEAR_RESIDUAL = 5,
   KVG_LINEAR_OUT = 6,
@@ -237,27 +243,31 @@ enum {
   KVG_LINEAR_ATTR_OUT_FEATURES_1 = 1,
   KVG_LINEAR_ATTR_OUT_FEATURES_2 = 2,
   KVG_LINEAR_ATTR_BITS = 3,
-  KVG_LINEAR_ATTR_SILU_MUL = 4,
+  KVG_LINEAR_ATTR_GROUP = 4,
+  KVG_LINEAR_ATTR_CODES = 5,
+  KVG_LINEAR_ATTR_SILU_MUL = 6,
 };
 static const kvg_operand KVG_LINEAR_OPERANDS[] = {
     {"x", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
     {"weight", 3, {{17, 0}, {18, 0}, {19, 0}}, 0x1au, 2, 0, -1},
-    {"scales", 3, {{17, 0}, {-1, 2}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"multipliers", 3, {{17, 0}, {20, 0}, {-1, 8}}, 0x10u, 0, 1, -1},
+    {"scales", 3, {{17, 0}, {20, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"group_bytes", 3, {{17, 0}, {21, 0}, {22, 0}}, 0x10u, 0, 1, -1},
     {"bias", 2, {{17, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"residual", 2, {{15, 0}, {21, 0}}, 0x2u, 0, 1, -1},
-    {"out", 2, {{15, 0}, {21, 0}}, 0x2u, 0, 0, -1},
-    {"out_1", 2, {{15, 0}, {22, 0}}, 0x2u, 0, 1, -1},
-    {"out_2", 2, {{15, 0}, {23, 0}}, 0x2u, 0, 1, -1},
+    {"residual", 2, {{15, 0}, {23, 0}}, 0x2u, 0, 1, -1},
+    {"out", 2, {{15, 0}, {23, 0}}, 0x2u, 0, 0, -1},
+    {"out_1", 2, {{15, 0}, {24, 0}}, 0x2u, 0, 1, -1},
+    {"out_2", 2, {{15, 0}, {25, 0}}, 0x2u, 0, 1, -1},
 };
 static const kvg_attribute KVG_LINEAR_ATTRIBUTES[] = {
     {"out_features", 0, 1, 0.0},
     {"out_features_1", 0, 0, 0.0},
     {"out_features_2", 0, 0, 0.0},
     {"bits", 0, 1, 0.0},
+    {"group", 0, 0, 0.0},
+    {"codes", 0, 0, 0.0},
     {"silu_mul", 0, 0, 0.0},
 };
-static const kvg_op KVG_OP_LINEAR = {"linear", 6, 3, 5, KVG_LINEAR_OPERANDS, KVG_LINEAR_ATTRIBUTES};
+static const kvg_op KVG_OP_LINEAR = {"linear", 6, 3, 7, KVG_LINEAR_OPERANDS, KVG_LINEAR_ATTRIBUTES};
 
 // all_reduce: The sum of x over all ranks, and a residual that is added once.
 enum {
@@ -269,9 +279,9 @@ enum {
   KVG_ALL_REDUCE_ATTR_RANKS = 0,
 };
 static const kvg_operand KVG_ALL_REDUCE_OPERANDS[] = {
-    {"x", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 0, -1},
-    {"residual", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 1, -1},
-    {"out", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 0, -1},
+    {"x", 2, {{15, 0}, {26, 0}}, 0xeu, 1, 0, -1},
+    {"residual", 2, {{15, 0}, {26, 0}}, 0xeu, 1, 1, -1},
+    {"out", 2, {{15, 0}, {26, 0}}, 0xeu, 1, 0, -1},
 };
 static const kvg_attribute KVG_ALL_REDUCE_ATTRIBUTES[] = {
     {"ranks", 0, 1, 0.0},
@@ -288,8 +298,8 @@ enum {
   KVG_ALL_GATHER_ATTR_OUT_WIDTH = 1,
 };
 static const kvg_operand KVG_ALL_GATHER_OPERANDS[] = {
-    {"x", 2, {{15, 0}, {24, 0}}, 0xeu, 1, 0, -1},
-    {"out", 2, {{15, 0}, {25, 0}}, 0xeu, 1, 0, -1},
+    {"x", 2, {{15, 0}, {26, 0}}, 0xeu, 1, 0, -1},
+    {"out", 2, {{15, 0}, {27, 0}}, 0xeu, 1, 0, -1},
 };
 static const kvg_attribute KVG_ALL_GATHER_ATTRIBUTES[] = {
     {"ranks", 0, 1, 0.0},
@@ -305,44 +315,48 @@ enum {
   KVG_EXPERTS_UP = 3,
   KVG_EXPERTS_DOWN = 4,
   KVG_EXPERTS_UP_SCALES = 5,
-  KVG_EXPERTS_UP_MULTIPLIERS = 6,
+  KVG_EXPERTS_UP_GROUP_BYTES = 6,
   KVG_EXPERTS_UP_BIAS = 7,
   KVG_EXPERTS_DOWN_SCALES = 8,
-  KVG_EXPERTS_DOWN_MULTIPLIERS = 9,
+  KVG_EXPERTS_DOWN_GROUP_BYTES = 9,
   KVG_EXPERTS_DOWN_BIAS = 10,
   KVG_EXPERTS_OUT = 11,
 };
 enum {
   KVG_EXPERTS_ATTR_INNER_FEATURES = 0,
   KVG_EXPERTS_ATTR_BITS = 1,
-  KVG_EXPERTS_ATTR_ACTIVATION = 2,
-  KVG_EXPERTS_ATTR_ALPHA = 3,
-  KVG_EXPERTS_ATTR_LIMIT = 4,
-  KVG_EXPERTS_ATTR_UP_OFFSET = 5,
+  KVG_EXPERTS_ATTR_GROUP = 2,
+  KVG_EXPERTS_ATTR_CODES = 3,
+  KVG_EXPERTS_ATTR_ACTIVATION = 4,
+  KVG_EXPERTS_ATTR_ALPHA = 5,
+  KVG_EXPERTS_ATTR_LIMIT = 6,
+  KVG_EXPERTS_ATTR_UP_OFFSET = 7,
 };
 static const kvg_operand KVG_EXPERTS_OPERANDS[] = {
     {"x", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
-    {"indices", 2, {{15, 0}, {26, 0}}, 0x40u, 0, 0, -1},
-    {"weights", 2, {{15, 0}, {26, 0}}, 0x2u, 0, 0, -1},
-    {"up", 4, {{27, 0}, {28, 0}, {29, 0}, {19, 0}}, 0x1au, 2, 0, -1},
-    {"down", 4, {{27, 0}, {30, 0}, {31, 0}, {19, 0}}, 0x1au, 2, 0, -1},
-    {"up_scales", 4, {{27, 0}, {28, 0}, {-1, 2}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"up_multipliers", 4, {{27, 0}, {28, 0}, {32, 0}, {-1, 8}}, 0x10u, 0, 1, -1},
-    {"up_bias", 3, {{27, 0}, {28, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"down_scales", 4, {{27, 0}, {30, 0}, {-1, 2}, {-1, 16}}, 0x2u, 0, 1, -1},
-    {"down_multipliers", 4, {{27, 0}, {30, 0}, {33, 0}, {-1, 8}}, 0x10u, 0, 1, -1},
-    {"down_bias", 3, {{27, 0}, {30, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"indices", 2, {{15, 0}, {28, 0}}, 0x40u, 0, 0, -1},
+    {"weights", 2, {{15, 0}, {28, 0}}, 0x2u, 0, 0, -1},
+    {"up", 4, {{29, 0}, {30, 0}, {31, 0}, {19, 0}}, 0x1au, 2, 0, -1},
+    {"down", 4, {{29, 0}, {32, 0}, {33, 0}, {19, 0}}, 0x1au, 2, 0, -1},
+    {"up_scales", 4, {{29, 0}, {30, 0}, {34, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"up_group_bytes", 4, {{29, 0}, {30, 0}, {35, 0}, {36, 0}}, 0x10u, 0, 1, -1},
+    {"up_bias", 3, {{29, 0}, {30, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"down_scales", 4, {{29, 0}, {32, 0}, {37, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
+    {"down_group_bytes", 4, {{29, 0}, {32, 0}, {38, 0}, {39, 0}}, 0x10u, 0, 1, -1},
+    {"down_bias", 3, {{29, 0}, {32, 0}, {-1, 16}}, 0x2u, 0, 1, -1},
     {"out", 2, {{15, 0}, {16, 0}}, 0x2u, 0, 0, -1},
 };
 static const kvg_attribute KVG_EXPERTS_ATTRIBUTES[] = {
     {"inner_features", 0, 1, 0.0},
     {"bits", 0, 1, 0.0},
+    {"group", 0, 0, 0.0},
+    {"codes", 0, 0, 0.0},
     {"activation", 0, 0, 0.0},
     {"alpha", 1, 0, 1.0},
     {"limit", 1, 0, 0.0},
     {"up_offset", 1, 0, 0.0},
 };
-static const kvg_op KVG_OP_EXPERTS = {"experts", 11, 1, 6, KVG_EXPERTS_OPERANDS, KVG_EXPERTS_ATTRIBUTES};
+static const kvg_op KVG_OP_EXPERTS = {"experts", 11, 1, 8, KVG_EXPERTS_OPERANDS, KVG_EXPERTS_ATTRIBUTES};
 
 // The cache ops, which every backend has; then those that only the CPU has.
 static const kvg_op* const KVG_OPS[KVG_NUM_OPS] = {&KVG_OP_STORE_KV, &KVG_OP_PAGED_ATTENTION, &KVG_OP_UPDATE_AND_ATTEND};

@@ -1,0 +1,83 @@
+"""Whole numbers with a scale, and perhaps an offset, for each row and group of inputs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from kvgraph.compiler.quantized.parts import group_of_inputs
+from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
+from kvgraph.ops.packed import GROUP, INTEGERS, Form
+
+NIBBLE_BITS = 4
+
+
+class Integers(Values):
+    """`(number + offset) * scale` of N outputs and K inputs.
+
+    Numbers are centred: -2 ** (bits - 1) and up. `groups`: of a row. `index`: the group of each
+    input, where they are not in order.
+    """
+
+    dtype = torch.float32
+
+    def __init__(
+        self, where: str, shape: Sequence[int], bits: int, groups: int, index: Plain | None = None
+    ) -> None:
+        self.where, self.shape = where, tuple(shape)
+        self.bits = NIBBLE_BITS if bits <= NIBBLE_BITS else 8
+        self._groups, self._index = groups, index
+
+    @abstractmethod
+    def open_numbers(self) -> Rows:
+        """What reads rows `[n, K]` of numbers."""
+
+    @abstractmethod
+    def scales(self) -> torch.Tensor:
+        """`[N, groups]` in float32. ModelError where one is not finite."""
+
+    @abstractmethod
+    def offsets(self) -> torch.Tensor | None:
+        """`[N, groups]` of whole numbers."""
+
+    def open(self) -> Rows:
+        numbers, scales, offsets = self.open_numbers(), self.scales(), self.offsets()
+        groups = group_of_inputs(self._index, self.shape[1], self._groups)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            found = numbers(start, stop)
+            if offsets is not None:
+                found = found.int() + offsets[start:stop][:, groups]
+            return found.float() * scales[start:stop][:, groups]
+
+        return rows
+
+    @cached_property
+    def form(self) -> Form | None:
+        """Groups in order, of a size that kernels have; 8 bits under a scale a row."""
+        inputs = self.shape[1]
+        each = inputs // max(1, self._groups)
+        in_order = group_of_inputs(None, inputs, self._groups)
+        if not torch.equal(group_of_inputs(self._index, inputs, self._groups), in_order):
+            return None
+        offsets = self.offsets()
+        has_offsets = offsets is not None and bool(offsets.any())
+        if self.bits == 8:
+            return Form(8) if self._groups == 1 and not has_offsets else None
+        if each % GROUP or each * self._groups != inputs:
+            return None
+        return Form(NIBBLE_BITS, each, INTEGERS, has_offsets)
+
+    def open_coded(self) -> CodedRows:
+        numbers, scales, offsets = self.open_numbers(), self.scales(), self.offsets()
+
+        def rows(start: int, stop: int) -> Coded:
+            found = numbers(start, stop)
+            stored = (found & 15).to(torch.uint8) if self.bits < 8 else found.to(torch.int8)
+            own = None if offsets is None else offsets[start:stop].to(torch.int8)
+            return Coded(stored, scales[start:stop], own)
+
+        return rows

@@ -1,0 +1,209 @@
+// 4-bit weights in groups, for linear_kernels.cpp: nibbles that name one of 16 numbers, and a scale
+// for each column and group of inputs, as checkpoints store them.
+//
+// A group's products are summed from zero, then scaled and added: one order for any number of rows.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/linear_dot.h"
+#include "cpu/vector.h"
+
+namespace kvg::KVG_ISA {
+
+// Rows of a tile of one panel and of a pair's: sums and those of a group fill the registers.
+#if KVG_NATIVE_DOT
+constexpr int kGroupRows = 12, kGroupPairRows = 6;
+#elif defined(__AVX512F__)
+constexpr int kGroupRows = 8, kGroupPairRows = 4;
+#else
+constexpr int kGroupRows = 2, kGroupPairRows = 1;
+#endif
+
+constexpr int64_t kLineInputs = 8;  // of each column
+constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                            -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+constexpr float number(int64_t codes, int nibble) {
+  return codes == kE2m1 ? kFp4[nibble] : static_cast<float>(nibble < 8 ? nibble : nibble - 16);
+}
+
+// ---- parts of a line: numbers of all columns, and their products with a row's inputs ------------
+
+#if KVG_NATIVE_DOT
+
+constexpr int kParts = 4;           // two inputs each
+constexpr int64_t kInputBytes = 2;  // of a prepared row
+
+using Shorts = uint16_t __attribute__((vector_size(64)));
+
+template <int64_t Codes>
+struct Numbers {
+  __m512i table;  // 16 of bfloat16, twice: the fifth bit of an index does not matter
+
+  Numbers() {
+    uint16_t both[32];
+    for (int i = 0; i < 32; ++i) both[i] = BFloat16::encode(number(Codes, i % 16));
+    table = _mm512_loadu_si512(both);
+  }
+  __m512i part(const char* line, int i) const {
+    return _mm512_permutexvar_epi16(as<__m512i>(read<Shorts>(line) >> (4 * i)), table);
+  }
+};
+
+inline Vector add(Vector sum, const char* x, int i, __m512i part) {
+  const __m512i pair = _mm512_set1_epi32(read<int32_t>(x + 4 * i));
+  return as<Vector>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(pair), as<__m512bh>(part)));
+}
+
+inline float input(const char* x, int64_t k) { return BFloat16::decode(read<uint16_t>(x + 2 * k)); }
+
+#else
+
+constexpr int kParts = 8;  // one input each
+constexpr int64_t kInputBytes = 4;
+
+template <int64_t Codes>
+struct Numbers {
+#if defined(__AVX512F__)
+  __m512 table;
+
+  Numbers() {
+    float all[16];
+    for (int i = 0; i < 16; ++i) all[i] = number(Codes, i);
+    table = _mm512_loadu_ps(all);
+  }
+  Vector part(const char* line, int i) const {
+    return as<Vector>(_mm512_permutexvar_ps(as<__m512i>(read<Words>(line) >> (4 * i)), table));
+  }
+#else
+  Vector part(const char* line, int i) const {
+    const Words on_top = read<Words>(line) << (28 - 4 * i);
+    if (Codes == kIntegers) return __builtin_convertvector(as<Index>(on_top) >> 28, Vector);
+    const Words index = on_top >> 28 & 7u;
+#if defined(__AVX2__)
+    const Vector size = as<Vector>(
+        _mm256_permutevar8x32_ps(_mm256_loadu_ps(kFp4), as<__m256i>(index)));
+#else
+    Vector size;
+    for (int lane = 0; lane < kLanes; ++lane) size[lane] = kFp4[index[lane]];
+#endif
+    return as<Vector>(as<Words>(size) | (on_top & 0x80000000u));
+  }
+#endif
+};
+
+// A column's nibbles, in the order of its 32 bits.
+constexpr int kInput[kParts] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+inline Vector add(Vector sum, const char* x, int i, Vector part) {
+  return sum + part * read<float>(x + 4 * kInput[i]);
+}
+
+inline float input(const char* x, int64_t k) { return read<float>(x + 4 * k); }
+
+#endif
+
+// ---- groups -------------------------------------------------------------------------------------
+
+// What the sums of a group are multiplied by: `at` counts columns of groups.
+template <int64_t Codes>
+Vector group_scale(const Linear& job, int64_t at) {
+  if (Codes == kIntegers) return load(Float32{}, job.scales + at);
+  Words powers;
+  for (int lane = 0; lane < kLanes; ++lane) powers[lane] = job.exponents[at + lane];
+  return as<Vector>(powers << 23);
+}
+
+inline Vector group_offset(const Linear& job, int64_t at) { return load(Int8{}, job.offsets + at); }
+
+// The sums of a prepared row's inputs by group.
+inline void add_group_sums(const Linear& job, const char* x, char* to) {
+  for (int64_t first = 0; first < job.depth; first += job.group, to += sizeof(float)) {
+    float sum = 0;
+    for (int64_t k = first; k < std::min(job.depth, first + job.group); ++k) sum += input(x, k);
+    std::memcpy(to, &sum, sizeof sum);
+  }
+}
+
+// Rows x Panels sums; `x`: the first row, `of_groups`: the sums of its groups.
+template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
+void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char* of_groups,
+                    Vector* out, int width) {
+  constexpr int kEach = Panels * kVectors;
+  const Numbers<Codes> numbers;
+  const int64_t bytes = job.panel_bytes(), lines = job.line_count(), stride = job.x_stride;
+  const int64_t groups = job.group_count(), per_group = job.group / kLineInputs;
+  const char* w = job.lines + panel * bytes;
+  Vector sums[Rows][kEach] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    Vector group[Rows][kEach] = {};
+    const char* end = w + std::min(per_group, lines - g * per_group) * kLineBytes;
+    for (; w < end; w += kLineBytes, x += kLineInputs * kInputBytes) {
+      KVG_UNROLL
+      for (int p = 0; p < Panels; ++p) __builtin_prefetch(w + p * bytes + kAhead * kLineBytes);
+      KVG_UNROLL
+      for (int v = 0; v < kEach; ++v) {
+        const char* line = w + v / kVectors * bytes + v % kVectors * (kLineBytes / kVectors);
+        KVG_UNROLL
+        for (int i = 0; i < kParts; ++i) {
+          const auto part = numbers.part(line, i);
+          KVG_UNROLL
+          for (int m = 0; m < Rows; ++m) group[m][v] = add(group[m][v], x + m * stride, i, part);
+        }
+      }
+    }
+    KVG_UNROLL
+    for (int v = 0; v < kEach; ++v) {
+      const int64_t at =
+          ((panel + v / kVectors) * groups + g) * kColumns + v % kVectors * kLanes;
+      const Vector scale = group_scale<Codes>(job, at);
+      KVG_UNROLL
+      for (int m = 0; m < Rows; ++m) {
+        if constexpr (HasOffsets) {
+          const float total = read<float>(of_groups + m * stride + g * 4);
+          group[m][v] += group_offset(job, at) * total;
+        }
+        sums[m][v] += group[m][v] * scale;
+      }
+    }
+  }
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int v = 0; v < kEach; ++v) out[m * width + v] = sums[m][v];
+  }
+}
+
+template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
+void groups_of(int64_t rows, const Linear& job, int64_t panel, const char* x,
+               const char* of_groups, Vector* out, int width) {
+  if (rows == Rows)
+    return tile_of_groups<Codes, HasOffsets, Rows, Panels>(job, panel, x, of_groups, out, width);
+  if constexpr (Rows > 1)
+    groups_of<Codes, HasOffsets, Rows - 1, Panels>(rows, job, panel, x, of_groups, out, width);
+}
+
+template <int64_t Codes, bool HasOffsets>
+void sum_groups_of(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
+                   Vector* out) {
+  const char* x = job.x + row * job.x_stride;
+  const char* of_groups = x + job.depth * kInputBytes;
+  const int width = static_cast<int>(panels) * kVectors;
+  if (panels == kPair && rows <= kGroupPairRows)
+    return groups_of<Codes, HasOffsets, kGroupPairRows, kPair>(rows, job, panel, x, of_groups, out,
+                                                               width);
+  for (int64_t p = 0; p < panels; ++p)
+    groups_of<Codes, HasOffsets, kGroupRows, 1>(rows, job, panel + p, x, of_groups,
+                                                out + p * kVectors, width);
+}
+
+// Sums of `rows` rows of a tile, rows x panels x kVectors.
+inline void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
+                       Vector* out) {
+  if (job.codes == kE2m1) return sum_groups_of<kE2m1, false>(job, panel, panels, row, rows, out);
+  if (job.offsets) return sum_groups_of<kIntegers, true>(job, panel, panels, row, rows, out);
+  sum_groups_of<kIntegers, false>(job, panel, panels, row, rows, out);
+}
+
+}  // namespace kvg::KVG_ISA

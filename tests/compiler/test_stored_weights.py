@@ -1,0 +1,266 @@
+"""Checkpoints in fewer bits, kept as they are stored, and what becomes of other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file, save_file
+
+import kvgraph
+from kvgraph import UnsupportedError
+from kvgraph.compiler.checkpoint import Checkpoint
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.values import Coded, Cut, Share, Values
+from kvgraph.ops.packed import COLUMNS, E2M1, LEVELS, Form, decode
+from tests.support import quantized
+from tests.support.models import make_model
+from tests.support.plans import plan
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"num_local_experts": 4}
+Node = tuple[str, dict[str, int], dict[str, np.ndarray[Any, Any]]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(architecture: str) -> Path:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp("plain") / architecture
+            made[architecture] = make_model(architecture, folder, **EXPERTS)
+        return made[architecture]
+
+    return of
+
+
+def arrays_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Weights by name, the small ones that the graph holds too."""
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    inline = (i for i in graph.initializer if i.data_location != onnx.TensorProto.EXTERNAL)
+    stored = load_arrays(folder / "weights.safetensors")
+    return stored | {each.name: onnx.numpy_helper.to_array(each) for each in inline}
+
+
+def nodes(folder: Path) -> list[Node]:
+    """Our nodes over packed weights: op, attributes, and arrays by operand."""
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    arrays = arrays_of(folder)
+    found = []
+    for node in graph.node:
+        if node.op_type not in ("linear", "experts"):
+            continue
+        attributes = {a.name: a.i for a in node.attribute}
+        held = {name.rpartition(".")[2]: arrays[name] for name in node.input if name in arrays}
+        found.append((node.op_type, attributes, {n: held[n] for n in held}))
+    return found
+
+
+def weights_of(node: Node) -> np.ndarray[Any, Any]:
+    """`[panels * COLUMNS, K]` of a linear node in groups."""
+    _, attributes, held = node
+    given = [held.get(name) for name in ("scales", "group_bytes")]
+    found = decode(held["packed"], *given, attributes["group"], attributes["codes"])
+    return found.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("form", "group", "codes", "has_offsets"),
+    [
+        ("gptq", 32, 0, True),
+        ("gptq-v2", 32, 0, True),
+        ("awq", 32, 0, True),
+        ("w4a16", 32, 0, False),
+        ("w4a16-zero-points", 32, 0, True),
+        ("mxfp4-packed", 32, 1, True),
+    ],
+)
+def test_every_number_is_the_checkpoints(
+    form: str,
+    group: int,
+    codes: int,
+    has_offsets: bool,
+    plain: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """In panels, gate and up in turn; q, k and v one behind the other."""
+    folder = quantized.make(form, plain("llama"), tmp_path / "model", tmp_path / "meant")
+    kvgraph.compile(folder, tmp_path / "a.kvg", page_size=16)
+    expected = load_file(tmp_path / "meant" / "model.safetensors")
+    linears = [node for node in nodes(tmp_path / "a.kvg") if node[1]["group"]]
+    assert {(n[1]["bits"], n[1]["group"], n[1]["codes"]) for n in linears} == {(4, group, codes)}
+    assert all(("group_bytes" in held) == has_offsets for _, _, held in linears)
+    layers = len({name.split(".")[2] for name in expected if ".layers." in name})
+    assert len(linears) == 4 * layers
+    wanted = [
+        f"model.layers.{i}.{name}.weight"
+        for i in range(layers)
+        for name in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+    found = [weights_of(node) for node in linears]
+    for name in wanted:
+        weight = expected[name].float().numpy()
+        n, k = weight.shape
+        assert any(np.array_equal(w[:n, :k], weight) for w in found), name
+    for i in range(layers):
+        gate, up = (
+            expected[f"model.layers.{i}.mlp.{name}_proj.weight"].float().numpy()
+            for name in ("gate", "up")
+        )
+        both = np.stack([w.reshape(-1, COLUMNS, w.shape[1]) for w in (gate, up)], 1)
+        both = both.reshape(-1, gate.shape[1])
+        assert any(
+            w.shape[0] == len(both) and np.array_equal(w[:, : both.shape[1]], both) for w in found
+        )
+
+
+CASES = [
+    ("llama", "awq"),
+    ("llama", "mxfp4-packed"),
+    ("llama", "w8a8"),
+    ("qwen3_moe", "awq"),
+    ("gpt_oss", "mxfp4"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "form"), CASES)
+def test_logits_stay_near_and_tokens_do_not_depend_on_the_batch(
+    architecture: str, form: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Near what the numbers stand for, as bfloat16 weights would be."""
+    folder = quantized.make(form, plain(architecture), tmp_path / "model", tmp_path / "meant")
+    prompts = [[5 + (7 * i * j) % 60 for j in range(3 + 11 * i)] for i in range(5)]
+    said = {}
+    for name, source, weights in (("a", folder, None), ("exact", tmp_path / "meant", "fp32")):
+        kvgraph.compile(source, tmp_path / name, page_size=16, weights=weights)
+        engine = kvgraph.Engine(tmp_path / name, num_pages=64)
+        asked = kvgraph.SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+        done = engine.generate(prompts, asked)
+        said[name] = np.concatenate([_of_prompt(each) for each in done])
+    apart = np.abs(said["a"] - said["exact"])
+    assert 0 < np.median(apart) < (0.05 if form == "w8a8" else 0.02)
+    sampling = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    engine = kvgraph.Engine(tmp_path / "a", num_pages=64)
+    together = [done.token_ids for done in engine.generate(prompts, sampling)]
+    alone = [engine.generate([p], sampling)[0].token_ids for p in prompts]
+    assert together == alone
+
+
+def _of_prompt(done: Any) -> np.ndarray[Any, Any]:
+    return np.array([token.chosen.logprob for token in done.prompt_logprobs if token is not None])
+
+
+def test_layers_without_a_form_are_rounded_and_named(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Inputs out of order (act-order), and 8 bits in groups."""
+    for form, bits in {"gptq-act-order": 4, "gptq-8": 8}.items():
+        folder = quantized.make(form, plain("llama"), tmp_path / form)
+        manifest = kvgraph.compile(folder, tmp_path / f"{form}.kvg", page_size=16)
+        assert (
+            f"weights: 14 of the layers that the checkpoint has in fewer bits are rounded to "
+            f"int{bits}, since no kernel takes their form"
+        ) in manifest.notes
+        assert all(not attributes["group"] for _, attributes, _ in nodes(tmp_path / f"{form}.kvg"))
+
+
+def test_layers_of_one_input_in_two_forms(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """One in 8 bits: the node that they are has the bits of the largest."""
+    four = quantized.make("w4a16", plain("llama"), tmp_path / "four")
+    eight = quantized.make("w8a16-channel", plain("llama"), tmp_path / "eight")
+    mixed = load_file(four / "model.safetensors")
+    name = "model.layers.0.self_attn.v_proj."
+    mixed = {n: t for n, t in mixed.items() if not n.startswith(name)}
+    mixed |= {n: t for n, t in load_file(eight / "model.safetensors").items() if n.startswith(name)}
+    save_file(mixed, four / "model.safetensors", metadata={"format": "pt"})
+    manifest = kvgraph.compile(four, tmp_path / "a.kvg", page_size=16)
+    assert any("weights: 3 of the layers" in n and "int8" in n for n in manifest.notes)
+    kinds = [(a["bits"], a["group"]) for _, a, _ in nodes(tmp_path / "a.kvg")]
+    assert sorted(kinds) == [(4, 32)] * 7 + [(8, 0), (16, 0)]
+
+
+def test_plain_checkpoints_are_refused(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    sentence = (
+        "weights: expected a checkpoint whose weights are in fewer bits for 'stored', got a plain "
+        "one; others are ['fp32', 'bf16', 'int8', 'int4']"
+    )
+    with pytest.raises(UnsupportedError) as raised:
+        kvgraph.compile(plain("llama"), tmp_path / "a.kvg", weights="stored")
+    assert str(raised.value) == sentence
+    folder = quantized.make("awq", plain("llama"), tmp_path / "awq")
+    with pytest.raises(UnsupportedError, match="expected one of"):
+        kvgraph.compile(folder, tmp_path / "a.kvg", weights="stored", target="cuda:sm_90")
+    assert not (tmp_path / "a.kvg").exists()
+
+
+def checkpoint(folder: Path) -> Mapping[str, Values]:
+    found = huggingface.load(folder, "float32", weightless=True).checkpoint
+    assert isinstance(found, Checkpoint)
+    return found.values
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "end"),
+    [
+        ("llama", "awq", "mlp.up_proj.weight"),
+        ("llama", "w4a16-zero-points", "mlp.down_proj.weight"),
+        ("llama", "w8a8", "mlp.down_proj.weight"),
+        ("qwen3_moe", "awq", "experts.gate_up_proj"),
+        ("qwen3_moe", "w4a16", "experts.down_proj"),
+        ("gpt_oss", "mxfp4", "experts.gate_up_proj"),
+    ],
+)
+def test_shares_of_ranks_have_the_numbers_that_they_would_read(
+    architecture: str, form: str, end: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of outputs, of inputs where groups are whole, and of experts."""
+    folder = quantized.make(form, plain(architecture), tmp_path / "model")
+    given = checkpoint(folder)
+    name = next(name for name in sorted(given) if name.endswith(end))
+    whole = given[name]
+    assert whole.form is not None
+    kept = 0
+    for dim in range(len(whole.shape)):
+        for rank in range(2):
+            own = Cut(whole, Share(dim, 1, 2, rank))
+            if own.form is None:
+                continue
+            kept += 1
+            coded = own.open_coded()(0, own.count)
+            numbers = own.read()
+            if own.is_coded_transposed:
+                numbers = numbers.transpose(-1, -2)
+            assert torch.equal(meant(coded, own.form), numbers)
+    assert kept >= 2
+
+
+def meant(coded: Coded, form: Form) -> torch.Tensor:
+    """The numbers that coded rows stand for."""
+    scales = coded.scales
+    if form.codes == E2M1:
+        scales = torch.exp2(scales.float() - 127)
+    levels = torch.from_numpy(LEVELS[form.codes])
+    numbers = levels[coded.numbers.long()] if form.bits == 4 else coded.numbers.float()
+    each = numbers.shape[-1] // scales.shape[-1]
+    if coded.offsets is not None:
+        numbers = numbers + coded.offsets.repeat_interleave(each, -1)
+    return numbers * scales.repeat_interleave(each, -1)
+
+
+def test_a_plan_counts_what_an_artifact_has(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """Within the head, and small parts that a plan does not see."""
+    for form in ("awq", "w4a16", "mxfp4-packed", "w8a8"):
+        folder = quantized.make(form, plain("llama"), tmp_path / form)
+        out = tmp_path / f"{form}.kvg"
+        kvgraph.compile(folder, out, page_size=16)
+        planned = plan(folder, target="cpu", memory=1 << 30, max_seq_len=None)
+        assert planned.weights_dtype == "stored"
+        made = sum(array.nbytes for array in arrays_of(out).values())
+        assert planned.weights == pytest.approx(made, rel=0.02), form
