@@ -60,8 +60,9 @@ def compile(
     `out`.
 
     `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
-    layers and experts keep: on a CPU, under float32 activations, "fp32", "bf16", "int8" or "int4"
-    (default: bf16 for a bfloat16 checkpoint under backend onnx, else as `dtype`); on CUDA with
+    layers and experts keep: on a CPU, under float32 activations, "fp32", "bf16", "int8", "int4" or,
+    of a checkpoint in fewer bits, "stored" (default under backend onnx: "stored" for such a one,
+    "bf16" for a bfloat16 one; else as `dtype`); on CUDA with
     backend torch "int8" or "int4" (default: as `dtype`), `cache_dtype` the pool's
     (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded",
     `max_seq_len` the tokens of the longest context (default: the checkpoint's; it settles rotary
@@ -194,6 +195,7 @@ def _write_ranks(
         place.mkdir(exist_ok=True)
         collectives = collectives_of(own)
         lowered = pipeline.lower(lower_others if rank else lower, own, place)
+        traced.weights.rounded = own.weights.rounded
         own.program = traced.program  # its weights are written
         made.append((own, lowered, collectives))
         if rank:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvgraph.bench import ours
-from kvgraph.bench.engines import CaseResult, EngineResult, EngineSpec, run_engine
+from kvgraph.bench.engines import WORKER, CaseResult, EngineResult, EngineSpec, run_engine
 from kvgraph.bench.peers import PEERS, adapter
 from kvgraph.bench.protocol import Case, make_prompts
 from tests.support.artifacts import Compiled
@@ -181,6 +181,13 @@ def test_adapters(name: str) -> None:
     assert callable(module.load)
     assert set(module.PRECISIONS) <= {"fp32", "bf16", "int8", "int4"}
     assert module.NEEDS
+
+
+@pytest.mark.parametrize("file", [WORKER, *WORKER.with_name("peers").glob("[a-z]*.py")])
+def test_an_engines_interpreter_needs_no_package(file: Path) -> None:
+    command = [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({str(file)!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_llama_cpp_fills_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def count(folder: Path, manifest: Manifest) -> Counts:
     used = {n: count * _used(n, read[n], at_work) for n, count in elements.items()}
     head = sum(number for name, number in elements.items() if name in with_vocab)
     return Counts(
-        CLASSES.get(manifest.weights, manifest.weights),
+        _class(manifest, elements, tensors),
         path.stat().st_size,
         sum(at.nbytes for at in read.values()) - sum(m.bytes for m in manifest.mixtures),
         sum(used.values()) - head,
@@ -89,6 +89,17 @@ def count(folder: Path, manifest: Manifest) -> Counts:
         _kv_bytes(manifest),
         tuple(manifest.mixtures),
     )
+
+
+def _class(manifest: Manifest, elements: Mapping[str, int], tensors: Mapping[str, TensorAt]) -> str:
+    """Of precision: as stored, that of most weights."""
+    if manifest.weights != "stored":
+        return CLASSES.get(manifest.weights, manifest.weights)
+    kinds = {"int4": 0, "int8": 0, "bf16": 0}
+    for name, count in elements.items():
+        is_int8 = name.endswith(PACKED) and tensors[name].dtype == "I8"
+        kinds["int4" if _has_nibbles(name, tensors) else "int8" if is_int8 else "bf16"] += count
+    return max(kinds, key=lambda kind: kinds[kind])
 
 
 def _used(name: str, at: TensorAt, at_work: dict[int, float]) -> float:
@@ -129,7 +140,8 @@ def _has_nibbles(name: str, tensors: Mapping[str, TensorAt]) -> bool:
         return False
     stem = name.removesuffix(PACKED)
     scales = tensors.get(f"{stem}.scales")
-    return f"{stem}.group_bytes" in tensors or (scales is not None and scales.shape[-2] != 2)
+    is_grouped = scales is not None and scales.shape[-2] != 2
+    return f"{stem}.group_bytes" in tensors or (is_grouped and tensors[name].dtype == "I8")
 
 
 def _kv_bytes(manifest: Manifest) -> dict[int, float]:

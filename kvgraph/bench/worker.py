@@ -22,9 +22,10 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable  # noqa: UP035  (Python 3.9)
+from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  (Python 3.9)
 
-from kvgraph.contract.plain import JsonObject
+if TYPE_CHECKING:  # a peer's interpreter has no kvgraph
+    from kvgraph.contract.plain import JsonObject
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 Say = Callable[..., None]

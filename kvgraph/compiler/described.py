@@ -17,12 +17,14 @@ from kvgraph.ops.packed import Form
 
 @dataclass(frozen=True, order=True)
 class Linear:
-    """A linear layer; `is_tied` where its weight is an embedding table's."""
+    """A linear layer; `is_tied` where its weight is an embedding table's, `is_head` where its
+    outputs are logits."""
 
     out_features: int
     in_features: int
     has_bias: bool
     is_tied: bool = False
+    is_head: bool = False
 
 
 @dataclass(frozen=True, order=True)
@@ -75,7 +77,7 @@ class Described:
     rotary_dims: tuple[int, ...]
     experts: tuple[Experts, ...] = ()
     stored: StoredForms | None = None
-    """Of a checkpoint in fewer bits."""
+    """Where weights may be kept as they are stored."""
 
     @property
     def parameters(self) -> int:
@@ -105,16 +107,17 @@ class Described:
 
     def _form_of_experts(self, bits: int | None) -> Form | None:
         """None: the activations' dtype."""
-        if bits == AS_STORED and self.stored is not None:
+        if bits == AS_STORED:
+            assert self.stored is not None
             return self.stored.experts
         return None if bits is None else Form(bits)
 
     def _form_of(self, linear: Linear, bits: int) -> Form:
         """As stored, the head is plain."""
-        if bits != AS_STORED or self.stored is None:
+        if bits != AS_STORED:
             return Form(bits)
-        is_head = linear.out_features == self.vocab_size
-        return PLAIN if is_head else self.stored.linears
+        assert self.stored is not None
+        return PLAIN if linear.is_head else self.stored.linears
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
         """With rotary tables: of `dtype`, or with linear layers packed and, on a CPU, tables in

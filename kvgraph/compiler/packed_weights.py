@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from kvgraph.contract.dims import Array
-from kvgraph.contract.dtypes import PACKED
 from kvgraph.ops.packed import (
     COLUMNS,
     E2M1,
+    E4M3,
     GROUP,
     IN_LINE,
     LINE_BYTES,
@@ -29,6 +29,7 @@ from kvgraph.ops.packed import (
     num_groups,
     padded_depth,
     panel_count,
+    stored_dtype,
 )
 
 NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
@@ -56,7 +57,7 @@ OPERANDS = tuple(each.name for each in fields(Packed) if each.name != "bits")
 
 @dataclass(frozen=True)
 class Stored:
-    """Rows `[n, K]` as a checkpoint stores them: int8, or uint8 codes of 4 bits; scales and offsets
+    """Rows `[n, K]` as a checkpoint stores them: int8, or uint8 codes; scales and offsets
     of groups `[n, groups]`, scales of E2M1 as exponents."""
 
     numbers: Array
@@ -136,7 +137,7 @@ def shapes(
     groups = num_groups(width, form.group)
     line = COLUMNS * PER_LINE[bits] if bits >= 16 else LINE_BYTES
     found: dict[str, tuple[tuple[int, ...], str]] = {}
-    found["weight"] = ((panels, depth // PER_LINE[bits], line), PACKED[bits])
+    found["weight"] = ((panels, depth // PER_LINE[bits], line), stored_dtype(bits, form.codes))
     if bits < 16 and form.codes != E2M1:
         found["scales"] = (panels, groups if form.group else 2, COLUMNS), "float32"
     if form.group and (form.has_offsets or form.codes == E2M1):
@@ -187,26 +188,32 @@ def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias
 def _keep(stored: Stored, width: int, form: Form) -> Packed:
     """Rows of whole panels, as they are stored."""
     numbers = _in_panels(stored.numbers, padded_depth(width))
-    if form.bits == 8:
+    if not form.group:
         scale = _in_panels(stored.scales, 1)[..., 0].astype(np.float32)
         return Packed(8, _lines(numbers, 8), _scales(scale, numbers))
-    each = numbers.reshape(*numbers.shape[:2], -1, len(IN_LINE)).astype(np.uint32)
+    order = IN_LINE[form.bits]
+    each = numbers.reshape(*numbers.shape[:2], -1, len(order)).astype(np.uint32)
     words = np.zeros(each.shape[:-1], "<u4")
-    for place, nibble in enumerate(IN_LINE):
-        words |= each[..., place] << np.uint32(4 * nibble)
+    for place, code in enumerate(order):
+        words |= each[..., place] << np.uint32(form.bits * code)
     lines = np.ascontiguousarray(words.transpose(0, 2, 1)).view(np.int8)
+    if form.codes == E4M3:
+        lines = lines.view(ml_dtypes.float8_e4m3fn)
     lines = lines.reshape(len(numbers), -1, LINE_BYTES)
     scales = _of_groups(stored.scales, width, form)
     if form.codes == E2M1:
-        return Packed(4, lines, group_bytes=scales.view(np.int8))
+        return Packed(form.bits, lines, group_bytes=scales.view(np.int8))
     offsets = np.zeros_like(scales, np.int8)
     if stored.offsets is not None:
         offsets = _of_groups(stored.offsets, width, form)
-    return Packed(4, lines, scales.astype(np.float32), offsets if form.has_offsets else None)
+    return Packed(
+        form.bits, lines, scales.astype(np.float32), offsets if form.has_offsets else None
+    )
 
 
 def _of_groups(each: Array, width: int, form: Form) -> Array:
-    """`[n, groups]` -> `[panels, groups, COLUMNS]`."""
+    """`[n, groups]`, perhaps of several of the form's each -> `[panels, groups, COLUMNS]`."""
+    each = each.repeat(-(-width // form.group) // each.shape[-1], -1)
     panels = _in_panels(each, num_groups(width, form.group))
     return np.ascontiguousarray(panels.transpose(0, 2, 1))
 

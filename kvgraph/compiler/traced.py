@@ -33,7 +33,7 @@ class Traced:
     """Of the program as it was exported; 32 bytes."""
     passes: list[PassReport] = field(default_factory=list)
     bits: int | None = None
-    """Of packed weights (16, 8 or 4); None: linear layers as the model has them."""
+    """Of packed weights (16, 8, 4 or AS_STORED); None: linear layers as the model has them."""
     onnx_model: onnx_ir.Model | None = None
     """What a backend made of the program."""
     onnx_proto: onnx.ModelProto | None = None

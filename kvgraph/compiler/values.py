@@ -6,6 +6,7 @@ dim. So a tensor is written, or packed, while no more of it is in memory than it
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,11 @@ class Coded:
     numbers: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+
+    def spread(self, times: int) -> Coded:
+        """In groups of as many times fewer inputs."""
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, -1)
+        return Coded(self.numbers, self.scales.repeat_interleave(times, -1), offsets)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Coded:
         """Each part changed, along dims that they share."""
@@ -253,18 +259,13 @@ class Cut(Values):
 
     @property
     def form(self) -> Form | None:
-        """None where a share of the inputs ends within a group."""
+        """None where a share of the inputs ends within every group that kernels have."""
         form = self._whole.form
-        last = len(self.shape) - 1
-        if form is None or self._coded_dim != last:
+        if form is None or self._coded_dim != len(self.shape) - 1 or not form.group:
             return form
-        inputs, each = self._whole.shape[self._share.dim], self.shape[self._share.dim]
-        if self._share.parts > 1:
-            return None
-        if form.group in (0, inputs):  # a scale a row, which every share of the row has
-            fits = each % GROUP == 0 or not form.group
-            return replace(form, group=form.group and each) if fits else None
-        return form if each % form.group == 0 else None
+        group = math.gcd(form.group, self.shape[self._share.dim])
+        fits = self._share.parts == 1 and group % GROUP == 0
+        return replace(form, group=group) if fits else None
 
     @property
     def _coded_dim(self) -> int:
@@ -275,9 +276,21 @@ class Cut(Values):
     def open_coded(self) -> CodedRows:
         rows, share = self._whole.open_coded(), replace(self._share, dim=self._coded_dim)
         if share.dim:
-            return lambda start, stop: rows(start, stop).map(
-                lambda part: part if part.shape[share.dim] == 1 else share.of(part)
-            )
+            whole, form = self._whole.form, self.form
+            assert whole is not None
+            assert form is not None
+            times = whole.group // form.group if form.group else 1
+            is_row = not form.group and share.dim == len(self.shape) - 1  # a scale that all have
+
+            def of_inputs(start: int, stop: int) -> Coded:
+                found = rows(start, stop).spread(times)
+                return (
+                    replace(found, numbers=share.of(found.numbers))
+                    if is_row
+                    else found.map(share.of)
+                )
+
+            return of_inputs
         own = share.rows(self._whole.count)
 
         def of_own(start: int, stop: int) -> Coded:

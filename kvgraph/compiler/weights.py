@@ -6,6 +6,7 @@ is written. So a compile has one layer's weights in memory at a time, of a model
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,11 @@ from torch.export import ExportedProgram
 
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
-from kvgraph.contract.dtypes import AS_STORED
-from kvgraph.ops.packed import Form
+from kvgraph.contract.dtypes import AS_STORED, WEIGHT_BITS
+from kvgraph.ops.packed import GROUP, Form
+
+NAMES = {bits: name for name, bits in WEIGHT_BITS.items()}
+"""Of packed weights, by bits."""
 
 Piece = tuple[str, torch.Tensor]
 """A parameter's name and rows of it that follow those of the pieces before."""
@@ -51,27 +55,33 @@ class Weights:
     ) -> tuple[Form, bool]:
         """How layers that become one node are packed, and whether as they are stored.
 
-        `bits` AS_STORED: in the form that all of them have, else in the bits nearest to theirs.
+        `bits` AS_STORED: in one form that holds all of theirs, else in the bits nearest to theirs.
         """
         if bits != AS_STORED:
             return Form(bits), False
         forms = [source.form if can_keep else None for source in sources]
         known = [form for form in forms if form is not None]
-        has_offsets = any(form.has_offsets for form in known)
-        alike = {replace(form, has_offsets=has_offsets) for form in known}
-        if len(known) == len(forms) and len(alike) == 1:
-            return alike.pop(), True
+        if len(known) == len(forms):
+            one = replace(
+                known[0],
+                group=math.gcd(*(form.group for form in known)),
+                has_offsets=any(form.has_offsets for form in known),
+            )
+            alike = {replace(f, group=one.group, has_offsets=one.has_offsets) for f in known}
+            grouped = {bool(form.group) for form in known}
+            if len(alike) == len(grouped) == 1 and one.group % GROUP == 0:
+                return one, True
         nearest = max(source.bits for source in sources)
-        if nearest < PLAIN_BITS:
-            self.rounded[nearest] += len(sources)
+        self.rounded[nearest] += sum(source.bits < PLAIN_BITS for source in sources)
         return Form(nearest), False
 
     def notes(self) -> list[str]:
         """A sentence for each number of bits that layers were rounded to."""
         return [
             f"weights: {count} of the layers that the checkpoint has in fewer bits are rounded to "
-            f"int{bits}, since no kernel takes their form"
+            f"{NAMES[bits]}, since no kernel takes their form, or that of a layer beside them"
             for bits, count in sorted(self.rounded.items())
+            if count
         ]
 
     def later(self, names: Iterable[str], make: Make) -> None:

@@ -38,9 +38,9 @@ class Support:
 
     `lower(traced, folder, **options)` writes the backend's files and returns a `Lowered`. `options`
     names the keywords that it takes: `archs` of the target, `bounds` of a step (rows, new tokens),
-    `progress`, `weight_bits` of packed weights (16, 8, 4 or None). `sessions`: the default first.
-    `tools`: distributions whose versions decide the files' bytes. `reason`: why it is the default
-    of the target; empty for all others.
+    `progress`, `weight_bits` of packed weights (16, 8, 4, AS_STORED or None). `sessions`: the
+    default first. `tools`: distributions whose versions decide the files' bytes. `reason`: why it
+    is the default of the target; empty for all others.
 
     `float32`: activations are float32 even where the checkpoint has another dtype. `weightless`:
     the checkpoint's weights stay on disk until they are written. `ranks`: it compiles for several
@@ -131,6 +131,7 @@ OURS = (
                 lower="kvgraph.compiler.targets.torch:lower",
                 options=("weight_bits",),
                 ranks=True,
+                weightless=True,
                 sessions=(
                     Runner(
                         name="torch",

@@ -4,8 +4,9 @@ What `linear` and `experts` share. Weights lie in panels of 16 output columns; a
 bytes follow each other along the inputs, each with the same few inputs of all its columns.
 
 Four bits have two forms. Our own rounds to two levels: nibble times multiplier is an exact int8.
-Groups keep what a checkpoint stores, without another rounding: codes of integers or of FP4, and a
-scale for each column and `group` inputs. Over groups, x is rounded to bfloat16, not to int8.
+Groups keep what a checkpoint stores, without another rounding: codes of integers or of FP4 in four
+bits, of FP8 in eight, and a scale for each column and `group` inputs. Over groups, x is rounded to
+bfloat16, not to int8.
 
 Legend: M rows, K inputs, N output columns.
 """
@@ -30,19 +31,36 @@ LINE_BYTES = 64
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 """bits -> consecutive inputs of each column in a line."""
 
-INTEGERS, E2M1 = range(2)
-"""Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0)."""
+INTEGERS, E2M1, E4M3 = range(3)
+"""Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 of
+finite numbers, OCP 8-bit Floating Point)."""
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8}
+FLOAT8 = "float8_e4m3fn"
+
+
+def _floats(exponent_bits: int, mantissa_bits: int) -> Array:
+    """The numbers of a sign, an exponent and a mantissa, in the order of their bits."""
+    bias = (1 << (exponent_bits - 1)) - 1
+    exponents, mantissas = np.divmod(
+        np.arange(1 << (exponent_bits + mantissa_bits)), 1 << mantissa_bits
+    )
+    fractions = mantissas / (1 << mantissa_bits) + (exponents > 0)
+    sizes = np.ldexp(fractions, np.maximum(exponents, 1) - bias).astype(np.float32)
+    return np.concatenate([sizes, -sizes])
+
+
 LEVELS = {
     INTEGERS: np.array([*range(8), *range(-8, 0)], np.float32),
-    E2M1: np.array([*_FP4, *(-level for level in _FP4)], np.float32),
+    E2M1: _floats(2, 1),
+    E4M3: _floats(4, 3),
 }
-"""codes -> the number of each nibble."""
+"""codes -> the number of each code. The largest of E4M3 is a NaN there, and never stored."""
 
-IN_LINE = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight consecutive inputs, which nibble of a column's word holds each in a line of groups:
-pairs of inputs are next to each other in 16 bits."""
+IN_LINE = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+"""bits -> which code of a column's word has each of consecutive inputs in a line of groups: pairs
+are
+next to each other in 16 bits."""
 
 
 @dataclass(frozen=True, order=True)
@@ -103,9 +121,10 @@ def decode(
 ) -> Array:
     """Weights `[panels * COLUMNS, K]` of packed groups, in float64."""
     panels, lines, _ = weight.shape
-    words = weight.reshape(panels, lines, COLUMNS, 4).view("<u4")
-    nibbles = words >> (4 * np.array(IN_LINE, np.uint32)) & 15
-    numbers = LEVELS[codes][nibbles.transpose(0, 2, 1, 3).reshape(panels, COLUMNS, -1)]
+    bits = CODE_BITS[codes]
+    words = weight.view(np.uint8).reshape(panels, lines, COLUMNS, -1).view("<u4")
+    found = words >> (bits * np.array(IN_LINE[bits], np.uint32)) & ((1 << bits) - 1)
+    numbers = LEVELS[codes][found.transpose(0, 2, 1, 3).reshape(panels, COLUMNS, -1)]
 
     def of_inputs(each: Array) -> Array:
         spread: Array = each.transpose(0, 2, 1).repeat(group, -1)[..., : numbers.shape[-1]]
@@ -225,21 +244,20 @@ ATTRIBUTES = (
     spec.Attribute("codes", "int", INTEGERS),
 )
 
+
+def _codes_fault(codes: int, group: int, bits: int) -> bool | str:
+    known = [c for c, size in CODE_BITS.items() if size == bits] if group else [INTEGERS]
+    said = " or ".join(map(str, known))
+    return codes not in known and f"{said} for {bits} bits" + ("" if group else " without groups")
+
+
 FORM = (
     spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4"),
     spec.Rule("group", lambda group: (group < 0 or group % GROUP) and f"a multiple of {GROUP}"),
-    spec.Rule("group", lambda group, bits: group and bits != 4 and f"0 for {bits} bits"),
-    spec.Rule("codes", lambda codes, group: codes not in _codes_of(group) and _said(group)),
+    spec.Rule("group", lambda group, bits: group and bits > 8 and f"0 for {bits} bits"),
+    spec.Rule("codes", _codes_fault),
 )
 """Of how weights are stored."""
-
-
-def _codes_of(group: int) -> tuple[int, ...]:
-    return (INTEGERS, E2M1) if group else (INTEGERS,)
-
-
-def _said(group: int) -> str:
-    return " or ".join(map(str, _codes_of(group))) + ("" if group else " without groups")
 
 
 def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[spec.Rule, ...]:
@@ -251,7 +269,7 @@ def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[
     groups, num_bytes = map(str, weight[2].dims[-2:])
     form = ("bits", "group", "codes")
     return (
-        spec.Rule(name, _weight_fault, names=(name, "bits")),
+        spec.Rule(name, _weight_fault, names=(name, *form)),
         spec.Rule(f"{name}: dim {line}", _line_fault, names=(line, "bits")),
         spec.Rule(f"{name}: dim {lines}", _lines_fault(of), names=(lines, in_features, "bits")),
         spec.Rule(scales, _missing_scales, names=(scales, *form)),
@@ -268,8 +286,14 @@ def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[
     )
 
 
-def _weight_fault(weight: str, bits: int) -> bool | str:
-    return weight != PACKED[bits] and f"{PACKED[bits]} for {bits} bits"
+def _weight_fault(weight: str, bits: int, group: int, codes: int) -> bool | str:
+    expected = stored_dtype(bits, codes if group else INTEGERS)
+    return weight != expected and f"{expected} for {bits} bits"
+
+
+def stored_dtype(bits: int, codes: int = INTEGERS) -> str:
+    """Of an element of packed weights; two of 4 bits are an int8."""
+    return FLOAT8 if codes == E4M3 else PACKED[bits]
 
 
 def _line_fault(line: int, bits: int) -> bool | str:

@@ -7,9 +7,9 @@
 // are the first four). int4 is stored divided by a multiplier 1 to 16 for each column and group of
 // kGroup inputs, so that nibble times multiplier is an exact int8 under one scale for a column.
 //
-// With groups, int4 is what a checkpoint stores: codes of 16 numbers, and a scale for each column and
-// `group` inputs. A line has 8 inputs of each column, pairs of them next to each other in 16 bits:
-// nibble i of a column's low (high) half is input 2i (2i + 1). Rows are rounded to bfloat16.
+// With groups, weights are what a checkpoint stores: codes of 4 or 8 bits, and a scale for each column
+// and `group` inputs. Pairs of a column's inputs are next to each other in 16 bits: code i of the low
+// (high) half of its word is input 2i (2i + 1). Rows are rounded to bfloat16.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ struct Gate {
   float up_offset;
 };
 constexpr int64_t kSilu = 0, kGelu = 1, kGeluTanh = 2;  // as ops/packed.py numbers them
-constexpr int64_t kIntegers = 0, kE2m1 = 1;             // codes, as ops/packed.py numbers them
+constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2;  // codes, as ops/packed.py numbers them
 
 struct Section {
   float* out;          // M x width
@@ -38,7 +38,7 @@ struct Section {
 
 struct Linear {
   int64_t bits;                // 32, 16, 8 or 4
-  int64_t group, codes;        // inputs under one scale of 4 bits, and what they are; 0: two levels
+  int64_t group, codes;        // inputs under one scale, and what they are; 0: none
   int64_t panels, depth;       // depth: K
   const char* lines;           // panels x line_count() lines
   const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, less one each

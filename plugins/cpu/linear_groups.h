@@ -1,5 +1,5 @@
-// 4-bit weights in groups, for linear_kernels.cpp: nibbles that name one of 16 numbers, and a scale
-// for each column and group of inputs, as checkpoints store them.
+// Weights in groups, for linear_kernels.cpp: codes of 4 or 8 bits that name numbers, and a scale for
+// each column and group of inputs, as checkpoints store them.
 //
 // A group's products are summed from zero, then scaled and added: one order for any number of rows.
 #pragma once
@@ -20,7 +20,9 @@ constexpr int kGroupRows = 8, kGroupPairRows = 4;
 constexpr int kGroupRows = 2, kGroupPairRows = 1;
 #endif
 
-constexpr int64_t kLineInputs = 8;  // of each column
+// Inputs of each column in a line.
+constexpr int64_t line_inputs(int64_t codes) { return codes == kE4m3 ? 4 : 8; }
+
 constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
@@ -32,13 +34,14 @@ constexpr float number(int64_t codes, int nibble) {
 
 #if KVG_NATIVE_DOT
 
-constexpr int kParts = 4;           // two inputs each
+constexpr int kPartInputs = 2;
 constexpr int64_t kInputBytes = 2;  // of a prepared row
 
 using Shorts = uint16_t __attribute__((vector_size(64)));
 
 template <int64_t Codes>
 struct Numbers {
+  static constexpr float kUnit = 1.0f;  // of a part
   __m512i table;  // 16 of bfloat16, twice: the fifth bit of an index does not matter
 
   Numbers() {
@@ -51,7 +54,20 @@ struct Numbers {
   }
 };
 
-inline Vector add(Vector sum, const char* x, int i, __m512i part) {
+template <>
+struct Numbers<kE4m3> {
+  static constexpr float kUnit = 256.0f;  // a float16 of the same bits is so much smaller
+
+  __m512i part(const char* line, int i) const {
+    const Shorts top = read<Shorts>(line) << (8 - 8 * i);
+    const auto halves = as<__m512i>((top & 0x8000) | ((top & 0x7f00) >> 1));
+    const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+    return as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  }
+};
+
+inline Vector add(Vector sum, const char* x, int, int i, __m512i part) {
   const __m512i pair = _mm512_set1_epi32(read<int32_t>(x + 4 * i));
   return as<Vector>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(pair), as<__m512bh>(part)));
 }
@@ -60,11 +76,12 @@ inline float input(const char* x, int64_t k) { return BFloat16::decode(read<uint
 
 #else
 
-constexpr int kParts = 8;  // one input each
+constexpr int kPartInputs = 1;
 constexpr int64_t kInputBytes = 4;
 
 template <int64_t Codes>
 struct Numbers {
+  static constexpr float kUnit = 1.0f;
 #if defined(__AVX512F__)
   __m512 table;
 
@@ -93,11 +110,24 @@ struct Numbers {
 #endif
 };
 
-// A column's nibbles, in the order of its 32 bits.
-constexpr int kInput[kParts] = {0, 2, 4, 6, 1, 3, 5, 7};
+template <>
+struct Numbers<kE4m3> {
+  static constexpr float kUnit = 1.0f;
 
-inline Vector add(Vector sum, const char* x, int i, Vector part) {
-  return sum + part * read<float>(x + 4 * kInput[i]);
+  // 2^(e - 7) * (1 + m / 8), and where e is 0 2^-6 * m / 8.
+  Vector part(const char* line, int i) const {
+    const Words on_top = read<Words>(line) << (24 - 8 * i);
+    const Words size = on_top & 0x7f000000u;
+    const auto normal = as<Vector>((size >> 4) + (120u << 23));
+    const Vector small = normal * 2.0f - 0x1p-6f;
+    const Vector found = size < 0x08000000u ? small : normal;
+    return as<Vector>(as<Words>(found) | (on_top & 0x80000000u));
+  }
+};
+
+// The input of code i of a column's word, whose halves have `each` codes.
+inline Vector add(Vector sum, const char* x, int each, int i, Vector part) {
+  return sum + part * read<float>(x + 4 * (2 * (i % each) + i / each));
 }
 
 inline float input(const char* x, int64_t k) { return read<float>(x + 4 * k); }
@@ -109,7 +139,7 @@ inline float input(const char* x, int64_t k) { return read<float>(x + 4 * k); }
 // What the sums of a group are multiplied by: `at` counts columns of groups.
 template <int64_t Codes>
 Vector group_scale(const Linear& job, int64_t at) {
-  if (Codes == kIntegers) return load(Float32{}, job.scales + at);
+  if (Codes != kE2m1) return load(Float32{}, job.scales + at) * Numbers<Codes>::kUnit;
   Words powers;
   for (int lane = 0; lane < kLanes; ++lane) powers[lane] = job.exponents[at + lane];
   return as<Vector>(powers << 23);
@@ -131,6 +161,7 @@ template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
 void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char* of_groups,
                     Vector* out, int width) {
   constexpr int kEach = Panels * kVectors;
+  constexpr int kLineInputs = line_inputs(Codes), kParts = kLineInputs / kPartInputs;
   const Numbers<Codes> numbers;
   const int64_t bytes = job.panel_bytes(), lines = job.line_count(), stride = job.x_stride;
   const int64_t groups = job.group_count(), per_group = job.group / kLineInputs;
@@ -149,7 +180,8 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char*
         for (int i = 0; i < kParts; ++i) {
           const auto part = numbers.part(line, i);
           KVG_UNROLL
-          for (int m = 0; m < Rows; ++m) group[m][v] = add(group[m][v], x + m * stride, i, part);
+          for (int m = 0; m < Rows; ++m) 
+            group[m][v] = add(group[m][v], x + m * stride, kLineInputs / 2, i, part);
         }
       }
     }
@@ -201,6 +233,7 @@ void sum_groups_of(const Linear& job, int64_t panel, int64_t panels, int64_t row
 // Sums of `rows` rows of a tile, rows x panels x kVectors.
 inline void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
                        Vector* out) {
+  if (job.codes == kE4m3) return sum_groups_of<kE4m3, false>(job, panel, panels, row, rows, out);
   if (job.codes == kE2m1) return sum_groups_of<kE2m1, false>(job, panel, panels, row, rows, out);
   if (job.offsets) return sum_groups_of<kIntegers, true>(job, panel, panels, row, rows, out);
   sum_groups_of<kIntegers, false>(job, panel, panels, row, rows, out);

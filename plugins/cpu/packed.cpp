@@ -42,22 +42,31 @@ void require_extent(const Given& operand, int from_end, int64_t expected) {
 
 bool has_scales(const Form& form) { return form.bits < 16 && form.codes != kE2m1; }
 
+bool has_code(const Form& form) {
+  if (!form.group) return form.codes == kIntegers;
+  return form.bits == 8 ? form.codes == kE4m3 : form.codes == kIntegers || form.codes == kE2m1;
+}
+
 void check_form(const kvg_op& op, const Form& form) {
   if (form.bits != 32 && form.bits != 16 && form.bits != 8 && form.bits != 4)
     refuse("%s: bits: expected 32, 16, 8 or 4, got %lld", op.name, ll{form.bits});
   if (form.group < 0 || form.group % kGroup)
     refuse("%s: group: expected a multiple of %lld, got %lld", op.name, ll{kGroup}, ll{form.group});
-  if (form.group && form.bits != 4)
+  if (form.group && form.bits > 8)
     refuse("%s: group: expected 0 for %lld bits, got %lld", op.name, ll{form.bits}, ll{form.group});
-  if (form.codes != kIntegers && (form.codes != kE2m1 || !form.group))
-    refuse("%s: codes: expected %s, got %lld", op.name, form.group ? "0 or 1" : "0 without groups",
-           ll{form.codes});
+  if (!has_code(form))
+    refuse("%s: codes: expected %s for %lld bits%s, got %lld", op.name,
+           !form.group ? "0" : form.bits == 8 ? "2" : "0 or 1", ll{form.bits},
+           form.group ? "" : " without groups", ll{form.codes});
 }
 
 void check_packed(const Given& weight, const Given& scales, const Given& group_bytes,
                   const Linear& job, const Form& form, int64_t width, const char* of) {
   const int64_t bits = form.bits;
-  const int32_t stored = bits == 32 ? KVG_FLOAT32 : bits == 16 ? KVG_BFLOAT16 : KVG_INT8;
+  const int32_t stored = bits == 32              ? KVG_FLOAT32
+                         : bits == 16            ? KVG_BFLOAT16
+                         : form.codes == kE4m3   ? KVG_FLOAT8_E4M3FN
+                                                 : KVG_INT8;
   const int32_t found = weight.in.dtype(weight.index);
   if (found != stored)
     refuse("%s: %s: expected %s for %lld bits, got %s", weight.in.op.name, weight.name(),
@@ -68,7 +77,7 @@ void check_packed(const Given& weight, const Given& scales, const Given& group_b
            weight.dim(1), ll{job.line_count()}, ll{width}, of, ll{weight.extent(1)});
   require_given(scales, has_scales(form), bits);
   if (scales.given()) require_extent(scales, 1, form.group ? job.group_count() : 2);
-  const bool may_lack = form.group && form.codes == kIntegers;
+  const bool may_lack = form.group && form.bits == 4 && form.codes == kIntegers;
   if (!may_lack) require_given(group_bytes, bits == 4, bits);
   if (!group_bytes.given()) return;
   require_extent(group_bytes, 1, job.group_count());
@@ -139,7 +148,7 @@ Linear read_packed(const Operands& in, int weight, int scales, const Form& form,
     job.multipliers = in.data<const uint8_t>(group_bytes);
   else if (form.codes == kE2m1)
     job.exponents = in.data<const uint8_t>(group_bytes);
-  else
+  else if (form.codes == kIntegers)
     job.offsets = in.data<const int8_t>(group_bytes);
   job.bias = in.data<const float>(bias);
   check_packed({in, weight}, {in, scales}, {in, group_bytes}, job, form, width, of);

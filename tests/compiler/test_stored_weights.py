@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
 import kvgraph
@@ -18,7 +17,7 @@ from kvgraph import UnsupportedError
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.values import Coded, Cut, Share, Values
-from kvgraph.ops.packed import COLUMNS, E2M1, LEVELS, Form, decode
+from kvgraph.ops.packed import COLUMNS, E2M1, E4M3, LEVELS, Form, decode
 from tests.support import quantized
 from tests.support.models import make_model
 from tests.support.plans import plan
@@ -45,8 +44,15 @@ def arrays_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Weights by name, the small ones that the graph holds too."""
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
     inline = (i for i in graph.initializer if i.data_location != onnx.TensorProto.EXTERNAL)
-    stored = load_arrays(folder / "weights.safetensors")
+    tensors = load_file(folder / "weights.safetensors")
+    stored = {name: _bytes(tensor).numpy() for name, tensor in tensors.items()}
     return stored | {each.name: onnx.numpy_helper.to_array(each) for each in inline}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """What NumPy has no dtype for, as bytes."""
+    known = tensor.dtype in (torch.float32, torch.int8, torch.int32, torch.int64)
+    return tensor if known else tensor.view(torch.uint8)
 
 
 def nodes(folder: Path) -> list[Node]:
@@ -80,6 +86,7 @@ def weights_of(node: Node) -> np.ndarray[Any, Any]:
         ("w4a16", 32, 0, False),
         ("w4a16-zero-points", 32, 0, True),
         ("mxfp4-packed", 32, 1, True),
+        ("fp8", 32, 2, False),
     ],
 )
 def test_every_number_is_the_checkpoints(
@@ -95,7 +102,8 @@ def test_every_number_is_the_checkpoints(
     kvgraph.compile(folder, tmp_path / "a.kvg", page_size=16)
     expected = load_file(tmp_path / "meant" / "model.safetensors")
     linears = [node for node in nodes(tmp_path / "a.kvg") if node[1]["group"]]
-    assert {(n[1]["bits"], n[1]["group"], n[1]["codes"]) for n in linears} == {(4, group, codes)}
+    kinds = {tuple(n[1][name] for name in ("bits", "group", "codes")) for n in linears}
+    assert kinds == {(8 if codes == E4M3 else 4, group, codes)}
     assert all(("group_bytes" in held) == has_offsets for _, _, held in linears)
     layers = len({name.split(".")[2] for name in expected if ".layers." in name})
     assert len(linears) == 4 * layers
@@ -122,6 +130,7 @@ def test_every_number_is_the_checkpoints(
 
 
 CASES = [
+    ("llama", "fp8"),
     ("llama", "awq"),
     ("llama", "mxfp4-packed"),
     ("llama", "w8a8"),
@@ -166,24 +175,68 @@ def test_layers_without_a_form_are_rounded_and_named(
         manifest = kvgraph.compile(folder, tmp_path / f"{form}.kvg", page_size=16)
         assert (
             f"weights: 14 of the layers that the checkpoint has in fewer bits are rounded to "
-            f"int{bits}, since no kernel takes their form"
+            f"int{bits}, since no kernel takes their form, or that of a layer beside them"
         ) in manifest.notes
         assert all(not attributes["group"] for _, attributes, _ in nodes(tmp_path / f"{form}.kvg"))
 
 
-def test_layers_of_one_input_in_two_forms(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    """One in 8 bits: the node that they are has the bits of the largest."""
-    four = quantized.make("w4a16", plain("llama"), tmp_path / "four")
+def mixed(folder: Path, other: Path, stem: str) -> None:
+    """`folder` with the tensors of `other` that begin with `stem`."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(stem)}
+    theirs = load_file(other / "model.safetensors").items()
+    tensors |= {n: t for n, t in theirs if n.startswith(stem)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_layers_of_one_input_in_several_forms(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """They are nodes of their own; gate and up, which one node joins, are rounded."""
+    folder = quantized.make("w4a16", plain("llama"), tmp_path / "four")
     eight = quantized.make("w8a16-channel", plain("llama"), tmp_path / "eight")
-    mixed = load_file(four / "model.safetensors")
-    name = "model.layers.0.self_attn.v_proj."
-    mixed = {n: t for n, t in mixed.items() if not n.startswith(name)}
-    mixed |= {n: t for n, t in load_file(eight / "model.safetensors").items() if n.startswith(name)}
-    save_file(mixed, four / "model.safetensors", metadata={"format": "pt"})
-    manifest = kvgraph.compile(four, tmp_path / "a.kvg", page_size=16)
-    assert any("weights: 3 of the layers" in n and "int8" in n for n in manifest.notes)
+    mixed(folder, eight, "model.layers.0.self_attn.v_proj.")
+    mixed(folder, plain("llama"), "model.layers.1.self_attn.k_proj.")
+    manifest = kvgraph.compile(folder, tmp_path / "a.kvg", page_size=16)
     kinds = [(a["bits"], a["group"]) for _, a, _ in nodes(tmp_path / "a.kvg")]
-    assert sorted(kinds) == [(4, 32)] * 7 + [(8, 0), (16, 0)]
+    assert sorted(kinds) == [(4, 32)] * 8 + [(8, 0)] + [(16, 0)] * 2
+    assert not any("rounded" in note for note in manifest.notes)
+    mixed(folder, eight, "model.layers.0.mlp.up_proj.")
+    manifest = kvgraph.compile(folder, tmp_path / "b.kvg", page_size=16)
+    assert any("2 of the layers" in n and "rounded to int8" in n for n in manifest.notes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "rounded", "kept"),
+    [
+        ("qwen3_moe", "gptq-act-order", "int4", {False}),
+        ("llama", "awq", "int4", {True, False}),  # 48 inputs of a rank: a group and a half
+        ("qwen3_moe", "fp8-channel", "", {True, False}),
+    ],
+)
+def test_ranks(
+    architecture: str,
+    form: str,
+    rounded: str,
+    kept: set[bool],
+    plain: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Compile's own check runs both; what is rounded has its tolerance."""
+    folder = quantized.make(form, plain(architecture), tmp_path / form)
+    manifest = kvgraph.compile(folder, tmp_path / "a.kvg", page_size=16, tp=2)
+    said = [note for note in manifest.notes if "are rounded to" in note]
+    assert [note for note in said if f"rounded to {rounded}," in note] == said
+    assert bool(said) == bool(rounded)
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+    assert {a["group"] > 0 for _, a, _ in nodes(tmp_path / "a.kvg")} == kept
+
+
+def test_backend_torch(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("awq", plain("llama"), tmp_path / "awq")
+    out = tmp_path / "a.kvg"
+    kvgraph.compile(folder, out, page_size=16, backend="torch", weights="stored")
+    found = load_file(out / "weights.safetensors")
+    packed = sorted(str(each.dtype) for name, each in found.items() if name.endswith(".packed"))
+    assert packed == ["torch.bfloat16"] + ["torch.int8"] * 8
 
 
 def test_plain_checkpoints_are_refused(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -215,6 +268,9 @@ def checkpoint(folder: Path) -> Mapping[str, Values]:
         ("qwen3_moe", "awq", "experts.gate_up_proj"),
         ("qwen3_moe", "w4a16", "experts.down_proj"),
         ("gpt_oss", "mxfp4", "experts.gate_up_proj"),
+        ("llama", "fp8", "mlp.down_proj.weight"),
+        ("llama", "fp8-tensor", "mlp.down_proj.weight"),
+        ("qwen3_moe", "fp8", "experts.gate_up_proj"),
     ],
 )
 def test_shares_of_ranks_have_the_numbers_that_they_would_read(
@@ -247,7 +303,7 @@ def meant(coded: Coded, form: Form) -> torch.Tensor:
     if form.codes == E2M1:
         scales = torch.exp2(scales.float() - 127)
     levels = torch.from_numpy(LEVELS[form.codes])
-    numbers = levels[coded.numbers.long()] if form.bits == 4 else coded.numbers.float()
+    numbers = levels[coded.numbers.long()] if form.group else coded.numbers.float()
     each = numbers.shape[-1] // scales.shape[-1]
     if coded.offsets is not None:
         numbers = numbers + coded.offsets.repeat_interleave(each, -1)
@@ -256,7 +312,7 @@ def meant(coded: Coded, form: Form) -> torch.Tensor:
 
 def test_a_plan_counts_what_an_artifact_has(plain: Callable[[str], Path], tmp_path: Path) -> None:
     """Within the head, and small parts that a plan does not see."""
-    for form in ("awq", "w4a16", "mxfp4-packed", "w8a8"):
+    for form in ("awq", "w4a16", "mxfp4-packed", "w8a8", "fp8", "fp8-channel"):
         folder = quantized.make(form, plain("llama"), tmp_path / form)
         out = tmp_path / f"{form}.kvg"
         kvgraph.compile(folder, out, page_size=16)

@@ -1,4 +1,4 @@
-"""4-bit weights in groups, as checkpoints store them: ops against their NumPy references."""
+"""Weights in groups, as checkpoints store them: ops against their NumPy references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.packed_weights import Packed, Section, Stored, pack_in_parts, shapes
@@ -16,7 +15,8 @@ from kvgraph.errors import KernelError
 from kvgraph.ops import EXPERTS, LINEAR, native, torch_ops
 from kvgraph.ops._experts import experts
 from kvgraph.ops._linear import linear
-from kvgraph.ops.packed import E2M1, INTEGERS, LEVELS, Form, decode
+from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, LEVELS, Form, decode
+from kvgraph.ops.torch_arrays import tensor_over
 from tests.support.isa import forced_isa
 
 Array = npt.NDArray[Any]
@@ -31,13 +31,17 @@ FORMS = {
     "groups of 32": Form(4, 32, INTEGERS, True),
     "a group a row": Form(4, 288),
     "MXFP4": Form(4, 32, E2M1),
+    "FP8": Form(8, 128, E4M3),
+    "FP8 rows": Form(8, 288, E4M3),
 }
 
 
 def stored_of(form: Form, columns: int, inputs: int, seed: int = 0) -> Stored:
     random = np.random.default_rng(seed)
     groups = -(-inputs // form.group)
-    numbers = random.integers(0, 16, (columns, inputs)).astype(np.uint8)
+    numbers = random.integers(0, 1 << form.bits, (columns, inputs)).astype(np.uint8)
+    if form.codes == E4M3:
+        numbers[(numbers & 127) == 127] = 0  # a NaN
     if form.codes == E2M1:
         return Stored(numbers, random.integers(118, 130, (columns, groups)).astype(np.uint8))
     scales = random.uniform(0.01, 0.1, (columns, groups)).astype(np.float32)
@@ -119,13 +123,15 @@ def test_is_the_reference(isa: str, name: str) -> None:
                     zip(found, expected, strict=True) if len(widths) > 2 else [(found, expected)]
                 )
                 for mine, reference in pairs:
-                    np.testing.assert_allclose(mine, reference, rtol=5e-5, atol=1e-4)
+                    near = 1e-5 * np.abs(reference).max()
+                    np.testing.assert_allclose(mine, reference, rtol=5e-5, atol=near)
                 if len(widths) == 1:
                     x = given[0].astype(ml_dtypes.bfloat16).astype(np.float64)  # type: ignore[union-attr]
-                    np.testing.assert_allclose(expected, x @ weights[0].T, rtol=1e-5, atol=1e-5)
+                    exact = x @ weights[0].T
+                    np.testing.assert_allclose(expected, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name: str) -> None:
     given, attributes, _ = call_of(name, (41,), 384, 40)
@@ -141,7 +147,7 @@ def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name:
             np.testing.assert_array_equal(found, expected[:take])
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_experts(isa: str, name: str) -> None:
     """Gate and up, then down, of each row's experts."""
@@ -172,7 +178,7 @@ def test_experts(isa: str, name: str) -> None:
 
 
 def test_a_row_with_a_nan_is_nan_and_others_are_not() -> None:
-    for name in ("AWQ", "GPTQ", "MXFP4"):
+    for name in ("AWQ", "GPTQ", "MXFP4", "FP8"):
         given, attributes, _ = call_of(name, (16,), 128, 12)
         x = given[0]
         assert x is not None
@@ -188,16 +194,28 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
     "group": ("AWQ", {"group": 48}, {}, "linear: group: expected a multiple of 32, got 48"),
     "bits": (
         "AWQ",
-        {"bits": 8},
+        {"bits": 16},
         {},
-        "linear: group: expected 0 for 8 bits, got 128",
+        "linear: group: expected 0 for 16 bits, got 128",
     ),
-    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0 or 1, got 2"),
+    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0 or 1 for 4 bits, got 2"),
     "codes without groups": (
         "MXFP4",
         {"group": 0},
         {},
-        "linear: codes: expected 0 without groups, got 1",
+        "linear: codes: expected 0 for 4 bits without groups, got 1",
+    ),
+    "codes of 8 bits": (
+        "AWQ",
+        {"bits": 8},
+        {},
+        "linear: codes: expected 2 for 8 bits, got 0",
+    ),
+    "bytes of FP8": (
+        "FP8",
+        {},
+        {3: np.zeros((1, 1, 16), np.int8)},
+        "linear: group_bytes: expected none for 8 bits, got some",
     ),
     "no scales": (
         "AWQ",
@@ -248,7 +266,7 @@ def test_refusals_name_operand_and_both_values(case: str) -> None:
         native.run(LINEAR, *given, **(attributes | changed))
     assert str(raised.value) == sentence
     mode = FakeTensorMode()
-    fakes = [None if a is None else mode.from_tensor(torch.from_numpy(a)) for a in given]
+    fakes = [None if a is None else mode.from_tensor(tensor_over(a, a.dtype.name)) for a in given]
     with pytest.raises(KernelError) as raised:
         torch_ops.linear(*fakes, **(attributes | changed))
     assert str(raised.value) == sentence

@@ -7,9 +7,10 @@ The model is a GGUF file that llama.cpp's own tools make (`convert_hf_to_gguf.py
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvgraph.contract.plain import JsonObject
+if TYPE_CHECKING:  # a peer's interpreter has no kvgraph
+    from kvgraph.contract.plain import JsonObject
 
 NEEDS = {"llama_cpp": "llama-cpp-python"}
 PRECISIONS = ("fp32", "bf16", "int8", "int4")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvgraph.contract.plain import JsonObject
+if TYPE_CHECKING:  # a peer's interpreter has no kvgraph
+    from kvgraph.contract.plain import JsonObject
 
 NEEDS = {
     "onnxruntime_genai": "onnxruntime-genai",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvgraph.contract.plain import JsonObject
+if TYPE_CHECKING:  # a peer's interpreter has no kvgraph
+    from kvgraph.contract.plain import JsonObject
 
 NEEDS = {
     "openvino_genai": "openvino-genai",

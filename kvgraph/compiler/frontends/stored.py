@@ -293,7 +293,7 @@ def _linear(shapes: Shapes, name: str, has_bias: bool, *, is_tied: bool = False)
     shape = shapes[name]
     if len(shape) != 2:
         raise InDoubtError(f"{name} has the shape {list(shape)}")
-    return Linear(*shape, has_bias, is_tied)
+    return Linear(*shape, has_bias, is_tied, is_head=name in (HEAD, TABLE))
 
 
 def _require_names(found: set[str], expected: set[str]) -> None:

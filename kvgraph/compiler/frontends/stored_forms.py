@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.ops.packed import E2M1, GROUP, Form
+from kvgraph.ops.packed import E2M1, E4M3, GROUP, Form
 
 MXFP4_GROUP = 32
+ROW = 1 << 30
+"""Inputs of a group that is a whole row."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ PLAIN = Form(16)
 
 
 def stored_forms(config: Config) -> StoredForms:
-    """Of a checkpoint in fewer bits. Integers stay in as few bits as they are, in the largest form
-    where there are several; numbers with exponents, but for experts in MXFP4, fit bfloat16."""
+    """Of a checkpoint in fewer bits: the one of most bits where a configuration names several."""
     given = quantization(config) or {}
     if given.get("quant_method") == "mxfp4":
         return StoredForms(PLAIN, Form(4, MXFP4_GROUP, E2M1))
+    if str(given.get("quant_method")).endswith("fp8"):
+        form = _of_float8(given.get("weight_block_size"))
+        return StoredForms(form, form)
     groups = given.get("config_groups")
     each = [g.get("weights") or {} for g in groups.values()] if groups else [given]
     forms = [_form(one, str(given.get("format"))) for one in each]
@@ -35,8 +39,10 @@ def stored_forms(config: Config) -> StoredForms:
 
 
 def _form(given: Config, packing: str) -> Form:
+    if packing.startswith("mxfp4"):
+        return Form(4, MXFP4_GROUP, E2M1)
     if given.get("type") == "float":
-        return Form(4, MXFP4_GROUP, E2M1) if packing.startswith("mxfp4") else PLAIN
+        return _of_float8(given.get("block_structure")) if given.get("num_bits") == 8 else PLAIN
     bits = given.get("num_bits", given.get("bits", given.get("w_bit")))
     if not isinstance(bits, int):
         return PLAIN
@@ -47,3 +53,11 @@ def _form(given: Config, packing: str) -> Form:
         return Form(4)
     symmetric = given.get("symmetric", given.get("sym", not given.get("zero_point", True)))
     return Form(4, group, has_offsets=not symmetric)
+
+
+def _of_float8(block: object) -> Form:
+    """Of blocks `[height, width]`; None: a scale a row, or one."""
+    if not isinstance(block, list):
+        return Form(8, ROW, E4M3)
+    width = block[1]
+    return PLAIN if width % GROUP else Form(8, width, E4M3)

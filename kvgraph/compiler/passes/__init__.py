@@ -27,6 +27,6 @@ class PassOptions:
     is_padded: bool
     """The cache's strategy is padded."""
     is_packed: bool
-    """Linear layers have packed weights: bf16, int8 or int4."""
+    """Linear layers have packed weights: bf16, int8, int4 or as stored."""
     ranks: int = 1
     """Processes that run the program together."""

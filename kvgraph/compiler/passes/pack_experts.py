@@ -37,9 +37,11 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _packed(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
     up, down, inner = mixture.up, mixture.down, mixture.down.inputs
     halves = [mixture.gate.gate, mixture.gate.up]
-    sources = [layer.source(weights) for layer in (up, down)]
-    fits = [s.is_coded_transposed == up.is_transposed for s in sources]
-    form, is_kept = weights.form_of(sources, bits, can_keep=all(fits))
+    sources = {layer.name: layer.source(weights) for layer in (up, down)}
+    fits = all(
+        sources[layer.name].is_coded_transposed == layer.is_transposed for layer in (up, down)
+    )
+    form, is_kept = weights.form_of([*sources.values()], bits, can_keep=fits)
     given = [
         *_add(program, up, [inner, inner], form, is_kept, weights, halves),
         *_add(program, down, [down.columns], form, is_kept, weights, [slice(None)]),

@@ -7,6 +7,7 @@ residual, is its too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.export import ExportedProgram
@@ -18,12 +19,14 @@ from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
     OUTPUTS,
     Group,
+    Layer,
     replace_outputs,
     rewrite_linears,
 )
 from kvgraph.compiler.passes.operands import value
 from kvgraph.compiler.passes.parameters import add_packed
 from kvgraph.compiler.weights import Weights
+from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
@@ -34,9 +37,22 @@ def pack_linear(program: ExportedProgram, bits: int, weights: Weights) -> PassRe
     """Rewrite `program` in place; its packed weights are made later."""
 
     def rewrite(group: Group) -> None:
-        _rewrite(program, group, bits, weights)
+        for part in _of_one_form(group, bits, weights):
+            _rewrite(program, part, bits, weights)
 
     return rewrite_linears(program, "pack_linear", (torch.float32,), rewrite, residuals=True)
+
+
+def _of_one_form(group: Group, bits: int, weights: Weights) -> list[Group]:
+    """Layers that are kept as they are stored, apart where their forms differ."""
+    if bits != AS_STORED or group.gated is not None or len(group.layers) == 1:
+        return [group]
+    kinds: dict[object, list[Layer]] = {}
+    for layer in group.layers:
+        source = layer.source(weights)
+        form = source.form and replace(source.form, has_offsets=False)
+        kinds.setdefault(form or source.bits, []).append(layer)
+    return [Group(layers) for layers in kinds.values()]
 
 
 def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:

@@ -7,7 +7,8 @@ import torch
 
 from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
 from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
-from kvgraph.ops.packed import E2M1, GROUP, LEVELS, Form
+from kvgraph.errors import ModelError
+from kvgraph.ops.packed import E2M1, E4M3, GROUP, LEVELS, Form
 
 Block = tuple[int, int]
 
@@ -28,21 +29,49 @@ class Scaled(Values):
         self._numbers, self._scales, self._block = numbers, scales, block
 
     def open(self) -> Rows:
-        numbers, scales = self._numbers.open(), read_finite(self._scales)
-        if scales.numel() == 1:
-            one = scales.reshape(())
-            return lambda start, stop: numbers(start, stop).float() * one
-        height, width = self._block
-        columns = torch.arange(self.shape[-1]) // width
+        numbers, of_rows = self._numbers.open(), self._open_scales()
+        columns = torch.arange(self.shape[-1]) // self._block[1]
 
         def rows(start: int, stop: int) -> torch.Tensor:
-            if len(self.shape) == 3:
-                of_rows = scales[start:stop, torch.arange(self.shape[1]) // height]
-            else:
-                of_rows = scales[torch.arange(start, stop) // height]
-            return numbers(start, stop).float() * of_rows[..., columns]
+            return numbers(start, stop).float() * of_rows(start, stop)[..., columns]
 
         return rows
+
+    def _open_scales(self) -> Rows:
+        """What reads those of rows: `[n, blocks]`, or `[n, N, blocks]`."""
+        scales, height = read_finite(self._scales), self._block[0]
+        if scales.numel() == 1:
+            return lambda start, stop: scales.reshape(1, 1).expand(
+                (stop - start, *self.shape[1:-1], 1)
+            )
+        scales = scales.reshape(*self.shape[:-2], -(-self.shape[-2] // height), -1)
+        if len(self.shape) == 3:
+            of_rows = torch.arange(self.shape[1]) // height
+            return lambda start, stop: scales[start:stop, of_rows]
+        return lambda start, stop: scales[torch.arange(start, stop) // height]
+
+    @property
+    def form(self) -> Form | None:
+        """Of blocks that are as wide as groups may be."""
+        return None if self._block[1] % GROUP else Form(8, self._block[1], E4M3)
+
+    def open_coded(self) -> CodedRows:
+        numbers, of_rows = self._numbers.open(), self._open_scales()
+
+        def rows(start: int, stop: int) -> Coded:
+            found = numbers(start, stop)
+            self._require_numbers(start, found)
+            return Coded(found.view(torch.uint8), of_rows(start, stop))
+
+        return rows
+
+    def _require_numbers(self, first: int, numbers: torch.Tensor) -> None:
+        odd = numbers.view(torch.uint8) & 127 == 127
+        if odd.any():
+            at = [int(i) for i in odd.nonzero()[0]]
+            raise ModelError(
+                f"{self.where}{[first + at[0], *at[1:]]}: expected a finite number, got nan"
+            )
 
 
 def scaled(parts: Parts, numbers: Plain, scales: Plain, block: Block | None) -> Values:

@@ -57,7 +57,8 @@ def lower(
 
     UnsupportedError: ONNX's checker refuses what torch's exporter made of the model.
 
-    `weight_bits`: linear layers over packed weights (16, 8 or 4); None: as the model has them.
+    `weight_bits`: linear layers over packed weights (16, 8, 4 or AS_STORED); None: as the model has
+    them.
     """
     traced.bits = weight_bits
     lowered, _ = write(traced, folder, PASSES["cpu", "onnx"])

@@ -45,8 +45,8 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2` and `weights.safetensors` into `folder`. Needs a C++ compiler.
 
-    `weight_bits`: linear layers over packed weights (16, 8 or 4) and embedding tables in bfloat16;
-    None: as the model has them.
+    `weight_bits`: linear layers over packed weights (16, 8, 4 or AS_STORED) and embedding tables in
+    bfloat16; None: as the model has them.
     """
     program, traced.bits = traced.program, weight_bits
     run_passes(traced, PASSES["cpu", "torch"].program)
