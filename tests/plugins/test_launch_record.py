@@ -16,6 +16,7 @@ from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
 from kvgraph.kernels.record import archs_of, image_digests
 from kvgraph.ops import launch_native
+from kvgraph.ops.header import ABI_VERSION
 from kvgraph.ops.launch_names import ROLES
 from kvgraph.ops.launch_native import ArchRecord, KernelsHeader, bound_scratch, check_kernels
 from tests.plugins.tensorrt_fields import record_of, shape_of
@@ -101,7 +102,7 @@ SIZE = ctypes.sizeof(KernelsHeader) + 2 * ctypes.sizeof(ArchRecord)
     [
         (lambda h, a: put(h, version=9), f"expected version 3 of this kvgraph, got 9: {ANOTHER}"),
         (lambda h, a: put(h, contract_version=7),
-         f"expected operands of ABI version 2 of this kvgraph, got 7: {ANOTHER}"),
+         f"expected operands of ABI version {ABI_VERSION} of this kvgraph, got 7: {ANOTHER}"),
         (lambda h, a: put(h, arch_size=8),
          f"expected {ctypes.sizeof(ArchRecord)} bytes for an arch, got 8"),
         (lambda h, a: put(h, num_archs=0),
