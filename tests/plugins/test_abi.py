@@ -43,7 +43,8 @@ def raw_call(version: int = ABI_VERSION, size: int = native.CALL.size, operands:
 def test_versions_sizes_and_counts_are_checked() -> None:
     assert raw_call() == "paged_attention: q: expected a tensor, got none"
     assert raw_call(version=7) == (
-        f"paged_attention: expected ABI version {ABI_VERSION} of this library, got 7 from its caller"
+        f"paged_attention: expected ABI version {ABI_VERSION} of this library, got 7 from its "
+        "caller"
     )
     assert raw_call(size=8) == "paged_attention: expected a kvg_call of at least 64 bytes, got 8"
     assert raw_call(operands=3) == "paged_attention: expected 9 operands, got 3"
