@@ -27,7 +27,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from kvgraph.bench.limits import read_limits
-from kvgraph.compiler.packed_weights import Packed, Section, Stored, pack, pack_in_parts
+from kvgraph.compiler.packed_weights import Packed, Stored, keep, pack
 from kvgraph.ops import LINEAR, native
 from kvgraph.ops.packed import E2M1, INTEGERS, Form
 
@@ -48,10 +48,7 @@ def packed(form: Form) -> Packed:
     if form.codes == E2M1:
         scales = random.integers(118, 130, groups).astype(np.uint8)
     offsets = random.integers(-8, 9, groups).astype(np.int8) if form.has_offsets else None
-    parts = list(pack_in_parts([Section.kept(Stored(numbers, scales, offsets))], K, form))
-    names = ("weight", "scales", "group_bytes")
-    found = {name: [getattr(part, name) for part in parts] for name in names}
-    return Packed(4, **{n: None if a[0] is None else np.concatenate(a) for n, a in found.items()})
+    return keep([Stored(numbers, scales, offsets)], form)
 
 
 def ours(form: Form, x: Array) -> Call:

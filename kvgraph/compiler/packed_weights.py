@@ -116,6 +116,12 @@ def pack_each(
     return Packed(bits, **_arrays(each, np.stack))
 
 
+def keep(parts: Sequence[Stored], form: Form, *, interleave: bool = False) -> Packed:
+    """As `pack`, of sections as they are stored."""
+    sections, width = [Section.kept(part) for part in parts], parts[0].numbers.shape[1]
+    return _joined(pack_in_parts(sections, width, form, interleave=interleave))
+
+
 def pack_in_parts(
     sections: Sequence[Section], width: int, form: Form, *, interleave: bool = False
 ) -> Iterator[Packed]:
@@ -234,7 +240,7 @@ def threads() -> ThreadPoolExecutor:
 
 
 def _pack_block(rows: Array, bits: int) -> Packed:
-    """`rows [panels, COLUMNS, K]` -> lines, scales with column sums, group_bytes."""
+    """`rows [panels, COLUMNS, K]` -> lines, scales with column sums, multipliers."""
     if bits == 32:
         return Packed(bits, _lines(rows, 32))
     if bits == 16:
@@ -288,7 +294,7 @@ def _divisor(scale: Array) -> Array:
 
 
 def _two_level(rows: Array) -> tuple[Array, Array, Array]:
-    """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and group_bytes of the groups."""
+    """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and multipliers of the groups."""
     groups = rows.reshape(*rows.shape[:2], -1, GROUP)
     largest = _largest(groups)
     scale = largest.max(-1) / np.float32(NIBBLE_MAX * MULTIPLIER_MAX)

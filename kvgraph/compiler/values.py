@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
+from typing import TypeVar
 
 import torch
 
@@ -59,6 +60,8 @@ class Coded:
 
 
 CodedRows = Callable[[int, int], Coded]
+
+Part = TypeVar("Part", torch.Tensor, Coded)
 
 
 class Values(ABC):
@@ -155,13 +158,20 @@ class Converted(Values):
         return lambda start, stop: whole[start:stop]
 
 
-class Cast(Values):
-    """Another in a dtype, whose numbers are finite in both: else ModelError as they are read."""
+class Derived(Values):
+    """What is made of another tensor, and stored as that one is."""
 
-    def __init__(self, source: Values, dtype: torch.dtype) -> None:
-        self.where, self.shape, self.dtype = source.where, source.shape, dtype
-        self.bits, self.is_coded_transposed = source.bits, source.is_coded_transposed
+    def __init__(
+        self, source: Values, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self.where, self.bits = source.where, source.bits
+        self.shape = source.shape if shape is None else tuple(shape)
+        self.dtype = dtype or source.dtype
+        self.is_coded_transposed = source.is_coded_transposed
         self._source = source
+
+    def open(self) -> Rows:
+        return self._source.open()
 
     @property
     def form(self) -> Form | None:
@@ -169,6 +179,13 @@ class Cast(Values):
 
     def open_coded(self) -> CodedRows:
         return self._source.open_coded()
+
+
+class Cast(Derived):
+    """Another in a dtype, whose numbers are finite in both: else ModelError as they are read."""
+
+    def __init__(self, source: Values, dtype: torch.dtype) -> None:
+        super().__init__(source, dtype=dtype)
 
     def open(self) -> Rows:
         rows = self._source.open()
@@ -193,24 +210,11 @@ class Cast(Values):
         )
 
 
-class Head(Values):
+class Head(Derived):
     """The first rows of another."""
 
     def __init__(self, whole: Values, count: int) -> None:
-        self.where, self.dtype = whole.where, whole.dtype
-        self.bits, self.is_coded_transposed = whole.bits, whole.is_coded_transposed
-        self.shape = (count, *whole.shape[1:])
-        self._whole = whole
-
-    def open(self) -> Rows:
-        return self._whole.open()
-
-    @property
-    def form(self) -> Form | None:
-        return self._whole.form
-
-    def open_coded(self) -> CodedRows:
-        return self._whole.open_coded()
+        super().__init__(whole, (count, *whole.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -235,32 +239,23 @@ class Share:
         return [(part * packed + first, part * packed + first + own) for part in range(self.parts)]
 
 
-class Cut(Values):
+class Cut(Derived):
     """A rank's share of another."""
 
     def __init__(self, whole: Values, share: Share) -> None:
-        self.where, self.dtype = whole.where, whole.dtype
-        self.bits, self.is_coded_transposed = whole.bits, whole.is_coded_transposed
         shape = list(whole.shape)
         shape[share.dim] //= share.ranks
-        self.shape = tuple(shape)
-        self._whole, self._share = whole, share
+        super().__init__(whole, shape)
+        self._share = share
 
     def open(self) -> Rows:
-        rows, share = self._whole.open(), self._share
-        if share.dim:
-            return lambda start, stop: share.of(rows(start, stop))
-        own = share.rows(self._whole.count)
-
-        def of_own(start: int, stop: int) -> torch.Tensor:
-            return torch.cat([rows(*span) for span in _within(own, start, stop)])
-
-        return of_own
+        share = self._share
+        return _rows_of(share, self._source.count, self._source.open(), share.of, torch.cat)
 
     @property
     def form(self) -> Form | None:
         """None where a share of the inputs ends within every group that kernels have."""
-        form = self._whole.form
+        form = self._source.form
         if form is None or self._coded_dim != len(self.shape) - 1 or not form.group:
             return form
         group = math.gcd(form.group, self.shape[self._share.dim])
@@ -274,29 +269,32 @@ class Cut(Values):
         return 2 * last - 1 - dim if self.is_coded_transposed and dim >= last - 1 else dim
 
     def open_coded(self) -> CodedRows:
-        rows, share = self._whole.open_coded(), replace(self._share, dim=self._coded_dim)
-        if share.dim:
-            whole, form = self._whole.form, self.form
-            assert whole is not None
-            assert form is not None
-            times = whole.group // form.group if form.group else 1
-            is_row = not form.group and share.dim == len(self.shape) - 1  # a scale that all have
+        share, whole, form = replace(self._share, dim=self._coded_dim), self._source.form, self.form
+        assert whole is not None
+        assert form is not None
+        times = whole.group // form.group if form.group else 1
+        is_row = not form.group and share.dim == len(self.shape) - 1  # a scale that all have
 
-            def of_inputs(start: int, stop: int) -> Coded:
-                found = rows(start, stop).spread(times)
-                return (
-                    replace(found, numbers=share.of(found.numbers))
-                    if is_row
-                    else found.map(share.of)
-                )
+        def cut(found: Coded) -> Coded:
+            if is_row:
+                return replace(found, numbers=share.of(found.numbers))
+            return found.spread(times).map(share.of)
 
-            return of_inputs
-        own = share.rows(self._whole.count)
+        return _rows_of(share, self._source.count, self._source.open_coded(), cut, joined)
 
-        def of_own(start: int, stop: int) -> Coded:
-            return joined([rows(*span) for span in _within(own, start, stop)])
 
-        return of_own
+def _rows_of(
+    share: Share,
+    count: int,
+    rows: Callable[[int, int], Part],
+    cut: Callable[[Part], Part],
+    join: Callable[[list[Part]], Part],
+) -> Callable[[int, int], Part]:
+    """What reads rows of a share of `count` rows: `cut` of each, or those that are its own."""
+    if share.dim:
+        return lambda start, stop: cut(rows(start, stop))
+    own = share.rows(count)
+    return lambda start, stop: join([rows(*span) for span in _within(own, start, stop)])
 
 
 def joined(parts: Sequence[Coded]) -> Coded:

@@ -77,6 +77,8 @@ WEIGHT_BITS = {"bf16": 16, "int8": 8, "int4": 4, "stored": AS_STORED}
 layer in the form in which the checkpoint has it."""
 PACKED = {32: "float32", 16: "bfloat16", 8: "int8", 4: "int8"}
 """Bits of an element of packed weights -> the dtype that holds it; two of 4 bits are an int8."""
+PACKED_FLOAT8 = "float8_e4m3fn"
+"""The dtype that holds packed weights in FP8."""
 WEIGHTS = ("fp32", *WEIGHT_BITS)
 """What linear layers on a CPU may keep."""
 SMALL_WEIGHTS = ("int8", "int4")

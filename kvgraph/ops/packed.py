@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvgraph.contract.dims import Array, ceildiv
-from kvgraph.contract.dtypes import PACKED
+from kvgraph.contract.dtypes import PACKED, PACKED_FLOAT8
 from kvgraph.ops import spec
 
 COLUMNS, DEPTH, GROUP = 16, 64, 32
@@ -36,7 +36,6 @@ INTEGERS, E2M1, E4M3 = range(3)
 finite numbers, OCP 8-bit Floating Point)."""
 
 CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8}
-FLOAT8 = "float8_e4m3fn"
 
 
 def _floats(exponent_bits: int, mantissa_bits: int) -> Array:
@@ -59,8 +58,7 @@ LEVELS = {
 
 IN_LINE = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """bits -> which code of a column's word has each of consecutive inputs in a line of groups: pairs
-are
-next to each other in 16 bits."""
+are next to each other in 16 bits."""
 
 
 @dataclass(frozen=True, order=True)
@@ -293,7 +291,7 @@ def _weight_fault(weight: str, bits: int, group: int, codes: int) -> bool | str:
 
 def stored_dtype(bits: int, codes: int = INTEGERS) -> str:
     """Of an element of packed weights; two of 4 bits are an int8."""
-    return FLOAT8 if codes == E4M3 else PACKED[bits]
+    return PACKED_FLOAT8 if codes == E4M3 else PACKED[bits]
 
 
 def _line_fault(line: int, bits: int) -> bool | str:
@@ -347,7 +345,7 @@ def _bytes_fault(num_bytes: int, group: int) -> bool | str:
 
 
 def num_groups(in_features: int, group: int = 0) -> int:
-    """Groups of a row of 4 bits; `group` 0: of two levels."""
+    """Groups of a row; `group` 0: those of two levels."""
     return ceildiv(padded_depth(in_features), group or GROUP)
 
 

@@ -15,7 +15,7 @@ OPSET_DOMAIN = "kvgraph"
 OPSET_VERSION = 1
 
 ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
-WEIGHT = (*dict.fromkeys(dtypes.PACKED.values()), "float8_e4m3fn")
+WEIGHT = (*dict.fromkeys(dtypes.PACKED.values()), dtypes.PACKED_FLOAT8)
 MATRIX = (*dtypes.ACTIVATIONS, "int8")
 """Of a weight on a GPU: the activations' dtype, or whole numbers under scales."""
 INDEX = ("int32",)

@@ -18,23 +18,6 @@ from kvgraph.compiler import values
 from kvgraph.compiler.frontends import folder as folders
 from kvgraph.compiler.frontends import huggingface
 from tests.support import quantized
-from tests.support.models import make_model
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-EXPERTS |= {"num_local_experts": 4}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(architecture: str) -> Path:
-        if architecture not in made:
-            folder = tmp_path_factory.mktemp("plain") / architecture
-            made[architecture] = make_model(architecture, folder, **EXPERTS)
-        return made[architecture]
-
-    return of
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

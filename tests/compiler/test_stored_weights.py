@@ -19,32 +19,23 @@ from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.values import Coded, Cut, Share, Values
 from kvgraph.ops.packed import COLUMNS, E2M1, E4M3, LEVELS, Form, decode
 from tests.support import quantized
-from tests.support.models import make_model
 from tests.support.plans import plan
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-EXPERTS |= {"num_local_experts": 4}
 Node = tuple[str, dict[str, int], dict[str, np.ndarray[Any, Any]]]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(architecture: str) -> Path:
-        if architecture not in made:
-            folder = tmp_path_factory.mktemp("plain") / architecture
-            made[architecture] = make_model(architecture, folder, **EXPERTS)
-        return made[architecture]
-
-    return of
+def graph_of(folder: Path) -> onnx.GraphProto:
+    return onnx.load(folder / "model.onnx", load_external_data=False).graph
 
 
 def arrays_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Weights by name, the small ones that the graph holds too."""
-    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
-    inline = (i for i in graph.initializer if i.data_location != onnx.TensorProto.EXTERNAL)
     tensors = load_file(folder / "weights.safetensors")
+    inline = (
+        each
+        for each in graph_of(folder).initializer
+        if each.data_location != onnx.TensorProto.EXTERNAL
+    )
     stored = {name: _bytes(tensor).numpy() for name, tensor in tensors.items()}
     return stored | {each.name: onnx.numpy_helper.to_array(each) for each in inline}
 
@@ -57,15 +48,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def nodes(folder: Path) -> list[Node]:
     """Our nodes over packed weights: op, attributes, and arrays by operand."""
-    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
-    arrays = arrays_of(folder)
-    found = []
-    for node in graph.node:
-        if node.op_type not in ("linear", "experts"):
-            continue
-        attributes = {a.name: a.i for a in node.attribute}
-        held = {name.rpartition(".")[2]: arrays[name] for name in node.input if name in arrays}
-        found.append((node.op_type, attributes, {n: held[n] for n in held}))
+    arrays, found = arrays_of(folder), []
+    for node in graph_of(folder).node:
+        if node.op_type in ("linear", "experts"):
+            attributes = {a.name: a.i for a in node.attribute}
+            held = {name.rpartition(".")[2]: arrays[name] for name in node.input if name in arrays}
+            found.append((node.op_type, attributes, held))
     return found
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvgraph.compiler.packed_weights import Packed, pack
-from kvgraph.errors import KernelError
 from kvgraph.ops import LINEAR, native, torch_ops
 from kvgraph.ops._linear import linear
 from kvgraph.ops.packed import quantize_rows, unpack
 from tests.support.isa import forced_isa
+from tests.support.linears import refusals, require_equal_rows
 
 Array = npt.NDArray[Any]
 
@@ -80,17 +79,8 @@ def test_is_the_reference(isa: str, bits: int, shape: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, bits: int) -> None:
     given_, attributes, _ = call_of("ragged edges", bits, 40)
-    x, residual = given_[0], given_[-1]
-    assert x is not None
-    assert residual is not None
-    with forced_isa(isa) as library:
-        library.dll.kvg_cpu_set_num_threads(1)
-        expected = native.run(LINEAR, *given_, **attributes)
-        library.dll.kvg_cpu_set_num_threads(2)
-        np.testing.assert_array_equal(native.run(LINEAR, *given_, **attributes), expected)
-        for take in (1, 7, 9):
-            some = [x[:take], *given_[1:-1], residual[:take]]
-            np.testing.assert_array_equal(native.run(LINEAR, *some, **attributes), expected[:take])
+    assert given_[-1] is not None
+    require_equal_rows(isa, given_, attributes, (1, 7, 9))
 
 
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
@@ -213,11 +203,4 @@ def test_refusals_name_operand_and_both_values(case: str) -> None:
     given_, attributes, _ = call_of("one panel", 8, 2)
     for index, value in replaced.items():
         given_[index] = value
-    with pytest.raises(KernelError) as raised:
-        native.run(LINEAR, *given_, **(attributes | changed))
-    assert str(raised.value) == sentence
-    mode = FakeTensorMode()
-    fakes = [None if a is None else mode.from_tensor(torch.from_numpy(a)) for a in given_]
-    with pytest.raises(KernelError) as raised:
-        torch_ops.linear(*fakes, **(attributes | changed))
-    assert str(raised.value) == sentence
+    assert refusals(given_, attributes | changed) == [sentence] * 2

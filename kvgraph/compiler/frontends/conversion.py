@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraph.compiler.values import Coded, CodedRows, Rows, Values
+from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 ROW_OPERATIONS = ("Chunk", "Concatenate", "MergeModulelist")
 """Of transformers' converters, those that keep a row of inputs as it is."""
 STACK = "MergeModulelist"
-
-Part = TypeVar("Part", torch.Tensor, Coded)
 
 LANGUAGE_PARTS = ("language_model.", "text_model.")
 """What a larger model calls its language part, before or behind `model.`."""

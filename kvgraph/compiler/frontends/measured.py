@@ -34,9 +34,12 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
     mixtures = [module for module in modules if _has_kernel(module)]
     rows, hidden = _table(model.module).weight.shape
     made = sorted(
-        _linear(layer, layer.weight in tables, rows in (n, n * ranks))
+        _linear(
+            layer,
+            is_tied=layer.weight in tables,
+            is_head=rows in (len(layer.weight), len(layer.weight) * ranks),
+        )
         for layer in layers
-        for n in layer.weight.shape[:1]
     )
     widths = [each.out_features for each in made if not each.is_head]
     widths += [max(module.weight.shape) for module in modules if isinstance(module, Conv1D)]
@@ -90,7 +93,7 @@ def _active(config: object) -> int | None:
     return next((number for number in found if isinstance(number, int)), None)
 
 
-def _linear(layer: nn.Linear, is_tied: bool, is_head: bool) -> Linear:
+def _linear(layer: nn.Linear, *, is_tied: bool, is_head: bool) -> Linear:
     rows, columns = layer.weight.shape  # of a rank's part
     return Linear(rows, columns, layer.bias is not None, is_tied, is_head)
 

@@ -37,11 +37,11 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _packed(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
     up, down, inner = mixture.up, mixture.down, mixture.down.inputs
     halves = [mixture.gate.gate, mixture.gate.up]
-    sources = {layer.name: layer.source(weights) for layer in (up, down)}
-    fits = all(
-        sources[layer.name].is_coded_transposed == layer.is_transposed for layer in (up, down)
-    )
-    form, is_kept = weights.form_of([*sources.values()], bits, can_keep=fits)
+    layers = up, down
+    sources = [layer.source(weights) for layer in layers]
+    transposed = [source.is_coded_transposed for source in sources]
+    fits = transposed == [layer.is_transposed for layer in layers]
+    form, is_kept = weights.form_of(sources, bits, can_keep=fits)
     given = [
         *_add(program, up, [inner, inner], form, is_kept, weights, halves),
         *_add(program, down, [down.columns], form, is_kept, weights, [slice(None)]),
@@ -67,7 +67,7 @@ def _add(
     """New parameters of a layer whose experts are packed in these parts of their columns."""
 
     def make() -> Iterator[Packed]:
-        each = layer.each_stored(weights) if is_kept else layer.each(weights, torch.float32)
+        each = layer.each_stored(weights) if is_kept else layer.each(weights)
         for weight, stored_bias in each:
             bias = None if stored_bias is None else array_of(stored_bias)
             sections = [_section(weight, bias, half) for half in halves]

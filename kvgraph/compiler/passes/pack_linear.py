@@ -58,7 +58,6 @@ def _of_one_form(group: Group, bits: int, weights: Weights) -> list[Group]:
 def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:
     graph, first = program.graph, group.layers[0]
     inputs = first.weight.shape[1]
-
     form, is_kept = weights.form_of([layer.source(weights) for layer in group.layers], bits)
 
     def make() -> Iterator[Packed]:
