@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate
+# make demo | test | test-fast | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate | constraints
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
@@ -8,6 +8,9 @@ VENDORS := .venv-vendors
 BIN := $(VENV)/bin
 # Pinned: an open torch requirement takes the newest build, which may bring gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# Versions that the tests ran with; empty: the newest that pyproject.toml allows.
+CONSTRAINTS ?= -c constraints.txt
+EXTRAS := compile,onnx,torch,test,cuda,tensorrt,tiers,serve,guide,events,ray
 # One process for each core; a file's tests share what they compile, so they stay together.
 WORKERS ?= auto --maxprocesses 8
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -15,7 +18,7 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate clean
+.PHONY: demo test test-fast test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate constraints clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
@@ -72,6 +75,11 @@ format: $(VENV)/.installed
 # What type checkers read of the table of public names and of the OpSpecs.
 generate: $(VENV)/.installed
 	$(BIN)/python -m tools.generate
+
+# The newest versions that pyproject.toml allows, from here on.
+constraints: $(VENV)/.installed
+	$(BIN)/pip install --progress-bar on -q --upgrade "$(TORCH)" -e ".[$(EXTRAS)]"
+	$(BIN)/python -m tools.constraints
 
 bench-kv: $(VENV)/.installed
 	$(BENCH).kv
@@ -136,11 +144,11 @@ bench-serve: $(VENV)/.installed
 	$(BENCH).serve $(ARTIFACT)
 
 # Editable, so that Python edits need no reinstall; native sources do.
-$(VENV)/.installed: pyproject.toml $(NATIVE)
+$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --progress-bar on -q "$(TORCH)"
-	$(BIN)/pip install --progress-bar on -q -e ".[compile,onnx,torch,test,cuda,tensorrt,tiers,serve,guide,events,ray]"
+	$(BIN)/pip install --progress-bar on -q $(CONSTRAINTS) -e ".[$(EXTRAS)]"
 	touch $@
 
 $(DOCS)/.installed: pyproject.toml

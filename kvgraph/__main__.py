@@ -2,4 +2,5 @@
 
 from kvgraph.cli import main
 
-main()
+if __name__ == "__main__":  # worker processes of a command import this module
+    main()

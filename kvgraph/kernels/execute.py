@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -142,7 +143,9 @@ def executed(kernels: Sequence[Packed], jobs: int) -> Iterator[list[Ran]]:
 
     KernelError: a kernel that faults, or computes something else than its reference.
     """
-    with ProcessPoolExecutor(jobs) as pool:
+    # A fork of this process would have its locks without its threads.
+    clean = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(jobs, mp_context=clean) as pool:
         yield from pool.map(run_task, tasks_of(kernels))
 
 

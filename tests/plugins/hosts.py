@@ -55,7 +55,7 @@ class Host:
     def result(self, prelude: str, code: str, **options: Any) -> Any:
         """What `code`, after `prelude`, puts in `result`."""
         script = f"{prelude}\n{code}\nprint(json.dumps(result))"
-        return json.loads(self.run("-c", script, timeout=60, **options))
+        return json.loads(self.run("-c", script, timeout=300, **options))
 
 
 def build(runtime: str, folder: Path) -> Host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import struct
 import threading
@@ -140,6 +141,7 @@ def test_a_forked_child_has_its_own_threads() -> None:
     check(LONG, *_run(LONG))
     child = os.fork()
     if child == 0:  # no pytest in here: the status is the answer
+        gc.freeze()  # sessions of other tests would wait for their threads, which are not here
         try:
             check(LONG, *_run(LONG))
             os._exit(0)

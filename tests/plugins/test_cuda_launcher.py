@@ -80,7 +80,7 @@ def drive(fakes: Path) -> Drive:
         given["LD_LIBRARY_PATH"] = str(fakes / driver)
         script = f"{PRELUDE}\n{code}\nprint(json.dumps(result))"
         done = subprocess.run(
-            [sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -126,8 +126,8 @@ def test_a_rank_that_ends_while_the_others_join(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(hosts, "_joined", join_or_end)
     start = time.monotonic()
-    error, _ = met([FACTS, FACTS], timeout=5.0)
-    assert time.monotonic() - start < 4
+    error, _ = met([FACTS, FACTS], timeout=60.0)
+    assert time.monotonic() - start < 30
     assert str(error).startswith("rank 1: expected it to take part, got the end of its process")
 
 
@@ -242,7 +242,7 @@ def test_other_artifacts(model: str, backend: str, compiled: Callable[..., Path]
         )
         for rank in range(2)
     ]
-    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert texts == [f"{expected}\n", ""]
 
@@ -258,7 +258,7 @@ def test_four_ranks_on_two_machines(compiled: Callable[..., Path]) -> None:
     agents = [
         subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    texts = {agent.communicate(timeout=120)[0] for agent in agents}
+    texts = {agent.communicate(timeout=300)[0] for agent in agents}
     assert [agent.returncode for agent in agents] == [0, 0]
     with kvgraph.Engine(folder, num_pages=64) as engine:
         greedy = kvgraph.SamplingParams(max_new_tokens=8)
@@ -312,7 +312,7 @@ def test_ranks_in_two_network_namespaces(two: Path, namespaces: list[str]) -> No
         )
         for rank, name in enumerate(namespaces)
     ]
-    texts = [rank.communicate(timeout=60)[0] for rank in ranks]
+    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     with kvgraph.Engine(two, num_pages=64) as engine:
         greedy = kvgraph.SamplingParams(max_new_tokens=8)

@@ -167,7 +167,7 @@ def test_a_killed_rank_is_named_by_the_other(victim: int, hosts: bool, two: Path
         ranks[victim].kill()
         start = time.monotonic()
         code, _, said = ended(ranks[1 - victim])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30, "it waited for as long as for one that lags"
     assert code == 2
     assert said.splitlines()[-1] == (
         f"kvgraph: rank {victim}: expected it to take part in the step of 2 ranks, got the end of "
@@ -181,17 +181,15 @@ def test_a_killed_rank_is_named_by_the_other(victim: int, hosts: bool, two: Path
 @pytest.mark.parametrize("hosts", PLACES)
 def test_a_rank_that_lags_is_named(hosts: bool, two: Path) -> None:
     """Threads that wait for it are ended too."""
-    options = ("--max-new-tokens", 2000, "--ignore-eos", "--collective-timeout", 1 + 3 * hosts)
+    options = ("--max-new-tokens", 2000, "--ignore-eos", "--collective-timeout", 5)
     with started("generate", two, PROMPT, *options, hosts=hosts) as ranks:
         assert ranks[0].stdout is not None
         ranks[0].stdout.read(20)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        code, _, said = ended(ranks[0], seconds=15)
+        code, _, said = ended(ranks[0])
     assert code == 2
-    assert (
-        "rank 1: expected it to take part in the step of 2 ranks, got nothing from it in "
-        f"{1 + 3 * hosts} s" in said
-    )
+    expected = "rank 1: expected it to take part in the step of 2 ranks, got nothing from it in 5 s"
+    assert expected in said
 
 
 @pytest.mark.parametrize("hosts", PLACES)

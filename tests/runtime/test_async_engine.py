@@ -42,11 +42,26 @@ def engine(artifact: Artifact) -> Engine:
     return Engine(artifact, session=Raising(artifact, num_threads=1), num_pages=200)
 
 
-def use(engine: Engine, task: Callable[[AsyncEngine], Awaitable[Any]]) -> Any:
-    """What `task` returns; afterwards every page is back."""
+def use(
+    engine: Engine, task: Callable[[AsyncEngine], Awaitable[Any]], in_step: bool = False
+) -> Any:
+    """What `task` returns; afterwards every page is back.
+
+    `in_step`: each step waits until the loop's tasks have read the step before the last one.
+    """
 
     async def main() -> Any:
+        loop = asyncio.get_running_loop()
+
+        async def read() -> None:
+            for _ in range(5):  # a stream's news wake its reader, which wakes who waits for it
+                await asyncio.sleep(0)
+
         async with AsyncEngine(engine) as shared:
+            if in_step:
+                shared.after_step = lambda tokens: asyncio.run_coroutine_threadsafe(
+                    read(), loop
+                ).result()
             return await asyncio.wait_for(task(shared), timeout=60)
 
     result = asyncio.run(main())
@@ -94,7 +109,7 @@ def test_a_stream_is_the_completions_text(engine: Engine) -> None:
         assert len(pieces) > 1
         return "".join(pieces), (await shared.generate(PROMPTS[0], TEN)).text
 
-    text, expected = use(engine, task)
+    text, expected = use(engine, task, in_step=True)
     assert text == expected
 
 
@@ -113,7 +128,7 @@ def test_leaving_a_stream_cancels_its_request(engine: Engine) -> None:
             await asyncio.sleep(0.001)
         return done.token_ids  # type: ignore[no-any-return]
 
-    assert len(use(engine, task)) == 10
+    assert len(use(engine, task, in_step=True)) == 10
     assert engine.generated_tokens < 200
 
 
@@ -127,7 +142,7 @@ def test_a_cancelled_task_cancels_its_request(engine: Engine) -> None:
             await waiting
         assert shared.num_open == 0
 
-    use(engine, task)
+    use(engine, task, in_step=True)
     assert engine.generated_tokens < 400
 
 

@@ -62,7 +62,7 @@ def drive(driver: Path, artifact: Path) -> Drive:
         given = {**os.environ, "LD_LIBRARY_PATH": str(driver), **environment}
         script = f"{PRELUDE}\n{code}\nprint(json.dumps(result))"
         command = [sys.executable, "-c", script, str(folder)]
-        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

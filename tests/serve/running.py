@@ -16,7 +16,8 @@ import httpx
 
 COMMAND = (sys.executable, "-m", "kvgraph", "serve")
 LIMITED = (sys.executable, "-m", "tests.serve.limited")
-SECONDS = 60.0
+PACED = (sys.executable, "-m", "tests.serve.paced")
+SECONDS = 180.0
 """A wait that is longer has failed."""
 
 
@@ -113,6 +114,33 @@ def serving(log: Path, *arguments: Any, command: tuple[str, ...] = COMMAND) -> I
         yield server
     finally:
         server.close()
+
+
+class Pace:
+    """Of a server that generates no more tokens than it may; its steps do nothing then."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def allow(self, tokens: int) -> None:
+        """So many since the server began, requests of all clients together."""
+        self._file.write_text(str(tokens))
+
+    def end(self) -> None:
+        """No limit from here on."""
+        self._file.unlink(missing_ok=True)
+
+
+@contextmanager
+def paced(folder: Path, *arguments: Any) -> Iterator[tuple[Server, Pace]]:
+    """As `serving`, with a log in `folder`; there is no limit to begin with."""
+    pace = Pace(folder / "tokens")
+    command = (*PACED, str(folder / "tokens"), "serve")
+    with serving(folder / "log", *arguments, "--port", 0, command=command) as server:
+        try:
+            yield server, pace
+        finally:
+            pace.end()
 
 
 def answered(answer: httpx.Response) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from tests.serve.running import (
     Server,
     answered,
     frames,
+    paced,
     refusal,
     serving,
     wait_for,
@@ -75,13 +75,15 @@ def is_alive(server: Server) -> bool:
 
 
 def test_a_server_that_drains_finishes_what_runs(artifact: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", artifact, "--threads", 1) as server:
+    with paced(tmp_path, artifact, "--threads", 1) as (server, pace):
         whole = server.complete(**{**LONG, "max_tokens": 1000})["choices"][0]["text"]
+        pace.allow(1001)
         with stream_of(server, {**WAITING, "max_tokens": 1000}) as lines:
             server.terminate()
             assert "it ends" in refusal(server.client.get("/ready"), 503)
             refusal(server.post("/v1/completions", {"prompt": "The"}), 503)
             assert server.client.get("/health").status_code == 200
+            pace.end()
             told = [frame["choices"][0] for frame in frames(lines)]
         assert told[-1]["finish_reason"] == "length"
         assert len(told) > 1
@@ -91,24 +93,29 @@ def test_a_server_that_drains_finishes_what_runs(artifact: Path, tmp_path: Path)
 
 def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
     arguments = (artifact, "--threads", 1, "--drain-seconds", 0)
-    with serving(tmp_path / "log", *arguments) as server:
+    with paced(tmp_path, *arguments) as (server, pace):
+        pace.allow(1)
         with ThreadPoolExecutor() as pool, stream_of(server) as lines:
             whole = pool.submit(server.post, "/v1/completions", WAITING | {"stream": False})
-            while server.state()["num_running"] < 2:
-                time.sleep(0.001)
+            wait_for(lambda: server.state()["num_queued"] == 1, "the second one does not come")
+            pace.allow(5)
+            wait_for(lambda: server.state()["num_running"] == 2, "the second one does not run")
             server.terminate()
             last = frames(lines)[-1]
-        assert "the engine was closed" in last["error"]["message"]
-        assert "the engine was closed" in refusal(whole.result(), 503)
+            assert "the engine was closed" in last["error"]["message"]
+            assert "the engine was closed" in refusal(whole.result(), 503)
+        pace.end()
         assert server.process.wait(SECONDS) == 0
 
 
 def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", artifact, "--threads", 1) as server:
+    with paced(tmp_path, artifact, "--threads", 1) as (server, pace):
+        pace.allow(1)
         with stream_of(server) as lines:
             server.terminate()
             server.process.send_signal(signal.SIGTERM)
             assert "error" in frames(lines)[-1]
+        pace.end()
         assert server.process.wait(SECONDS) == 0
 
 
@@ -148,7 +155,8 @@ def test_a_slow_reader_is_cut(artifact: Path, tmp_path: Path) -> None:
 
 def test_a_full_queue_refuses_before_any_header(artifact: Path, tmp_path: Path) -> None:
     arguments = ("--max-batch-size", 1, "--max-queued-requests", 1, "--threads", 1)
-    with serving(tmp_path / "log", artifact, *arguments) as server:
+    with paced(tmp_path, artifact, *arguments) as (server, pace):
+        pace.allow(1)
         with stream_of(server, {**WAITING, "n": 2}):  # one of them waits
             for stream in (True, False):
                 answer = server.post("/v1/completions", {"prompt": "The", "stream": stream})
@@ -156,19 +164,21 @@ def test_a_full_queue_refuses_before_any_header(artifact: Path, tmp_path: Path) 
                 assert 1 <= int(answer.headers["retry-after"]) <= 60
             messages = [{"role": "user", "content": "Hi"}]
             refusal(server.post("/v1/chat/completions", {"messages": messages}), 429)
+        pace.end()
         server.wait_until_idle()
         server.complete("The")
 
 
 def test_prompts_that_wait_are_bounded(artifact: Path, tmp_path: Path) -> None:
     arguments = ("--max-batch-size", 1, "--max-queued-tokens", 100, "--threads", 1)
-    with serving(tmp_path / "log", artifact, *arguments) as server:
+    with paced(tmp_path, artifact, *arguments) as (server, pace):
+        pace.allow(1)
         with ThreadPoolExecutor() as pool, stream_of(server):
             waiting = pool.submit(server.complete, [5] * 500)  # alone in the queue it may wait
-            while not server.state()["num_queued"]:
-                time.sleep(0.01)
+            wait_for(lambda: server.state()["num_queued"] == 1, "it does not wait")
             answer = server.post("/v1/completions", {"prompt": [5] * 2})
             assert "100 tokens of prompts waiting, got" in refusal(answer, 429)
+            pace.end()
         assert waiting.result()["usage"]["prompt_tokens"] == 500
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import multiprocessing
 import sys
 import tempfile
 import time
@@ -153,7 +154,8 @@ def judged(
         for arch in archs
         for case in [*(few if arch in ALIKE else cases), None]
     ]
-    with ProcessPoolExecutor(jobs) as pool:
+    clean = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(jobs, mp_context=clean) as pool:
         yield from pool.map(_judge, tasks, chunksize=4)
 
 

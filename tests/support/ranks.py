@@ -71,7 +71,7 @@ def started(
             process.__exit__(None, None, None)  # closes its pipes and waits
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str], seconds: float = 180) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err

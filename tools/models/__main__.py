@@ -28,12 +28,13 @@ def quietly(name: str) -> tuple[str, Verdict]:
 
 
 def judged(names: Iterable[str], jobs: int = 2) -> Iterator[tuple[str, Verdict]]:
-    """Each case in a process of its own, in order."""
-    import kvgraph.compiler.frontends.huggingface
-    import kvgraph.runtime  # loaded once, before processes are forked  # noqa: F401
+    """Each case in a process of its own, in order.
 
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(jobs, mp_context=fork, max_tasks_per_child=None) as pool:
+    Processes are forked from one that has loaded the libraries and runs no threads.
+    """
+    clean = multiprocessing.get_context("forkserver")
+    clean.set_forkserver_preload(["kvgraph.compiler.frontends.huggingface", "kvgraph.runtime"])
+    with ProcessPoolExecutor(jobs, mp_context=clean, max_tasks_per_child=1) as pool:
         yield from pool.map(quietly, names)
 
 

@@ -37,6 +37,9 @@ NAMESPACE = "kvgraph"
 UNBOUNDED = 1 << 20
 """Requests of a replica: the ingress holds what is too much."""
 
+START_SECONDS = 60
+"""For Serve's proxy to start. Serve kills one that takes longer than 5, and starts it again."""
+
 HEALTH_SECONDS = 2.0
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 20.0
@@ -106,10 +109,7 @@ def serve_replicas(
         with listen(host, port) as free:
             host, port = free.getsockname()[:2]
         index = start_index(APPLICATION, NAMESPACE)
-        serve.start(
-            http_options=HTTPOptions(host=host, port=port),
-            logging_config={"log_level": "ERROR", "enable_access_log": False},
-        )
+        _start_serve(host, port)
         write_line({"event": "listening", "url": f"http://{host}:{port}"})
         ending.listen()
         application = _application(name, folder, make, options, replicas, index)
@@ -126,6 +126,7 @@ def serve_replicas(
 def _connect() -> None:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_SECONDS))
     where: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -151,6 +152,19 @@ def _require_alone() -> None:
         serve.shutdown()
     with suppress(ValueError):  # there is none
         ray.kill(ray.get_actor(APPLICATION, namespace=NAMESPACE))
+
+
+def _start_serve(host: str, port: int) -> None:
+    try:
+        serve.start(
+            http_options=HTTPOptions(host=host, port=port),
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
+    except (RayError, TimeoutError) as error:
+        raise RequestError(
+            f"ray: expected the proxy of Ray Serve to start within {START_SECONDS} s, got "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _application(

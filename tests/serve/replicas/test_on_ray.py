@@ -22,7 +22,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
 
-from kvgraph import Engine, SamplingParams  # noqa: E402
+from kvgraph import Engine, RequestError, SamplingParams  # noqa: E402
 from tests.serve.running import Server, answered, refusal, serving, wait_for  # noqa: E402
 from tests.support.command_line import COMMAND  # noqa: E402
 
@@ -38,6 +38,7 @@ def cluster() -> Iterator[None]:
     """A Ray that the server and this process share; its processes are gone afterwards."""
     kept = dict(os.environ)
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # as the command sets it
     os.environ.pop("RAY_ADDRESS", None)
     own: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
@@ -76,7 +77,7 @@ def require_right_index(count: int) -> None:
     Asked by a process of its own: Serve keeps a cluster that it knew.
     """
     command = [sys.executable, "-m", "tests.serve.replicas.pools", str(count)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     pools = json.loads(found.stdout.splitlines()[-1])
     assert len(pools) == count
     for name, held in pools.items():
@@ -221,7 +222,7 @@ def test_replicas_that_are_killed(artifact: Path, tmp_path: Path, prefill: int) 
 def refused(*arguments: Any, **environment: str) -> str:
     command = [*COMMAND, "serve", *map(str, arguments)]
     given = {"env": os.environ | environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, check=False, timeout=120, **given)  # type: ignore[call-overload]
+    done = subprocess.run(command, check=False, timeout=300, **given)  # type: ignore[call-overload]
     assert done.returncode == 2, done.stderr
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("kvgraph: ")]
     return line
@@ -241,6 +242,17 @@ def test_bad_flags(artifact: Path) -> None:
 def test_an_address_of_no_cluster(artifact: Path) -> None:
     line = refused(artifact, "--replicas", 2, RAY_ADDRESS="nowhere")
     assert "RAY_ADDRESS=nowhere: expected a Ray cluster" in line
+
+
+def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvgraph.serve.replicas import application
+
+    def late(**options: Any) -> None:
+        raise ray.exceptions.GetTimeoutError("Get timed out\nin a call")
+
+    monkeypatch.setattr(application.serve, "start", late)
+    with pytest.raises(RequestError, match=r"Ray Serve to start within 60 s, got GetTimeoutError"):
+        application._start_serve("127.0.0.1", 0)
 
 
 def test_without_ray(artifact: Path, tmp_path: Path) -> None:
@@ -274,7 +286,7 @@ def test_a_port_in_use_and_a_replica_with_another_model(
         assert "listening" in process.stderr.readline()
         mine.rename(tmp_path / "old")
         (tmp_path / "other").rename(mine)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 2, errors
         assert "expected the model that this command was given" in errors
     assert processes() == []
