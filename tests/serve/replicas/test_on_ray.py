@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from tests.support.command_line import COMMAND  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of pydantic
 
 APPLICATION = "kvgraph"
+KILLS, SECONDS_OF_KILLS = 4, 300
 PAGES = 3200
 """Of a replica: more than half of all conversations' pages."""
 
@@ -175,20 +177,26 @@ def test_prompts_go_where_their_pages_are(
 def test_replicas_that_are_killed(artifact: Path, tmp_path: Path, prefill: int) -> None:
     """Every request is answered once with the tokens of one engine, streamed ones too.
 
-    Replicas that compute prompts for others are killed as well.
+    Replicas that compute prompts for others are killed as well. All prompts are asked again until
+    there were KILLS kills.
     """
     prompts = Conversations(60, new=64 if prefill == 0 else 320).prompts()
-    more = ("--prefill-replicas", 1, "--disk", tmp_path / "pages") if prefill else ()
+    more: tuple[Any, ...] = ("--max-queued-tokens", 8 * 1600)  # what all threads ask at once
+    if prefill:
+        more += ("--prefill-replicas", 1, "--disk", tmp_path / "pages")
     few = SamplingParams(max_new_tokens=24, ignore_eos=True)
     engine = Engine(artifact, num_threads=1, num_pages=PAGES)
     expected = [done.text for done in engine.generate(prompts, few)]
+    numbers = range(len(prompts))
     ended = threading.Event()
     kills = 0
 
     def kill() -> None:
         nonlocal kills
-        drawn = random.Random(1)
-        while not ended.wait(drawn.uniform(1, 5)):
+        drawn, latest = random.Random(1), time.monotonic() + SECONDS_OF_KILLS
+        while kills < KILLS and time.monotonic() < latest:
+            if ended.wait(drawn.uniform(1, 5)):
+                return
             if len(found := processes()) == 2 + prefill:
                 os.kill(drawn.choice(found), signal.SIGKILL)
                 kills += 1
@@ -207,15 +215,16 @@ def test_replicas_that_are_killed(artifact: Path, tmp_path: Path, prefill: int) 
 
         killer = threading.Thread(target=kill)
         killer.start()
-        with ThreadPoolExecutor(8) as threads:
-            found = list(threads.map(ask, range(len(prompts))))
-        ended.set()
-        killer.join()
-        assert found == expected
-        assert kills >= 2
+        try:
+            with ThreadPoolExecutor(8) as threads:
+                while killer.is_alive():
+                    assert list(threads.map(ask, numbers)) == expected
+        finally:
+            ended.set()
+            killer.join()
+        assert kills == KILLS, "replicas were not started again"
         wait_for(lambda: len(processes()) == 2 + prefill, "a replica was not started again")
         require_right_index(2)
-        print(f"{kills} kills")
     assert processes() == []
 
 
