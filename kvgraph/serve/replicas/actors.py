@@ -57,8 +57,9 @@ class EngineReplica:
         async for message in self._host.generate(order):
             yield message
 
-    async def prefill(self, order: Order) -> None:
-        await self._host.prefill(order)
+    async def prefill(self, order: Order) -> AsyncIterator[Message]:
+        async for message in self._host.prefill(order):
+            yield message
 
     async def committed(self) -> tuple[str, list[bytes]]:
         """Its name, and digests of the pages that it holds."""
@@ -85,7 +86,7 @@ class FleetService(Service):
         self._index = index
         # Messages over gRPC, not through Ray's object store: half the time of each.
         self._generate = replicas.generate.options(stream=True, _by_reference=False)
-        self._prefill = prefill and prefill.prefill.options(_by_reference=False)
+        self._prefill = prefill and prefill.prefill.options(stream=True, _by_reference=False)
         self._fleet: Fleet | None = None
         self._load: Load | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -107,15 +108,10 @@ class FleetService(Service):
         if self._fleet is not None:
             await self._fleet.close()
 
-    async def _ask(self, order: Order) -> AsyncIterator[Message]:
-        answer = self._generate.remote(order)
-        try:
-            async for message in answer:
-                yield message
-        finally:
-            answer.cancel()
+    def _ask(self, order: Order) -> AsyncIterator[Message]:
+        return _messages(self._generate, order)
 
-    async def _compute(self, order: Order) -> None:
+    async def _compute(self, order: Order) -> AsyncIterator[Message]:
         """Have a long prompt computed by a replica of that role, if none has its pages."""
         if order.num_tokens < PREFILL_TOKENS or not order.chain:
             return
@@ -124,7 +120,9 @@ class FleetService(Service):
             order.chain
         )
         if order.num_tokens - cached >= PREFILL_TOKENS:
-            await self._prefill.remote(order._replace(request_id=f"{order.request_id}-prefill"))
+            own = order._replace(request_id=f"{order.request_id}-prefill")
+            async for message in _messages(self._prefill, own):
+                yield message
 
     async def _keep_looking(self) -> None:
         while True:
@@ -148,6 +146,16 @@ class FleetService(Service):
         await self._look()
         load = self._last_load()
         return {**counts_of(load.stats, load), "num_shared_pages": 0, "rows": []}
+
+
+async def _messages(method: DeploymentHandle, order: Order) -> AsyncIterator[Message]:
+    """What a replica answers; leaving it cancels."""
+    answer = method.remote(order)
+    try:
+        async for message in answer:
+            yield message
+    finally:
+        answer.cancel()
 
 
 def _is_gone(error: Exception) -> bool:

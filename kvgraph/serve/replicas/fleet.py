@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
@@ -24,6 +24,9 @@ from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Ref
 from kvgraph.serve.replicas.report import packed
 
 TRIES = 8
+ACCEPT_SECONDS = 1.0
+"""For a replica to take a prompt that it computes for another one."""
+
 RETRY_SECONDS = 0.1
 """Before the second try; each one after it waits twice as long."""
 
@@ -34,7 +37,8 @@ class Fleet:
     `ask` gives the messages of a replica that a router chooses; `is_gone` tells the errors of a
     replica that has died from others. Then the request is asked for again, whole: equal tokens are
     not given twice. Where the new ones differ, the stream ends with finish_reason "error".
-    `prefill` has the prompt computed elsewhere first; where that fails, who answers computes it.
+    `prefill` has the prompt computed elsewhere first: its first message says that it is. Where
+    none comes in ACCEPT_SECONDS (no such replica runs), or it fails, who answers computes it.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Fleet:
         ask: Callable[[Order], AsyncIterator[Message]],
         is_gone: Callable[[Exception], bool],
         settings: PoolSettings | None,
-        prefill: Callable[[Order], Awaitable[None]] | None = None,
+        prefill: Callable[[Order], AsyncIterator[Message]] | None = None,
     ) -> None:
         self._prefill = prefill
         self._ask = ask
@@ -127,9 +131,15 @@ class Fleet:
         finally:
             self._running.pop(order.request_id, None)
 
-    async def _try_prefill(self, order: Order, prefill: Callable[[Order], Awaitable[None]]) -> None:
+    async def _try_prefill(
+        self, order: Order, prefill: Callable[[Order], AsyncIterator[Message]]
+    ) -> None:
+        messages = prefill(order)
         with suppress(Exception):
-            await prefill(order)
+            async with asyncio.timeout(ACCEPT_SECONDS):
+                await anext(messages, None)
+            async for _ in messages:
+                pass
 
     async def _attempt(
         self,

@@ -85,8 +85,8 @@ class EngineHost:
                 stream.cancel()
             self._feed.ended(order.request_id)
 
-    async def prefill(self, order: Order) -> None:
-        """Compute the prompt, and return once its pages are in the tiers.
+    async def prefill(self, order: Order) -> AsyncIterator[Message]:
+        """`Accepted`, and the end once the prompt is computed and its pages are in the tiers.
 
         Nothing is raised for a prompt that cannot be computed, or a tier that takes nothing: who
         asks for the answer is told, or computes the prompt. TimeoutError for a tier that is slow.
@@ -96,6 +96,8 @@ class EngineHost:
         async for message in self.generate(order._replace(sampling=only)):
             if isinstance(message, Refused):
                 return
+            if isinstance(message, Accepted):
+                yield message
         prompt = np.frombuffer(order.prompt, "<i4").tolist()
         context = TextContext(order.request_id, prompt, cache_salt=order.cache_salt)
         kv = self._engine.engine.kv

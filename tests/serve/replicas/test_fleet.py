@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.replicas.messages import Order, Piece
+from kvgraph.serve.replicas import fleet as fleet_module
+from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece
 from tests.serve.replicas.in_process import DeadError, Local, with_replicas
 
 PROMPTS = [[5 + (7 * i + j) % 1000 for j in range(20 + 9 * i)] for i in range(8)]
@@ -201,12 +203,13 @@ def test_prompts_computed_elsewhere(artifact: Path, tmp_path: Path) -> None:
     async def task(local: Local) -> None:
         prefills = 0
 
-        async def prefill(order: Order) -> None:
+        async def prefill(order: Order) -> AsyncIterator[Message]:
             nonlocal prefills
             prefills += 1
             if prefills > 1:
                 raise DeadError("r1")
-            await local.hosts["r1"].prefill(order._replace(request_id="elsewhere"))
+            async for message in local.hosts["r1"].prefill(order._replace(request_id="elsewhere")):
+                yield message
 
         fleet = local.fleet(prefill, ["r0"])
         stream = await fleet.submit(prompt, GREEDY)
@@ -217,6 +220,26 @@ def test_prompts_computed_elsewhere(artifact: Path, tmp_path: Path) -> None:
         assert (other.stats.cached_tokens, prefills) == (0, 2)
 
     with_replicas(artifact, 2, task, num_pages=100, disk=tmp_path / "pages")
+
+
+def test_no_replica_takes_a_prompt(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of those that compute for others are being restarted: who answers computes the prompt."""
+    monkeypatch.setattr(fleet_module, "ACCEPT_SECONDS", 0.05)
+    left = []
+
+    async def prefill(order: Order) -> AsyncIterator[Message]:
+        try:
+            await asyncio.get_running_loop().create_future()
+            yield Accepted()
+        finally:
+            left.append(order.request_id)
+
+    async def task(local: Local) -> None:
+        stream = await local.fleet(prefill).submit([5, 6, 7], GREEDY)
+        assert len(await tokens_of(stream)) == GREEDY.max_new_tokens
+        assert left == [stream.request_id]
+
+    with_replicas(artifact, 1, task, num_pages=100)
 
 
 def test_a_prompt_that_cannot_be_computed_elsewhere(artifact: Path, tmp_path: Path) -> None:
