@@ -2,7 +2,8 @@
 
     python -m benchmarks.linear [THREADS]
 
-awq: 4 bits in groups of 128 with offsets; mxfp4: FP4 in groups of 32; as checkpoints store them.
+As checkpoints store them: awq, 4 bits in groups of 128 with offsets; mxfp4, FP4 in groups of 32;
+q8_0, int8 in groups of 32.
 24 layers of 2816 x 1024, so that no cache holds the weights; 1, 8, 32 and 512 rows; one engine
 after the other, behind a pause, since threads of ONNX Runtime spin on for a while. Limits: those of
 `kvgraph bench`, the rate at which memory is read and the fastest library's for a square product.
@@ -29,7 +30,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kvgraph.bench.limits import read_limits
 from kvgraph.compiler.packed_weights import Packed, Stored, keep, pack
 from kvgraph.ops import LINEAR, native
-from kvgraph.ops.packed import E2M1, INTEGERS, Form
+from kvgraph.ops.packed import E2M1, INT8, INTEGERS, Form
 
 LAYERS, N, K = 24, 2816, 1024
 REPEATS, PAUSE_SECONDS = 15, 0.3
@@ -146,8 +147,9 @@ def timed(run: Call) -> float:
 
 FORMS = {"bf16": Form(16), "int8": Form(8), "int4": Form(4)}
 FORMS |= {"awq": Form(4, 128, INTEGERS, True), "mxfp4": Form(4, 32, E2M1)}
+FORMS["q8_0"] = Form(8, 32, INT8)
 BYTES = {"ours bf16": 2, "ours int8": 1, "ours int4": 33 / 64, "torch bf16": 2, "torch int8": 1}
-BYTES |= {"ours awq": (4 + 40 / 128) / 8, "ours mxfp4": 4.25 / 8}
+BYTES |= {"ours awq": (4 + 40 / 128) / 8, "ours mxfp4": 4.25 / 8, "ours q8_0": 9 / 8}
 BYTES |= {"onnxruntime fp32": 4, "onnxruntime int8": 1, "onnxruntime int4": 0.625}
 
 
@@ -157,7 +159,7 @@ def main(threads: int) -> None:
     before = read_limits(threads)
     products = {"bf16": before.gflops("bfloat16"), "int8": before.gflops("int8")}
     products |= {"int4": products["int8"], "fp32": before.gflops("float32")}
-    products |= dict.fromkeys(("awq", "mxfp4"), products["bf16"])
+    products |= dict.fromkeys(("awq", "mxfp4", "q8_0"), products["bf16"])
     print(f"{threads} threads; memory is read at {before.read_gbs:.1f} GB/s; GFLOP/s: {products}")
     print("rows  kernel             ms of a layer     GB/s  of reading   GFLOP/s  of product")
     for rows in ROWS:

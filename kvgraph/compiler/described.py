@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.frontends.stored_forms import PLAIN, StoredForms
+from kvgraph.compiler.frontends.stored_forms import StoredForms
 from kvgraph.compiler.packed_weights import shapes
 from kvgraph.compiler.passes import TABLE_BYTES
 from kvgraph.contract.dtypes import AS_STORED, itemsize
@@ -113,11 +113,10 @@ class Described:
         return None if bits is None else Form(bits)
 
     def _form_of(self, linear: Linear, bits: int) -> Form:
-        """As stored, the head is plain."""
         if bits != AS_STORED:
             return Form(bits)
         assert self.stored is not None
-        return PLAIN if linear.is_head else self.stored.linears
+        return self.stored.head if linear.is_head else self.stored.linears
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
         """With rotary tables: of `dtype`, or with linear layers packed and, on a CPU, tables in

@@ -198,7 +198,8 @@ def _keep(stored: Stored, width: int, form: Form) -> Packed:
         scale = _in_panels(stored.scales, 1)[..., 0].astype(np.float32)
         return Packed(8, _lines(numbers, 8), _scales(scale, numbers))
     order = IN_LINE[form.bits]
-    each = numbers.reshape(*numbers.shape[:2], -1, len(order)).astype(np.uint32)
+    codes = numbers.view(np.uint8).reshape(*numbers.shape[:2], -1, len(order))
+    each = codes.astype(np.uint32)
     words = np.zeros(each.shape[:-1], "<u4")
     for place, code in enumerate(order):
         words |= each[..., place] << np.uint32(form.bits * code)

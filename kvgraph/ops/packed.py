@@ -4,9 +4,9 @@ What `linear` and `experts` share. Weights lie in panels of 16 output columns; a
 bytes follow each other along the inputs, each with the same few inputs of all its columns.
 
 Four bits have two forms. Our own rounds to two levels: nibble times multiplier is an exact int8.
-Groups keep what a checkpoint stores, without another rounding: codes of integers or of FP4 in four
-bits, of FP8 in eight, and a scale for each column and `group` inputs. Over groups, x is rounded to
-bfloat16, not to int8.
+Groups keep what a checkpoint stores, without another rounding: codes of integers in four or eight
+bits, of FP4 in four, of FP8 in eight, and a scale for each column and `group` inputs. Over groups,
+x is rounded to bfloat16, not to int8.
 
 Legend: M rows, K inputs, N output columns.
 """
@@ -31,11 +31,11 @@ LINE_BYTES = 64
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 """bits -> consecutive inputs of each column in a line."""
 
-INTEGERS, E2M1, E4M3 = range(3)
+INTEGERS, E2M1, E4M3, INT8 = range(4)
 """Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 of
-finite numbers, OCP 8-bit Floating Point)."""
+finite numbers, OCP 8-bit Floating Point); whole numbers -128 to 127."""
 
-CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8}
+CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8}
 
 
 def _floats(exponent_bits: int, mantissa_bits: int) -> Array:
@@ -53,6 +53,7 @@ LEVELS = {
     INTEGERS: np.array([*range(8), *range(-8, 0)], np.float32),
     E2M1: _floats(2, 1),
     E4M3: _floats(4, 3),
+    INT8: np.array([*range(128), *range(-128, 0)], np.float32),
 }
 """codes -> the number of each code. The largest of E4M3 is a NaN there, and never stored."""
 

@@ -28,7 +28,7 @@ struct Gate {
   float up_offset;
 };
 constexpr int64_t kSilu = 0, kGelu = 1, kGeluTanh = 2;  // as ops/packed.py numbers them
-constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2;  // codes, as ops/packed.py numbers them
+constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2, kInt8 = 3;  // codes, as ops/packed.py has them
 
 struct Section {
   float* out;          // M x width

@@ -21,7 +21,7 @@ constexpr int kGroupRows = 2, kGroupPairRows = 1;
 #endif
 
 // Inputs of each column in a line.
-constexpr int64_t line_inputs(int64_t codes) { return codes == kE4m3 ? 4 : 8; }
+constexpr int64_t line_inputs(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 4 : 8; }
 
 constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
@@ -38,6 +38,7 @@ constexpr int kPartInputs = 2;
 constexpr int64_t kInputBytes = 2;  // of a prepared row
 
 using Shorts = uint16_t __attribute__((vector_size(64)));
+using SignedShorts = int16_t __attribute__((vector_size(64)));
 
 template <int64_t Codes>
 struct Numbers {
@@ -64,6 +65,18 @@ struct Numbers<kE4m3> {
     const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
     return as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  }
+};
+
+template <>
+struct Numbers<kInt8> {
+  static constexpr float kUnit = 1.0f;
+
+  __m512i part(const char* line, int i) const {
+    const auto halves = as<__m512i>(as<SignedShorts>(read<Shorts>(line) << (8 - 8 * i)) >> 8);
+    const __m512i low = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(halves));
+    const __m512i high = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(halves, 1));
+    return as<__m512i>(_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low)));
   }
 };
 
@@ -122,6 +135,16 @@ struct Numbers<kE4m3> {
     const Vector small = normal * 2.0f - 0x1p-6f;
     const Vector found = size < 0x08000000u ? small : normal;
     return as<Vector>(as<Words>(found) | (on_top & 0x80000000u));
+  }
+};
+
+template <>
+struct Numbers<kInt8> {
+  static constexpr float kUnit = 1.0f;
+
+  Vector part(const char* line, int i) const {
+    const Words on_top = read<Words>(line) << (24 - 8 * i);
+    return __builtin_convertvector(as<Index>(on_top) >> 24, Vector);
   }
 };
 
@@ -234,6 +257,7 @@ void sum_groups_of(const Linear& job, int64_t panel, int64_t panels, int64_t row
 inline void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
                        Vector* out) {
   if (job.codes == kE4m3) return sum_groups_of<kE4m3, false>(job, panel, panels, row, rows, out);
+  if (job.codes == kInt8) return sum_groups_of<kInt8, false>(job, panel, panels, row, rows, out);
   if (job.codes == kE2m1) return sum_groups_of<kE2m1, false>(job, panel, panels, row, rows, out);
   if (job.offsets) return sum_groups_of<kIntegers, true>(job, panel, panels, row, rows, out);
   sum_groups_of<kIntegers, false>(job, panel, panels, row, rows, out);

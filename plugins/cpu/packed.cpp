@@ -44,7 +44,8 @@ bool has_scales(const Form& form) { return form.bits < 16 && form.codes != kE2m1
 
 bool has_code(const Form& form) {
   if (!form.group) return form.codes == kIntegers;
-  return form.bits == 8 ? form.codes == kE4m3 : form.codes == kIntegers || form.codes == kE2m1;
+  return form.bits == 8 ? form.codes == kE4m3 || form.codes == kInt8
+                        : form.codes == kIntegers || form.codes == kE2m1;
 }
 
 void check_form(const kvg_op& op, const Form& form) {
@@ -56,7 +57,7 @@ void check_form(const kvg_op& op, const Form& form) {
     refuse("%s: group: expected 0 for %lld bits, got %lld", op.name, ll{form.bits}, ll{form.group});
   if (!has_code(form))
     refuse("%s: codes: expected %s for %lld bits%s, got %lld", op.name,
-           !form.group ? "0" : form.bits == 8 ? "2" : "0 or 1", ll{form.bits},
+           !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0 or 1", ll{form.bits},
            form.group ? "" : " without groups", ll{form.codes});
 }
 

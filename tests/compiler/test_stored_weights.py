@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvgraph
-from kvgraph import UnsupportedError
+from kvgraph import ModelError, UnsupportedError
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.values import Coded, Cut, Share, Values
-from kvgraph.ops.packed import COLUMNS, E2M1, E4M3, LEVELS, Form, decode
-from tests.support import quantized
+from kvgraph.ops.packed import CODE_BITS, COLUMNS, E2M1, INT8, LEVELS, Form, decode
+from tests.support import gguf_files, quantized
 from tests.support.plans import plan
 
 Node = tuple[str, dict[str, int], dict[str, np.ndarray[Any, Any]]]
@@ -75,6 +76,7 @@ def weights_of(node: Node) -> np.ndarray[Any, Any]:
         ("w4a16-zero-points", 32, 0, True),
         ("mxfp4-packed", 32, 1, True),
         ("fp8", 32, 2, False),
+        ("w8a16", 32, 3, False),
     ],
 )
 def test_every_number_is_the_checkpoints(
@@ -91,7 +93,7 @@ def test_every_number_is_the_checkpoints(
     expected = load_file(tmp_path / "meant" / "model.safetensors")
     linears = [node for node in nodes(tmp_path / "a.kvg") if node[1]["group"]]
     kinds = {tuple(n[1][name] for name in ("bits", "group", "codes")) for n in linears}
-    assert kinds == {(8 if codes == E4M3 else 4, group, codes)}
+    assert kinds == {(CODE_BITS[codes], group, codes)}
     assert all(("group_bytes" in held) == has_offsets for _, _, held in linears)
     layers = len({name.split(".")[2] for name in expected if ".layers." in name})
     assert len(linears) == 4 * layers
@@ -122,6 +124,7 @@ CASES = [
     ("llama", "awq"),
     ("llama", "mxfp4-packed"),
     ("llama", "w8a8"),
+    ("llama", "w8a16"),
     ("qwen3_moe", "awq"),
     ("gpt_oss", "mxfp4"),
 ]
@@ -157,7 +160,7 @@ def _of_prompt(done: Any) -> np.ndarray[Any, Any]:
 def test_layers_without_a_form_are_rounded_and_named(
     plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Inputs out of order (act-order), and 8 bits in groups."""
+    """Inputs out of order (act-order), and 8 bits with zero points."""
     for form, bits in {"gptq-act-order": 4, "gptq-8": 8}.items():
         folder = quantized.make(form, plain("llama"), tmp_path / form)
         manifest = kvgraph.compile(folder, tmp_path / f"{form}.kvg", page_size=16)
@@ -166,6 +169,47 @@ def test_layers_without_a_form_are_rounded_and_named(
             f"int{bits}, since no kernel takes their form, or that of a layer beside them"
         ) in manifest.notes
         assert all(not attributes["group"] for _, attributes, _ in nodes(tmp_path / f"{form}.kvg"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(("kind", "form"), [("Q8_0", Form(8, 32, INT8)), ("Q4_0", Form(4, 32))])
+def test_blocks_of_gguf(
+    kind: str, form: Form, architecture: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Every number is the one that the gguf package reads; rows of queries and keys go back to
+    their places."""
+    path = gguf_files.make(plain(architecture), tmp_path / "model.gguf", kind)
+    with as_folder(path) as folder:
+        linears = [v for name, v in checkpoint(folder).items() if name.endswith("proj.weight")]
+        assert len(linears) == 14
+        for each in linears:
+            assert each.form == form
+            assert torch.equal(meant(each.open_coded()(0, each.count), form), each.read())
+    manifest = kvgraph.compile(path, tmp_path / "a.kvg", page_size=16)
+    assert not any("rounded" in note for note in manifest.notes)
+    kept = [attributes for _, attributes, _ in nodes(tmp_path / "a.kvg") if attributes["group"]]
+    assert {(a["bits"], a["group"], a["codes"]) for a in kept} == {(form.bits, 32, form.codes)}
+    planned = plan(path, target="cpu", memory=1 << 30, max_seq_len=None)
+    made = sum(array.nbytes for array in arrays_of(tmp_path / "a.kvg").values())
+    assert planned.weights == pytest.approx(made, rel=0.02)
+
+
+def test_a_damaged_scale_of_gguf(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    path = gguf_files.make(plain("qwen3"), tmp_path / "model.gguf", "Q8_0")
+
+    def first_row() -> Coded:
+        with as_folder(path) as folder:
+            found = checkpoint(folder)
+        name = next(name for name in found if name.endswith("0.mlp.up_proj.weight"))
+        return found[name].open_coded()(0, 1)
+
+    at = path.read_bytes().index(first_row().numbers[0, :32].numpy().tobytes())
+    with path.open("r+b") as file:
+        file.seek(at - 2)
+        file.write(np.float16(np.nan).tobytes())
+    sentence = r"ffn_up.weight\[0\]: block 0: expected a finite scale, got nan"
+    with pytest.raises(ModelError, match=sentence):
+        first_row()
 
 
 def mixed(folder: Path, other: Path, stem: str) -> None:
@@ -256,6 +300,8 @@ def checkpoint(folder: Path) -> Mapping[str, Values]:
         ("qwen3_moe", "awq", "experts.gate_up_proj"),
         ("qwen3_moe", "w4a16", "experts.down_proj"),
         ("gpt_oss", "mxfp4", "experts.gate_up_proj"),
+        ("llama", "w8a16", "mlp.up_proj.weight"),
+        ("qwen3_moe", "w8a16", "experts.gate_up_proj"),
         ("llama", "fp8", "mlp.down_proj.weight"),
         ("llama", "fp8-tensor", "mlp.down_proj.weight"),
         ("qwen3_moe", "fp8", "experts.gate_up_proj"),
@@ -300,7 +346,7 @@ def meant(coded: Coded, form: Form) -> torch.Tensor:
 
 def test_a_plan_counts_what_an_artifact_has(plain: Callable[[str], Path], tmp_path: Path) -> None:
     """Within the head, and small parts that a plan does not see."""
-    for form in ("awq", "w4a16", "mxfp4-packed", "w8a8", "fp8", "fp8-channel"):
+    for form in ("awq", "w4a16", "mxfp4-packed", "w8a8", "w8a16", "fp8", "fp8-channel"):
         folder = quantized.make(form, plain("llama"), tmp_path / form)
         out = tmp_path / f"{form}.kvg"
         kvgraph.compile(folder, out, page_size=16, check=False)

@@ -13,7 +13,7 @@ from kvgraph.compiler.packed_weights import Packed, Stored, keep, shapes
 from kvgraph.ops import EXPERTS, LINEAR, native
 from kvgraph.ops._experts import experts
 from kvgraph.ops._linear import linear
-from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, LEVELS, Form, decode
+from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, Form, decode
 from tests.support.isa import forced_isa
 from tests.support.linears import refusals, require_equal_rows
 
@@ -31,6 +31,8 @@ FORMS = {
     "MXFP4": Form(4, 32, E2M1),
     "FP8": Form(8, 128, E4M3),
     "FP8 rows": Form(8, 288, E4M3),
+    "int8": Form(8, 32, INT8),
+    "int8 in groups of 128": Form(8, 128, INT8),
 }
 
 
@@ -116,14 +118,14 @@ def test_is_the_reference(isa: str, name: str) -> None:
                     np.testing.assert_allclose(expected, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name: str) -> None:
     given, attributes, _ = call_of(name, (41,), 384, 40)
     require_equal_rows(isa, given, attributes, (1, 5, 7, 13))
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_experts(isa: str, name: str) -> None:
     """Gate and up, then down, of each row's experts."""
@@ -185,7 +187,7 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
         "AWQ",
         {"bits": 8},
         {},
-        "linear: codes: expected 2 for 8 bits, got 0",
+        "linear: codes: expected 2 or 3 for 8 bits, got 0",
     ),
     "bytes of FP8": (
         "FP8",

@@ -173,6 +173,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     "w4a16-zero-points": compressed(
         "pack-quantized", **integer(4, strategy="group", group_size=GROUP, symmetric=False)
     ),
+    "w8a16": compressed("pack-quantized", **integer(8, strategy="group", group_size=GROUP)),
     "w8a16-channel": compressed("pack-quantized", **integer(8, strategy="channel")),
     "w8a8": compressed("int-quantized", **integer(8, strategy="channel")),
     "fp8-channel": compressed("float-quantized", **FLOAT8, strategy="channel"),

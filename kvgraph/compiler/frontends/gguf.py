@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFReader
+    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 OWN_FIELDS = {
@@ -29,6 +30,9 @@ OWN_FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 """Fields that transformers leaves to its defaults -> their names in a configuration."""
+
+HEADS = ("output.weight", "token_embd.weight")
+"""Of the output projection: its own, or those of the embedding."""
 
 ROTARY = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -72,7 +76,10 @@ def _write(path: Path, folder: Path) -> None:
         raise _refuse(path, "general.architecture", f"one of {list(ARCHITECTURES)}", repr(kind))
     _require_readable(path, reader, kind)
     config = _config(path, reader, kind)
-    quantized = {"quant_method": "gguf", "file": str(path), "bits": _bits(reader)}
+    matrices = {tensor.name: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
+    heads = [matrices[name] for name in HEADS if name in matrices]
+    quantized = {"quant_method": "gguf", "file": str(path), **_stored(list(matrices.values()))}
+    quantized["head"] = _stored(heads[:1])
     (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": quantized}))
     if _field(reader, "tokenizer.ggml.model") is not None:
         _write_tokenizer(path, folder)
@@ -162,13 +169,15 @@ def _write_tokenizer(path: Path, folder: Path) -> None:
         raise ModelError(f"{path}: cannot read the tokenizer: {first}") from error
 
 
-def _bits(reader: GGUFReader) -> int | None:
-    """Of most weights; None for floats."""
-    matrices = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
-    bits = (
-        8 * sum(int(t.n_bytes) for t in matrices) / max(1, sum(int(t.n_elements) for t in matrices))
-    )
-    return 4 if bits < 5.5 else 8 if bits < 10 else None
+def _stored(tensors: Sequence[ReaderTensor]) -> dict[str, object]:
+    """Bits of most weights (None: floats), and the type of most blocks."""
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        counts[tensor.tensor_type.name] += int(tensor.n_elements)
+    nbytes = sum(int(tensor.n_bytes) for tensor in tensors)
+    bits = 8 * nbytes / max(1, counts.total())
+    nearest = 4 if bits < 5.5 else 8 if bits < 10 else None
+    return {"bits": nearest, "blocks": max(counts, key=counts.__getitem__, default="")}
 
 
 def _field(reader: GGUFReader, name: str) -> str | int | float | None:

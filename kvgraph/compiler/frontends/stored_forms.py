@@ -5,22 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.ops.packed import E2M1, E4M3, GROUP, Form
+from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, Form
 
 MXFP4_GROUP = 32
+GGUF_BLOCKS = {"Q4_0": Form(4, 32), "Q8_0": Form(8, 32, INT8)}
+"""Types of a GGUF file's blocks: 32 numbers behind a float16 scale."""
+
 ROW = 1 << 30
 """Inputs of a group that is a whole row."""
 
 
+PLAIN = Form(16)
+
+
 @dataclass(frozen=True)
 class StoredForms:
-    """Of linear layers, the head left out, and of experts."""
+    """Of linear layers, of experts and of the output projection."""
 
     linears: Form
     experts: Form
-
-
-PLAIN = Form(16)
+    head: Form = PLAIN
 
 
 def stored_forms(config: Config) -> StoredForms:
@@ -31,6 +35,9 @@ def stored_forms(config: Config) -> StoredForms:
     if str(given.get("quant_method")).endswith("fp8"):
         form = _of_float8(given.get("weight_block_size"))
         return StoredForms(form, form)
+    if given.get("quant_method") == "gguf":
+        head = given.get("head") or {}
+        return StoredForms(_of_blocks(given), Form(given["bits"] or PLAIN.bits), _of_blocks(head))
     groups = given.get("config_groups")
     each = [g.get("weights") or {} for g in groups.values()] if groups else [given]
     forms = [_form(one, str(given.get("format"))) for one in each]
@@ -47,12 +54,19 @@ def _form(given: Config, packing: str) -> Form:
     if not isinstance(bits, int):
         return PLAIN
     group = given.get("group_size", given.get("q_group_size"))
-    if bits > 4:
-        return Form(8) if bits == 8 else PLAIN
+    if bits > 8:
+        return PLAIN
+    rounded = 4 if bits <= 4 else 8
     if not isinstance(group, int) or group % GROUP or group <= 0 or given.get("desc_act"):
-        return Form(4)
+        return Form(rounded)
     symmetric = given.get("symmetric", given.get("sym", not given.get("zero_point", True)))
+    if rounded == 8:
+        return Form(8, group, INT8) if symmetric else Form(8)
     return Form(4, group, has_offsets=not symmetric)
+
+
+def _of_blocks(given: Config) -> Form:
+    return GGUF_BLOCKS.get(str(given.get("blocks")), Form(given.get("bits") or PLAIN.bits))
 
 
 def _of_float8(block: object) -> Form:

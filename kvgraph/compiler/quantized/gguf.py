@@ -6,7 +6,7 @@ llama.cpp changed them (it permutes queries and keys of Llama).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,13 @@ import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.frontends.gguf import ROTARY, open_file
-from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
+from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
+from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Values
+from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError, UnsupportedError
+from kvgraph.ops.packed import Form
+
+BLOCK = 32
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -50,15 +55,85 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
             )
     kinds = sorted({t.tensor_type.name for t in reader.tensors if len(t.shape) > 1})
     return {
-        name: Converted(
-            f"{path}: {tensors[0].name}",
-            state[name].shape,
-            torch.float32,
-            partial(_decode, path, name, tensors, processor, tuple(state[name].shape)),
-            _nearest_bits(tensors),
-        )
+        name: _values(path, name, tensors, processor, tuple(state[name].shape))
         for name, tensors in sources.items()
     }, ", ".join(["gguf", *kinds])
+
+
+def _values(
+    path: Path,
+    name: str,
+    tensors: list[ReaderTensor],
+    processor: TensorProcessor,
+    shape: tuple[int, ...],
+) -> Values:
+    compute = partial(_decode, path, name, tensors, processor, shape)
+    where, bits = f"{path}: {tensors[0].name}", _nearest_bits(tensors)
+    if len(tensors) == 1 and len(shape) == 2 and tensors[0].tensor_type.name in GGUF_BLOCKS:
+        order = _order_of_rows(name, tensors[0], processor, shape[0])
+        if order is not None and tensors[0].data.shape[0] == shape[0]:
+            return Blocks(where, shape, compute, bits, tensors[0], order)
+    return Converted(where, shape, torch.float32, compute, bits)
+
+
+class Blocks(Converted):
+    """A matrix `[N, K]` of blocks that a kernel takes as they are. `order`: where its rows are."""
+
+    def __init__(
+        self,
+        where: str,
+        shape: Sequence[int],
+        compute: Callable[[], torch.Tensor],
+        bits: int,
+        tensor: ReaderTensor,
+        order: Array,
+    ) -> None:
+        super().__init__(where, shape, torch.float32, compute, bits)
+        self._tensor, self._order = tensor, order
+
+    @property
+    def form(self) -> Form | None:
+        return GGUF_BLOCKS[self._tensor.tensor_type.name]
+
+    def open_coded(self) -> CodedRows:
+        """A float16 and 32 int8; or 16 bytes of the first (low) and the last 16, 8 added."""
+
+        def rows(start: int, stop: int) -> Coded:
+            data = np.asarray(self._tensor.data[self._order[start:stop]])
+            blocks = data.reshape(len(data), self.shape[1] // BLOCK, -1)
+            scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0].astype(np.float32)
+            if not np.isfinite(scales).all():
+                row, block = (int(each) for each in np.argwhere(~np.isfinite(scales))[0])
+                raise ModelError(
+                    f"{self.where}[{start + row}]: block {block}: expected a finite scale, got "
+                    f"{scales[row, block]:g}"
+                )
+            numbers = blocks[..., 2:]
+            if self.bits == 8:
+                numbers = np.ascontiguousarray(numbers).view(np.int8)
+            else:
+                numbers = np.concatenate([numbers & 15, numbers >> 4], -1) ^ 8
+            found = torch.from_numpy(numbers.reshape(len(data), -1))
+            return Coded(found, torch.from_numpy(scales))
+
+        return rows
+
+
+def _order_of_rows(
+    name: str, tensor: ReaderTensor, processor: TensorProcessor, count: int
+) -> Array | None:
+    """Which of a tensor's rows each row of the parameter is; None where more than that differs."""
+    probe = np.stack([np.arange(count), np.full(count, 0.5)], 1).astype(np.float32)
+    made = processor.process(
+        weights=probe.copy(),
+        name=tensor.name,
+        tensor_key_mapping={tensor.name.removesuffix(".weight"): name},
+        parsed_parameters={"tensors": {}},
+    ).weights
+    if made is None or np.shape(made) != probe.shape:
+        return None
+    order = np.asarray(made)[:, 0].astype(np.int64)
+    return order if np.array_equal(probe[order], made) else None
 
 
 def _nearest_bits(tensors: Sequence[ReaderTensor]) -> int:

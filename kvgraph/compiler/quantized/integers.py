@@ -10,7 +10,7 @@ import torch
 
 from kvgraph.compiler.quantized.parts import group_of_inputs
 from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
-from kvgraph.ops.packed import GROUP, INTEGERS, Form
+from kvgraph.ops.packed import GROUP, INT8, INTEGERS, Form
 
 NIBBLE_BITS = 4
 
@@ -57,7 +57,7 @@ class Integers(Values):
 
     @cached_property
     def form(self) -> Form | None:
-        """Groups in order, of a size that kernels have; 8 bits under a scale a row."""
+        """Groups in order, of a size that kernels have; those of 8 bits have no offsets."""
         inputs = self.shape[1]
         each = inputs // max(1, self._groups)
         in_order = group_of_inputs(None, inputs, self._groups)
@@ -65,11 +65,13 @@ class Integers(Values):
             return None
         offsets = self.offsets()
         has_offsets = offsets is not None and bool(offsets.any())
-        if self.bits == 8:
-            return Form(8) if self._groups == 1 and not has_offsets else None
+        if self.bits == 8 and has_offsets:
+            return None
+        if self.bits == 8 and self._groups == 1:
+            return Form(8)
         if each % GROUP or each * self._groups != inputs:
             return None
-        return Form(NIBBLE_BITS, each, INTEGERS, has_offsets)
+        return Form(self.bits, each, INT8 if self.bits == 8 else INTEGERS, has_offsets)
 
     def open_coded(self) -> CodedRows:
         numbers, scales, offsets = self.open_numbers(), self.scales(), self.offsets()
