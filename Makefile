@@ -79,7 +79,7 @@ generate: $(VENV)/.installed
 # The newest versions that pyproject.toml allows, from here on.
 constraints: $(VENV)/.installed
 	$(BIN)/pip install --progress-bar on -q --upgrade "$(TORCH)" -e ".[$(EXTRAS)]"
-	$(BIN)/python -m tools.constraints
+	$(BIN)/python -m tools.constraints $(EXTRAS)
 
 bench-kv: $(VENV)/.installed
 	$(BENCH).kv

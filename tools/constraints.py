@@ -1,18 +1,15 @@
-"""Write constraints.txt: of each package that `make test` names, the version installed here.
-
-python -m tools.constraints
-"""
+"""`python -m tools.constraints EXTRA,...`: write constraints.txt, of each package that the project
+or one of these extras names the version installed here."""
 
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-UNNAMED = {"docs", "bench", "nixl", "onnx-gpu", "torch-tensorrt"}
-"""Extras that `make test` does not install."""
 ELSEWHERE = {"kvgraph", "torch"}
 """torch: the Makefile pins its build."""
 HEAD = """\
@@ -20,12 +17,9 @@ HEAD = """\
 """
 
 
-def names() -> set[str]:
+def names(extras: list[str]) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lists = [project["dependencies"]]
-    lists += [
-        own for extra, own in project["optional-dependencies"].items() if extra not in UNNAMED
-    ]
+    lists = [project["dependencies"], *(project["optional-dependencies"][e] for e in extras)]
     found = {re.split(r"[^\w.-]", line)[0] for own in lists for line in own}
     return found - ELSEWHERE
 
@@ -38,7 +32,7 @@ def pinned(name: str) -> str | None:
 
 
 def main() -> None:
-    lines = [line for name in sorted(names()) if (line := pinned(name))]
+    lines = [line for name in sorted(names(sys.argv[1].split(","))) if (line := pinned(name))]
     (ROOT / "constraints.txt").write_text(HEAD + "\n".join(lines) + "\n")
 
 

@@ -28,7 +28,9 @@ struct Gate {
   float up_offset;
 };
 constexpr int64_t kSilu = 0, kGelu = 1, kGeluTanh = 2;  // as ops/packed.py numbers them
-constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2, kInt8 = 3;  // codes, as ops/packed.py has them
+// Codes of groups, as ops/packed.py numbers them, and their bits.
+constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2, kInt8 = 3;
+constexpr int64_t code_bits(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 8 : 4; }
 
 struct Section {
   float* out;          // M x width

@@ -21,7 +21,7 @@ constexpr int kGroupRows = 2, kGroupPairRows = 1;
 #endif
 
 // Inputs of each column in a line.
-constexpr int64_t line_inputs(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 4 : 8; }
+constexpr int64_t line_inputs(int64_t codes) { return 32 / code_bits(codes); }
 
 constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};

@@ -44,8 +44,7 @@ bool has_scales(const Form& form) { return form.bits < 16 && form.codes != kE2m1
 
 bool has_code(const Form& form) {
   if (!form.group) return form.codes == kIntegers;
-  return form.bits == 8 ? form.codes == kE4m3 || form.codes == kInt8
-                        : form.codes == kIntegers || form.codes == kE2m1;
+  return form.codes >= kIntegers && form.codes <= kInt8 && code_bits(form.codes) == form.bits;
 }
 
 void check_form(const kvg_op& op, const Form& form) {

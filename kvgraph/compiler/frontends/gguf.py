@@ -174,10 +174,15 @@ def _stored(tensors: Sequence[ReaderTensor]) -> dict[str, object]:
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[tensor.tensor_type.name] += int(tensor.n_elements)
-    nbytes = sum(int(tensor.n_bytes) for tensor in tensors)
-    bits = 8 * nbytes / max(1, counts.total())
-    nearest = 4 if bits < 5.5 else 8 if bits < 10 else None
-    return {"bits": nearest, "blocks": max(counts, key=counts.__getitem__, default="")}
+    most = max(counts, key=counts.__getitem__, default="")
+    return {"bits": nearest_bits(tensors), "blocks": most}
+
+
+def nearest_bits(tensors: Sequence[ReaderTensor]) -> int | None:
+    """Of packed weights, those nearest to what tensors take; None: floats."""
+    elements = sum(int(tensor.n_elements) for tensor in tensors)
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / max(1, elements)
+    return 4 if bits < 5.5 else 8 if bits < 10 else None
 
 
 def _field(reader: GGUFReader, name: str) -> str | int | float | None:

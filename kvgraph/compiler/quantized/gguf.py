@@ -15,14 +15,12 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.gguf import ROTARY, open_file
+from kvgraph.compiler.frontends.gguf import ROTARY, nearest_bits, open_file
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
 from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Values
 from kvgraph.contract.dims import Array
 from kvgraph.errors import ModelError, UnsupportedError
 from kvgraph.ops.packed import Form
-
-BLOCK = 32
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -68,7 +66,7 @@ def _values(
     shape: tuple[int, ...],
 ) -> Values:
     compute = partial(_decode, path, name, tensors, processor, shape)
-    where, bits = f"{path}: {tensors[0].name}", _nearest_bits(tensors)
+    where, bits = f"{path}: {tensors[0].name}", nearest_bits(tensors) or PLAIN_BITS
     if len(tensors) == 1 and len(shape) == 2 and tensors[0].tensor_type.name in GGUF_BLOCKS:
         order = _order_of_rows(name, tensors[0], processor, shape[0])
         if order is not None and tensors[0].data.shape[0] == shape[0]:
@@ -92,15 +90,17 @@ class Blocks(Converted):
         self._tensor, self._order = tensor, order
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> Form:
         return GGUF_BLOCKS[self._tensor.tensor_type.name]
 
     def open_coded(self) -> CodedRows:
         """A float16 and 32 int8; or 16 bytes of the first (low) and the last 16, 8 added."""
 
+        form = self.form
+
         def rows(start: int, stop: int) -> Coded:
             data = np.asarray(self._tensor.data[self._order[start:stop]])
-            blocks = data.reshape(len(data), self.shape[1] // BLOCK, -1)
+            blocks = data.reshape(len(data), self.shape[1] // form.group, -1)
             scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0].astype(np.float32)
             if not np.isfinite(scales).all():
                 row, block = (int(each) for each in np.argwhere(~np.isfinite(scales))[0])
@@ -109,7 +109,7 @@ class Blocks(Converted):
                     f"{scales[row, block]:g}"
                 )
             numbers = blocks[..., 2:]
-            if self.bits == 8:
+            if form.bits == 8:
                 numbers = np.ascontiguousarray(numbers).view(np.int8)
             else:
                 numbers = np.concatenate([numbers & 15, numbers >> 4], -1) ^ 8
@@ -134,12 +134,6 @@ def _order_of_rows(
         return None
     order = np.asarray(made)[:, 0].astype(np.int64)
     return order if np.array_equal(probe[order], made) else None
-
-
-def _nearest_bits(tensors: Sequence[ReaderTensor]) -> int:
-    """Of packed weights."""
-    bits = 8 * sum(int(t.n_bytes) for t in tensors) / sum(int(t.n_elements) for t in tensors)
-    return 4 if bits < 5.5 else 8 if bits < 10 else PLAIN_BITS
 
 
 def _decode(
