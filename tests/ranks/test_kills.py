@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import time
@@ -18,6 +19,8 @@ STARTING = 10
 """Seconds that a process may take to be started, on a machine with much else to do."""
 DEADLINE = 4
 """Seconds for which a rank waits for the other."""
+PIPE = 4096
+"""Bytes that rank 0 writes before somebody reads them: half of its text, so it does not end."""
 PLACES = [
     pytest.param(False, 0.5, id="one-machine"),
     pytest.param(True, 4.0, id="told-of-several"),
@@ -59,6 +62,8 @@ def test_kills_at_random_moments(
     for kill in range(KILLS):
         victim, after = kill % 2, moments.uniform(0, latest)
         with started(*command_of(folder), hosts=hosts) as ranks:
+            assert ranks[0].stdout is not None
+            fcntl.fcntl(ranks[0].stdout, fcntl.F_SETPIPE_SZ, PIPE)
             time.sleep(after)
             ranks[victim].kill()
             start = time.monotonic()
