@@ -1,5 +1,9 @@
 """The server and its engine: `python -m benchmarks.serve [ARTIFACT] [--part PART ...] [--json]`.
 
+With `--vllm PYTHON`, an interpreter that has vLLM for CPUs: its server beside ours in `streams`,
+`first` and `load`, of a model of the same shape in bfloat16, asked by the same client in the same
+run.
+
 Method: the server is a process of its own, the client another one on the same machine (uvloop over
 plain sockets, frames are read after the end: it costs less than an HTTP library); the artifact is a
 Llama of 246M parameters in int8 with random weights, compiled here where none is given. Prompts are
@@ -39,6 +43,7 @@ from urllib.request import urlopen
 
 import kvgraph
 from benchmarks.serve_client import NEW, Answer, arriving, ask, resident, run, server, together
+from benchmarks.serve_peers import vllm_server, words_of_vocabulary
 from benchmarks.start import TINY_LLAMA
 from benchmarks.step import SHAPE, built
 
@@ -75,6 +80,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60, help="of load and of overload")
     parser.add_argument("--requests", type=int, default=10_000, help="of soak")
+    parser.add_argument("--vllm", metavar="PYTHON", help="measure its vLLM server too")
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -83,6 +89,8 @@ def main() -> None:
         if set(parts) - {"soak"}:
             artifact = args.artifact or stack.enter_context(served_shape())
             figures = measure(artifact, parts, args.repeats, args.seconds)
+        if args.vllm:
+            figures["vLLM, bfloat16"] = measure_vllm(args.vllm, parts, args.repeats, args.seconds)
         if "soak" in parts:
             tiny = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny.kvg"
             kvgraph.compile(TINY_LLAMA, tiny, page_size=16)
@@ -93,13 +101,8 @@ def main() -> None:
 @contextlib.contextmanager
 def served_shape() -> Iterator[Path]:
     """Every token of the model's vocabulary is a word: each has a text, whatever is generated."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.decoder = decoders.Replace("w", " w")
     with tempfile.TemporaryDirectory() as name:
-        words.save(str(Path(name) / "tokenizer.json"))
+        words_of_vocabulary(VOCAB).save(str(Path(name) / "tokenizer.json"))
         with built("int8", tokenizer=Path(name) / "tokenizer.json") as artifact:
             yield artifact
 
@@ -129,10 +132,8 @@ def streams(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float
             prompts = prompts_of(rng, STREAMS)
             seconds, texts = ask(prompts)
             own.append(STREAMS * NEW / seconds)
-            start = time.perf_counter()
-            answers = run(together(port, prompts, NEW))
-            seconds = time.perf_counter() - start
-            served.append(sum(a.usage["completion_tokens"] for a in answers) / seconds)
+            rate, answers = together_timed(port, prompts)
+            served.append(rate)
             equal += sum(a.text == text for a, text in zip(answers, texts, strict=True))
     return {
         "engine tokens/s": statistics.median(own),
@@ -140,6 +141,14 @@ def streams(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float
         "share": statistics.median(b / a for a, b in zip(own, served, strict=True)),
         "answers equal to the engine's": equal / (repeats * STREAMS),
     }
+
+
+def together_timed(port: int, prompts: list[list[int]]) -> tuple[float, list[Answer]]:
+    """Generated tokens a second, by `usage`, and the answers."""
+    start = time.perf_counter()
+    answers = run(together(port, prompts, NEW))
+    seconds = time.perf_counter() - start
+    return sum(a.usage["completion_tokens"] for a in answers) / seconds, answers
 
 
 def first(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
@@ -164,7 +173,12 @@ def load(artifact: Path, rng: random.Random, seconds: float) -> dict[str, float]
         many = [longer(rng) for _ in range(3 * STREAMS)]
         rate = 0.8 * len(many) / ask_engine(many)[0]
     with server(artifact) as (port, _):
-        answers = run(arriving(port, rng, rate, seconds, longer))
+        return loaded(port, rng, rate, seconds)
+
+
+def loaded(port: int, rng: random.Random, rate: float, seconds: float) -> dict[str, float]:
+    """Figures of a server at `rate` requests a second."""
+    answers = run(arriving(port, rng, rate, seconds, longer))
     done = [answer for answer in answers if answer.usage]
     gaps = sorted(gap * 1e3 for answer in done for gap in answer.gaps)
     waits = sorted((answer.news[0] - answer.sent) * 1e3 for answer in done)
@@ -253,6 +267,32 @@ def soak(artifact: Path, rng: random.Random, count: int) -> dict[str, float]:
             "resident after a tenth, MiB": begun,
             "resident at the end, MiB": resident(process),
         }
+
+
+# -- another server
+
+
+def measure_vllm(
+    python: str, parts: Sequence[str], repeats: int, seconds: float
+) -> dict[str, float]:
+    """As `streams`, `first` and `load`; the last at 80 % of what this server completes."""
+    figures: dict[str, float] = {}
+    rng = random.Random(0)
+    with vllm_server(python) as port:
+        run(together(port, prompts_of(rng, STREAMS), NEW))
+        if "streams" in parts:
+            rates = [together_timed(port, prompts_of(rng, STREAMS))[0] for _ in range(repeats)]
+            figures["server tokens/s"] = statistics.median(rates)
+        if "first" in parts:
+            answers = [run(together(port, prompts_of(rng, 1), 2))[0] for _ in range(22)]
+            waits = [(answer.news[0] - answer.sent) * 1e3 for answer in answers[2:]]
+            figures["server ms"] = statistics.median(waits)
+        if "load" in parts:
+            start = time.perf_counter()
+            run(together(port, [longer(rng) for _ in range(3 * STREAMS)], NEW))
+            rate = 0.8 * 3 * STREAMS / (time.perf_counter() - start)
+            figures |= loaded(port, rng, rate, seconds)
+    return figures
 
 
 # -- the engine alone, and prompts

@@ -55,7 +55,7 @@ def build(request: TorchRequest) -> TorchResult:
     """Write the engine. UnsupportedError with what torch-tensorrt said."""
     import torch
 
-    from kvgraph.compiler.export import symbolic_batch
+    from kvgraph.compiler.export import lowering
     from kvgraph.compiler.passes.write_in_place import write_in_place
     from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
     from kvgraph.contract.manifest import read_manifest
@@ -85,7 +85,7 @@ def build(request: TorchRequest) -> TorchResult:
     ]
     convert = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine
     try:
-        with symbolic_batch():
+        with lowering():
             engine: bytes = convert(
                 program,
                 arg_inputs=inputs,

@@ -21,7 +21,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan, as_paged
-from kvgraph.compiler.export import export, symbolic_batch
+from kvgraph.compiler.export import export, lowering
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.labels import TOKENS, everything, nothing, own
@@ -70,7 +70,7 @@ def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) ->
         with contextlib.suppress(UnsupportedError):
             return _Follower(program, signature).run()
     # Without writes in place, and in operators of which each one's rule is known.
-    with symbolic_batch():
+    with lowering():
         return _Follower(program.run_decompositions(), signature).run()
 
 

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.fuse_rms_norm import FUSED as RMS_NORM
 from kvgraph.compiler.passes.fuse_silu_mul import FUSED as SILU_MUL
 from kvgraph.compiler.passes.fuse_update_and_attend import (
@@ -169,7 +169,7 @@ def save_program(traced: Traced, folder: Path, progress: Callable[[str], None]) 
     program._example_inputs = None
     _forget_sources(program.graph)
     program.graph_module.recompile()
-    with symbolic_batch():
+    with lowering():
         torch.export.save(program, folder / MODEL_NAME)
 
 

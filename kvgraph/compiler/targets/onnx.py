@@ -18,10 +18,11 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
+from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.lists import PASSES, PassList, run_passes
 from kvgraph.compiler.passes.parameters import name_outputs, tensor_of
 from kvgraph.compiler.quiet import quiet_loggers
@@ -45,6 +46,8 @@ INLINE_BYTES_OF_RANKS = 64
 KEPT_WHOLE = ("aten::rms_norm", "aten::silu", "aten::squeeze")
 """Not decomposed: ONNX Runtime has the first two as single nodes, and torch's exporter has no
 translation for what core ATen makes of the third."""
+NOT_TRANSLATED = (torch.ops.aten.var.correction,)
+"""Core ATen for which torch's exporter has no translation: it would decompose all once more."""
 
 
 def lower(
@@ -98,8 +101,8 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         op: rule
         for op, rule in torch.export.default_decompositions().items()
         if op.name().partition(".")[0] not in KEPT_WHOLE
-    }
-    with symbolic_batch():
+    } | get_decompositions(NOT_TRANSLATED)
+    with lowering():
         lowered: ExportedProgram = program.run_decompositions(decompositions)
     return _without_mutation(lowered)
 
@@ -165,7 +168,7 @@ def _later(value: ir.Value, weights: Weights) -> ir.LazyTensor:
 
 
 def _to_onnx(program: ExportedProgram, signature: GraphSignature) -> torch.onnx.ONNXProgram:
-    with symbolic_batch(), quiet_loggers("torch.onnx"):  # packages that it does not need
+    with lowering(), quiet_loggers("torch.onnx"):  # packages that it does not need
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,

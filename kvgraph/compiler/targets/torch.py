@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import Lowered
 from kvgraph.compiler.targets.weights import save_weights
@@ -74,7 +74,7 @@ def count_ops(program: ExportedProgram) -> dict[str, int]:
 
 def _package(program: ExportedProgram, path: Path) -> None:
     settings = INDUCTOR | (PORTABLE_X86 if platform.machine() == "x86_64" else {})
-    with symbolic_batch(), torch.no_grad():
+    with lowering(), torch.no_grad():
         try:
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(path), inductor_configs=settings
