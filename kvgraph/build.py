@@ -108,9 +108,12 @@ def compile(
         loaded, notes = pipeline.load_model(
             source, float32, dtype, vocab_size, max_seq_len, request.support.weightless, text
         )
-        if float32 and weights is None:
+        if weights is None and (float32 or request.target.kind != "cpu"):
             weights = options.default_weights(
-                loaded.stored_dtype, request.support, is_quantized=loaded.is_quantized
+                loaded.stored_dtype,
+                request.support,
+                request.target.kind,
+                is_quantized=loaded.is_quantized,
             )
         options.require_quantized(weights, is_quantized=loaded.is_quantized)
         if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:

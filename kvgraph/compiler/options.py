@@ -155,9 +155,10 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
             f"{weights!r}"
         )
     if target.kind != "cpu":
-        if weights not in SMALL_WEIGHTS:
+        known = (*SMALL_WEIGHTS, "stored")
+        if weights not in known:
             raise UnsupportedError(
-                f"weights: expected one of {list(SMALL_WEIGHTS)} for target {target.kind}, where "
+                f"weights: expected one of {list(known)} for target {target.kind}, where "
                 f"others have the activations' --dtype, got {weights!r}"
             )
         return
@@ -173,13 +174,16 @@ def computes_in_float32(support: Support, target: Target, weights: str | None) -
     return support.float32 or (weights is not None and target.kind == "cpu")
 
 
-def default_weights(stored_dtype: str, support: Support, *, is_quantized: bool = False) -> str:
-    """What linear layers keep under float32 activations by default."""
-    if "weight_bits" not in support.options:
-        return "fp32"
-    if is_quantized:
+def default_weights(
+    stored_dtype: str, support: Support, kind: str, *, is_quantized: bool = False
+) -> str | None:
+    """What linear layers keep by default: on a CPU under float32 activations; None: those."""
+    packs = "weight_bits" in support.options
+    if packs and is_quantized:
         return "stored"
-    return "bf16" if stored_dtype == "bfloat16" else "fp32"
+    if kind != "cpu":
+        return None
+    return "bf16" if packs and stored_dtype == "bfloat16" else "fp32"
 
 
 def require_quantized(weights: str | None, *, is_quantized: bool) -> None:

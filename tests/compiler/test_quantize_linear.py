@@ -27,7 +27,7 @@ from kvgraph.compiler.plan import plan_deployment
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import KernelError
-from kvgraph.ops.matrices import GROUP, whole_numbers
+from kvgraph.ops.matrices import GROUP, numbers_of
 from tests.compiler.test_pack_experts import folder_of
 from tests.compiler.test_pack_linear import NODES
 from tests.compiler.test_plan import LLAMA_8B, TABLE, plan
@@ -135,7 +135,7 @@ def test_nibbles_hold_groups_and_their_extremes() -> None:
     part = stored(weight, 4)
     assert part["weight"].shape == (5, 3 * GROUP // 2)
     assert part["scales"].shape == (3, 5)
-    whole = whole_numbers(part["weight"].numpy(), 3 * GROUP, 4)
+    whole = numbers_of(part["weight"].numpy(), 3 * GROUP, 4)
     assert (whole.min(), whole.max()) == (-8, 7)
     assert (whole[:, 300:] == 0).all()
     byte = part["weight"][0, 5].item()
@@ -156,7 +156,10 @@ def test_errors_are_those_that_the_decision_page_names() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"weights": "bf16"}, r"weights: expected one of \['int8', 'int4'\] for target cuda"),
+        (
+            {"weights": "bf16"},
+            r"weights: expected one of \['int8', 'int4', 'stored'\] for target cuda",
+        ),
         (
             {"weights": "int8", "backend": "onnx"},
             "weights: expected none for backend onnx on cuda, which packs none, got 'int8'",
