@@ -17,7 +17,7 @@ import torch
 
 from kvgraph.compiler.packed_weights import Section, Stored, threads
 from kvgraph.contract.dims import Array
-from kvgraph.ops.matrices import GROUP, depth_of, group_of, groups_of, stored_dtype
+from kvgraph.ops.matrices import GROUP, depth_of, groups_of, span_of, stored_dtype
 from kvgraph.ops.packed import E2M1, E4M3, Form
 
 BYTE_MAX, NIBBLE_MIN, NIBBLE_MAX = 127, -8, 7
@@ -113,9 +113,9 @@ def _in_turn(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 def _joined(codes: Array, form: Form) -> Array:
     """`[N, K]` of nibbles, two inputs in a byte."""
-    each = group_of(form.bits, form.group)
-    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % each)))
-    low, high = np.split(codes.reshape(len(codes), -1, 2, each // 2), 2, axis=2)
+    span = span_of(form.group)
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % span)))
+    low, high = np.split(codes.reshape(len(codes), -1, 2, span // 2), 2, axis=2)
     both: Array = (low & 15) | (high << 4)
     return both.reshape(len(codes), -1)
 

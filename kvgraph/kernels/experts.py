@@ -116,7 +116,7 @@ def experts_up(
     row_M = tl.load(order + at_M, mask=live_M, other=0) // ACTIVE
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight, scales, group_bytes = _of_expert(
-        up, up_scales, up_group_bytes, expert, IN, OUT, BITS, GROUP
+        up, up_scales, up_group_bytes, expert, IN, OUT, BITS, GROUP, BLOCK_K
     )
     both_NM = product(
         x, row_M, live_M, weight, scales, group_bytes, n_N, in_features, IN, OUT, BITS, GROUP,
@@ -166,7 +166,7 @@ def experts_down(
     live_M = at_M < end
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight, scales, group_bytes = _of_expert(
-        down, down_scales, down_group_bytes, expert, INNER, IN, BITS, GROUP
+        down, down_scales, down_group_bytes, expert, INNER, IN, BITS, GROUP, BLOCK_K
     )
     part_NM = product(
         inner, at_M, live_M, weight, scales, group_bytes, n_N, inner_features, INNER, IN, BITS,
@@ -190,11 +190,13 @@ def _of_expert(
     OUT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Where an expert's weight `[OUT, IN]`, scales and bytes `[groups, OUT]` begin; 64-bit."""
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP else 1
     if BITS == 4:
-        weight += expert * (OUT * GROUPS * (GROUP // 2))
+        SPAN: tl.constexpr = 2 * BLOCK_K
+        weight += expert * (OUT * ((IN + SPAN - 1) // SPAN) * BLOCK_K)
     else:
         weight += expert * (OUT * IN)
     if scales is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.kernels.shapes import capability
 from kvgraph.kernels.variants import Constant
-from kvgraph.ops.matrices import group_of
+from kvgraph.ops.matrices import group_of, span_of
 from kvgraph.ops.packed import E4M3, Form
 
 FEW_ROWS = 16
@@ -22,7 +22,7 @@ ROLES = ("few", "many")
 @dataclass(frozen=True, slots=True)
 class MatrixTiles:
     """`block_m` rows by `block_n` columns; `block_k` inputs at a time, all under one scale: of
-    nibbles half a group."""
+    nibbles half a span."""
 
     block_m: int
     block_n: int
@@ -39,12 +39,12 @@ def role_of(rows: int, weights: int = 1) -> str:
 def matrix_tiles(role: str, dtype: str, form: Form, arch: str) -> MatrixTiles:
     """As large as registers and shared memory hold without spills."""
     few, bits, target = role == "few", form.bits, capability(arch)
-    group = group_of(bits, form.group)
+    half = span_of(form.group) // 2 if bits == 4 else 0
     if target < 80 or itemsize(dtype) == 4:  # no tensor cores
-        wide = group // 2 if bits == 4 else 32
+        wide = half or 32
         warps = 8 if wide > 32 and not few else 4
         return MatrixTiles(16 if few else 32, 32, wide, warps, 1 if target < 80 else 2)
-    wide = group // 2 if bits == 4 else group or (128 if bits else 64)
+    wide = half or form.group or (128 if bits else 64)
     stages = 4 if wide >= 64 else 8  # of so few bytes more have to be on their way
     return MatrixTiles(16, 64, wide, 4, stages) if few else MatrixTiles(64, 128, wide, 8, 3)
 

@@ -5,7 +5,7 @@ activations' dtype, as bytes (int8, FP8), or as nibbles (whole numbers, FP4). It
 factor: tensor cores take that from registers, where bytes and nibbles are converted, and a tile of
 few rows wastes little.
 
-Legend: M rows of activations, N output columns, K inputs, H half a group of inputs.
+Legend: M rows of activations, N output columns, K inputs, H half a span of inputs.
 """
 
 import triton
@@ -48,8 +48,9 @@ def product(
     """`[N, M]` float32: columns `n_N` of one weight `[OUT, IN]` times rows `row_M` of x.
 
     BITS 0: the weight is of x's dtype; 8: bytes; 4: nibbles. Scales `[groups, OUT]` are of GROUP
-    inputs each; 0: of all. BLOCK_K divides GROUP, and is half of it for nibbles: a byte holds
-    inputs h and h + GROUP / 2 of its group, so that both halves meet whole rows of x.
+    inputs each; 0: of all. BLOCK_K bytes of a row are loaded at once, which divide GROUP. Of
+    nibbles they are a span: byte h holds inputs h and h + BLOCK_K of it, so that both halves meet
+    whole rows of x. A span is one group, or two.
 
     `inputs` is IN as a value: a loop of two steps that the compiler knows is unrolled, and writes
     accumulators behind the fence that products of four warps need.
@@ -59,20 +60,29 @@ def product(
     acc_NM = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     in_N = n_N < OUT
     if BITS == 4:
-        GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
-        for group in range(0, (inputs + GROUP - 1) // GROUP):
-            at_NH = n_N.to(tl.int64)[:, None] * (GROUPS * BLOCK_K) + (group * BLOCK_K + k)[None, :]
+        SPAN: tl.constexpr = 2 * BLOCK_K
+        SPANS: tl.constexpr = (IN + SPAN - 1) // SPAN
+        for span in range(0, (inputs + SPAN - 1) // SPAN):
+            at_NH = n_N.to(tl.int64)[:, None] * (SPANS * BLOCK_K) + (span * BLOCK_K + k)[None, :]
             byte_NH = tl.load(weight + at_NH, mask=in_N[:, None], other=0)
-            at_N = group * OUT + n_N
-            low_NH, high_NH = _nibbles(byte_NH, group_bytes, at_N, in_N, CODES)
-            first = group * GROUP
-            x_MH = _load_rows(x, rows_M, live_M, first + k, IN)
-            y_MH = _load_rows(x, rows_M, live_M, first + BLOCK_K + k, IN)
+            low, high = span * SPAN, span * SPAN + BLOCK_K
+            low_N = low // GROUP * OUT + n_N
+            high_N, in_high_N = low_N, in_N
+            if GROUP < SPAN:
+                high_N += OUT
+                in_high_N = in_N & (high < IN)
+            x_MH = _load_rows(x, rows_M, live_M, low + k, IN)
+            y_MH = _load_rows(x, rows_M, live_M, high + k, IN)
+            low_NH = _numbers((byte_NH << 4) >> 4, group_bytes, low_N, in_N, CODES)
+            high_NH = _numbers(byte_NH >> 4, group_bytes, high_N, in_high_N, CODES)
             part_NM = tl.dot(low_NH.to(x_MH.dtype), tl.trans(x_MH), input_precision=PRECISION)
+            if GROUP < SPAN:
+                acc_NM += part_NM * _scales(scales, group_bytes, low_N, in_N, CODES)[:, None]
+                part_NM = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             part_NM = tl.dot(
                 high_NH.to(x_MH.dtype), tl.trans(y_MH), part_NM, input_precision=PRECISION
             )
-            acc_NM += part_NM * _scales(scales, group_bytes, at_N, in_N, CODES)[:, None]
+            acc_NM += part_NM * _scales(scales, group_bytes, high_N, in_high_N, CODES)[:, None]
     else:
         for start in range(0, inputs, BLOCK_K):
             x_MK = _load_rows(x, rows_M, live_M, start + k, IN)
@@ -95,17 +105,14 @@ def product(
 
 
 @triton.jit
-def _nibbles(byte_NH, group_bytes, at_N, in_N, CODES: tl.constexpr):
-    """int8 numbers of the low and of the high halves, with their offsets; those of E2M1 twice."""
-    low_NH = (byte_NH << 4) >> 4
-    high_NH = byte_NH >> 4
+def _numbers(nibble_NH, group_bytes, at_N, in_N, CODES: tl.constexpr):
+    """int8 numbers of nibbles of one group, with its offsets; those of E2M1 twice."""
     if CODES == E2M1:
-        low_NH, high_NH = _twice(low_NH), _twice(high_NH)
+        return _twice(nibble_NH)
     elif group_bytes is not None:
-        offset_N = tl.load(group_bytes + at_N, mask=in_N, other=0)
-        low_NH += offset_N[:, None]
-        high_NH += offset_N[:, None]
-    return low_NH, high_NH
+        return nibble_NH + tl.load(group_bytes + at_N, mask=in_N, other=0)[:, None]
+    else:
+        return nibble_NH
 
 
 @triton.jit

@@ -6,7 +6,7 @@ inputs lie next to each other, so that a warp reads whole sectors. Its numbers a
 dtype of activations. Each column has a scale, for all of its inputs or for each `group` of them.
 Products are summed in float32 and scaled after, so that nothing of a weight is rounded again.
 
-Legend: M rows, N output columns, K inputs, H bytes of half a group.
+Legend: M rows, N output columns, K inputs, S spans, H bytes of one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ GROUP = 128
 """Inputs of a column under one scale at most; of nibbles where no attribute says it."""
 
 GROUPS = (0, 32, 64, GROUP)
-"""Inputs under one scale; 0: GROUP of nibbles, all of bytes. Byte h of a group of nibbles holds
-inputs h (its low half) and h + group / 2."""
+"""Inputs under one scale; 0: GROUP of nibbles, all of bytes."""
 
 BITS = (0, 8, 4)
 """Of a stored number; 0: weights are of the activations' dtype."""
@@ -43,10 +42,16 @@ def group_of(bits: int, group: int = 0) -> int:
     return group or (GROUP if bits == 4 else 0)
 
 
+def span_of(group: int = 0) -> int:
+    """Inputs of nibbles that lie together: one group or, so that a row's bytes fill a sector, two.
+    Byte h of a span holds inputs h (its low half) and h + span / 2."""
+    return min(2 * (group or GROUP), GROUP)
+
+
 def depth_of(in_features: int, bits: int, group: int = 0) -> int:
-    """Elements that a row is stored in: groups of nibbles are whole."""
-    each = group_of(bits, group)
-    return ceildiv(in_features, each) * each // 2 if bits == 4 else in_features
+    """Elements that a row is stored in: spans of nibbles are whole."""
+    span = span_of(group)
+    return ceildiv(in_features, span) * span // 2 if bits == 4 else in_features
 
 
 def groups_of(in_features: int, bits: int, group: int = 0) -> int:
@@ -68,9 +73,9 @@ def numbers_of(
     """Reference: stored `[N, depth]` -> `[N, K]` in float32, without offsets and scales."""
     if bits != 4:
         return weight.astype(np.float32)
-    bytes_NGH = weight.view(np.uint8).reshape(len(weight), -1, group_of(bits, group) // 2)
-    codes_NGK = np.concatenate([bytes_NGH & 15, bytes_NGH >> 4], -1)
-    numbers: Array = LEVELS[codes][codes_NGK.reshape(len(weight), -1)[:, :in_features]]
+    bytes_NSH = weight.view(np.uint8).reshape(len(weight), -1, span_of(group) // 2)
+    codes_NSK = np.concatenate([bytes_NSH & 15, bytes_NSH >> 4], -1)
+    numbers: Array = LEVELS[codes][codes_NSK.reshape(len(weight), -1)[:, :in_features]]
     return numbers
 
 

@@ -118,7 +118,7 @@ GROUPED: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_products_of_groups_use_tensor_cores_and_do_not_spill(arch: str) -> None:
-    """A group of 32 travels in copies of 8 bytes and fewer: its rows are no longer."""
+    """A step over a group of 32 has too few bytes for copies of 16 on each thread."""
     shape = LLAMA_8B["down"]
     if arch == "sm_75":
         shape = replace(shape, dtype="float16")
@@ -206,6 +206,8 @@ def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
     shapes: list[Shape] = [ExpertsShape("bfloat16", bits, 4, 2, 256, 128)]
     if bits:
         shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64)))
+        codes = E2M1 if bits == 4 else E4M3
+        shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64), group=32, codes=codes))
     for shape in shapes:
         trial = trial_of(shape, arch, "few")
         memory = PlanMemory(trial.plan, trial.given)
