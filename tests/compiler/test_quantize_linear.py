@@ -199,6 +199,33 @@ def test_bad_operands_are_refused_where_a_call_is_traced() -> None:
             {"out_features": 4, "out_features_1": 4, "silu_mul": 1},
             "silu_mul: expected 0 with several outputs, got 1",
         ),
+        ((x, meta(8, 16), scales), {"group": 48}, "group: expected 0, 32, 64 or 128, got 48"),
+        ((x, meta(8, 16), scales), {"codes": 2}, "codes: expected 0 for 8 bits without groups"),
+        (
+            (x, meta(8, 16), scales),
+            {"group": 32, "codes": 2},
+            "weight: expected float8_e4m3fn for bits 8 and x of float16, got int8",
+        ),
+        (
+            (x, meta(8, 16), meta(2, 8, dtype=torch.float32)),
+            {"group": 32, "codes": 3},
+            "scales: dim num_groups: expected 1 for 16 inputs of x, got 2",
+        ),
+        (
+            (x, meta(8, 32), scales),
+            {"bits": 4, "group": 32, "codes": 1},
+            "scales: expected none for codes 1, got some",
+        ),
+        (
+            (x, meta(8, 32), None),
+            {"bits": 4, "group": 32, "codes": 1},
+            "group_bytes: expected some for codes 1, got none",
+        ),
+        (
+            (x, meta(8, 16), scales, meta(1, 8)),
+            {},
+            "group_bytes: expected none for bits 8, got some",
+        ),
     ):
         with pytest.raises(KernelError, match=f"quantized_linear: .*{sentence}"):
             op(*given, **(attributes | changes))

@@ -216,3 +216,18 @@ def test_artifacts(plain: Callable[[str], Path], tmp_path: Path) -> None:
     planned = plan(folder, target="cuda:sm_80", dtype="bfloat16", memory=1 << 30, max_seq_len=None)
     assert planned.weights_dtype == "stored"
     assert planned.weights == pytest.approx(nbytes, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8-channel"), ("llama", "w8a8")],
+)
+def test_ranks(architecture: str, form: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """Compile's own check runs both; nothing is rounded."""
+    folder = quantized.make(form, plain(architecture), tmp_path / form)
+    manifest = kvgraph.compile(
+        folder, tmp_path / "a.kvg", target="cuda:sm_90", dtype="bfloat16", page_size=16, tp=2
+    )
+    assert not any("rounded" in note for note in manifest.notes)
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")

@@ -188,9 +188,13 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, bits: int) -> Non
     assert own["out"].tobytes() == whole.given["out"][some].tobytes()
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_half_precision_on_the_oldest_architecture(kernels: Kernels, bits: int) -> None:
-    shape = replace(EXPERTS[1], dtype="float16", bits=bits)
+@pytest.mark.parametrize(
+    "form",
+    [{"bits": 0}, {"bits": 8}, {"bits": 4}, GROUPED["FP4 of 32"], GROUPED["FP8 of 128"]],
+    ids=str,
+)
+def test_half_precision_on_the_oldest_architecture(kernels: Kernels, form: dict[str, Any]) -> None:
+    shape = replace(EXPERTS[1], dtype="float16", **form)
     for role in ROLES:
         trial = trial_of(shape, "sm_75", role)
         run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_75"))
