@@ -28,6 +28,7 @@ from kvgraph.kernels.matrix_trials import experts_trial, linear_trial
 from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import Variant
+from kvgraph.ops.packed import E2M1, E4M3
 
 QWEN3_30B = ExpertsShape("bfloat16", 0, 128, 8, 2048, 768)
 LLAMA_8B = LinearShape("bfloat16", 8, 4096, (4096, 1024, 1024))
@@ -45,6 +46,10 @@ def steps(arch: str) -> Iterator[tuple[str, dict[str, Trial]]]:
     for bits in (8, 4):
         linear = replace(LLAMA_8B, bits=bits)
         yield f"q, k, v, {bits} bits", {r: linear_trial(linear, arch, r, rows=1) for r in ROLES}
+    mxfp4 = replace(QWEN3_30B, bits=4, group=32, codes=E2M1)
+    yield "experts, MXFP4", {r: experts_trial(mxfp4, arch, r, rows=1) for r in ROLES}
+    fp8 = replace(LLAMA_8B, bits=8, group=128, codes=E4M3)
+    yield "q, k, v, FP8", {r: linear_trial(fp8, arch, r, rows=1) for r in ROLES}
 
 
 def compiled(trial: Trial, arch: str) -> dict[Variant, Compiled]:
@@ -64,7 +69,7 @@ def counted(trial: Trial, made: dict[Variant, Compiled]) -> tuple[float, float, 
     if error > limit:
         raise KernelError(f"{where}: expected an error of at most {limit}, got {error}")
     read = sum(c.global_reads[n].bytes for c in did for n in WEIGHTS if n in c.global_reads)
-    experts = len(trial.given["indices"].reshape(-1)) if "indices" in trial.given else 0
+    experts = int((trial.given["indices"] >= 0).sum()) if "indices" in trial.given else 0
     needed = 0
     for name in WEIGHTS:
         if name in trial.given:

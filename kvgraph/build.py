@@ -63,11 +63,11 @@ def compile(
     layers and experts keep: on a CPU, under float32 activations, "fp32", "bf16", "int8", "int4" or,
     of a checkpoint in fewer bits, "stored" (default under backend onnx: "stored" for such a one,
     "bf16" for a bfloat16 one; else as `dtype`); on CUDA with
-    backend torch "int8" or "int4" (default: as `dtype`), `cache_dtype` the pool's
-    (default: `dtype`), `page_size` in tokens, `cache` "paged", "continuous" or "padded",
-    `max_seq_len` the tokens of the longest context (default: the checkpoint's; it settles rotary
-    frequencies that depend on the length). An nn.Module needs `params`, `vocab_size` and
-    `max_seq_len`, and may bring a `tokenizer` (a
+    backend torch "int8", "int4" or "stored" (default: "stored" for such a one, else as `dtype`),
+    `cache_dtype` the pool's (default: `dtype`), `page_size` in tokens,
+    `cache` "paged", "continuous" or "padded", `max_seq_len` the tokens of the longest context
+    (default: the checkpoint's; it settles rotary frequencies that depend on the length). An
+    nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
     tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
     `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
     new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
@@ -108,9 +108,12 @@ def compile(
         loaded, notes = pipeline.load_model(
             source, float32, dtype, vocab_size, max_seq_len, request.support.weightless, text
         )
-        if float32 and weights is None:
+        if weights is None and (float32 or request.target.kind != "cpu"):
             weights = options.default_weights(
-                loaded.stored_dtype, request.support, is_quantized=loaded.is_quantized
+                loaded.stored_dtype,
+                request.support,
+                request.target.kind,
+                is_quantized=loaded.is_quantized,
             )
         options.require_quantized(weights, is_quantized=loaded.is_quantized)
         if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:

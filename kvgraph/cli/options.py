@@ -27,8 +27,8 @@ DtypeOption = Annotated[
 WeightsOption = Annotated[
     Weights | None,
     typer.Option(
-        help="Linear layers and experts; int8 or int4 on cuda [default: on cpu stored for a "
-        "checkpoint in fewer bits, bf16 for bfloat16, else fp32]."
+        help="Linear layers and experts; int8, int4 or stored on cuda [default: stored for a "
+        "checkpoint in fewer bits, else on cpu bf16 for bfloat16, fp32 for others]."
     ),
 ]
 CacheDtypeOption = Annotated[

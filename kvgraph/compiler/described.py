@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvgraph.compiler.cache import LayerNeed
-from kvgraph.compiler.frontends.stored_forms import StoredForms
+from kvgraph.compiler.frontends.stored_forms import PLAIN, StoredForms
 from kvgraph.compiler.packed_weights import shapes
 from kvgraph.compiler.passes import TABLE_BYTES
 from kvgraph.contract.dtypes import AS_STORED, itemsize
 from kvgraph.contract.mixtures import Mixture, joined
 from kvgraph.ops import matrices
-from kvgraph.ops.packed import Form
+from kvgraph.ops.packed import E2M1, Form
 
 
 @dataclass(frozen=True, order=True)
@@ -142,7 +142,8 @@ class Described:
         if bits is None:
             return sum(map(_elements, linears)) * itemsize(dtype)
         if not on_cpu:
-            return sum(_gpu_bytes(linear, bits, dtype) for linear in linears)
+            forms = [(linear, self._form_of(linear, bits)) for linear in linears]
+            return sum(_gpu_bytes(linear, form, dtype) for linear, form in forms)
         return sum(_packed_bytes(linear, self._form_of(linear, bits)) for linear in linears)
 
     def _other_bytes(self, dtype: str) -> int:
@@ -162,16 +163,21 @@ def _expert_bytes(experts: Experts, dtype: str, form: Form | None, on_cpu: bool)
     if form is None and (not on_cpu or dtype != "float32"):
         return experts.elements * itemsize(dtype)
     if not on_cpu:
-        bits = form.bits if form else 0
-        return experts.count * sum(_gpu_bytes(part, bits, dtype) for part in experts.parts)
+        whole = form or PLAIN
+        return experts.held * sum(_gpu_bytes(part, whole, dtype) for part in experts.parts)
     return experts.held * sum(_packed_bytes(part, form or Form(32)) for part in experts.parts)
 
 
-def _gpu_bytes(linear: Linear, bits: int, dtype: str) -> int:
-    """Whole numbers, scales in float32 and a bias in `dtype` (ops/matrices.py)."""
+def _gpu_bytes(linear: Linear, form: Form, dtype: str) -> int:
+    """Numbers, what groups have, and a bias in `dtype` (ops/matrices.py)."""
+    if form.bits == PLAIN.bits:
+        return _elements(linear) * itemsize(dtype)
     inputs = linear.in_features
+    made = matrices.of_kernels(replace(form, group=min(form.group, inputs)))
+    of_group = 1 if made.codes == E2M1 else 4 + made.has_offsets
+    groups = matrices.groups_of(inputs, made.bits, made.group)
     bias = itemsize(dtype) if linear.has_bias else 0
-    each = matrices.depth_of(inputs, bits) + 4 * matrices.groups_of(inputs, bits) + bias
+    each = matrices.depth_of(inputs, made.bits, made.group) + of_group * groups + bias
     return linear.out_features * each
 
 

@@ -1,6 +1,7 @@
 """Weights of linear layers -> the form that products on a GPU read (ops/matrices.py).
 
-Decision: rounded to nearest, without calibration, as on a CPU (packed_weights.py). An int8 scale is
+Decision: what a checkpoint stores in a form that kernels have keeps its numbers. All else is
+rounded to nearest, without calibration, as on a CPU (packed_weights.py). An int8 scale is
 the column's largest magnitude over 127. Nibbles have no zero point: a group's scale has the sign
 that makes its extreme -8, and is the one of TRIED of the least squared error. On Gaussian weights
 that is 2 % worse than a zero point for each group (an error of 9.8 % against 9.6), and costs
@@ -14,9 +15,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from kvgraph.compiler.packed_weights import Section, threads
+from kvgraph.compiler.packed_weights import Section, Stored, threads
 from kvgraph.contract.dims import Array
-from kvgraph.ops.matrices import GROUP, HALF, depth_of, groups_of
+from kvgraph.ops.matrices import GROUP, depth_of, groups_of, span_of, stored_dtype
+from kvgraph.ops.packed import E2M1, E4M3, Form
 
 BYTE_MAX, NIBBLE_MIN, NIBBLE_MAX = 127, -8, 7
 TRIED = (1.0, 0.925, 0.85, 0.775, 0.7)
@@ -31,32 +33,31 @@ BLOCK_ELEMENTS = 1 << 17
 ROWS_AT_ONCE = 1024
 """Of a weight that are read at once."""
 
-Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype."""
+Shaped = tuple[tuple[int, ...], torch.dtype]
 
 Part = dict[str, torch.Tensor]
 """Operand -> rows of it that follow those of the parts before."""
 
-OPERANDS = ("weight", "scales", "bias")
-"""A weight `[columns, depth]`, its scales `[groups, columns]` and its bias."""
+OPERANDS = ("weight", "scales", "group_bytes", "bias")
+"""A weight `[columns, depth]`, its scales and bytes of groups `[groups, columns]`, its bias."""
 
 
-def forms(
-    columns: int, inputs: int, bits: int, dtype: torch.dtype, has_bias: bool
-) -> dict[str, Form]:
-    """Of each operand that a weight `[columns, inputs]` becomes. `bits` 0: it stays in `dtype`."""
-    kind = torch.int8 if bits else dtype
-    found: dict[str, Form] = {"weight": ((columns, depth_of(inputs, bits)), kind)}
-    if bits:
-        found["scales"] = (groups_of(inputs, bits), columns), torch.float32
+def shapes(
+    columns: int, inputs: int, form: Form, dtype: torch.dtype, has_bias: bool
+) -> dict[str, Shaped]:
+    """Of each operand that a weight `[columns, inputs]` becomes, in a form of kernels. `bits` 0: it
+    stays in `dtype`."""
+    bits, group = form.bits, form.group
+    kind = getattr(torch, stored_dtype(bits, form.codes, str(dtype).removeprefix("torch.")))
+    groups = groups_of(inputs, bits, group), columns
+    found: dict[str, Shaped] = {"weight": ((columns, depth_of(inputs, bits, group)), kind)}
+    if bits and form.codes != E2M1:
+        found["scales"] = groups, torch.float32
+    if form.has_offsets or form.codes == E2M1:
+        found["group_bytes"] = groups, torch.int8
     if has_bias:
         found["bias"] = (columns,), dtype
     return found
-
-
-def rows_in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of each part in turn."""
-    return torch.stack(list(parts), 1).reshape(-1, *parts[0].shape[1:])
 
 
 def stored(rows: torch.Tensor, bits: int) -> Part:
@@ -74,25 +75,76 @@ def stored(rows: torch.Tensor, bits: int) -> Part:
     }
 
 
+def kept(rows: Stored, form: Form) -> Part:
+    """Weight, scales and bytes of groups of rows in groups of `form`, a form of kernels."""
+    numbers = _joined(rows.numbers.view(np.uint8), form) if form.bits == 4 else rows.numbers
+    weight = torch.from_numpy(np.ascontiguousarray(numbers).view(np.int8))
+    count = groups_of(rows.numbers.shape[1], form.bits, form.group)
+
+    def of_groups(each: Array, kind: type[np.generic]) -> torch.Tensor:
+        own = each[:, :count].T.astype(kind)
+        return torch.from_numpy(np.ascontiguousarray(own))
+
+    if form.codes == E2M1:
+        exponents = of_groups(rows.scales, np.uint8).view(torch.int8)
+        return {"weight": weight, "group_bytes": exponents}
+    part = {"weight": weight, "scales": of_groups(rows.scales, np.float32)}
+    if form.codes == E4M3:
+        part["weight"] = weight.view(torch.float8_e4m3fn)
+    if form.has_offsets:
+        offsets = np.zeros_like(rows.scales) if rows.offsets is None else rows.offsets
+        part["group_bytes"] = of_groups(offsets, np.int8)
+    return part
+
+
+def columns_in_turn(parts: Sequence[Part]) -> Part:
+    """Columns of each part in turn."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: _in_turn([part[name] for part in parts], dim=0 if name == "weight" else 1)
+        for name in parts[0]
+    }
+
+
+def _in_turn(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.stack(list(parts), dim + 1).flatten(dim, dim + 1)
+
+
+def _joined(codes: Array, form: Form) -> Array:
+    """`[N, K]` of nibbles, two inputs in a byte."""
+    span = span_of(form.group)
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % span)))
+    low, high = np.split(codes.reshape(len(codes), -1, 2, span // 2), 2, axis=2)
+    both: Array = (low & 15) | (high << 4)
+    return both.reshape(len(codes), -1)
+
+
 def stored_in_parts(
-    sections: Sequence[Section], bits: int, dtype: torch.dtype, *, in_turn: bool
+    sections: Sequence[Section], form: Form, dtype: torch.dtype, *, in_turn: bool
 ) -> Iterator[Part]:
     """Sections one after the other or, of two, row by row in turn: weights some rows at a time,
-    then scales, then biases in `dtype`, where one has some."""
-    scales = []
+    then what groups have, then biases in `dtype`, where one has some."""
+    of_groups: dict[str, list[torch.Tensor]] = {}
     for together in [sections] if in_turn else [[each] for each in sections]:
         features, step = together[0].features, ROWS_AT_ONCE
         for start in range(0, features, step):
             stop = min(start + step, features)
-            rows = [torch.from_numpy(each.rows(start, stop)) for each in together]
-            part = stored(rows_in_turn(rows), bits)
-            scales.append(part.pop("scales"))
-            yield part
-    yield {"scales": torch.cat(scales, 1)}
+            part = columns_in_turn([_part(each.rows(start, stop), form) for each in together])
+            yield {"weight": part.pop("weight")}
+            for name, tensor in part.items():
+                of_groups.setdefault(name, []).append(tensor)
+    yield {name: torch.cat(parts, 1) for name, parts in of_groups.items()}
     if any(each.bias is not None for each in sections):
         biases = [_bias(each) for each in sections]
-        both = rows_in_turn(biases) if in_turn else torch.cat(biases)
+        both = _in_turn(biases, 0) if in_turn else torch.cat(biases)
         yield {"bias": both.to(dtype)}
+
+
+def _part(rows: Array | Stored, form: Form) -> Part:
+    if isinstance(rows, Stored):
+        return kept(rows, form)
+    return stored(torch.from_numpy(rows), form.bits)
 
 
 def _bias(section: Section) -> torch.Tensor:
@@ -115,8 +167,7 @@ def _nibbles(rows: Array) -> tuple[Array, Array]:
     off = np.empty_like(groups)
     scale = _least_error(groups, off)
     whole = _whole(groups, scale, off).astype(np.int8)
-    both = (whole[..., :HALF] & 15) | (whole[..., HALF:] << 4)
-    return both.reshape(len(rows), -1), scale
+    return _joined(whole.reshape(len(rows), -1), Form(4)), scale
 
 
 def _least_error(groups: Array, off: Array) -> Array:

@@ -8,7 +8,7 @@ from kvgraph.compiler.cache import require_target
 from kvgraph.contract.backends import Backend, Support, default_backend, find_backend
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
-from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, SMALL_WEIGHTS, WEIGHTS
+from kvgraph.contract.dtypes import ACTIVATIONS, GPU_WEIGHTS, POOLS, WEIGHTS
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.shards import MOST_SHARDS
 from kvgraph.contract.symbols import MAX_EXTENTS
@@ -155,9 +155,9 @@ def check_weights(weights: str | None, target: Target, backend: Backend, dtype: 
             f"{weights!r}"
         )
     if target.kind != "cpu":
-        if weights not in SMALL_WEIGHTS:
+        if weights not in GPU_WEIGHTS:
             raise UnsupportedError(
-                f"weights: expected one of {list(SMALL_WEIGHTS)} for target {target.kind}, where "
+                f"weights: expected one of {list(GPU_WEIGHTS)} for target {target.kind}, where "
                 f"others have the activations' --dtype, got {weights!r}"
             )
         return
@@ -173,13 +173,16 @@ def computes_in_float32(support: Support, target: Target, weights: str | None) -
     return support.float32 or (weights is not None and target.kind == "cpu")
 
 
-def default_weights(stored_dtype: str, support: Support, *, is_quantized: bool = False) -> str:
-    """What linear layers keep under float32 activations by default."""
-    if "weight_bits" not in support.options:
-        return "fp32"
-    if is_quantized:
+def default_weights(
+    stored_dtype: str, support: Support, kind: str = "cpu", *, is_quantized: bool = False
+) -> str | None:
+    """What linear layers keep by default: on a CPU under float32 activations; None: those."""
+    packs = "weight_bits" in support.options
+    if packs and is_quantized:
         return "stored"
-    return "bf16" if stored_dtype == "bfloat16" else "fp32"
+    if kind != "cpu":
+        return None
+    return "bf16" if packs and stored_dtype == "bfloat16" else "fp32"
 
 
 def require_quantized(weights: str | None, *, is_quantized: bool) -> None:

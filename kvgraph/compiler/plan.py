@@ -108,8 +108,10 @@ def plan_deployment(
         config = read_config(opened)
         dtype = dtype or checkpoint_dtype(config)
         is_quantized = quantization(config) is not None
-        if computes_in_float32(support, parsed, weights):
-            weights = weights or default_weights(dtype, support, is_quantized=is_quantized)
+        float32 = computes_in_float32(support, parsed, weights)
+        if weights is None and (float32 or parsed.kind != "cpu"):
+            weights = default_weights(dtype, support, parsed.kind, is_quantized=is_quantized)
+        if float32:
             dtype = "float32"
         require_quantized(weights, is_quantized=is_quantized)
         require_ranks(tp, backend, parsed)

@@ -109,6 +109,15 @@ class Values(ABC):
         return self.open()(0, self.count).reshape(self.shape)
 
 
+def in_groups(source: Values, group: int = 0) -> CodedRows:
+    """Coded rows of `source` with a scale for `group` inputs, which divide its own; 0: for those of
+    its form."""
+    rows, form = source.open_coded(), source.form
+    assert form is not None
+    times = form.group // group if group else 1
+    return rows if times == 1 else lambda start, stop: rows(start, stop).spread(times)
+
+
 class Plain(Values):
     """A tensor as a shard has it, integers too."""
 

@@ -39,6 +39,9 @@ class Weights:
     rounded: Counter[int] = field(default_factory=Counter)
     """Layers that were to be kept as they are stored, and have no such form: bits -> how many."""
 
+    plain: str = NAMES[PLAIN_BITS]
+    """What layers of PLAIN_BITS have."""
+
     def values(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Values:
         """Of a parameter that is `tensor` in the program, in its dtype. What is rounded to fewer
         bits is asked for in another `dtype`, so that a checkpoint's numbers are rounded once."""
@@ -77,9 +80,10 @@ class Weights:
 
     def notes(self) -> list[str]:
         """A sentence for each number of bits that layers were rounded to."""
+        names = NAMES | {PLAIN_BITS: self.plain}
         return [
             f"weights: {count} of the layers that the checkpoint has in fewer bits are rounded to "
-            f"{NAMES[bits]}, since no kernel takes their form, or that of a layer beside them"
+            f"{names[bits]}, since no kernel takes their form, or that of a layer beside them"
             for bits, count in sorted(self.rounded.items())
             if count
         ]

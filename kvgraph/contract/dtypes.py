@@ -82,6 +82,8 @@ PACKED_FLOAT8 = "float8_e4m3fn"
 WEIGHTS = ("fp32", *WEIGHT_BITS)
 """What linear layers on a CPU may keep."""
 SMALL_WEIGHTS = ("int8", "int4")
+"""What those of any checkpoint may be rounded to, on a CPU and on a GPU."""
+GPU_WEIGHTS = (*SMALL_WEIGHTS, "stored")
 """What they may keep on a GPU, besides the activations' dtype."""
 
 

@@ -78,6 +78,7 @@ def experts_up(
     x,
     up,
     up_scales,
+    up_group_bytes,
     up_bias,
     order,
     tiles,
@@ -88,6 +89,8 @@ def experts_up(
     INNER: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8_NATIVE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -112,10 +115,12 @@ def experts_up(
     live_M = at_M < end
     row_M = tl.load(order + at_M, mask=live_M, other=0) // ACTIVE
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight, scales = _of_expert(up, up_scales, expert, IN, OUT, BITS, GROUP)
+    weight, scales, group_bytes = _of_expert(
+        up, up_scales, up_group_bytes, expert, IN, OUT, BITS, GROUP, BLOCK_K
+    )
     both_NM = product(
-        x, row_M, live_M, weight, scales, n_N, in_features, IN, OUT, BITS, GROUP, PRECISION,
-        BLOCK_M, BLOCK_N, BLOCK_K,
+        x, row_M, live_M, weight, scales, group_bytes, n_N, in_features, IN, OUT, BITS, GROUP,
+        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if up_bias is not None:
         both_NM += tl.load(up_bias + expert * OUT + n_N, mask=n_N < OUT, other=0.0)[:, None]
@@ -131,6 +136,7 @@ def experts_down(
     inner,
     down,
     down_scales,
+    down_group_bytes,
     down_bias,
     order,
     tiles,
@@ -140,6 +146,8 @@ def experts_down(
     INNER: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8_NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -157,10 +165,12 @@ def experts_down(
     at_M = begin + tl.arange(0, BLOCK_M)
     live_M = at_M < end
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight, scales = _of_expert(down, down_scales, expert, INNER, IN, BITS, GROUP)
+    weight, scales, group_bytes = _of_expert(
+        down, down_scales, down_group_bytes, expert, INNER, IN, BITS, GROUP, BLOCK_K
+    )
     part_NM = product(
-        inner, at_M, live_M, weight, scales, n_N, inner_features, INNER, IN, BITS, GROUP,
-        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        inner, at_M, live_M, weight, scales, group_bytes, n_N, inner_features, INNER, IN, BITS,
+        GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if down_bias is not None:
         part_NM += tl.load(down_bias + expert * IN + n_N, mask=n_N < IN, other=0.0)[:, None]
@@ -174,22 +184,26 @@ def experts_down(
 def _of_expert(
     weight,
     scales,
+    group_bytes,
     expert,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Where an expert's weight `[OUT, IN]` and scales `[groups, OUT]` begin; 64-bit."""
-    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+    """Where an expert's weight `[OUT, IN]`, scales and bytes `[groups, OUT]` begin; 64-bit."""
+    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP else 1
     if BITS == 4:
-        weight += expert * (OUT * GROUPS * (GROUP // 2))
-        scales += expert * (GROUPS * OUT)
+        SPAN: tl.constexpr = 2 * BLOCK_K
+        weight += expert * (OUT * ((IN + SPAN - 1) // SPAN) * BLOCK_K)
     else:
         weight += expert * (OUT * IN)
-        if BITS == 8:
-            scales += expert * OUT
-    return weight, scales
+    if scales is not None:
+        scales += expert * (GROUPS * OUT)
+    if group_bytes is not None:
+        group_bytes += expert * (GROUPS * OUT)
+    return weight, scales, group_bytes
 
 
 @triton.jit

@@ -23,7 +23,8 @@ from kvgraph.kernels.matrix_tiles import (
 )
 from kvgraph.kernels.shapes import power_of_two
 from kvgraph.kernels.variants import Constant, Variant, absent_of
-from kvgraph.ops.packed import SILU
+from kvgraph.ops.matrices import stored_dtype
+from kvgraph.ops.packed import E2M1, INTEGERS, SILU, Form
 
 MOST_EXPERTS = 1024
 """A program that places tiles has all of their offsets in registers."""
@@ -48,6 +49,10 @@ class ExpertsShape:
     up_offset: float = 0.0
     up_bias: bool = False
     down_bias: bool = False
+    group: int = 0
+    codes: int = INTEGERS
+    up_offsets: bool = False
+    down_offsets: bool = False
 
     @classmethod
     def of(
@@ -72,6 +77,10 @@ class ExpertsShape:
             up_offset=float(attributes["up_offset"]),
             up_bias="up_bias" in shapes,
             down_bias="down_bias" in shapes,
+            group=int(attributes["group"]),
+            codes=int(attributes["codes"]),
+            up_offsets="up_group_bytes" in shapes and attributes["codes"] == INTEGERS,
+            down_offsets="down_group_bytes" in shapes and attributes["codes"] == INTEGERS,
         )
 
     def check(self) -> None:
@@ -82,8 +91,12 @@ class ExpertsShape:
             )
 
     @property
+    def form(self) -> Form:
+        return Form(self.bits, self.group, self.codes)
+
+    @property
     def weight_dtype(self) -> str:
-        return "int8" if self.bits else self.dtype
+        return stored_dtype(self.bits, self.codes, self.dtype)
 
 
 def experts_variants(shape: ExpertsShape, arch: str) -> tuple[Variant, ...]:
@@ -99,7 +112,7 @@ def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> L
         return LaunchPlan()
     slots, width, inner = rows * shape.active, shape.in_features, shape.inner_features
     role = role or role_of(slots, shape.experts)
-    tiles = matrix_tiles(role, shape.dtype, shape.bits, arch)
+    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
     place, up, down = _of_role(shape, arch, role)
     count = most_tiles(slots, shape.experts, tiles.block_m)
     total = sum_variant(shape)
@@ -145,9 +158,9 @@ def sum_variant(shape: ExpertsShape) -> Variant:
 
 def _of_role(shape: ExpertsShape, arch: str, role: str) -> tuple[Variant, Variant, Variant]:
     """What places the tiles, and both products."""
-    tiles = matrix_tiles(role, shape.dtype, shape.bits, arch)
+    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
     place = _place_variant(shape.experts, tiles.block_m)
-    return place, _up_variant(shape, role, tiles), _down_variant(shape, role, tiles)
+    return place, _up_variant(shape, arch, role, tiles), _down_variant(shape, arch, role, tiles)
 
 
 @lru_cache
@@ -164,16 +177,20 @@ def _place_variant(experts: int, block_m: int) -> Variant:
 
 
 @lru_cache
-def _up_variant(shape: ExpertsShape, role: str, tiles: MatrixTiles) -> Variant:
+def _up_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles) -> Variant:
     constants: dict[str, Constant] = {
         "ACTIVE": shape.active,
         "ACTIVATION": shape.activation,
         "ALPHA": shape.alpha,
         "LIMIT": shape.limit,
         "UP_OFFSET": shape.up_offset,
-        **_constants(shape, tiles),
+        **_constants(shape, arch, tiles),
     }
-    absent = absent_of(up_scales=not shape.bits, up_bias=not shape.up_bias)
+    absent = absent_of(
+        up_scales=not shape.bits or shape.codes == E2M1,
+        up_group_bytes=not (shape.up_offsets or shape.codes == E2M1),
+        up_bias=not shape.up_bias,
+    )
     return Variant(
         variants.EXPERTS_UP,
         role,
@@ -187,25 +204,29 @@ def _up_variant(shape: ExpertsShape, role: str, tiles: MatrixTiles) -> Variant:
 
 
 @lru_cache
-def _down_variant(shape: ExpertsShape, role: str, tiles: MatrixTiles) -> Variant:
-    absent = absent_of(down_scales=not shape.bits, down_bias=not shape.down_bias)
+def _down_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles) -> Variant:
+    absent = absent_of(
+        down_scales=not shape.bits or shape.codes == E2M1,
+        down_group_bytes=not (shape.down_offsets or shape.codes == E2M1),
+        down_bias=not shape.down_bias,
+    )
     return Variant(
         variants.EXPERTS_DOWN,
         role,
         shape.dtype,
         shape.weight_dtype,
-        _constants(shape, tiles),
+        _constants(shape, arch, tiles),
         tiles.num_warps,
         tiles.num_stages,
         absent,
     )
 
 
-def _constants(shape: ExpertsShape, tiles: MatrixTiles) -> dict[str, Constant]:
+def _constants(shape: ExpertsShape, arch: str, tiles: MatrixTiles) -> dict[str, Constant]:
     return {
         "IN": shape.in_features,
         "INNER": shape.inner_features,
-        **product_constants(shape.dtype, shape.bits, tiles),
+        **product_constants(shape.dtype, shape.form, tiles, arch),
     }
 
 

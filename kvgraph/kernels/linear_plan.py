@@ -11,6 +11,8 @@ from kvgraph.kernels import variants
 from kvgraph.kernels.launch import LaunchPlan, launch_of
 from kvgraph.kernels.matrix_tiles import ROLES, matrix_tiles, product_constants, role_of
 from kvgraph.kernels.variants import Constant, Variant, absent_of
+from kvgraph.ops.matrices import stored_dtype
+from kvgraph.ops.packed import E2M1, INTEGERS, Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,9 @@ class LinearShape:
     out_features: tuple[int, int, int]
     gated: bool = False
     bias: bool = False
+    group: int = 0
+    codes: int = INTEGERS
+    offsets: bool = False
 
     @classmethod
     def of(
@@ -41,7 +46,14 @@ class LinearShape:
             out_features=(first, second, third),
             gated=bool(attributes["silu_mul"]),
             bias="bias" in shapes,
+            group=int(attributes["group"]),
+            codes=int(attributes["codes"]),
+            offsets="group_bytes" in shapes and attributes["codes"] == INTEGERS,
         )
+
+    @property
+    def form(self) -> Form:
+        return Form(self.bits, self.group, self.codes, self.offsets)
 
     @property
     def columns(self) -> int:
@@ -58,7 +70,7 @@ def plan_linear(shape: LinearShape, arch: str, rows: int, role: str = "") -> Lau
     if not rows:
         return LaunchPlan()
     role = role or role_of(rows)
-    tiles = matrix_tiles(role, shape.dtype, shape.bits, arch)
+    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
     grid = ceildiv(rows, tiles.block_m), ceildiv(shape.columns, tiles.block_n)
     values = {"num_rows": rows, "in_features": shape.in_features}
     return LaunchPlan((launch_of(_variant(shape, arch, role), grid, values),))
@@ -66,7 +78,7 @@ def plan_linear(shape: LinearShape, arch: str, rows: int, role: str = "") -> Lau
 
 @lru_cache
 def _variant(shape: LinearShape, arch: str, role: str) -> Variant:
-    tiles = matrix_tiles(role, shape.dtype, shape.bits, arch)
+    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
     first, second, third = shape.out_features
     constants: dict[str, Constant] = {
         "IN": shape.in_features,
@@ -74,15 +86,21 @@ def _variant(shape: LinearShape, arch: str, role: str) -> Variant:
         "OUT_1": second,
         "OUT_2": third,
         "GATED": shape.gated,
-        **product_constants(shape.dtype, shape.bits, tiles),
+        **product_constants(shape.dtype, shape.form, tiles, arch),
     }
     return Variant(
         variants.QUANTIZED_LINEAR,
         role,
         shape.dtype,
-        "int8",
+        stored_dtype(shape.bits, shape.codes, shape.dtype),
         constants,
         tiles.num_warps,
         tiles.num_stages,
-        absent_of(bias=not shape.bias, out_1=not second, out_2=not third),
+        absent_of(
+            scales=shape.codes == E2M1,
+            group_bytes=not (shape.offsets or shape.codes == E2M1),
+            bias=not shape.bias,
+            out_1=not second,
+            out_2=not third,
+        ),
     )

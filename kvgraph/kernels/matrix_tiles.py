@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.kernels.shapes import capability
 from kvgraph.kernels.variants import Constant
-from kvgraph.ops.matrices import GROUP
+from kvgraph.ops.matrices import group_of, span_of
+from kvgraph.ops.packed import E4M3, Form
 
 FEW_ROWS = 16
 ROLES = ("few", "many")
@@ -20,7 +21,8 @@ ROLES = ("few", "many")
 
 @dataclass(frozen=True, slots=True)
 class MatrixTiles:
-    """`block_m` rows by `block_n` columns; `block_k` inputs at a time, of nibbles half a group."""
+    """`block_m` rows by `block_n` columns; `block_k` inputs at a time, all under one scale: of
+    nibbles half a span."""
 
     block_m: int
     block_n: int
@@ -34,23 +36,26 @@ def role_of(rows: int, weights: int = 1) -> str:
     return "few" if rows <= FEW_ROWS * weights else "many"
 
 
-def matrix_tiles(role: str, dtype: str, bits: int, arch: str) -> MatrixTiles:
+def matrix_tiles(role: str, dtype: str, form: Form, arch: str) -> MatrixTiles:
     """As large as registers and shared memory hold without spills."""
-    few = role == "few"
-    target = capability(arch)
+    few, bits, target = role == "few", form.bits, capability(arch)
+    half = span_of(form.group) // 2 if bits == 4 else 0
     if target < 80 or itemsize(dtype) == 4:  # no tensor cores
-        wide = 64 if bits == 4 else 32
-        warps = 8 if bits == 4 and not few else 4
+        wide = half or 32
+        warps = 8 if wide > 32 and not few else 4
         return MatrixTiles(16 if few else 32, 32, wide, warps, 1 if target < 80 else 2)
-    wide = 128 if bits == 8 else 64
-    return MatrixTiles(16, 64, wide, 4, 4) if few else MatrixTiles(64, 128, wide, 8, 3)
+    wide = half or form.group or (128 if bits else 64)
+    stages = 4 if wide >= 64 else 8  # of so few bytes more have to be on their way
+    return MatrixTiles(16, 64, wide, 4, stages) if few else MatrixTiles(64, 128, wide, 8, 3)
 
 
-def product_constants(dtype: str, bits: int, tiles: MatrixTiles) -> dict[str, Constant]:
+def product_constants(dtype: str, form: Form, tiles: MatrixTiles, arch: str) -> dict[str, Constant]:
     """What every kernel of a product is specialised on."""
     return {
-        "BITS": bits,
-        "GROUP": GROUP,
+        "BITS": form.bits,
+        "GROUP": group_of(form.bits, form.group),
+        "CODES": form.codes,
+        "FP8_NATIVE": form.codes == E4M3 and capability(arch) >= 89,
         "PRECISION": "ieee" if dtype == "float32" else "tf32",
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,

@@ -17,10 +17,13 @@ from kvgraph.kernels.linear_plan import LinearShape, plan_linear
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
 from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices
+from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
 ROWS = {"few": 18, "many": 70}
 """Of a step by the role of its tiles: an expert that all rows choose has two of them."""
+
+LARGEST = {E2M1: 6.0, E4M3: 448.0, INT8: 128.0}
 
 SPARE = 2
 """Experts beyond those of one row, of which the rows of a trial choose."""
@@ -59,7 +62,15 @@ def _shape(up: Variant, down: Variant, experts: int) -> ExpertsShape:
         up_offset=float(given["UP_OFFSET"]),
         up_bias="up_bias" not in up.absent,
         down_bias="down_bias" not in down.absent,
+        group=int(given["GROUP"]),
+        codes=int(given["CODES"]),
+        up_offsets=_has_offsets(up, "up_group_bytes"),
+        down_offsets=_has_offsets(down, "down_group_bytes"),
     )
+
+
+def _has_offsets(variant: Variant, operand: str) -> bool:
+    return operand not in variant.absent and variant.constants["CODES"] == INTEGERS
 
 
 def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> Trial:
@@ -77,10 +88,10 @@ def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> T
         "x": rng.standard_normal((rows, width)).astype(kind),
         "indices": np.array(ids, np.int32),
         "weights": rng.random((rows, shape.active)).astype(np.float32),
-        **_weight(rng, "up", (given_experts, 2 * inner), width, shape, shape.up_bias),
-        **_weight(rng, "down", (given_experts, width), inner, shape, shape.down_bias),
+        **_weight(rng, "up", (given_experts, 2 * inner), width, shape),
+        **_weight(rng, "down", (given_experts, width), inner, shape),
     }
-    attributes = ("bits", "activation", "alpha", "limit", "up_offset")
+    attributes = ("bits", "group", "codes", "activation", "alpha", "limit", "up_offset")
     want = FUSED_EXPERTS.reference(
         *(given[operand.name] for operand in FUSED_EXPERTS.inputs),
         **{name: getattr(shape, name) for name in attributes},
@@ -92,7 +103,10 @@ def experts_trial(shape: ExpertsShape, arch: str, name: str, rows: int = 0) -> T
 
 def linear_shape(variant: Variant) -> LinearShape:
     """What a `quantized_linear` was compiled for."""
-    given = {name: int(str(variant.constants[name])) for name in ("BITS", "IN", *WIDTHS)}
+    given = {
+        name: int(str(variant.constants[name]))
+        for name in ("BITS", "GROUP", "CODES", "IN", *WIDTHS)
+    }
     return LinearShape(
         dtype=variant.dtype,
         bits=given["BITS"],
@@ -100,6 +114,9 @@ def linear_shape(variant: Variant) -> LinearShape:
         out_features=(given["OUT"], given["OUT_1"], given["OUT_2"]),
         gated=bool(variant.constants["GATED"]),
         bias="bias" not in variant.absent,
+        group=given["GROUP"],
+        codes=given["CODES"],
+        offsets=_has_offsets(variant, "group_bytes"),
     )
 
 
@@ -110,7 +127,7 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
     kind = DTYPES[shape.dtype].numpy
     given: dict[str, Array | None] = {
         "x": rng.standard_normal((rows, shape.in_features)).astype(kind),
-        **_weight(rng, "", (shape.columns,), shape.in_features, shape, shape.bias),
+        **_weight(rng, "", (shape.columns,), shape.in_features, shape),
     }
     attributes = dict(
         zip(("out_features", "out_features_1", "out_features_2"), shape.out_features, strict=True)
@@ -118,6 +135,8 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
     found = QUANTIZED_LINEAR.reference(
         *(given[operand.name] for operand in QUANTIZED_LINEAR.inputs),
         bits=shape.bits,
+        group=shape.group,
+        codes=shape.codes,
         silu_mul=int(shape.gated),
         **attributes,
     )
@@ -134,23 +153,37 @@ def _weight(
     leading: tuple[int, ...],
     inputs: int,
     shape: ExpertsShape | LinearShape,
-    has_bias: bool,
 ) -> dict[str, Array | None]:
     """A weight as it is stored, whose products are about as large as its inputs: "weight" where
     `name` is empty."""
     kind, prefix = DTYPES[shape.dtype].numpy, f"{name}_" if name else ""
     *stacked, columns = leading
     scale = inputs**-0.5
-    found: dict[str, Array | None] = {f"{prefix}scales": None, f"{prefix}bias": None}
-    depth = matrices.depth_of(inputs, shape.bits)
+    given = ("scales", "group_bytes", "bias")
+    found: dict[str, Array | None] = {f"{prefix}{operand}": None for operand in given}
+    depth = matrices.depth_of(inputs, shape.bits, shape.group)
+    groups = *stacked, matrices.groups_of(inputs, shape.bits, shape.group), columns
     if shape.bits:
-        found[name or "weight"] = rng.integers(-128, 128, (*leading, depth)).astype(np.int8)
-        groups = matrices.groups_of(inputs, shape.bits)
-        largest = 2 ** (shape.bits - 1)
-        spread = rng.uniform(0.5, 2.0, (*stacked, groups, columns)) * scale / largest
-        found[f"{prefix}scales"] = spread.astype(np.float32)
+        found[name or "weight"] = _numbers(rng, (*leading, depth), shape.codes)
+        scale /= LARGEST[shape.codes] if shape.codes else 2 ** (shape.bits - 1)
     else:
         found[name or "weight"] = (rng.standard_normal((*leading, depth)) * scale).astype(kind)
-    if has_bias:
+    if shape.codes == E2M1:
+        exponents = np.log2(scale) + rng.integers(126, 129, groups)
+        found[f"{prefix}group_bytes"] = exponents.astype(np.uint8).view(np.int8)
+    elif shape.bits:
+        found[f"{prefix}scales"] = (rng.uniform(0.5, 2.0, groups) * scale).astype(np.float32)
+    if getattr(shape, f"{prefix}offsets"):
+        found[f"{prefix}group_bytes"] = rng.integers(-8, 9, groups).astype(np.int8)
+    if getattr(shape, f"{prefix}bias"):
         found[f"{prefix}bias"] = rng.standard_normal(leading).astype(kind)
     return found
+
+
+def _numbers(rng: np.random.Generator, shape: tuple[int, ...], codes: int) -> Array:
+    """Every byte that may be stored."""
+    stored = rng.integers(-128, 128, shape).astype(np.int8)
+    if codes != E4M3:
+        return stored
+    is_number = stored & 127 != 127
+    return np.where(is_number, stored, 0).view(DTYPES["float8_e4m3fn"].numpy)

@@ -1,4 +1,4 @@
-"""Kernel of quantized_linear: linear layers of one input over int8 or nibbles."""
+"""Kernel of quantized_linear: linear layers of one input over weights in fewer bits."""
 
 import triton
 import triton.language as tl
@@ -11,6 +11,7 @@ def quantized_linear(
     x,
     weight,
     scales,
+    group_bytes,
     bias,
     out,
     out_1,
@@ -24,6 +25,8 @@ def quantized_linear(
     GATED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8_NATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -40,8 +43,8 @@ def quantized_linear(
     live_M = row_M < num_rows
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     y_NM = product(
-        x, row_M, live_M, weight, scales, n_N, in_features, IN, COLUMNS, BITS, GROUP, PRECISION,
-        BLOCK_M, BLOCK_N, BLOCK_K,
+        x, row_M, live_M, weight, scales, group_bytes, n_N, in_features, IN, COLUMNS, BITS, GROUP,
+        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if bias is not None:
         y_NM += tl.load(bias + n_N, mask=n_N < COLUMNS, other=0.0)[:, None]

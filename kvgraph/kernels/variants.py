@@ -103,20 +103,21 @@ EXPERTS_UP = _kernel(
     "experts_up",
     "experts",
     ops.FUSED_EXPERTS,
-    "x up up_scales up_bias order:*i32 tiles:*i32 inner:*T in_features:i32",
+    "x up up_scales up_group_bytes up_bias order:*i32 tiles:*i32 inner:*T in_features:i32",
 )
 EXPERTS_DOWN = _kernel(
     "experts_down",
     "experts",
     ops.FUSED_EXPERTS,
-    "inner:*T down down_scales down_bias order:*i32 tiles:*i32 parts:*T inner_features:i32",
+    "inner:*T down down_scales down_group_bytes down_bias order:*i32 tiles:*i32 parts:*T "
+    "inner_features:i32",
 )
 SUM_EXPERTS = _kernel("sum_experts", "experts", ops.FUSED_EXPERTS, "parts:*T indices weights out")
 QUANTIZED_LINEAR = _kernel(
     "quantized_linear",
     "quantized_linear",
     ops.QUANTIZED_LINEAR,
-    "x weight scales bias out out_1 out_2 num_rows:i32 in_features:i32",
+    "x weight scales group_bytes bias out out_1 out_2 num_rows:i32 in_features:i32",
 )
 KERNELS = (
     STORE_KV,

@@ -28,26 +28,32 @@ def fused_experts(
     up: Array,
     down: Array,
     up_scales: Array | None = None,
+    up_group_bytes: Array | None = None,
     up_bias: Array | None = None,
     down_scales: Array | None = None,
+    down_group_bytes: Array | None = None,
     down_bias: Array | None = None,
     *,
     bits: int = 0,
+    group: int = 0,
+    codes: int = packed.INTEGERS,
     activation: int = SILU,
     alpha: float = 1.0,
     limit: float = 0.0,
     up_offset: float = 0.0,
 ) -> Array:
     """Reference: the gated MLP of each of a row's experts, weighed and summed: `[M, K]`."""
-    kind = x_MK.dtype
+    kind, form = x_MK.dtype, (bits, group, codes)
+    up_rest: Rest = (up_scales, up_group_bytes, up_bias)
+    down_rest: Rest = (down_scales, down_group_bytes, down_bias)
     parts_MAK = np.zeros((*indices_MA.shape, x_MK.shape[1]), kind)
     for expert in np.unique(indices_MA[indices_MA >= 0]):
         rows, slots = np.nonzero(indices_MA == expert)
-        both = matrices.product(x_MK[rows], up[expert], *_of(expert, up_scales, up_bias), bits)
+        both = matrices.product(x_MK[rows], up[expert], *_of(expert, up_rest), *form)
         gate_MI, up_MI = both[:, ::2], both[:, 1::2]
         inner = packed.joined(gate_MI, up_MI, activation, alpha, limit, up_offset).astype(kind)
-        own = _of(expert, down_scales, down_bias)
-        parts_MAK[rows, slots] = matrices.product(inner, down[expert], *own, bits).astype(kind)
+        own = _of(expert, down_rest)
+        parts_MAK[rows, slots] = matrices.product(inner, down[expert], *own, *form).astype(kind)
     summed = np.zeros(x_MK.shape, np.float32)
     for slot in range(indices_MA.shape[1]):
         mine = indices_MA[:, slot] >= 0
@@ -55,8 +61,13 @@ def fused_experts(
     return summed.astype(kind)
 
 
-def _of(expert: int, scales: Array | None, bias: Array | None) -> tuple[Array | None, Array | None]:
-    return None if scales is None else scales[expert], None if bias is None else bias[expert]
+Rest = tuple[Array | None, Array | None, Array | None]
+"""Scales, bytes of groups and biases of all experts."""
+
+
+def _of(expert: int, rest: Rest) -> Rest:
+    scales, group_bytes, bias = (None if array is None else array[expert] for array in rest)
+    return scales, group_bytes, bias
 
 
 def _up_rows_fault(up_rows: int) -> bool | str:
@@ -88,6 +99,7 @@ FUSED_EXPERTS = spec.OpSpec(
     outputs=(spec.Operand("out", ("rows", "in_features"), spec.ACTIVATION),),
     attributes=(
         spec.Attribute("bits", "int", 0),
+        *matrices.GROUP_ATTRIBUTES,
         spec.Attribute("activation", "int", SILU),
         spec.Attribute("alpha", "float", 1.0),
         spec.Attribute("limit", "float", 0.0),
@@ -97,6 +109,7 @@ FUSED_EXPERTS = spec.OpSpec(
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
         matrices.KNOWN_BITS,
+        *matrices.FORM,
         spec.Rule("up: dim up_rows", _up_rows_fault),
         *matrices.rules(_UP, "in_features", "inputs of x"),
         *matrices.rules(_DOWN, "up_rows", "inner features", share=2),

@@ -1,4 +1,4 @@
-"""quantized_linear: a linear layer on a GPU over small weights, int8 or nibbles.
+"""quantized_linear: a linear layer on a GPU over weights in fewer bits.
 
 Decisions: only weights are small. Activations keep their dtype, so that a row needs no scale of its
 own and a result depends on no other row. Up to three layers of one input are one product, and so
@@ -14,13 +14,16 @@ from kvgraph.ops import matrices, packed, spec
 def quantized_linear(
     x: Array,
     weight: Array,
-    scales: Array,
+    scales: Array | None = None,
+    group_bytes: Array | None = None,
     bias: Array | None = None,
     *,
     out_features: int,
     out_features_1: int = 0,
     out_features_2: int = 0,
     bits: int,
+    group: int = 0,
+    codes: int = packed.INTEGERS,
     silu_mul: int = 0,
 ) -> tuple[Array, ...]:
     """Reference: x times each section of the weight, plus bias, rounded to x's dtype.
@@ -29,7 +32,7 @@ def quantized_linear(
     `silu(gate) * up`, rounded once.
     """
     rows = x.reshape(-1, x.shape[-1])
-    y_MN = matrices.product(rows, weight, scales, bias, bits)
+    y_MN = matrices.product(rows, weight, scales, group_bytes, bias, bits, group, codes)
     if silu_mul:
         y_MN = packed.joined(y_MN[:, ::2], y_MN[:, 1::2])
     outs, column = [], 0
@@ -62,7 +65,7 @@ _WEIGHT = matrices.operands("weight", "num_columns", "depth", "num_groups")
 
 QUANTIZED_LINEAR = spec.OpSpec(
     name="quantized_linear",
-    doc="Up to three linear layers of one input, over weights in int8 or nibbles.",
+    doc="Up to three linear layers of one input, over weights in fewer bits.",
     inputs=(spec.Operand("x", ("...", "in_features"), spec.ACTIVATION), *_WEIGHT),
     outputs=(_out(0), _out(1), _out(2)),
     attributes=(
@@ -70,12 +73,14 @@ QUANTIZED_LINEAR = spec.OpSpec(
         spec.Attribute("out_features_1", "int", 0),
         spec.Attribute("out_features_2", "int", 0),
         spec.Attribute("bits", "int"),
+        *matrices.GROUP_ATTRIBUTES,
         spec.Attribute("silu_mul", "int", 0),
     ),
     reference=quantized_linear,
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
         spec.Rule("bits", lambda bits: bits not in (8, 4) and "8 or 4"),
+        *matrices.FORM,
         *matrices.rules(_WEIGHT, "in_features", "inputs of x"),
         spec.Rule("out_features", lambda out_features: out_features < 1 and "at least 1"),
         spec.Rule("out_features_1", lambda out_features_1: out_features_1 < 0 and "at least 0"),

@@ -1,61 +1,119 @@
-"""Weights of products on a GPU, in the activations' dtype, int8 or nibbles: operands, rules and
+"""Weights of products on a GPU, in the activations' dtype or in fewer bits: operands, rules and
 reference.
 
 What `fused_experts` and `quantized_linear` share. A weight has one row for an output column, whose
-inputs lie next to each other, so that a warp reads whole sectors. Its numbers are small whole
-numbers times a scale: one for a column in int8, one for each GROUP inputs of a column in nibbles.
+inputs lie next to each other, so that a warp reads whole sectors. Its numbers are exact in every
+dtype of activations. Each column has a scale, for all of its inputs or for each `group` of them.
 Products are summed in float32 and scaled after, so that nothing of a weight is rounded again.
 
-Legend: M rows, N output columns, K inputs, H bytes of half a group.
+Legend: M rows, N output columns, K inputs, S spans, H bytes of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 
 import numpy as np
 
 from kvgraph.contract.dims import Array, ceildiv
+from kvgraph.contract.dtypes import PACKED_FLOAT8
 from kvgraph.ops import spec
+from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, KNOWN_CODES, LEVELS, Form
 
 GROUP = 128
-"""Inputs of a column under one scale of nibbles. Byte h of a group holds inputs h (its low half)
-and h + GROUP / 2."""
+"""Inputs of a column under one scale at most; of nibbles where no attribute says it."""
 
-HALF = GROUP // 2
+GROUPS = (0, 32, 64, GROUP)
+"""Inputs under one scale; 0: GROUP of nibbles, all of bytes."""
 
 BITS = (0, 8, 4)
 """Of a stored number; 0: weights are of the activations' dtype."""
 
 
-def depth_of(in_features: int, bits: int) -> int:
-    """Elements that a row is stored in: groups of nibbles are whole."""
-    return ceildiv(in_features, GROUP) * HALF if bits == 4 else in_features
+def of_kernels(form: Form) -> Form:
+    """`form` with the inputs that kernels take under one scale; larger groups repeat theirs."""
+    group = gcd(form.group, GROUP)
+    return Form(form.bits, group if form.group else 0, form.codes, form.has_offsets)
 
 
-def groups_of(in_features: int, bits: int) -> int:
+def group_of(bits: int, group: int = 0) -> int:
+    """Inputs under one scale; 0: all of a column."""
+    return group or (GROUP if bits == 4 else 0)
+
+
+def span_of(group: int = 0) -> int:
+    """Inputs of nibbles that lie together: one group or, so that a row's bytes fill a sector, two.
+    Byte h of a span holds inputs h (its low half) and h + span / 2."""
+    return min(2 * (group or GROUP), GROUP)
+
+
+def depth_of(in_features: int, bits: int, group: int = 0) -> int:
+    """Elements that a row is stored in: spans of nibbles are whole."""
+    span = span_of(group)
+    return ceildiv(in_features, span) * span // 2 if bits == 4 else in_features
+
+
+def groups_of(in_features: int, bits: int, group: int = 0) -> int:
     """Scales of a column."""
-    return ceildiv(in_features, GROUP) if bits == 4 else 1
+    each = group_of(bits, group)
+    return ceildiv(in_features, each) if each else 1
 
 
-def whole_numbers(weight: Array, in_features: int, bits: int) -> Array:
-    """Reference: stored `[N, depth]` -> `[N, K]`, without scales."""
+def stored_dtype(bits: int, codes: int, activations: str) -> str:
+    """Of an element of a weight."""
+    if not bits:
+        return activations
+    return PACKED_FLOAT8 if codes == E4M3 else "int8"
+
+
+def numbers_of(
+    weight: Array, in_features: int, bits: int, group: int = 0, codes: int = INTEGERS
+) -> Array:
+    """Reference: stored `[N, depth]` -> `[N, K]` in float32, without offsets and scales."""
     if bits != 4:
-        return weight
-    bytes_NGH = weight.reshape(len(weight), -1, HALF)
-    both_NGK = np.concatenate([bytes_NGH << 4 >> 4, bytes_NGH >> 4], -1)
-    return both_NGK.reshape(len(weight), -1)[:, :in_features]
+        return weight.astype(np.float32)
+    bytes_NSH = weight.view(np.uint8).reshape(len(weight), -1, span_of(group) // 2)
+    codes_NSK = np.concatenate([bytes_NSH & 15, bytes_NSH >> 4], -1)
+    numbers: Array = LEVELS[codes][codes_NSK.reshape(len(weight), -1)[:, :in_features]]
+    return numbers
+
+
+def decode(
+    weight: Array,
+    scales: Array | None,
+    group_bytes: Array | None,
+    in_features: int,
+    bits: int,
+    group: int = 0,
+    codes: int = INTEGERS,
+) -> Array:
+    """Reference: the weight `[N, K]` in float32."""
+    w_NK = numbers_of(weight, in_features, bits, group, codes)
+
+    def of_inputs(each: Array) -> Array:
+        return np.repeat(each.T, group_of(bits, group) or in_features, axis=1)[:, :in_features]
+
+    if codes == E2M1:
+        assert group_bytes is not None
+        scales = (group_bytes.view(np.uint8).astype(np.uint32) << 23).view(np.float32)
+    elif group_bytes is not None:
+        w_NK = w_NK + of_inputs(group_bytes)
+    return w_NK if scales is None else w_NK * of_inputs(scales)
 
 
 def product(
-    x_MK: Array, weight: Array, scales: Array | None, bias: Array | None, bits: int
+    x_MK: Array,
+    weight: Array,
+    scales: Array | None,
+    group_bytes: Array | None,
+    bias: Array | None,
+    bits: int,
+    group: int = 0,
+    codes: int = INTEGERS,
 ) -> Array:
-    """Reference: `[M, N]` in float32, x times a weight and its scales `[groups, N]`, plus bias."""
-    in_features = x_MK.shape[1]
-    w_NK = whole_numbers(weight, in_features, bits).astype(np.float32)
-    if scales is not None:
-        each = GROUP if bits == 4 else in_features
-        w_NK = w_NK * np.repeat(scales.T, each, axis=1)[:, :in_features]
+    """Reference: `[M, N]` in float32, x times a weight, plus bias."""
+    w_NK = decode(weight, scales, group_bytes, x_MK.shape[1], bits, group, codes)
     y_MN: Array = x_MK.astype(np.float32) @ w_NK.T
     return y_MN if bias is None else y_MN + bias.astype(np.float32)
 
@@ -68,59 +126,86 @@ def operands(
     leading: tuple[str, ...] = (),
     prefix: str = "",
 ) -> tuple[spec.Operand, ...]:
-    """A weight, its scales and its bias."""
+    """A weight, its scales, bytes of groups and bias.
+
+    group_bytes: of integers what is added to each number; of E2M1 the exponent of a scale (bias
+    127), in place of scales.
+    """
+    of_groups = (*leading, groups, columns)
     return (
         spec.Operand(name, (*leading, columns, depth), spec.MATRIX),
-        spec.Operand(f"{prefix}scales", (*leading, groups, columns), spec.FLOAT32, optional=True),
+        spec.Operand(f"{prefix}scales", of_groups, spec.FLOAT32, optional=True),
+        spec.Operand(f"{prefix}group_bytes", of_groups, ("int8",), optional=True),
         spec.Operand(f"{prefix}bias", (*leading, columns), spec.ACTIVATION, optional=True),
     )
 
 
+GROUP_ATTRIBUTES = (spec.Attribute("group", "int", 0), spec.Attribute("codes", "int", INTEGERS))
+
 KNOWN_BITS = spec.Rule("bits", lambda bits: bits not in BITS and "0, 8 or 4")
+
+FORM = (
+    spec.Rule("group", lambda group: group not in GROUPS and "0, 32, 64 or 128"),
+    spec.Rule("group", lambda group, bits: group and not bits and "0 for bits 0"),
+    KNOWN_CODES,
+)
+"""Of how weights are stored, besides bits."""
 
 
 def rules(
     weight: tuple[spec.Operand, ...], inputs: str, of: str, share: int = 1
 ) -> tuple[spec.Rule, ...]:
-    """Of the operands that `operands` made: what bits and the weight's inputs ask of them, which
-    are one `share`-th of dim `inputs`, "`of`"."""
-    name, scales, _ = (operand.name for operand in weight)
+    """Of the operands that `operands` made: what their form and the weight's inputs ask of them,
+    which are one `share`-th of dim `inputs`, "`of`"."""
+    name, scales, group_bytes, _ = (operand.name for operand in weight)
     depth, groups = str(weight[0].dims[-1]), str(weight[1].dims[-2])
     return (
-        spec.Rule(name, _weight_fault, names=(name, "x", "bits")),
+        spec.Rule(name, _weight_fault, names=(name, "x", "bits", "codes")),
         spec.Rule(
             f"{name}: dim {depth}",
             _extent_fault(depth_of, of, share),
-            names=(depth, inputs, "bits"),
+            names=(depth, inputs, "bits", "group"),
         ),
-        spec.Rule(scales, _missing_scales, names=(scales, "bits")),
-        spec.Rule(scales, _unwanted_scales, names=(scales, "bits"), got="some"),
+        spec.Rule(scales, _missing_scales, names=(scales, "bits", "codes")),
+        spec.Rule(scales, _unwanted_scales, names=(scales, "bits", "codes"), got="some"),
+        spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, "codes")),
+        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, "bits"), got="some"),
         spec.Rule(
             f"{scales}: dim {groups}",
             _extent_fault(groups_of, of, share),
-            names=(groups, inputs, "bits"),
+            names=(groups, inputs, "bits", "group"),
         ),
     )
 
 
-def _weight_fault(weight: str, x: str, bits: int) -> bool | str:
-    expected = "int8" if bits else x
+def _weight_fault(weight: str, x: str, bits: int, codes: int) -> bool | str:
+    expected = stored_dtype(bits, codes, x)
     return weight != expected and f"{expected} for bits {bits} and x of {x}"
 
 
 def _extent_fault(
-    extent: Callable[[int, int], int], of: str, share: int
+    extent: Callable[[int, int, int], int], of: str, share: int
 ) -> Callable[..., bool | str]:
-    def fault(found: int, inputs: int, bits: int) -> bool | str:
-        expected = extent(inputs // share, bits)
+    def fault(found: int, inputs: int, bits: int, group: int) -> bool | str:
+        expected = extent(inputs // share, bits, group)
         return found != expected and f"{expected} for {inputs // share} {of}"
 
     return fault
 
 
-def _missing_scales(scales: str | None, bits: int) -> bool | str:
-    return scales is None and bits > 0 and f"some for bits {bits}"
+def _missing_scales(scales: str | None, bits: int, codes: int) -> bool | str:
+    return scales is None and bits > 0 and codes != E2M1 and f"some for bits {bits}"
 
 
-def _unwanted_scales(scales: str | None, bits: int) -> bool | str:
-    return scales is not None and bits == 0 and "none for bits 0"
+def _unwanted_scales(scales: str | None, bits: int, codes: int) -> bool | str:
+    if scales is not None and bits == 0:
+        return "none for bits 0"
+    return scales is not None and codes == E2M1 and f"none for codes {codes}"
+
+
+def _missing_bytes(group_bytes: str | None, codes: int) -> bool | str:
+    return group_bytes is None and codes == E2M1 and f"some for codes {codes}"
+
+
+def _unwanted_bytes(group_bytes: str | None, bits: int) -> bool | str:
+    return group_bytes is not None and bits != 4 and f"none for bits {bits}"

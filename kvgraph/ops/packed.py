@@ -250,11 +250,13 @@ def _codes_fault(codes: int, group: int, bits: int) -> bool | str:
     return codes not in known and f"{said} for {bits} bits" + ("" if group else " without groups")
 
 
+KNOWN_CODES = spec.Rule("codes", _codes_fault)
+
 FORM = (
     spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4"),
     spec.Rule("group", lambda group: (group < 0 or group % GROUP) and f"a multiple of {GROUP}"),
     spec.Rule("group", lambda group, bits: group and bits > 8 and f"0 for {bits} bits"),
-    spec.Rule("codes", _codes_fault),
+    KNOWN_CODES,
 )
 """Of how weights are stored."""
 

@@ -16,8 +16,8 @@ OPSET_VERSION = 1
 
 ACTIVATION, QUANTIZED, POOL = dtypes.ACTIVATIONS, dtypes.QUANTIZED, dtypes.POOLS
 WEIGHT = (*dict.fromkeys(dtypes.PACKED.values()), dtypes.PACKED_FLOAT8)
-MATRIX = (*dtypes.ACTIVATIONS, "int8")
-"""Of a weight on a GPU: the activations' dtype, or whole numbers under scales."""
+MATRIX = (*dtypes.ACTIVATIONS, "int8", dtypes.PACKED_FLOAT8)
+"""Of a weight on a GPU: the activations' dtype, or numbers in fewer bits under scales."""
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
 

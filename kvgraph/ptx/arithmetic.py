@@ -17,8 +17,16 @@ from kvgraph.ptx.state import Lanes, Mask, State, Step
 
 TINY = np.finfo(np.float32).tiny
 HALVES = ("f16", "bf16")
-PACKED = {"f16x2": ("b32", "f16"), "bf16x2": ("b32", "bf16"), "f32x2": ("b64", "f32")}
+PACKED = {
+    "f16x2": ("b32", "f16"),
+    "bf16x2": ("b32", "bf16"),
+    "f32x2": ("b64", "f32"),
+    "s16x2": ("b32", "s16"),
+    "u16x2": ("b32", "u16"),
+}
 """Type of two values in one register -> that register's, and theirs."""
+PAIRED = ("add", "min", "max")
+"""Of two integers in one register."""
 
 CANONICAL = {
     TYPES[name]: np.array(bits, f"u{TYPES[name].itemsize}").view(TYPES[name])[()]
@@ -125,6 +133,8 @@ def arithmetic(decoder: Decoder) -> Step:
     if type_ in INTEGERS:
         return _integer(decoder, name, type_)
     if type_ not in (*HALVES, *PACKED, "f32", "f64"):
+        raise decoder.refuse()
+    if type_.endswith("16x2") and type_[0] in "su" and name not in PAIRED:
         raise decoder.refuse()
     if type_ in HALVES and "f32" in decoder.parts:
         return _mixed(decoder, type_)

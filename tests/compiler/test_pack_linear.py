@@ -302,8 +302,8 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "on a GPU": (
         {"weights": "bf16", "target": "cuda:sm_90"},
-        "weights: expected one of ['int8', 'int4'] for target cuda, where others have the "
-        "activations' --dtype, got 'bf16'",
+        "weights: expected one of ['int8', 'int4', 'stored'] for target cuda, where others have "
+        "the activations' --dtype, got 'bf16'",
     ),
     "with activations of another dtype": (
         {"weights": "int4", "backend": "torch", "dtype": "bfloat16"},

@@ -27,7 +27,7 @@ from kvgraph.compiler.plan import plan_deployment
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import KernelError
-from kvgraph.ops.matrices import GROUP, whole_numbers
+from kvgraph.ops.matrices import GROUP, numbers_of
 from tests.compiler.test_pack_experts import folder_of
 from tests.compiler.test_pack_linear import NODES
 from tests.compiler.test_plan import LLAMA_8B, TABLE, plan
@@ -135,7 +135,7 @@ def test_nibbles_hold_groups_and_their_extremes() -> None:
     part = stored(weight, 4)
     assert part["weight"].shape == (5, 3 * GROUP // 2)
     assert part["scales"].shape == (3, 5)
-    whole = whole_numbers(part["weight"].numpy(), 3 * GROUP, 4)
+    whole = numbers_of(part["weight"].numpy(), 3 * GROUP, 4)
     assert (whole.min(), whole.max()) == (-8, 7)
     assert (whole[:, 300:] == 0).all()
     byte = part["weight"][0, 5].item()
@@ -156,7 +156,10 @@ def test_errors_are_those_that_the_decision_page_names() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"weights": "bf16"}, r"weights: expected one of \['int8', 'int4'\] for target cuda"),
+        (
+            {"weights": "bf16"},
+            r"weights: expected one of \['int8', 'int4', 'stored'\] for target cuda",
+        ),
         (
             {"weights": "int8", "backend": "onnx"},
             "weights: expected none for backend onnx on cuda, which packs none, got 'int8'",
@@ -195,6 +198,33 @@ def test_bad_operands_are_refused_where_a_call_is_traced() -> None:
             (x, meta(16, 16), meta(1, 16, dtype=torch.float32)),
             {"out_features": 4, "out_features_1": 4, "silu_mul": 1},
             "silu_mul: expected 0 with several outputs, got 1",
+        ),
+        ((x, meta(8, 16), scales), {"group": 48}, "group: expected 0, 32, 64 or 128, got 48"),
+        ((x, meta(8, 16), scales), {"codes": 2}, "codes: expected 0 for 8 bits without groups"),
+        (
+            (x, meta(8, 16), scales),
+            {"group": 32, "codes": 2},
+            "weight: expected float8_e4m3fn for bits 8 and x of float16, got int8",
+        ),
+        (
+            (x, meta(8, 16), meta(2, 8, dtype=torch.float32)),
+            {"group": 32, "codes": 3},
+            "scales: dim num_groups: expected 1 for 16 inputs of x, got 2",
+        ),
+        (
+            (x, meta(8, 32), scales),
+            {"bits": 4, "group": 32, "codes": 1},
+            "scales: expected none for codes 1, got some",
+        ),
+        (
+            (x, meta(8, 32), None),
+            {"bits": 4, "group": 32, "codes": 1},
+            "group_bytes: expected some for codes 1, got none",
+        ),
+        (
+            (x, meta(8, 16), scales, meta(1, 8)),
+            {},
+            "group_bytes: expected none for bits 8, got some",
         ),
     ):
         with pytest.raises(KernelError, match=f"quantized_linear: .*{sentence}"):

@@ -19,6 +19,7 @@ from kvgraph.compiler.check.compare import ROUNDED
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.contract.inputs import Buffer
+from tests.support import quantized
 from tests.support.models import make_model
 
 triton = pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
@@ -144,6 +145,43 @@ def test_small_weights_equal_eager_over_what_they_stand_for(
     assert found["tokens"] == eager(folder, PROMPTS, 3, WEIGHT_BITS[weights])
     small = {"quantized_linear-few", "quantized_linear-many"}
     assert set(found["launched"]) >= launched | small
+
+
+@old_interpreter
+def test_weights_as_they_are_stored_equal_eager_over_what_they_stand_for(tmp_path: Path) -> None:
+    """Nibbles with zero points, FP8 and int8, in one checkpoint."""
+    plain = make_model("llama", tmp_path / "plain", num_hidden_layers=1)
+    folder, meant = tmp_path / "w4a16-zero-points", tmp_path / "meant-w4a16-zero-points"
+    others = {"fp8-channel": "self_attn.o_proj.", "w8a8": "mlp.down_proj."}
+    for form in (folder.name, *others):
+        quantized.make(form, plain, tmp_path / form, tmp_path / f"meant-{form}")
+    for form, name in others.items():
+        quantized.mixed(folder, tmp_path / form, f"model.layers.0.{name}")
+        quantized.mixed(meant, tmp_path / f"meant-{form}", f"model.layers.0.{name}")
+    require_stored_equal_eager(folder, meant, tmp_path)
+
+
+@old_interpreter
+@pytest.mark.slow
+def test_experts_as_they_are_stored_equal_eager_over_what_they_stand_for(tmp_path: Path) -> None:
+    few = {"num_hidden_layers": 1, "num_local_experts": 4}
+    plain, meant = make_model("gpt_oss", tmp_path / "plain", **few), tmp_path / "meant"
+    folder = quantized.make("mxfp4", plain, tmp_path / "small", meant)
+    require_stored_equal_eager(folder, meant, tmp_path, kernel="experts_up")
+
+
+def require_stored_equal_eager(
+    folder: Path, meant: Path, tmp_path: Path, kernel: str = "quantized_linear"
+) -> None:
+    out, target = tmp_path / "out", "cuda:sm_90"
+    manifest = kvgraph.compile(
+        folder, out, target=target, dtype="float32", page_size=16, check=False
+    )
+    assert manifest.weights == "stored"
+    assert not any("rounded" in note for note in manifest.notes)
+    found = interpreted(out, tmp_path, prompts=PROMPTS, new_tokens=3)
+    assert found["tokens"] == eager(meant, PROMPTS, 3)
+    assert f"{kernel}-few" in found["launched"]
 
 
 @old_interpreter

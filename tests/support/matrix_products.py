@@ -9,7 +9,7 @@ from kvgraph.kernels.linear_plan import LinearShape
 from kvgraph.kernels.matrix_tiles import ROLES
 from kvgraph.kernels.matrix_trials import experts_trial, linear_trial
 from kvgraph.kernels.trials import Trial
-from kvgraph.ops.packed import GELU, GELU_TANH, SILU
+from kvgraph.ops.packed import E2M1, E4M3, GELU, GELU_TANH, INT8, SILU
 
 Shape = ExpertsShape | LinearShape
 
@@ -21,6 +21,9 @@ EXPERTS = (
     ExpertsShape("bfloat16", 0, 1, 1, 64, 200, GELU_TANH, down_bias=True),
     ExpertsShape("bfloat16", 8, 4, 2, 160, 96, SILU, up_bias=True),
     ExpertsShape("bfloat16", 4, 4, 2, 256, 200, GELU_TANH, down_bias=True),
+    ExpertsShape("bfloat16", 4, 4, 2, 160, 96, group=32, codes=E2M1, up_bias=True),
+    ExpertsShape("float16", 4, 4, 2, 128, 64, group=64, up_offsets=True),
+    ExpertsShape("bfloat16", 8, 4, 2, 160, 96, group=128, codes=E4M3),
 )
 LINEARS = (
     LinearShape("float32", 8, 72, (40, 0, 0)),
@@ -28,6 +31,12 @@ LINEARS = (
     LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True),
     LinearShape("float16", 4, 256, (64, 32, 0)),
     LinearShape("bfloat16", 4, 200, (72, 0, 0), gated=True, bias=True),
+    LinearShape("bfloat16", 4, 160, (64, 32, 0), bias=True, group=32, offsets=True),
+    LinearShape("float16", 4, 200, (72, 0, 0), gated=True, group=128, offsets=True),
+    LinearShape("bfloat16", 4, 96, (72, 0, 0), group=32, codes=E2M1),
+    LinearShape("float16", 8, 200, (72, 0, 0), group=64, codes=INT8),
+    LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True, group=128, codes=E4M3),
+    LinearShape("float32", 8, 96, (40, 0, 0), group=32, codes=E4M3),
 )
 SHAPES: tuple[Shape, ...] = (*EXPERTS, *LINEARS)
 
@@ -43,8 +52,13 @@ LLAMA_8B = {
 def name_of(shape: Shape) -> str:
     if isinstance(shape, LinearShape):
         columns = "+".join(map(str, shape.out_features)) + "-gated" * shape.gated
-        return f"{shape.dtype}-{shape.bits}-{shape.in_features}x{columns}"
-    return f"{shape.dtype}-{shape.bits}-{shape.experts}x{shape.in_features}x{shape.inner_features}"
+        return f"{shape.dtype}-{_form(shape)}-{shape.in_features}x{columns}"
+    widths = f"{shape.experts}x{shape.in_features}x{shape.inner_features}"
+    return f"{shape.dtype}-{_form(shape)}-{widths}"
+
+
+def _form(shape: Shape) -> str:
+    return f"{shape.bits}" + f".{shape.group}.{shape.codes}" * bool(shape.group)
 
 
 def trial_of(shape: Shape, arch: str, role: str) -> Trial:

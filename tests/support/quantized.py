@@ -228,3 +228,12 @@ def save(plain: Path, out: Path, tensors: Tensors, config: dict[str, Any] | None
     if config is not None:
         given["quantization_config"] = config
     (out / "config.json").write_text(json.dumps(given))
+
+
+def mixed(folder: Path, other: Path, stem: str) -> None:
+    """`folder` with the tensors of `other` that begin with `stem`."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(stem)}
+    theirs = load_file(other / "model.safetensors").items()
+    tensors |= {n: t for n, t in theirs if n.startswith(stem)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

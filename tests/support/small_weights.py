@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from kvgraph.compiler.gpu_weights import stored
-from kvgraph.ops.matrices import GROUP, whole_numbers
+from kvgraph.ops.matrices import GROUP, numbers_of
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """What `weight [columns, inputs]` is stored as, in float32."""
     part = stored(weight.detach().float(), bits)
     inputs = weight.shape[1]
-    whole = torch.from_numpy(whole_numbers(part["weight"].numpy(), inputs, bits).copy()).float()
+    whole = torch.from_numpy(numbers_of(part["weight"].numpy(), inputs, bits))
     each = GROUP if bits == 4 else inputs
     return whole * part["scales"].T.repeat_interleave(each, 1)[:, :inputs]
 

@@ -28,7 +28,7 @@ from kvgraph.compiler.passes.operands import (
     value,
 )
 from kvgraph.compiler.passes.parameters import drop_unused, held
-from kvgraph.compiler.values import Coded, Values
+from kvgraph.compiler.values import Coded, Values, in_groups
 from kvgraph.compiler.weights import Weights
 
 aten = torch.ops.aten
@@ -73,9 +73,11 @@ class Layer:
             weight = found.T if self.is_transposed else found
             yield weight, None if biases is None else biases[expert]
 
-    def each_stored(self, weights: Weights) -> Iterator[tuple[Coded, torch.Tensor | None]]:
-        """As `each`, of what is kept as it is stored."""
-        rows, biases = self.source(weights).open_coded(), self._biases(weights)
+    def each_stored(
+        self, weights: Weights, group: int = 0
+    ) -> Iterator[tuple[Coded, torch.Tensor | None]]:
+        """As `each`, of what is kept as it is stored; in groups of `group` where it says so."""
+        rows, biases = in_groups(self.source(weights), group), self._biases(weights)
         for expert in range(len(self.weight)):
             found = rows(expert, expert + 1).map(lambda part: part[0])
             yield found, None if biases is None else biases[expert]

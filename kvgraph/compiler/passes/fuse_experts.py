@@ -12,14 +12,17 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.gpu_weights import Part, forms, rows_in_turn, stored
+from kvgraph.compiler.gpu_weights import Part, columns_in_turn, kept, shapes, stored
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import Layer, Mixture, cast, rewrite_mixtures
 from kvgraph.compiler.passes.operands import KINDS, expect
-from kvgraph.compiler.passes.parameters import add_matrix
+from kvgraph.compiler.passes.parameters import add_matrix, stored_of
+from kvgraph.compiler.values import PLAIN_BITS, Coded
 from kvgraph.compiler.weights import Weights
 from kvgraph.kernels.experts_plan import MOST_EXPERTS
 from kvgraph.ops import torch_fusions
+from kvgraph.ops.matrices import of_kernels
+from kvgraph.ops.packed import Form
 
 FUSED = torch_fusions.fused_experts.default
 
@@ -29,7 +32,7 @@ def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
     dtype."""
 
     def replacement(mixture: Mixture) -> Node:
-        return _fused(program, mixture, bits or 0, weights)
+        return _fused(program, mixture, PLAIN_BITS if bits is None else bits, weights)
 
     return rewrite_mixtures(program, "fuse_experts", KINDS, replacement)
 
@@ -37,8 +40,14 @@ def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _fused(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
     count = len(mixture.up.weight)
     expect(count <= MOST_EXPERTS, f"expected at most {MOST_EXPERTS} experts, got {count}")
-    up = _add(program, mixture.up, bits, weights, [mixture.gate.gate, mixture.gate.up])
-    down = _add(program, mixture.down, bits, weights, [slice(None)])
+    layers = mixture.up, mixture.down
+    sources = [layer.source(weights) for layer in layers]
+    transposed = [source.is_coded_transposed for source in sources]
+    fits = transposed == [layer.is_transposed for layer in layers]
+    found, is_kept = weights.form_of(sources, bits, can_keep=fits)
+    form = Form(0) if found.bits == PLAIN_BITS else of_kernels(found)
+    up = _add(program, mixture.up, form, is_kept, weights, [mixture.gate.gate, mixture.gate.up])
+    down = _add(program, mixture.down, form, is_kept, weights, [slice(None)])
     operands = (
         mixture.x,
         cast(mixture.ids, torch.int32),
@@ -48,22 +57,36 @@ def _fused(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weigh
         *up[1:],
         *down[1:],
     )
-    attributes: dict[str, float] = {"bits": bits} if bits else {}
+    attributes: dict[str, float] = {**form.attributes} if form.bits else {}
     whole: Node = program.graph.call_function(FUSED, operands, attributes | mixture.gate.attributes)
     return whole
 
 
 def _add(
-    program: ExportedProgram, layer: Layer, bits: int, weights: Weights, parts: list[slice]
+    program: ExportedProgram,
+    layer: Layer,
+    form: Form,
+    is_kept: bool,
+    weights: Weights,
+    parts: list[slice],
 ) -> list[Node | None]:
     """New parameters of a layer whose columns are these parts in turn."""
 
     def make() -> Iterator[Part]:
-        for weight, bias in layer.each(weights, torch.float32 if bits else None):
-            yield stored(rows_in_turn([weight[part] for part in parts]), bits)
+        dtype = torch.float32 if form.bits else None
+        given = layer.each_stored(weights, form.group) if is_kept else layer.each(weights, dtype)
+        for weight, bias in given:
+            yield columns_in_turn([_part(weight, part, form) for part in parts])
             if bias is not None:
-                yield {"bias": rows_in_turn([bias[part] for part in parts])}
+                yield {"bias": torch.stack([bias[part] for part in parts], 1).flatten()}
 
-    each = forms(layer.columns, layer.inputs, bits, layer.weight.dtype, layer.bias is not None)
+    each = shapes(layer.columns, layer.inputs, form, layer.weight.dtype, layer.bias is not None)
     stacked = {name: ((len(layer.weight), *shape), dtype) for name, (shape, dtype) in each.items()}
     return add_matrix(program, weights, layer.name, stacked, make)
+
+
+def _part(weight: torch.Tensor | Coded, columns: slice, form: Form) -> Part:
+    """Some columns of an expert."""
+    if isinstance(weight, torch.Tensor):
+        return stored(weight[columns], form.bits)
+    return kept(stored_of(weight.map(lambda part: part[columns])), form)

@@ -34,7 +34,7 @@ from kvgraph.compiler.passes.parameters import (
     name_outputs,
     stored_of,
 )
-from kvgraph.compiler.values import Values
+from kvgraph.compiler.values import Values, in_groups
 from kvgraph.compiler.weights import Weights
 
 aten = torch.ops.aten
@@ -61,14 +61,15 @@ class Layer:
     def features(self) -> int:
         return len(self.weight) if self.half is None else len(self.weight) // 2
 
-    def section(self, weights: Weights, *, is_kept: bool = False) -> Section:
-        """What is packed of it, opened; `is_kept`: as the checkpoint stores it."""
+    def section(self, weights: Weights, *, is_kept: bool = False, group: int = 0) -> Section:
+        """What is packed of it, opened; `is_kept`: as the checkpoint stores it, in groups of
+        `group` where it says so."""
         first = (self.half or 0) * self.features
         bias = None if self.bias is None else weights.values(*self.bias).read()
         own = None if bias is None else array_of(bias[first : first + self.features])
         source = self.source(weights)
         if is_kept:
-            coded = source.open_coded()
+            coded = in_groups(source, group)
             return Section(
                 self.features,
                 lambda start, stop: stored_of(coded(first + start, first + stop)),
@@ -82,6 +83,16 @@ class Layer:
     def source(self, weights: Weights) -> Values:
         """Its numbers."""
         return weights.values(self.name, self.weight, torch.float32)
+
+
+def by_form(layers: list[Layer], weights: Weights) -> list[list[Layer]]:
+    """Layers that are kept as they are stored, apart where their forms differ."""
+    kinds: dict[object, list[Layer]] = {}
+    for layer in layers:
+        source = layer.source(weights)
+        form = source.form and replace(source.form, has_offsets=False)
+        kinds.setdefault(form or source.bits, []).append(layer)
+    return list(kinds.values())
 
 
 @dataclass
@@ -120,9 +131,11 @@ def rewrite_linears(
     rewrite: Callable[[Group], None],
     *,
     residuals: bool = False,
+    require: Callable[[Layer], None] = lambda layer: None,
 ) -> PassReport:
     """Rewrite `program` in place, for pass `name`: `rewrite` makes one node of each group of layers
-    whose results are of one of `kinds`. `residuals`: a sum that only a layer enters is its too."""
+    whose results are of one of `kinds`. `residuals`: a sum that only a layer enters is its too.
+    `require` raises UnmatchedError for a layer that stays as it is."""
     report = PassReport(name)
     by_input: dict[Node, list[Layer]] = {}
     for node in program.graph.nodes:
@@ -131,7 +144,9 @@ def rewrite_linears(
         if node.target is not aten.linear.default:
             continue
         try:
-            by_input.setdefault(node.args[0], []).append(_layer(program, node, kinds))
+            layer = _layer(program, node, kinds)
+            require(layer)
+            by_input.setdefault(node.args[0], []).append(layer)
         except UnmatchedError as why:
             report.unmatched.append(f"{node.name}: {why}")
     for layers in by_input.values():

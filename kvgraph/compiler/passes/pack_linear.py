@@ -7,7 +7,6 @@ residual, is its too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch.export import ExportedProgram
@@ -19,7 +18,7 @@ from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
     OUTPUTS,
     Group,
-    Layer,
+    by_form,
     replace_outputs,
     rewrite_linears,
 )
@@ -47,12 +46,7 @@ def _of_one_form(group: Group, bits: int, weights: Weights) -> list[Group]:
     """Layers that are kept as they are stored, apart where their forms differ."""
     if bits != AS_STORED or group.gated is not None or len(group.layers) == 1:
         return [group]
-    kinds: dict[object, list[Layer]] = {}
-    for layer in group.layers:
-        source = layer.source(weights)
-        form = source.form and replace(source.form, has_offsets=False)
-        kinds.setdefault(form or source.bits, []).append(layer)
-    return [Group(layers) for layers in kinds.values()]
+    return [Group(layers) for layers in by_form(group.layers, weights)]
 
 
 def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:

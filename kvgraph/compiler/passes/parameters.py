@@ -92,10 +92,10 @@ def add_matrix(
     program: ExportedProgram,
     weights: Weights,
     stem: str,
-    forms: Mapping[str, gpu_weights.Form],
+    forms: Mapping[str, gpu_weights.Shaped],
     make: Callable[[], Iterable[gpu_weights.Part]],
 ) -> list[Node | None]:
-    """weight, scales and bias as new parameters, as `add_packed` names them."""
+    """weight, scales, bytes of groups and bias as new parameters, as `add_packed` names them."""
     made = _add_made(program, weights, stem, forms, make)
     return [made.get(operand) for operand in gpu_weights.OPERANDS]
 
@@ -104,7 +104,7 @@ def _add_made(
     program: ExportedProgram,
     weights: Weights,
     stem: str,
-    forms: Mapping[str, gpu_weights.Form],
+    forms: Mapping[str, gpu_weights.Shaped],
     parts: Callable[[], Iterable[Mapping[str, torch.Tensor]]],
 ) -> dict[str, Node]:
     names = {operand: f"{stem}.{PARAMETERS.get(operand, operand)}" for operand in forms}

@@ -1,7 +1,9 @@
-"""aten.linear -> kvgraph.quantized_linear over weights in int8 or nibbles (CUDA).
+"""aten.linear -> kvgraph.quantized_linear over weights in fewer bits (CUDA).
 
 Linear layers of one input become one node (`linears.py`); a sum with the residual stays for the
-norm behind it. It comes before passes that write in place: these then see one node that reads.
+norm behind it. Weights that are kept as they are stored are nodes of their own where their forms
+differ, and those whose nearest form is a float stay as they are. This pass comes before those that
+write in place: they then see one node that reads.
 """
 
 from __future__ import annotations
@@ -11,19 +13,24 @@ from collections.abc import Iterator
 import torch
 from torch.export import ExportedProgram
 
-from kvgraph.compiler.gpu_weights import forms, stored_in_parts
+from kvgraph.compiler.gpu_weights import shapes, stored_in_parts
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
     OUTPUTS,
     Group,
+    Layer,
+    by_form,
     replace_outputs,
     rewrite_linears,
 )
-from kvgraph.compiler.passes.operands import KINDS, any_node, value
+from kvgraph.compiler.passes.operands import KINDS, any_node, expect, value
 from kvgraph.compiler.passes.parameters import add_matrix
+from kvgraph.compiler.values import PLAIN_BITS
 from kvgraph.compiler.weights import Weights
+from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.ops import torch_fusions
+from kvgraph.ops.matrices import of_kernels
 
 QUANTIZED = torch_fusions.quantized_linear.default
 
@@ -32,9 +39,20 @@ def quantize_linear(program: ExportedProgram, bits: int, weights: Weights) -> Pa
     """Rewrite `program` in place; its weights are made later."""
 
     def rewrite(group: Group) -> None:
-        _rewrite(program, group, bits, weights)
+        for part in _of_one_form(group, bits, weights):
+            _rewrite(program, part, bits, weights)
 
-    return rewrite_linears(program, "quantize_linear", KINDS, rewrite)
+    def require(layer: Layer) -> None:
+        source = layer.source(weights)
+        is_small = source.form is not None or source.bits < PLAIN_BITS
+        expect(bits != AS_STORED or is_small, "its numbers fit the activations' dtype best")
+
+    return rewrite_linears(program, "quantize_linear", KINDS, rewrite, require=require)
+
+
+def _of_one_form(group: Group, bits: int, weights: Weights) -> list[Group]:
+    kinds = by_form(group.layers, weights) if bits == AS_STORED else []
+    return [Group(layers) for layers in kinds] if len(kinds) > 1 else [group]
 
 
 def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:
@@ -42,16 +60,25 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
     is_gated, inputs = group.gated is not None, first.weight.shape[1]
     x = any_node(first.node.args[0], "rows")
     dtype = value(x).dtype
+    found, is_kept = weights.form_of([layer.source(weights) for layer in group.layers], bits)
+    form = of_kernels(found)
 
     def make() -> Iterator[dict[str, torch.Tensor]]:
-        sections = [layer.section(weights) for layer in group.layers]
-        return stored_in_parts(sections, bits, dtype, in_turn=is_gated)
+        sections = [
+            layer.section(weights, is_kept=is_kept, group=form.group) for layer in group.layers
+        ]
+        return stored_in_parts(sections, form, dtype, in_turn=is_gated)
 
     columns = sum(layer.features for layer in group.layers)
-    form = forms(columns, inputs, bits, dtype, group.has_bias)
-    operands = add_matrix(program, weights, group.stem, form, make)
+    operands = add_matrix(
+        program,
+        weights,
+        group.stem,
+        shapes(columns, inputs, form, dtype, group.has_bias),
+        make,
+    )
     widths = group.widths
-    attributes = dict(zip(OUTPUTS, widths, strict=False)) | {"bits": bits}
+    attributes = dict(zip(OUTPUTS, widths, strict=False)) | form.attributes
     if is_gated:
         attributes["silu_mul"] = 1
     with graph.inserting_before(group.gated or first.node):

@@ -70,10 +70,10 @@ def lower(
 ) -> Lowered:
     """Write `model.pt2`, `weights.safetensors` and `kernels/{arch}/` into `folder`.
 
-    `weight_bits`: linear layers and experts over small weights (8 or 4); None: as the model has
-    them.
+    `weight_bits`: linear layers and experts over small weights (8, 4 or AS_STORED); None: as the
+    model has them.
     """
-    traced.bits = weight_bits
+    traced.bits, traced.weights.plain = weight_bits, traced.model.dtype
     rewrite(traced)
     program = traced.program
     shapes = list(dict.fromkeys(attention_of_nodes(traced)))

@@ -268,26 +268,19 @@ class QuantizedLinear(nn.Module):
     def __init__(self, node: torch.fx.Node, gpu: Gpu) -> None:
         super().__init__()
         self._gpu = gpu
+        self._names = [operand.name for operand in QUANTIZED_LINEAR.inputs]
         call = Call.of(QUANTIZED_LINEAR, node)
         self._shape = LinearShape.of(call.dtypes["x"], call.shapes, call.attributes)
         self.variants = linear_variants(self._shape, gpu.arch)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scales: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        x = x.contiguous()
+    def forward(self, *args: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        operands = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
+        operands["x"] = x = operands["x"].contiguous()
         outs = [
             x.new_empty(*x.shape[:-1], features) if features else x.new_empty(0, 0)
             for features in self._shape.out_features
         ]
-        operands = {"x": x, "weight": weight, "scales": scales}
         operands |= dict(zip(("out", "out_1", "out_2"), outs, strict=True))
-        if bias is not None:
-            operands["bias"] = bias
         rows = x.numel() // x.shape[-1]
         self._gpu.launch(plan_linear(self._shape, self._gpu.arch, rows), operands)
         return tuple(outs)
