@@ -219,9 +219,9 @@ def _keep(stored: Stored, width: int, form: Form) -> Packed:
 
 
 def _of_groups(each: Array, width: int, form: Form) -> Array:
-    """`[n, groups]`, perhaps of several of the form's each -> `[panels, groups, COLUMNS]`."""
-    each = each.repeat(-(-width // form.group) // each.shape[-1], -1)
-    panels = _in_panels(each, num_groups(width, form.group))
+    """`[n, groups]`, those behind the last input too -> `[panels, groups, COLUMNS]`."""
+    own = each[:, : -(-width // form.group)]
+    panels = _in_panels(own, num_groups(width, form.group))
     return np.ascontiguousarray(panels.transpose(0, 2, 1))
 
 

@@ -109,7 +109,7 @@ class Values(ABC):
         return self.open()(0, self.count).reshape(self.shape)
 
 
-def in_groups(source: Values, group: int = 0) -> CodedRows:
+def in_groups(source: Values, group: int) -> CodedRows:
     """Coded rows of `source` with a scale for `group` inputs, which divide its own; 0: for those of
     its form."""
     rows, form = source.open_coded(), source.form

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 import kvgraph
-from kvgraph.compiler import gpu_weights
+from kvgraph.compiler import gpu_weights, packed_weights
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
@@ -25,7 +25,7 @@ from kvgraph.compiler.values import Coded, CodedRows, Rows, Values, in_groups
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.contract.safetensors import read_layout
-from kvgraph.ops import QUANTIZED_LINEAR, matrices
+from kvgraph.ops import QUANTIZED_LINEAR, matrices, packed
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, Form
 from kvgraph.ops.torch_arrays import array_over
 from tests.support import quantized
@@ -183,7 +183,8 @@ def test_larger_groups_repeat_their_scales(group: int, inputs: int) -> None:
     form = matrices.of_kernels(Form(4, group, has_offsets=True))
     assert form.group == (32 if group == 96 else 128)
     rows = in_groups(Held(coded, Form(4, group)), form.group)
-    found = gpu_weights.kept(stored_of(rows(1, 5)), form)
+    given = stored_of(rows(1, 5))
+    found = gpu_weights.kept(given, form)
     arrays = [found[name].numpy() for name in ("weight", "scales", "group_bytes")]
     levels = torch.from_numpy(LEVELS[INTEGERS])[numbers[1:5].long()]
     assert coded.offsets is not None
@@ -192,6 +193,10 @@ def test_larger_groups_repeat_their_scales(group: int, inputs: int) -> None:
     )
     wanted = ((levels + offsets) * scales).numpy()
     assert np.array_equal(matrices.decode(*arrays, inputs, 4, form.group), wanted)
+    panels = packed_weights.keep([given], form)  # the same on a CPU
+    operands = panels.weight, panels.scales, panels.group_bytes
+    decoded = packed.decode(*operands, form.group, form.codes)[:4, :inputs]
+    assert np.array_equal(decoded.astype(np.float32), wanted)
 
 
 @pytest.mark.parametrize(("form", "bits"), [("gptq-act-order", 4), ("gptq-8", 8)])

@@ -74,9 +74,9 @@ class Layer:
             yield weight, None if biases is None else biases[expert]
 
     def each_stored(
-        self, weights: Weights, group: int = 0
+        self, weights: Weights, group: int
     ) -> Iterator[tuple[Coded, torch.Tensor | None]]:
-        """As `each`, of what is kept as it is stored; in groups of `group` where it says so."""
+        """As `each`, of what is kept as it is stored, as `in_groups`."""
         rows, biases = in_groups(self.source(weights), group), self._biases(weights)
         for expert in range(len(self.weight)):
             found = rows(expert, expert + 1).map(lambda part: part[0])

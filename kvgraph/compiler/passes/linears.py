@@ -61,9 +61,8 @@ class Layer:
     def features(self) -> int:
         return len(self.weight) if self.half is None else len(self.weight) // 2
 
-    def section(self, weights: Weights, *, is_kept: bool = False, group: int = 0) -> Section:
-        """What is packed of it, opened; `is_kept`: as the checkpoint stores it, in groups of
-        `group` where it says so."""
+    def section(self, weights: Weights, *, is_kept: bool, group: int) -> Section:
+        """What is packed of it, opened; `is_kept`: as the checkpoint stores it, as `in_groups`."""
         first = (self.half or 0) * self.features
         bias = None if self.bias is None else weights.values(*self.bias).read()
         own = None if bias is None else array_of(bias[first : first + self.features])

@@ -67,7 +67,7 @@ def _add(
     """New parameters of a layer whose experts are packed in these parts of their columns."""
 
     def make() -> Iterator[Packed]:
-        each = layer.each_stored(weights) if is_kept else layer.each(weights)
+        each = layer.each_stored(weights, form.group) if is_kept else layer.each(weights)
         for weight, stored_bias in each:
             bias = None if stored_bias is None else array_of(stored_bias)
             sections = [_section(weight, bias, half) for half in halves]

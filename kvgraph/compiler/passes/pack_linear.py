@@ -55,7 +55,9 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
     form, is_kept = weights.form_of([layer.source(weights) for layer in group.layers], bits)
 
     def make() -> Iterator[Packed]:
-        sections = [layer.section(weights, is_kept=is_kept) for layer in group.layers]
+        sections = [
+            layer.section(weights, is_kept=is_kept, group=form.group) for layer in group.layers
+        ]
         return pack_in_parts(sections, inputs, form, interleave=group.gated is not None)
 
     forms = shapes([layer.features for layer in group.layers], inputs, form, group.has_bias)
