@@ -78,7 +78,10 @@ async def ask(port: int, prompt: list[int], new: int) -> Answer:
         "stream_options": {"include_usage": True},
     }
     text = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(text)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(text)}\r\n\r\n"
+    )
     loop = asyncio.get_running_loop()
     asked = time.perf_counter()
     connection: Connection | None = None
