@@ -141,7 +141,7 @@ bench-start: $(VENV)/.installed
 	$(BENCH).start $(ARTIFACT)
 
 bench-serve: $(VENV)/.installed
-	$(BENCH).serve $(ARTIFACT)
+	$(BENCH).serve $(ARTIFACT) $(if $(VLLM),--vllm $(VLLM))
 
 # Editable, so that Python edits need no reinstall; native sources do.
 $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
