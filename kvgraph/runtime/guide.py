@@ -41,11 +41,15 @@ MOST_REASON = 200
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of one engine, as llguidance has them; `words` of 32 tokens are a mask."""
+    """The tokens of one engine, as llguidance has them; `words` of 32 tokens are a mask.
+
+    `spells_ends`: an end token of the model is a word too, which llguidance takes for one.
+    """
 
     tokenizer: LLTokenizer
     executor: LLExecutor
     words: int
+    spells_ends: bool
 
 
 class Guides:
@@ -84,7 +88,8 @@ class Guides:
             del self._compiled[next(iter(self._compiled))]
         ends = {stop for stop in stops if stop < self.vocab_size}
         least = context.current_length + params.min_new_tokens
-        own = None if ends == set(tokenizer.eos_tokens) and not params.min_new_tokens else ends
+        is_usual = ends == set(tokenizer.eos_tokens) and not vocabulary.spells_ends
+        own = None if is_usual and not params.min_new_tokens else ends
         forceable = 0 if params.logprobs is not None else self.vocab_size
         ends_of = Ends(own, tokenizer, least)
         return Guide(compiled, vocabulary, context, edits, ends_of, forceable)
@@ -114,7 +119,10 @@ class Guides:
                 f"{field}: expected a tokenizer that llguidance takes, got that of {self._folder} "
                 f"({_reason(error)})"
             ) from error
-        self._vocabulary = Vocabulary(tokenizer, LLExecutor(default_threads()), (size + 31) // 32)
+        added = self._tokenizer.get_added_tokens_decoder()
+        spells_ends = any(end not in added or not added[end].special for end in ends)
+        executor = LLExecutor(default_threads())
+        self._vocabulary = Vocabulary(tokenizer, executor, (size + 31) // 32, spells_ends)
         return self._vocabulary
 
 

@@ -33,7 +33,9 @@ PERSON = {
     "required": ["name", "age", "colours"],
     "additionalProperties": False,
 }
-SHAPE = r'\{"name":".{0,6}","age":\d{1,3},"colours":\[("(red|green)",?){0,3}\]\}'
+NAME = r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\.){0,6}'
+"""Six characters, some of which JSON escapes."""
+SHAPE = rf'\{{"name":"{NAME}","age":\d{{1,3}},"colours":\[("(red|green)",?){{0,3}}\]\}}'
 PROMPT = list(range(66, 86))  # letters
 
 
@@ -171,13 +173,22 @@ def test_the_text_is_what_the_grammar_describes(
         ({"guided_regex": "(ab?){1,60}", "stop_token_ids": [7], "ignore_eos": True}, "(ab?){1,60}"),
         ({"guided_regex": "a{3}c", "stop_token_ids": [66]}, ""),  # the grammar wants 66, an "a"
         ({"guided_regex": "xyz, a{1,9}", "stop": ["z"]}, "xy"),
-        ({"guided_json": PERSON, "stop": ['"age"']}, r'\{"name":".{0,6}",'),
+        ({"guided_json": PERSON, "stop": ['"age"']}, rf'\{{"name":"{NAME}",'),
     ],
 )
 def test_ends(noisy: Engine, fields: dict[str, Any], shape: str) -> None:
     for done in noisy.generate([PROMPT] * 8, guided(**fields)):
         assert done.finish_reason == "stop"
         assert re.fullmatch(shape, done.text, re.DOTALL), done.text
+
+
+def test_an_end_token_that_is_a_word_ends_no_text_early(artifact: Artifact) -> None:
+    """As of a model whose end token the tokenizer does not mark as special."""
+    model = replace(artifact.manifest.model, eos_token_ids=(66,))  # an "a"
+    odd = replace(artifact, manifest=replace(artifact.manifest, model=model))
+    with Engine(odd, session=Noise(odd), num_pages=200) as engine:
+        for done in engine.generate([PROMPT] * 8, guided(guided_regex="[ab]{9,30}")):
+            assert re.fullmatch("[ab]{9,30}", done.text)
 
 
 def test_a_text_that_is_cut_ends_with_length(engine: Engine) -> None:
