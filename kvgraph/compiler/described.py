@@ -12,7 +12,7 @@ from kvgraph.compiler.passes import TABLE_BYTES
 from kvgraph.contract.dtypes import AS_STORED, itemsize
 from kvgraph.contract.mixtures import Mixture, joined
 from kvgraph.ops import matrices
-from kvgraph.ops.packed import E2M1, Form
+from kvgraph.ops.packed import Form
 
 
 @dataclass(frozen=True, order=True)
@@ -174,7 +174,7 @@ def _gpu_bytes(linear: Linear, form: Form, dtype: str) -> int:
         return _elements(linear) * itemsize(dtype)
     inputs = linear.in_features
     made = matrices.of_kernels(replace(form, group=min(form.group, inputs)))
-    of_group = 1 if made.codes == E2M1 else 4 + made.has_offsets
+    of_group = 4 * made.has_scales + made.has_group_bytes
     groups = matrices.groups_of(inputs, made.bits, made.group)
     bias = itemsize(dtype) if linear.has_bias else 0
     each = matrices.depth_of(inputs, made.bits, made.group) + of_group * groups + bias

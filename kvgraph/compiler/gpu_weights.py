@@ -51,9 +51,9 @@ def shapes(
     kind = getattr(torch, stored_dtype(bits, form.codes, str(dtype).removeprefix("torch.")))
     groups = groups_of(inputs, bits, group), columns
     found: dict[str, Shaped] = {"weight": ((columns, depth_of(inputs, bits, group)), kind)}
-    if bits and form.codes != E2M1:
+    if form.has_scales:
         found["scales"] = groups, torch.float32
-    if form.has_offsets or form.codes == E2M1:
+    if form.has_group_bytes:
         found["group_bytes"] = groups, torch.int8
     if has_bias:
         found["bias"] = (columns,), dtype

@@ -144,9 +144,9 @@ def shapes(
     line = COLUMNS * PER_LINE[bits] if bits >= 16 else LINE_BYTES
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     found["weight"] = ((panels, depth // PER_LINE[bits], line), stored_dtype(bits, form.codes))
-    if bits < 16 and form.codes != E2M1:
+    if form.has_scales:
         found["scales"] = (panels, groups if form.group else 2, COLUMNS), "float32"
-    if form.group and (form.has_offsets or form.codes == E2M1):
+    if form.group and form.has_group_bytes:
         found["group_bytes"] = (panels, groups, COLUMNS), "int8"
     elif bits == 4 and not form.group:
         found["group_bytes"] = (panels, groups, COLUMNS // 2), "int8"

@@ -7,7 +7,7 @@ weighed sum. Grids follow from the number of rows alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kvgraph.contract.dims import ceildiv
@@ -17,14 +17,15 @@ from kvgraph.kernels.launch import LaunchPlan, launch_of
 from kvgraph.kernels.matrix_tiles import (
     ROLES,
     MatrixTiles,
+    absent_operands,
     matrix_tiles,
     product_constants,
     role_of,
 )
 from kvgraph.kernels.shapes import power_of_two
-from kvgraph.kernels.variants import Constant, Variant, absent_of
+from kvgraph.kernels.variants import Constant, Variant
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import E2M1, INTEGERS, SILU, Form
+from kvgraph.ops.packed import INTEGERS, SILU, Form
 
 MOST_EXPERTS = 1024
 """A program that places tiles has all of their offsets in registers."""
@@ -186,11 +187,7 @@ def _up_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles) -
         "UP_OFFSET": shape.up_offset,
         **_constants(shape, arch, tiles),
     }
-    absent = absent_of(
-        up_scales=not shape.bits or shape.codes == E2M1,
-        up_group_bytes=not (shape.up_offsets or shape.codes == E2M1),
-        up_bias=not shape.up_bias,
-    )
+    form = replace(shape.form, has_offsets=shape.up_offsets)
     return Variant(
         variants.EXPERTS_UP,
         role,
@@ -199,17 +196,13 @@ def _up_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles) -
         constants,
         tiles.num_warps,
         tiles.num_stages,
-        absent,
+        absent_operands(form, shape.up_bias, "up_"),
     )
 
 
 @lru_cache
 def _down_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles) -> Variant:
-    absent = absent_of(
-        down_scales=not shape.bits or shape.codes == E2M1,
-        down_group_bytes=not (shape.down_offsets or shape.codes == E2M1),
-        down_bias=not shape.down_bias,
-    )
+    form = replace(shape.form, has_offsets=shape.down_offsets)
     return Variant(
         variants.EXPERTS_DOWN,
         role,
@@ -218,7 +211,7 @@ def _down_variant(shape: ExpertsShape, arch: str, role: str, tiles: MatrixTiles)
         _constants(shape, arch, tiles),
         tiles.num_warps,
         tiles.num_stages,
-        absent,
+        absent_operands(form, shape.down_bias, "down_"),
     )
 
 

@@ -9,10 +9,16 @@ from functools import lru_cache
 from kvgraph.contract.dims import ceildiv
 from kvgraph.kernels import variants
 from kvgraph.kernels.launch import LaunchPlan, launch_of
-from kvgraph.kernels.matrix_tiles import ROLES, matrix_tiles, product_constants, role_of
+from kvgraph.kernels.matrix_tiles import (
+    ROLES,
+    absent_operands,
+    matrix_tiles,
+    product_constants,
+    role_of,
+)
 from kvgraph.kernels.variants import Constant, Variant, absent_of
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import E2M1, INTEGERS, Form
+from kvgraph.ops.packed import INTEGERS, Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,5 @@ def _variant(shape: LinearShape, arch: str, role: str) -> Variant:
         constants,
         tiles.num_warps,
         tiles.num_stages,
-        absent_of(
-            scales=shape.codes == E2M1,
-            group_bytes=not (shape.offsets or shape.codes == E2M1),
-            bias=not shape.bias,
-            out_1=not second,
-            out_2=not third,
-        ),
+        absent_operands(shape.form, shape.bias) | absent_of(out_1=not second, out_2=not third),
     )

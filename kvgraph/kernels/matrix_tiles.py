@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.kernels.shapes import capability
-from kvgraph.kernels.variants import Constant
+from kvgraph.kernels.variants import Constant, absent_of
 from kvgraph.ops.matrices import group_of, span_of
 from kvgraph.ops.packed import E4M3, Form
 
@@ -47,6 +47,16 @@ def matrix_tiles(role: str, dtype: str, form: Form, arch: str) -> MatrixTiles:
     wide = half or form.group or (128 if bits else 64)
     stages = 4 if wide >= 64 else 8  # of so few bytes more have to be on their way
     return MatrixTiles(16, 64, wide, 4, stages) if few else MatrixTiles(64, 128, wide, 8, 3)
+
+
+def absent_operands(form: Form, has_bias: bool, prefix: str = "") -> frozenset[str]:
+    """Those of a weight that a kernel goes without."""
+    given = {
+        "scales": form.has_scales,
+        "group_bytes": form.has_group_bytes,
+        "bias": has_bias,
+    }
+    return absent_of(**{f"{prefix}{name}": not is_there for name, is_there in given.items()})
 
 
 def product_constants(dtype: str, form: Form, tiles: MatrixTiles, arch: str) -> dict[str, Constant]:

@@ -19,7 +19,7 @@ import numpy as np
 from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import PACKED_FLOAT8
 from kvgraph.ops import spec
-from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, KNOWN_CODES, LEVELS, Form
+from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, KNOWN_CODES, LEVELS, Form, powers
 
 GROUP = 128
 """Inputs of a column under one scale at most; of nibbles where no attribute says it."""
@@ -96,7 +96,7 @@ def decode(
 
     if codes == E2M1:
         assert group_bytes is not None
-        scales = (group_bytes.view(np.uint8).astype(np.uint32) << 23).view(np.float32)
+        scales = powers(group_bytes)
     elif group_bytes is not None:
         w_NK = w_NK + of_inputs(group_bytes)
     return w_NK if scales is None else w_NK * of_inputs(scales)

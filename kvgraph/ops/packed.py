@@ -75,6 +75,16 @@ class Form:
     has_offsets: bool = False
 
     @property
+    def has_scales(self) -> bool:
+        """In float32; those of E2M1 are bytes of groups."""
+        return 0 < self.bits < 16 and self.codes != E2M1
+
+    @property
+    def has_group_bytes(self) -> bool:
+        """Offsets or exponents; two levels have others."""
+        return self.has_offsets or self.codes == E2M1
+
+    @property
     def attributes(self) -> dict[str, int]:
         """Those that are not the defaults."""
         groups = {"group": self.group, "codes": self.codes} if self.group else {}
@@ -115,6 +125,11 @@ def quantize_rows(x_MK: Array) -> tuple[Array, Array]:
     return stored_MK, np.where(finite_M1, largest_M1 / np.float32(127), np.float32(np.nan))
 
 
+def powers(exponents: Array) -> Array:
+    """Scales of E2M1, powers of two, of their exponents with a bias of 127."""
+    return (exponents.view(np.uint8).astype(np.uint32) << 23).view(np.float32)
+
+
 def decode(
     weight: Array, scales: Array | None, group_bytes: Array | None, group: int, codes: int
 ) -> Array:
@@ -131,8 +146,7 @@ def decode(
 
     if codes == E2M1:
         assert group_bytes is not None
-        powers = (group_bytes.view(np.uint8).astype(np.uint32) << 23).view(np.float32)
-        decoded = numbers * of_inputs(powers)
+        decoded = numbers * of_inputs(powers(group_bytes))
     else:
         assert scales is not None
         offsets = 0.0 if group_bytes is None else of_inputs(group_bytes)

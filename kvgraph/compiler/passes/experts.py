@@ -30,6 +30,7 @@ from kvgraph.compiler.passes.operands import (
 from kvgraph.compiler.passes.parameters import drop_unused, held
 from kvgraph.compiler.values import Coded, Values, in_groups
 from kvgraph.compiler.weights import Weights
+from kvgraph.ops.packed import Form
 
 aten = torch.ops.aten
 GATHERED, PRODUCT, SUM, MUL = (
@@ -101,6 +102,14 @@ class Mixture:
     gate: Gate
     down: Layer
     total: Node
+
+    def form(self, weights: Weights, bits: int) -> tuple[Form, bool]:
+        """As `Weights.form_of`, of both layers."""
+        layers = self.up, self.down
+        sources = [layer.source(weights) for layer in layers]
+        transposed = [source.is_coded_transposed for source in sources]
+        fits = transposed == [layer.is_transposed for layer in layers]
+        return weights.form_of(sources, bits, can_keep=fits)
 
 
 def rewrite_mixtures(

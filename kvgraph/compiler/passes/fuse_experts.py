@@ -40,11 +40,7 @@ def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _fused(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
     count = len(mixture.up.weight)
     expect(count <= MOST_EXPERTS, f"expected at most {MOST_EXPERTS} experts, got {count}")
-    layers = mixture.up, mixture.down
-    sources = [layer.source(weights) for layer in layers]
-    transposed = [source.is_coded_transposed for source in sources]
-    fits = transposed == [layer.is_transposed for layer in layers]
-    found, is_kept = weights.form_of(sources, bits, can_keep=fits)
+    found, is_kept = mixture.form(weights, bits)
     form = Form(0) if found.bits == PLAIN_BITS else of_kernels(found)
     up = _add(program, mixture.up, form, is_kept, weights, [mixture.gate.gate, mixture.gate.up])
     down = _add(program, mixture.down, form, is_kept, weights, [slice(None)])

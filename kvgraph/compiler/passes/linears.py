@@ -84,16 +84,6 @@ class Layer:
         return weights.values(self.name, self.weight, torch.float32)
 
 
-def by_form(layers: list[Layer], weights: Weights) -> list[list[Layer]]:
-    """Layers that are kept as they are stored, apart where their forms differ."""
-    kinds: dict[object, list[Layer]] = {}
-    for layer in layers:
-        source = layer.source(weights)
-        form = source.form and replace(source.form, has_offsets=False)
-        kinds.setdefault(form or source.bits, []).append(layer)
-    return list(kinds.values())
-
-
 @dataclass
 class Group:
     """Layers of one input, which become one node; what else it computes.
@@ -121,6 +111,16 @@ class Group:
         `layer.weight`."""
         name = self.layers[0].name
         return name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_linear"
+
+
+def apart_by_form(group: Group, weights: Weights) -> list[Group]:
+    """Layers that are kept as they are stored: a group for each of their forms."""
+    kinds: dict[object, list[Layer]] = {}
+    for layer in group.layers:
+        source = layer.source(weights)
+        form = source.form and replace(source.form, has_offsets=False)
+        kinds.setdefault(form or source.bits, []).append(layer)
+    return [group] if len(kinds) == 1 else [Group(layers) for layers in kinds.values()]
 
 
 def rewrite_linears(

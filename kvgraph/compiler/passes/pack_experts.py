@@ -37,11 +37,7 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _packed(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
     up, down, inner = mixture.up, mixture.down, mixture.down.inputs
     halves = [mixture.gate.gate, mixture.gate.up]
-    layers = up, down
-    sources = [layer.source(weights) for layer in layers]
-    transposed = [source.is_coded_transposed for source in sources]
-    fits = transposed == [layer.is_transposed for layer in layers]
-    form, is_kept = weights.form_of(sources, bits, can_keep=fits)
+    form, is_kept = mixture.form(weights, bits)
     given = [
         *_add(program, up, [inner, inner], form, is_kept, weights, halves),
         *_add(program, down, [down.columns], form, is_kept, weights, [slice(None)]),

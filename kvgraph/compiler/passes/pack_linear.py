@@ -18,7 +18,7 @@ from kvgraph.compiler.passes.linears import (
     MAX_SECTIONS,
     OUTPUTS,
     Group,
-    by_form,
+    apart_by_form,
     replace_outputs,
     rewrite_linears,
 )
@@ -36,17 +36,11 @@ def pack_linear(program: ExportedProgram, bits: int, weights: Weights) -> PassRe
     """Rewrite `program` in place; its packed weights are made later."""
 
     def rewrite(group: Group) -> None:
-        for part in _of_one_form(group, bits, weights):
+        is_cut = bits == AS_STORED and group.gated is None
+        for part in apart_by_form(group, weights) if is_cut else [group]:
             _rewrite(program, part, bits, weights)
 
     return rewrite_linears(program, "pack_linear", (torch.float32,), rewrite, residuals=True)
-
-
-def _of_one_form(group: Group, bits: int, weights: Weights) -> list[Group]:
-    """Layers that are kept as they are stored, apart where their forms differ."""
-    if bits != AS_STORED or group.gated is not None or len(group.layers) == 1:
-        return [group]
-    return [Group(layers) for layers in by_form(group.layers, weights)]
 
 
 def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:

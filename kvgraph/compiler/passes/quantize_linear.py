@@ -20,7 +20,7 @@ from kvgraph.compiler.passes.linears import (
     OUTPUTS,
     Group,
     Layer,
-    by_form,
+    apart_by_form,
     replace_outputs,
     rewrite_linears,
 )
@@ -39,20 +39,16 @@ def quantize_linear(program: ExportedProgram, bits: int, weights: Weights) -> Pa
     """Rewrite `program` in place; its weights are made later."""
 
     def rewrite(group: Group) -> None:
-        for part in _of_one_form(group, bits, weights):
+        for part in apart_by_form(group, weights) if bits == AS_STORED else [group]:
             _rewrite(program, part, bits, weights)
 
     def require(layer: Layer) -> None:
-        source = layer.source(weights)
-        is_small = source.form is not None or source.bits < PLAIN_BITS
-        expect(bits != AS_STORED or is_small, "its numbers fit the activations' dtype best")
+        if bits == AS_STORED:
+            source = layer.source(weights)
+            is_small = source.form is not None or source.bits < PLAIN_BITS
+            expect(is_small, "its numbers fit the activations' dtype best")
 
     return rewrite_linears(program, "quantize_linear", KINDS, rewrite, require=require)
-
-
-def _of_one_form(group: Group, bits: int, weights: Weights) -> list[Group]:
-    kinds = by_form(group.layers, weights) if bits == AS_STORED else []
-    return [Group(layers) for layers in kinds] if len(kinds) > 1 else [group]
 
 
 def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:
