@@ -1,14 +1,17 @@
 """What a compile takes of a model that is larger than it: seconds, peak memory, allocations.
 
     python -m benchmarks.compile [--shape llama-8b] [--targets sm_80,sm_90,sm_120] [--twice]
-    python -m benchmarks.compile --targets int8,int4
+    python -m benchmarks.compile --targets int8,int4 [--random] [--run]
 
 A target is an architecture of CUDA, or `--weights` for cpu. Each compile is a process of its own,
 whose cache the null manager describes with a pool of 60 GiB. The checkpoint is a sparse file of
-zeros: as many bytes to read as real weights, and no disk. Baselines are the same bytes copied by
-`cp`, and for cpu the same compile of layers that are almost empty. Goals: 5 minutes and 8 GiB for
-CUDA; for cpu 3 GiB, and 1.5 times `cp` beside the almost empty compile. The reference check is the
-compile's own check, and that a compile for CUDA asks for no driver and no KV memory.
+zeros: as many bytes to read as real weights, and no disk; `--random` writes normal values. `--run`
+loads what was compiled for cpu, and measures it with `kvgraph bench`.
+
+Baselines are the same bytes copied by `cp`, and for cpu the same compile of layers that are almost
+empty. Goals: 5 minutes and 8 GiB for CUDA; for cpu 3 GiB, and 1.5 times `cp` beside the almost
+empty compile. The reference check is the compile's own check, and that a compile for CUDA asks for
+no driver and no KV memory.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ LIMITS = {"cuda": (300.0, 8 << 30), "cpu": (0.0, 3 << 30)}
 """Seconds and bytes; on cpu the baselines say the seconds."""
 TIMES_CP = 1.5
 EMPTY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+SIZES = "--prompt 128 --new-tokens 32 --batches 1,8 --requests 0 --repeats 2"
 POOL_BYTES, DATA_BYTES = 60 << 30, 16 << 30
 
 
@@ -61,6 +65,25 @@ def make_checkpoint(shape: str, folder: Path, **others: int) -> int:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(file.tell() + end)
     return end
+
+
+def fill(folder: Path, nbytes: int) -> None:
+    """Normal values in place of the zeros, the same ones again and again."""
+    import torch
+
+    values = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    block = values.bfloat16().view(torch.uint8).numpy().tobytes()
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-nbytes, os.SEEK_END)
+        for start in range(0, nbytes, len(block)):
+            file.write(block[: nbytes - start])
+
+
+def run(artifact: Path) -> None:
+    """Load and decode, next to what the machine reads and multiplies."""
+    sizes = [*SIZES.split(), "--context", ""]
+    command = [sys.executable, "-m", "kvgraph", "bench", artifact, *sizes]
+    subprocess.run(command, check=True)
 
 
 def compile_here(model: Path, out: Path, target: str) -> None:
@@ -138,6 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--targets", default="sm_80,sm_90,sm_120")
+    parser.add_argument("--random", action="store_true", help="weights that are not zeros")
+    parser.add_argument("--run", action="store_true", help="run what was compiled for cpu")
     parser.add_argument("--twice", action="store_true", help="compile again, compare manifests")
     parser.add_argument("--folder", type=Path, help="for checkpoint and artifact; emptied behind")
     parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
@@ -149,6 +174,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         model, out = Path(folder) / "model", Path(folder) / "out"
         nbytes = make_checkpoint(given.shape, model)
+        if given.random:
+            fill(model, nbytes)
         print(f"{given.shape}: {nbytes / 1e9:.1f} GB of weights, {os.cpu_count()} cores")
         start = time.perf_counter()
         subprocess.run(
@@ -171,6 +198,8 @@ def main() -> None:
                 measured(model, out, target)
                 same = first == (out / "manifest.json").read_bytes()
                 print(f"    compiled again: {'the same manifest' if same else 'ANOTHER manifest'}")
+            if given.run and target in WEIGHTS:
+                run(out)
             shutil.rmtree(out)
 
 

@@ -26,6 +26,7 @@ GATES: dict[str, list[str]] = {
         "auto",
         "--dist",
         "loadfile",
+        "--no-loadscope-reorder",
         "-m",
         "not slow",
         "--deselect=tests/test_floors.py",

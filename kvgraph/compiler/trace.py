@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch._subclasses import FakeTensor
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import export
+from kvgraph.compiler.export import export, stack_traces
 from kvgraph.compiler.identity import program_digest
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.lists import TRACE, run_passes
 from kvgraph.compiler.traced import Traced
 from kvgraph.contract.signature import GraphSignature
-from kvgraph.errors import ModelError
+from kvgraph.errors import ModelError, UnsupportedError
 
 
 def trace(
@@ -35,11 +36,22 @@ def trace(
     for name, weight in model.module.state_dict().items():
         if weight.is_floating_point() and not isinstance(weight, FakeTensor):
             require_finite(name, weight)
-    program = export(model, signature, return_buffers=functional)
-    digest = program_digest(program, signature)
-    traced = Traced(model, signature, plan, program, digest, dump=dump)
-    traced.changed("export")
-    run_passes(traced, TRACE)
+
+    def exported(dump: Callable[[str, Traced], None] | None) -> Traced:
+        program = export(model, signature, return_buffers=functional)
+        digest = program_digest(program, signature)
+        traced = Traced(model, signature, plan, program, digest, dump=dump)
+        traced.changed("export")
+        return traced
+
+    with stack_traces(False):
+        traced = exported(dump)
+        with contextlib.suppress(UnsupportedError):
+            run_passes(traced, TRACE)
+            return traced
+    with stack_traces(True):  # to say which line of the model is refused
+        traced = exported(None)
+        run_passes(traced, TRACE)
     return traced
 
 

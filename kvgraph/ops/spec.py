@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from math import inf, isfinite
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from kvgraph.contract import dtypes
 
@@ -20,6 +20,8 @@ MATRIX = (*dtypes.ACTIVATIONS, "int8", dtypes.PACKED_FLOAT8)
 """Of a weight on a GPU: the activations' dtype, or numbers in fewer bits under scales."""
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,14 @@ class OpSpec:
         defaults = {a.name: a.default for a in self.attributes}
         given = dict(zip(names, args, strict=False))
         return defaults | dict.fromkeys(names) | given | dict(attributes)
+
+    def call(self, given: Mapping[str, T]) -> tuple[tuple[T, ...], dict[str, T]]:
+        """Inputs and attributes that `arguments` takes for `given`, without defaults."""
+        inputs = [given[operand.name] for operand in self.inputs]
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        others = [a for a in self.attributes if given[a.name] != a.default]
+        return tuple(inputs), {a.name: given[a.name] for a in others}
 
     def extents(
         self, out: Operand, shapes: Sequence[Sequence[Any] | None], attributes: Mapping[str, Any]

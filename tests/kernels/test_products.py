@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -155,15 +155,25 @@ def test_the_oldest_architecture_multiplies_without_tensor_cores() -> None:
 # ---- results
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def cases() -> Iterator[Any]:
+    """Each shape's tiles on one architecture in `make test`, in turn; the others are slow.
+
+    Kernels of float32 are the same everywhere but for their stages, and numbers in groups are made
+    on sm_120 as on sm_80.
+    """
+    for number, shape in enumerate(SHAPES):
+        kinds = 1 if shape.dtype == "float32" else 2 if shape.group else 3
+        for turn, role in enumerate(ROLES):
+            for at, arch in enumerate(["sm_80", "sm_90", "sm_120"][:kinds]):
+                marks = [pytest.mark.slow] * (at != (number + turn) % kinds)
+                yield pytest.param(
+                    shape, role, arch, id=f"{name_of(shape)}-{role}-{arch}", marks=marks
+                )
+
+
+@pytest.mark.parametrize(("shape", "role", "arch"), list(cases()))
 def test_products_are_their_reference(kernels: Kernels, shape: Shape, role: str, arch: str) -> None:
     """In the order of threads and, on one architecture, in another one: the same bits."""
-    if shape.dtype == "float32" and arch != "sm_80":
-        pytest.skip("kernels of float32 are the same but for their stages")
-    if shape.group and arch == "sm_120":
-        pytest.skip("numbers in groups are made as on sm_80 or sm_90")
     found = []
     for order in (None, 1) if arch == "sm_90" else (2,):
         trial = trial_of(shape, arch, role)

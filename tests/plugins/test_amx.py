@@ -22,6 +22,7 @@ import pytest
 from kvgraph.ops import LINEAR, native
 from kvgraph.ops._linear import linear
 from tests.ops.test_linear import SHAPES, call_of, outputs
+from tests.support import artifacts
 from tests.support.isa import isa_of, load, load_copy
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
@@ -33,10 +34,13 @@ Array = npt.NDArray[Any]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built() -> Path:
     if not (shutil.which("cmake") and shutil.which("ninja")):
         pytest.skip("needs cmake and ninja to build the emulation with")
-    folder = tmp_path_factory.mktemp("amx")
+    return artifacts.made({"name": "amx"}, build) / "libkvgraph_cpu.so"
+
+
+def build(folder: Path) -> None:
     options = ["-DKVG_EMULATE_AMX=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
     for command in (
         ["cmake", "-S", str(PLUGINS), "-B", str(folder), "-G", "Ninja", *options],
@@ -44,7 +48,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "libkvgraph_cpu.so"
 
 
 @pytest.fixture(scope="module", params=["processor", "emulated"])

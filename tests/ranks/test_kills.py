@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.ranks import ended, started
 
-KILLS = 50
 SEEN = "got the end of its process"
 STARTING = 10
 """Seconds that a process may take to be started, on a machine with much else to do."""
@@ -22,10 +21,10 @@ DEADLINE = 4
 PIPE = 4096
 """Bytes that rank 0 writes before somebody reads them: half of its text, so it does not end."""
 PLACES = [
-    pytest.param(False, 0.5, id="one-machine"),
-    pytest.param(True, 4.0, id="told-of-several"),
+    pytest.param(False, 0.5, 50, id="one-machine"),
+    pytest.param(True, 4.0, 20, id="told-of-several"),
 ]
-"""Whether ranks meet by gloo; seconds of steps at most in which they are killed."""
+"""Whether ranks meet by gloo; seconds of steps at most in which they are killed; kills."""
 
 
 def shared_files() -> set[str]:
@@ -51,15 +50,15 @@ def latest_moment(folder: Path, hosts: bool, seconds: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "seconds"), PLACES)
+@pytest.mark.parametrize(("hosts", "seconds", "kills"), PLACES)
 def test_kills_at_random_moments(
-    hosts: bool, seconds: float, compiled: Callable[..., Path]
+    hosts: bool, seconds: float, kills: int, compiled: Callable[..., Path]
 ) -> None:
     folder, moments = compiled("tiny-llama", tp=2), random.Random(7)
     before = shared_files()
     latest = latest_moment(folder, hosts, seconds)
     in_steps = 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         victim, after = kill % 2, moments.uniform(0, latest)
         with started(*command_of(folder), hosts=hosts) as ranks:
             assert ranks[0].stdout is not None
@@ -77,4 +76,4 @@ def test_kills_at_random_moments(
         assert f"rank {victim}: " in said or "got none of [1]" in said, (kill, after, said)
         in_steps += "in the step of 2 ranks" in said
     assert shared_files() == before
-    assert in_steps > KILLS // 5, "too few kills while steps ran"
+    assert in_steps > kills // 5, "too few kills while steps ran"

@@ -9,16 +9,14 @@ of logits from the token that `logits_indices` names for it. The rules are in `t
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._C import Argument
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from kvgraph.compiler.cache import CachePlan, as_paged
 from kvgraph.compiler.export import export, lowering
@@ -26,6 +24,7 @@ from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.labels import TOKENS, everything, nothing, own
 from kvgraph.compiler.passes.token_labels import TokenLabels
+from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
 from kvgraph.compiler.sources import place
 from kvgraph.contract.dims import NUM_LOGITS, NUM_PAGE_SLOTS, TOTAL_SEQ_LEN
 from kvgraph.contract.params import KVCacheStrategy
@@ -66,7 +65,8 @@ def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) ->
 
     The report counts the cache ops and the logits that were followed to their own tokens.
     """
-    if _writes_are_plain(program.graph):
+    others = [node for node in program.graph.nodes if not _cache_op(node)]
+    if writes_are_plain(program.graph, others):
         with contextlib.suppress(UnsupportedError):
             return _Follower(program, signature).run()
     # Without writes in place, and in operators of which each one's rule is known.
@@ -118,13 +118,13 @@ class _Follower:
         if self._labels.mixes(node):
             before = [self._mixers[x] for x in node.all_input_nodes if x in self._mixers]
             self._mixers[node] = before[0] if before else node
-        written = _written(node)
+        written = written_by(node)
         if written is not None and written not in self._pools:
             self._write(node, written)
 
     def _write(self, node: Node, written: Node) -> None:
         """`node` writes in place what `written` holds; nothing else reads it later."""
-        base = _base(written)
+        base = base_of(written)
         if base.op == "placeholder" and base not in self._pools:
             self._require_empty(node, f"{base.name}, which the next step reads,")
         if isinstance(node.meta.get("val"), torch.Tensor):
@@ -194,65 +194,3 @@ def _cache_op(node: Node) -> tuple[OpSpec, Mapping[str, Any]] | None:
         return None if spec is None else (spec, node.kwargs)
     spec = CACHE_OPS.get(str(node.target))
     return None if spec is None else (spec, spec.arguments(node.args, node.kwargs))
-
-
-def _writes_are_plain(graph: Graph) -> bool:
-    """Whether what a node writes in place is read later by the name that was written alone.
-
-    Then the labels of that name are all that changes.
-    """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    names: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        names.setdefault(_base(node), []).append(node)
-    for node in graph.nodes:
-        written = None if _cache_op(node) else _written(node)
-        if written is None:
-            continue
-        others = [name for name in names[_base(written)] if name not in (written, node)]
-        before = [name for name in others if order[name] < order[node]]
-        if any(order[user] > order[node] for name in before for user in name.users):
-            return False
-    return True
-
-
-def _written(node: Node) -> Node | None:
-    """The operand that a call writes in place."""
-    for x, argument in zip(node.args, _arguments(node), strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            assert isinstance(x, Node)
-            return x
-    return None
-
-
-def _base(node: Node) -> Node:
-    """The value whose memory `node` is a part of, as far as the operators say."""
-    while True:
-        source = node.args[0] if node.args else None
-        is_part = node.target is operator.getitem or any(
-            x.alias_info is not None for x in _returns(node)
-        )
-        if not is_part or not isinstance(source, Node) or not _aliases(node, source):
-            return node
-        node = source
-
-
-def _aliases(node: Node, source: Node) -> bool:
-    """A part of a list is memory of what was cut, not of an operator that made a new list."""
-    if node.target is not operator.getitem:
-        return True
-    return any(x.alias_info is not None for x in _returns(source))
-
-
-def _arguments(node: Node) -> list[Argument]:
-    return (
-        list(node.target._schema.arguments)
-        if isinstance(node.target, torch._ops.OpOverload)
-        else []
-    )
-
-
-def _returns(node: Node) -> list[Argument]:
-    return (
-        list(node.target._schema.returns) if isinstance(node.target, torch._ops.OpOverload) else []
-    )

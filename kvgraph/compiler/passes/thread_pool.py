@@ -36,8 +36,7 @@ def thread_pool(graph: Graph) -> PassReport:
 def _thread(graph: Graph, node: Node, current: dict[Node, Node]) -> None:
     given = arguments(UPDATE_AND_ATTEND, node)
     pools = [given[output.alias] for output in UPDATE_AND_ATTEND.outputs if output.alias]
-    inputs = tuple(given[operand.name] for operand in UPDATE_AND_ATTEND.inputs)
-    attributes = {a.name: given[a.name] for a in UPDATE_AND_ATTEND.attributes if a.name in given}
+    inputs, attributes = UPDATE_AND_ATTEND.call(given)
     with graph.inserting_before(node):
         whole = graph.call_function(
             FUNCTIONAL, tuple(current.get(x, x) for x in inputs), attributes

@@ -28,9 +28,7 @@ def write_in_place(graph: Graph) -> PassReport:
 
 
 def _make_functional(node: Node) -> None:
-    given = arguments(UPDATE_AND_ATTEND, node)
-    inputs = tuple(given[operand.name] for operand in UPDATE_AND_ATTEND.inputs)
-    attributes = {a.name: given[a.name] for a in UPDATE_AND_ATTEND.attributes}
+    inputs, attributes = UPDATE_AND_ATTEND.call(arguments(UPDATE_AND_ATTEND, node))
     with node.graph.inserting_before(node):
         whole = node.graph.call_function(FUNCTIONAL, inputs, attributes)
         out = node.graph.call_function(operator.getitem, (whole, 0))

@@ -18,15 +18,14 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
-from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
 
 from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.lists import PASSES, PassList, run_passes
-from kvgraph.compiler.passes.parameters import name_outputs, tensor_of
+from kvgraph.compiler.passes.parameters import tensor_of
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.compiler.targets import WEIGHTS_NAME, Lowered
+from kvgraph.compiler.targets.core_aten import to_core_aten
 from kvgraph.compiler.targets.weights import write_safetensors
 from kvgraph.compiler.traced import Traced
 from kvgraph.compiler.weights import Weights
@@ -42,12 +41,6 @@ INLINE_BYTES = 1024
 """Initializers up to this size stay in the graph: shapes, axes, small tables."""
 INLINE_BYTES_OF_RANKS = 64
 """The same where ranks share a graph: shapes and axes, and nothing that differs between them."""
-
-KEPT_WHOLE = ("aten::rms_norm", "aten::silu", "aten::squeeze")
-"""Not decomposed: ONNX Runtime has the first two as single nodes, and torch's exporter has no
-translation for what core ATen makes of the third."""
-NOT_TRANSLATED = (torch.ops.aten.var.correction,)
-"""Core ATen for which torch's exporter has no translation: it would decompose all once more."""
 
 
 def lower(
@@ -75,7 +68,7 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
     Returns the graph too, as it was written.
     """
     run_passes(traced, passes.program)
-    onnx_model = _translate(_decompose(traced.program), traced.signature, traced.weights)
+    onnx_model = _translate(to_core_aten(traced.program), traced.signature, traced.weights)
     traced.onnx_model = onnx_model
     traced.changed("to_onnx")
     run_passes(traced, passes.onnx)
@@ -91,33 +84,6 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
         passes=traced.passes,
     )
     return lowered, onnx_model
-
-
-def _decompose(program: ExportedProgram) -> ExportedProgram:
-    """Core ATen, once the rewritten outputs are the program's own."""
-    name_outputs(program)
-    program.graph_module.recompile()
-    decompositions = {
-        op: rule
-        for op, rule in torch.export.default_decompositions().items()
-        if op.name().partition(".")[0] not in KEPT_WHOLE
-    } | get_decompositions(NOT_TRANSLATED)
-    with lowering():
-        lowered: ExportedProgram = program.run_decompositions(decompositions)
-    return _without_mutation(lowered)
-
-
-def _without_mutation(program: ExportedProgram) -> ExportedProgram:
-    """Drop the outputs that stand for mutated inputs: each buffer is an output of its own."""
-    specs = program.graph_signature.output_specs
-    output = program.graph.output_node()
-    results = output.args[0]
-    assert isinstance(results, tuple)
-    kept = [i for i, spec in enumerate(specs) if spec.kind is OutputKind.USER_OUTPUT]
-    output.args = (tuple(results[i] for i in kept),)
-    specs[:] = [specs[i] for i in kept]
-    program.graph_module.recompile()
-    return program
 
 
 def _translate(program: ExportedProgram, signature: GraphSignature, weights: Weights) -> ir.Model:

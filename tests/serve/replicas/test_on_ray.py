@@ -196,7 +196,7 @@ def test_replicas_that_are_killed(artifact: Path, tmp_path: Path, prefill: int, 
         nonlocal killed
         drawn, latest = random.Random(1), time.monotonic() + kills * SECONDS_OF_A_KILL
         while killed < kills and time.monotonic() < latest:
-            if ended.wait(drawn.uniform(0.5, 3)):
+            if ended.wait(drawn.uniform(0.2, 1.5)):
                 return
             if len(found := processes()) == 2 + prefill:
                 os.kill(drawn.choice(found), signal.SIGKILL)

@@ -1,0 +1,72 @@
+"""What a program's operators write in place, and which of its values share memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch._C import Argument
+from torch.fx import Graph, Node
+
+
+def writes_are_plain(graph: Graph, calls: Iterable[Node]) -> bool:
+    """Whether what `calls` write in place is read later by the name that was written alone.
+
+    Then a write is no more than a new value of that name.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    names: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        names.setdefault(base_of(node), []).append(node)
+    for node in calls:
+        written = written_by(node)
+        if written is None:
+            continue
+        others = [name for name in names[base_of(written)] if name not in (written, node)]
+        before = [name for name in others if order[name] < order[node]]
+        if any(order[user] > order[node] for name in before for user in name.users):
+            return False
+    return True
+
+
+def written_by(node: Node) -> Node | None:
+    """The operand that a call writes in place."""
+    for x, argument in zip(node.args, _arguments(node), strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            assert isinstance(x, Node)
+            return x
+    return None
+
+
+def base_of(node: Node) -> Node:
+    """The value whose memory `node` is a part of, as far as the operators say."""
+    while True:
+        source = node.args[0] if node.args else None
+        is_part = node.target is operator.getitem or any(
+            x.alias_info is not None for x in _returns(node)
+        )
+        if not is_part or not isinstance(source, Node) or not _aliases(node, source):
+            return node
+        node = source
+
+
+def _aliases(node: Node, source: Node) -> bool:
+    """A part of a list is memory of what was cut, not of an operator that made a new list."""
+    if node.target is not operator.getitem:
+        return True
+    return any(x.alias_info is not None for x in _returns(source))
+
+
+def _arguments(node: Node) -> list[Argument]:
+    return (
+        list(node.target._schema.arguments)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else []
+    )
+
+
+def _returns(node: Node) -> list[Argument]:
+    return (
+        list(node.target._schema.returns) if isinstance(node.target, torch._ops.OpOverload) else []
+    )

@@ -1,0 +1,182 @@
+"""A program -> the same in core ATen, the operators that the ONNX exporter has translations for.
+
+Decision: torch's own decomposition traces the whole program once more, which is a quarter of a
+compile. Most models need it for a few operators that are one or two of core ATen, so those are
+rewritten where they stand. A program with any other one is decomposed by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+
+import torch
+from torch._decomp import get_decompositions
+from torch._ops import OperatorBase, OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.fx import Node
+from torch.fx.node import Argument, map_arg
+
+from kvgraph.compiler.export import lowering
+from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.parameters import name_outputs
+from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
+
+aten = torch.ops.aten
+
+KEPT_WHOLE = ("aten::rms_norm", "aten::silu", "aten::squeeze", "aten::sym_size")
+"""Not decomposed: ONNX Runtime has the first two as single nodes, and torch's exporter has no
+translation for what core ATen makes of the third. The last is a dynamic extent."""
+NOT_TRANSLATED = (aten.var.correction,)
+"""Core ATen for which torch's exporter has no translation: it would decompose all once more."""
+
+
+def to_core_aten(program: ExportedProgram) -> ExportedProgram:
+    """`program`, changed in place, or another one made of it; its outputs are its graph's."""
+    rules = {
+        op: rule for op, rule in torch.export.default_decompositions().items() if not _is_kept(op)
+    } | get_decompositions(NOT_TRANSLATED)
+    with lowering():
+        is_done = _rewrite(program, rules)
+        name_outputs(program)
+        program.graph_module.recompile()
+        if is_done:
+            return program
+        decomposed: ExportedProgram = program.run_decompositions(rules)
+    return _without_mutation(decomposed)
+
+
+def _rewrite(program: ExportedProgram, rules: Container[object]) -> bool:
+    """Rewrite what can be. Whether nothing is left to decompose, and every value is known."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    is_done, is_plain = True, writes_are_plain(program.graph, calls)
+    for node in calls:
+        if _has_own_graph(node):
+            is_done = False
+        elif written_by(node) is not None:
+            is_done &= is_plain and _write_elsewhere(node)
+        elif node.target in rules or _is_composite(node.target):
+            rewrite = REWRITES.get(node.target)
+            made = rewrite(node, *node.args, **node.kwargs) if rewrite else None
+            if made is None:
+                is_done = False
+                continue
+            node.replace_all_uses_with(made)
+            program.graph.erase_node(node)
+        elif "val" not in node.meta:  # a pass made it
+            node.meta["val"] = _computed(node.target, node.args, node.kwargs)
+    return is_done
+
+
+def _write_elsewhere(call: Node) -> bool:
+    """Compute what an operator of ELSEWHERE writes in place as a new value, which all that follows
+    reads. Whether it could be."""
+    written, op = written_by(call), ELSEWHERE.get(call.target)
+    if written is None or op is None or base_of(written).op == "placeholder":
+        return False
+    made = _before(call, op, *call.args, **call.kwargs)
+    if (value(made).dtype, value(made).shape) != (value(written).dtype, value(written).shape):
+        made.graph.erase_node(made)
+        return False
+    call.replace_all_uses_with(made)
+    made.graph.erase_node(call)
+    written.replace_all_uses_with(made, delete_user_cb=lambda user: made < user)
+    return True
+
+
+def _without_mutation(program: ExportedProgram) -> ExportedProgram:
+    """Drop the outputs that stand for mutated inputs: each buffer is an output of its own."""
+    specs = program.graph_signature.output_specs
+    output = program.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, tuple)
+    kept = [i for i, spec in enumerate(specs) if spec.kind is OutputKind.USER_OUTPUT]
+    output.args = (tuple(results[i] for i in kept),)
+    specs[:] = [specs[i] for i in kept]
+    program.graph_module.recompile()
+    return program
+
+
+def _is_kept(op: OpOverload) -> bool:
+    return op.name().partition(".")[0] in KEPT_WHOLE
+
+
+def _is_composite(op: object) -> bool:
+    """Whether torch decomposes it without a rule."""
+    if not isinstance(op, OpOverload) or _is_kept(op):
+        return False
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def _has_own_graph(call: Node) -> bool:
+    return isinstance(call.target, OperatorBase) and not isinstance(call.target, OpOverload)
+
+
+def _before(call: Node, op: OpOverload, *args: Argument, **named: Argument) -> Node:
+    """A node right before `call`, with its value."""
+    with call.graph.inserting_before(call):
+        made: Node = call.graph.call_function(op, args, named)
+    made.meta = dict(call.meta)
+    made.meta["val"] = _computed(op, args, named)
+    return made
+
+
+def _computed(
+    op: Callable[..., object], args: tuple[Argument, ...], named: Mapping[str, Argument]
+) -> object:
+    """What `op` gives, over fake tensors."""
+    given = [map_arg(arg, lambda node: node.meta["val"]) for arg in args]
+    others = {name: map_arg(arg, lambda node: node.meta["val"]) for name, arg in named.items()}
+    return op(*given, **others)
+
+
+# Each makes core ATen right before a call, and returns the result; None: only torch can.
+
+
+def _linear(call: Node, x: Node, weight: Node, bias: Node | None = None) -> Node | None:
+    if value(x).dim() != 2:
+        return None
+    columns = _before(call, aten.permute.default, weight, [1, 0])
+    if bias is not None:
+        return _before(call, aten.addmm.default, bias, x, columns)
+    return _before(call, aten.mm.default, x, columns)
+
+
+def _transpose(call: Node, x: Node, a: int, b: int) -> Node:
+    dims = list(range(value(x).dim()))
+    dims[a], dims[b] = dims[b], dims[a]
+    return _before(call, aten.permute.default, x, dims)
+
+
+def _reshape(call: Node, x: Node, shape: list[Argument]) -> Node | None:
+    return _before(call, aten.view.default, x, shape) if value(x).is_contiguous() else None
+
+
+def _to(call: Node, x: Node, dtype: torch.dtype, *others: object, **named: object) -> Node | None:
+    return None if others or named else _cast(call, x, dtype)
+
+
+def _softmax(call: Node, x: Node, dim: int, dtype: torch.dtype | None = None) -> Node:
+    return _before(call, aten._softmax.default, _cast(call, x, dtype), dim, False)
+
+
+def _cast(call: Node, x: Node, dtype: torch.dtype | None) -> Node:
+    if dtype in (None, value(x).dtype):
+        return x
+    return _before(call, aten._to_copy.default, x, dtype=dtype)
+
+
+ELSEWHERE: Mapping[object, OpOverload] = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+}
+REWRITES: Mapping[object, Callable[..., Node | None]] = {
+    aten.linear.default: _linear,
+    aten.transpose.int: _transpose,
+    aten.reshape.default: _reshape,
+    aten.to.dtype: _to,
+    aten.softmax.int: _softmax,
+}
