@@ -253,9 +253,9 @@ def _pack_block(rows: Array, bits: int) -> Packed:
         return Packed(bits, _lines(stored, 8), _scales(scale, stored))
     scale, nibbles, factors = _two_level(rows)
     exact = (nibbles * factors.astype(np.int8)[..., None]).reshape(rows.shape)
-    low, high = np.split(nibbles.reshape(*rows.shape[:2], -1, 2, 4), 2, axis=-2)
-    both = (high << 4) | (low & 15)
-    lines = _lines(both.reshape(*rows.shape[:2], -1), 8)
+    words = nibbles.reshape(*rows.shape[:2], -1).view(np.uint32)
+    both = (words[..., 1::2] << 4) & 0xF0F0F0F0 | words[..., 0::2] & 0x0F0F0F0F
+    lines = _lines(both.view(np.int8), 8)
     less_one = (factors - 1).astype(np.uint8).transpose(0, 2, 1)
     pairs = (less_one[..., 0::2] | less_one[..., 1::2] << 4).view(np.int8)
     return Packed(bits, lines, _scales(scale, exact), np.ascontiguousarray(pairs))
@@ -297,29 +297,31 @@ def _divisor(scale: Array) -> Array:
 def _two_level(rows: Array) -> tuple[Array, Array, Array]:
     """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and multipliers of the groups."""
     groups = rows.reshape(*rows.shape[:2], -1, GROUP)
-    largest = _largest(groups)
-    scale = largest.max(-1) / np.float32(NIBBLE_MAX * MULTIPLIER_MAX)
-    divisor = _divisor(scale)[..., None]
+    inputs = np.ascontiguousarray(groups.reshape(-1, GROUP).T)  # the same one of all groups
+    # Rows that are no power of two apart are in different lines of the processor's cache.
+    off = np.empty((GROUP, inputs.shape[1] + COLUMNS), np.float32)[:, :-COLUMNS]
+    largest = np.abs(inputs, out=off).max(0)
+    scale = largest.reshape(groups.shape[:3]).max(-1) / np.float32(NIBBLE_MAX * MULTIPLIER_MAX)
+    divisor = np.repeat(_divisor(scale).reshape(-1), groups.shape[2])
     whole = np.clip(np.ceil(largest / (NIBBLE_MAX * divisor)), 1, MULTIPLIER_MAX)
     best = np.full(whole.shape, np.inf, np.float32)
     kept = np.ones(whole.shape, np.float32)
-    off = np.empty(groups.shape, np.float32)
     for less in range(TRIED + 1):
         factor = np.maximum(whole - less, 1)
-        step = (factor * divisor)[..., None]
-        _nibbles(groups, step, off)
+        step = factor * divisor
+        _nibbles(inputs, step, off)
         off *= step
-        off -= groups
-        error = np.square(off, out=off).sum(-1)
+        off -= inputs
+        error = np.square(off, out=off).sum(0)
         better = error < best
-        best[better] = error[better]
-        kept[better] = factor[better]
-    chosen = _nibbles(groups, (kept * divisor)[..., None], off).astype(np.int8)
-    return scale, chosen, kept.astype(np.int16)
+        np.copyto(best, error, where=better)
+        np.copyto(kept, factor, where=better)
+    chosen = np.ascontiguousarray(_nibbles(inputs, kept * divisor, off).T)
+    nibbles = chosen.astype(np.int8).reshape(groups.shape)
+    return scale, nibbles, kept.astype(np.int16).reshape(groups.shape[:3])
 
 
-def _nibbles(groups: Array, step: Array, out: Array) -> Array:
-    np.divide(groups, step, out=out)
+def _nibbles(inputs: Array, step: Array, out: Array) -> Array:
+    np.divide(inputs, step, out=out)
     np.rint(out, out=out)
-    np.minimum(out, NIBBLE_MAX, out=out)
-    return np.maximum(out, -NIBBLE_MAX - 1, out=out)
+    return np.clip(out, -NIBBLE_MAX - 1, NIBBLE_MAX, out=out)
