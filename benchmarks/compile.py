@@ -9,7 +9,7 @@ zeros: as many bytes to read as real weights, and no disk; `--random` writes nor
 loads what was compiled for cpu, and measures it with `kvgraph bench`.
 
 Baselines are the same bytes copied by `cp`, and for cpu the same compile of layers that are almost
-empty. Goals: 5 minutes and 8 GiB for CUDA; for cpu 3 GiB, and 1.5 times `cp` beside the almost
+empty. Goals: 5 minutes and 8 GiB for CUDA; for cpu 3 GiB, and 1.5 times `cp` plus the almost
 empty compile. The reference check is the compile's own check, and that a compile for CUDA asks for
 no driver and no KV memory.
 """

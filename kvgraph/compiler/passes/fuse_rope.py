@@ -18,7 +18,14 @@ from torch.fx import Graph, Node
 
 from kvgraph.compiler.passes import TABLE_BYTES, PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
-from kvgraph.compiler.passes.operands import UnmatchedError, erase_unused, expect, typed, value
+from kvgraph.compiler.passes.operands import (
+    UnmatchedError,
+    add_call,
+    erase_unused,
+    expect,
+    typed,
+    value,
+)
 from kvgraph.compiler.passes.parameters import add_buffer
 from kvgraph.compiler.passes.rotations import Columns, Rotation, find_rotation
 from kvgraph.compiler.passes.token_functions import TokenFunctions
@@ -130,19 +137,11 @@ def _unrotated(before: Node, rotation: Rotation, like: torch.Tensor) -> Node:
     graph = before.graph
     with graph.inserting_before(before):
         if len(moved) == 2:
-            node = _call(graph, aten.transpose.int, node, *moved)
+            node = add_call(graph, aten.transpose.int, node, *moved)
         elif moved:
-            node = _call(graph, aten.permute.default, node, dims)
+            node = add_call(graph, aten.permute.default, node, dims)
         for _ in range(len(dims) - like.dim()):
-            node = _call(graph, aten.select.int, node, 0, 0)
-    return node
-
-
-def _call(graph: Graph, target: torch._ops.OpOverload, source: Node, *args: object) -> Node:
-    node = graph.call_function(target, (source, *args))  # type: ignore[arg-type]
-    given = value(source)
-    with given.fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(given, *args)
+            node = add_call(graph, aten.select.int, node, 0, 0)
     return node
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import Argument, map_arg
 
 from kvgraph.contract.dtypes import ACTIVATIONS
 
@@ -86,3 +87,20 @@ def erase_unused(node: Node) -> None:
         if node.op == "call_function" and not node.users:
             waiting |= dict.fromkeys(node.all_input_nodes)
             node.graph.erase_node(node)
+
+
+def add_call(
+    graph: Graph, target: Callable[..., object], *args: Argument, **attributes: Argument
+) -> Node:
+    """A call at the graph's point of insertion, with its value."""
+    node: Node = graph.call_function(target, args, attributes)
+    node.meta["val"] = computed(node)
+    return node
+
+
+def computed(call: Node) -> object:
+    """What a call gives, over the fake tensors of its operands."""
+    assert callable(call.target)
+    args = [map_arg(arg, lambda node: node.meta["val"]) for arg in call.args]
+    named = {name: map_arg(arg, lambda node: node.meta["val"]) for name, arg in call.kwargs.items()}
+    return call.target(*args, **named)

@@ -12,10 +12,10 @@ from typing import cast
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.operands import UnmatchedError, expect, value
+from kvgraph.compiler.passes.operands import UnmatchedError, add_call, expect
 
 aten = torch.ops.aten
 MOVES = (aten.alias, aten.clone, aten.contiguous, aten.detach)
@@ -113,6 +113,4 @@ class _Pairs:
 
     def _call(self, target: object, *args: Argument, **attributes: Argument) -> Node:
         assert callable(target)
-        node = self._graph.call_function(target, args, attributes)
-        node.meta["val"] = target(*map_arg(args, value), **attributes)
-        return node
+        return add_call(self._graph, target, *args, **attributes)

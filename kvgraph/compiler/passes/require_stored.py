@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._C import Argument
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes.fuse_update_and_attend import ATTEND, FUSED, STORE, arguments
 from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.writes import schema_arguments
 from kvgraph.contract.dims import TOTAL_SEQ_LEN, TensorType
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
@@ -145,8 +145,9 @@ def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, object]]]:
 def _written(graph: Graph) -> Iterator[Node]:
     """Inputs that some op writes, through views too."""
     for node in graph.nodes:
-        for argument, given in _schema_arguments(node):
+        for argument, given in schema_arguments(node):
             if argument.alias_info is not None and argument.alias_info.is_write:
+                assert isinstance(given, Node)
                 yield _base(given)
 
 
@@ -162,12 +163,3 @@ def _is_view(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     aliases = schema is not None and any(result.alias_info for result in schema.returns)
     return aliases or node.target is operator.getitem
-
-
-def _schema_arguments(node: Node) -> Iterator[tuple[Argument, Any]]:
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema else ()):
-        if i < len(node.args):
-            yield argument, node.args[i]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch._C import Argument
@@ -32,7 +32,7 @@ def writes_are_plain(graph: Graph, calls: Iterable[Node]) -> bool:
 
 def written_by(node: Node) -> Node | None:
     """The operand that a call writes in place."""
-    for x, argument in zip(node.args, _arguments(node), strict=False):
+    for argument, x in schema_arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             assert isinstance(x, Node)
             return x
@@ -58,12 +58,14 @@ def _aliases(node: Node, source: Node) -> bool:
     return any(x.alias_info is not None for x in _returns(source))
 
 
-def _arguments(node: Node) -> list[Argument]:
-    return (
-        list(node.target._schema.arguments)
-        if isinstance(node.target, torch._ops.OpOverload)
-        else []
-    )
+def schema_arguments(node: Node) -> Iterator[tuple[Argument, object]]:
+    """What a call passes, in place or by name."""
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    for i, argument in enumerate(schema.arguments if schema else ()):
+        if i < len(node.args):
+            yield argument, node.args[i]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
 
 
 def _returns(node: Node) -> list[Argument]:

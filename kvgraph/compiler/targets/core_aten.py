@@ -15,10 +15,10 @@ from torch._ops import OperatorBase, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Node
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 from kvgraph.compiler.export import lowering
-from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.operands import add_call, computed, value
 from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
 
@@ -64,7 +64,7 @@ def _rewrite(program: ExportedProgram, rules: Container[object]) -> bool:
             node.replace_all_uses_with(made)
             program.graph.erase_node(node)
         elif "val" not in node.meta:  # a pass made it
-            node.meta["val"] = _computed(node.target, node.args, node.kwargs)
+            node.meta["val"] = computed(node)
     return is_done
 
 
@@ -116,19 +116,9 @@ def _has_own_graph(call: Node) -> bool:
 def _before(call: Node, op: OpOverload, *args: Argument, **named: Argument) -> Node:
     """A node right before `call`, with its value."""
     with call.graph.inserting_before(call):
-        made: Node = call.graph.call_function(op, args, named)
-    made.meta = dict(call.meta)
-    made.meta["val"] = _computed(op, args, named)
+        made = add_call(call.graph, op, *args, **named)
+    made.meta = {**call.meta, "val": value(made)}
     return made
-
-
-def _computed(
-    op: Callable[..., object], args: tuple[Argument, ...], named: Mapping[str, Argument]
-) -> object:
-    """What `op` gives, over fake tensors."""
-    given = [map_arg(arg, lambda node: node.meta["val"]) for arg in args]
-    others = {name: map_arg(arg, lambda node: node.meta["val"]) for name, arg in named.items()}
-    return op(*given, **others)
 
 
 # Each makes core ATen right before a call, and returns the result; None: only torch can.
