@@ -10,12 +10,14 @@ neither memory nor a subtraction for each weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from kvgraph.compiler.packed_weights import Section, Stored, threads
+from kvgraph.compiler.packed_weights import BLOCK_ELEMENTS, Section, Stored
+from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dims import Array
 from kvgraph.ops.matrices import GROUP, depth_of, groups_of, span_of, stored_dtype
 from kvgraph.ops.packed import E2M1, E4M3, Form
@@ -27,10 +29,7 @@ TRIED = (1.0, 0.925, 0.85, 0.775, 0.7)
 SMALLEST = 1e-37
 """A scale whose inverse is a number."""
 
-BLOCK_ELEMENTS = 1 << 17
-"""Of float32 that a thread works on at once: half a MiB."""
-
-ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE = 256
 """Of a weight that are read at once."""
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
@@ -61,14 +60,13 @@ def shapes(
 
 
 def stored(rows: torch.Tensor, bits: int) -> Part:
-    """Weight and scales of `rows [N, K]`: a few rows at a time on each thread, so that what a step
-    of it works on stays in the cache."""
+    """Weight and scales of `rows [N, K]`."""
     if not bits:
         return {"weight": rows}
     wide = rows.float().numpy()
     step = max(1, BLOCK_ELEMENTS // wide.shape[1])
     blocks = [wide[start : start + step] for start in range(0, len(wide), step)]
-    weights, scales = zip(*threads().map(_bytes if bits == 8 else _nibbles, blocks), strict=True)
+    weights, scales = zip(*map(_bytes if bits == 8 else _nibbles, blocks), strict=True)
     return {
         "weight": torch.from_numpy(np.concatenate(weights)),
         "scales": torch.from_numpy(np.ascontiguousarray(np.concatenate(scales).T)),
@@ -125,15 +123,21 @@ def stored_in_parts(
 ) -> Iterator[Part]:
     """Sections one after the other or, of two, row by row in turn: weights some rows at a time,
     then what groups have, then biases in `dtype`, where one has some."""
+
+    def made(together: Sequence[Section], start: int, stop: int) -> Part:
+        return columns_in_turn([_part(each.rows(start, stop), form) for each in together])
+
+    def calls() -> Iterator[Callable[[], Part]]:
+        for together in [sections] if in_turn else [[each] for each in sections]:
+            features = together[0].features
+            for start in range(0, features, ROWS_AT_ONCE):
+                yield partial(made, together, start, min(start + ROWS_AT_ONCE, features))
+
     of_groups: dict[str, list[torch.Tensor]] = {}
-    for together in [sections] if in_turn else [[each] for each in sections]:
-        features, step = together[0].features, ROWS_AT_ONCE
-        for start in range(0, features, step):
-            stop = min(start + step, features)
-            part = columns_in_turn([_part(each.rows(start, stop), form) for each in together])
-            yield {"weight": part.pop("weight")}
-            for name, tensor in part.items():
-                of_groups.setdefault(name, []).append(tensor)
+    for part in in_order(calls()):
+        yield {"weight": part.pop("weight")}
+        for name, tensor in part.items():
+            of_groups.setdefault(name, []).append(tensor)
     yield {name: torch.cat(parts, 1) for name, parts in of_groups.items()}
     if any(each.bias is not None for each in sections):
         biases = [_bias(each) for each in sections]

@@ -7,15 +7,14 @@ stores in a form of its own, and is kept, is not rounded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 
+from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dims import Array
 from kvgraph.ops.packed import (
     COLUMNS,
@@ -36,9 +35,12 @@ NIBBLE_MAX, MULTIPLIER_MAX = 7, 16
 TRIED = 4
 """Multipliers below the one that holds a group's largest weight: clipping it may cost less."""
 
-PANELS_AT_ONCE = 64
-BLOCK_ELEMENTS = 1 << 17
-"""Of float32 that a thread works on at once: half a MiB."""
+PART_ELEMENTS = 1 << 21
+"""Of a weight that are read at once: 8 MiB of float32."""
+
+BLOCK_ELEMENTS = 1 << 18
+"""Of float32 that a step works on: 1 MiB stays in the processor's cache. Of less, threads that pack
+wait for each other (Python's lock): two of them take 6.0 ns for a weight of int4, and 4.5 so."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,21 @@ def keep(parts: Sequence[Stored], form: Form, *, interleave: bool = False) -> Pa
 def pack_in_parts(
     sections: Sequence[Section], width: int, form: Form, *, interleave: bool = False
 ) -> Iterator[Packed]:
-    """What `pack` gives, some panels at a time."""
+    """What `pack` gives, some panels at a time; threads read and pack them."""
     has_bias = any(each.bias is not None for each in sections)
-    for together in [sections] if interleave else [[each] for each in sections]:
-        count = panel_count(together[0].features)
-        for first in range(0, count, PANELS_AT_ONCE):
-            span = range(first, min(first + PANELS_AT_ONCE, count))
-            parts = [_pack_panels(each, span, width, form, has_bias) for each in together]
-            yield parts[0] if len(parts) == 1 else Packed(form.bits, **_arrays(parts, _in_turn))
+    step = max(1, PART_ELEMENTS // (COLUMNS * padded_depth(width)))
+
+    def packed(together: Sequence[Section], span: range) -> Packed:
+        parts = [_pack_panels(each, span, width, form, has_bias) for each in together]
+        return parts[0] if len(parts) == 1 else Packed(form.bits, **_arrays(parts, _in_turn))
+
+    def calls() -> Iterator[Callable[[], Packed]]:
+        for together in [sections] if interleave else [[each] for each in sections]:
+            count = panel_count(together[0].features)
+            for first in range(0, count, step):
+                yield partial(packed, together, range(first, min(first + step, count)))
+
+    return in_order(calls())
 
 
 def shapes(
@@ -171,8 +180,7 @@ def _in_turn(arrays: list[Array]) -> Array:
 
 
 def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias: bool) -> Packed:
-    """Panels `span` of a section: a few at a time on each thread, so that what a step of it works
-    on stays in the cache."""
+    """Panels `span` of a section."""
     columns = slice(span.start * COLUMNS, min(span.stop * COLUMNS, section.features))
     found = section.rows(columns.start, columns.stop)
     if isinstance(found, Stored):
@@ -181,7 +189,7 @@ def _pack_panels(section: Section, span: range, width: int, form: Form, has_bias
         rows = _in_panels(found, padded_depth(width))
         step = max(1, BLOCK_ELEMENTS // rows[0].size)
         blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
-        packed = _joined(threads().map(partial(_pack_block, bits=form.bits), blocks))
+        packed = _joined(_pack_block(block, form.bits) for block in blocks)
     if not has_bias:
         return packed
     bias = np.zeros(len(span) * COLUMNS, np.float32)
@@ -232,12 +240,6 @@ def _in_panels(rows: Array, depth: int) -> Array:
     if any(short):
         rows = np.pad(rows, [(0, missing) for missing in short])
     return rows.reshape(-1, COLUMNS, depth)
-
-
-@cache
-def threads() -> ThreadPoolExecutor:
-    """Those that pack weights, one for each processor."""
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kvgraph-pack")
 
 
 def _pack_block(rows: Array, bits: int) -> Packed:

@@ -10,12 +10,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import FileIO
 from typing import TypeVar
 
 import torch
 
 from kvgraph.compiler.shards import Stored
+from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import GROUP, Form
@@ -101,8 +103,10 @@ class Values(ABC):
         rows = self.open()
         row_bytes = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
         step = max(1, PIECE_BYTES // max(1, row_bytes))
-        for start in range(0, self.count, step):
-            yield rows(start, min(start + step, self.count))
+        yield from in_order(
+            partial(rows, start, min(start + step, self.count))
+            for start in range(0, self.count, step)
+        )
 
     def read(self) -> torch.Tensor:
         """The whole tensor."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import RawIOBase
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import parse_logical
@@ -322,33 +322,36 @@ def _hash(fields: dict[str, object]) -> str:
 
 def hash_file(path: Path, advance: Advance | None = None) -> FileEntry:
     """Size and chunk hashes of one file, read chunk by chunk."""
-    chunks: list[str] = []
-    with path.open("rb", buffering=0) as file:
-        while True:
-            found, nbytes = _hash_chunk(file)
-            if not nbytes:
-                return FileEntry(path.stat().st_size, chunks)
-            chunks.append(found)
-            if advance:
-                advance(nbytes)
-
-
-def _hash_chunk(file: RawIOBase) -> tuple[str, int]:
-    """SHA-256 and bytes of the next `CHUNK_BYTES` of a file, or of what is left of it."""
-    digest, piece, nbytes = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
-    while nbytes < CHUNK_BYTES and (count := file.readinto(piece[: CHUNK_BYTES - nbytes])):
-        digest.update(piece[:count])
-        nbytes += count
-    return digest.hexdigest(), nbytes
+    return _entry(path, map, advance)
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Entries of `names`, hashed in parallel, sorted by name."""
+    """Entries of `names`, sorted by name, chunks in parallel."""
     paths = {name: folder / name for name in sorted(names)}
     total = sum(path.stat().st_size for path in paths.values())
     with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
-        entries = pool.map(lambda path: hash_file(path, advance), paths.values())
-        return dict(zip(paths, entries, strict=True))
+        return {name: _entry(path, pool.map, advance) for name, path in paths.items()}
+
+
+def _entry(path: Path, each: Callable[..., Iterable[Any]], advance: Advance | None) -> FileEntry:
+    """`each` is a form of `map`."""
+    size, chunks = path.stat().st_size, []
+    for found, nbytes in each(partial(_hash_chunk, path), range(ceildiv(size, CHUNK_BYTES))):
+        chunks.append(found)
+        if advance:
+            advance(nbytes)
+    return FileEntry(size, chunks)
+
+
+def _hash_chunk(path: Path, index: int) -> tuple[str, int]:
+    """SHA-256 and bytes of a file's `CHUNK_BYTES` at `index`, or of what it has of them."""
+    digest, piece, nbytes = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(index * CHUNK_BYTES)
+        while nbytes < CHUNK_BYTES and (count := file.readinto(piece[: CHUNK_BYTES - nbytes])):
+            digest.update(piece[:count])
+            nbytes += count
+    return digest.hexdigest(), nbytes
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
@@ -387,9 +390,7 @@ def _inside(folder: Path, name: str) -> Path:
 def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
     """What is wrong with a chunk, if anything, and its bytes."""
     path, index, expected = job
-    with path.open("rb", buffering=0) as file:
-        file.seek(index * CHUNK_BYTES)
-        found, nbytes = _hash_chunk(file)
+    found, nbytes = _hash_chunk(path, index)
     if found == expected:
         return None, nbytes
     sentence = (

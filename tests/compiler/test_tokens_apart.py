@@ -16,6 +16,7 @@ from kvgraph import ops
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.labels import TOKENS, everything, join, nothing, own
 from kvgraph.compiler.passes.require_tokens_apart import require_tokens_apart
 from kvgraph.contract.signature import GraphSignature
 from tests.support.models import make_model
@@ -142,6 +143,23 @@ def test_logits_of_other_tokens(after: Step) -> None:
 def test_tokens_kept_for_the_next_step(keep: Step) -> None:
     with pytest.raises(kvgraph.UnsupportedError, match="state, which the next step reads, to depe"):
         follow(keep)
+
+
+def test_labels_of_a_value_of_any_size() -> None:
+    """A model's widths cost nothing: these could not be looked at element by element."""
+    wide = [TOKENS, 1 << 30, 1 << 30]
+    tokens = own(wide)
+    assert not tokens.is_mixed
+    assert not tokens.is_empty
+    assert nothing(wide).is_empty
+    assert everything(wide).is_mixed
+    assert not nothing([0, 1 << 30]).is_mixed
+    by_token = tokens.joined([1, 2])
+    assert by_token.low.flatten().tolist() == by_token.high.flatten().tolist() == [0, 1, 2]
+    over_tokens = tokens.joined([0]).compact()
+    assert [list(x.shape) for x in over_tokens] == [[1, *wide[1:]]] * 2
+    assert [int(x[0, 0, 0]) for x in over_tokens] == [0, TOKENS - 1]
+    assert [int(x) for x in join([tokens.whole(), nothing(())])] == [0, TOKENS - 1]
 
 
 def test_operator_module_and_line_are_named(tmp_path: Path) -> None:

@@ -13,18 +13,32 @@ NONE = TOKENS
 
 
 class Labels(NamedTuple):
-    """Lowest and highest token of each element: equal shapes, int8."""
+    """Lowest and highest token of each element: equal shapes, int8.
+
+    A dim of stride 0 holds the same labels all along, and is looked at once: a weight's labels are
+    two numbers, whatever its size.
+    """
 
     low: torch.Tensor
     high: torch.Tensor
 
     @property
     def is_empty(self) -> bool:
-        return bool((self.high < 0).all())
+        return bool((self._distinct.high < 0).all())
 
     @property
     def is_mixed(self) -> bool:
-        return bool((self.low < self.high).any())
+        low, high = self._distinct
+        return bool((low < high).any())
+
+    @property
+    def _distinct(self) -> Labels:
+        """Without the repeats along dims of stride 0, whose extent becomes 1."""
+        low, high = self
+        for dim, extent in enumerate(low.shape):
+            if extent > 1 and not (low.stride(dim) or high.stride(dim)):
+                low, high = low.narrow(dim, 0, 1), high.narrow(dim, 0, 1)
+        return Labels(low, high)
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Labels:
         return Labels(move(self.low), move(self.high))
@@ -33,20 +47,24 @@ class Labels(NamedTuple):
         """Over `dims`, which keep an extent of 1."""
         if not dims or 0 in self.low.shape:
             return self
-        return Labels(self.low.amin(tuple(dims), True), self.high.amax(tuple(dims), True))
+        low, high = self._distinct
+        shape = [1 if dim in dims else extent for dim, extent in enumerate(self.low.shape)]
+        found = Labels(low.amin(tuple(dims), True), high.amax(tuple(dims), True))
+        return found.expand(shape)
 
     def whole(self) -> Labels:
         """Of all elements together, without dims."""
-        return Labels(self.low.amin(), self.high.amax()) if self.low.numel() else nothing(())
+        low, high = self._distinct
+        return Labels(low.amin(), high.amax()) if low.numel() else nothing(())
 
     def expand(self, shape: Sequence[int]) -> Labels:
         return self.map(lambda x: x.expand(shape))
 
     def compact(self) -> Labels:
         """The same labels, where dims along which they are equal take no memory."""
-        low, high = self
+        low, high = self._distinct
         for dim, extent in enumerate(low.shape):
-            if extent > 1 and (low.stride(dim) or high.stride(dim)):
+            if extent > 1:
                 first = Labels(low.narrow(dim, 0, 1), high.narrow(dim, 0, 1))
                 if bool((low == first.low).all()) and bool((high == first.high).all()):
                     low, high = first

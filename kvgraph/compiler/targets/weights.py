@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.targets import WEIGHTS_NAME
+from kvgraph.compiler.threads import one_torch_thread
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import ALL
 from kvgraph.progress import task
@@ -110,7 +111,8 @@ def write_safetensors(
     text += b" " * (-(8 + len(text)) % LINE_BYTES)
     elsewhere = {name: tensors[name].dtype for name in order if _is_elsewhere(tensors[name])}
     held = ((name, tensors[name]) for name in order if name not in elsewhere)
-    with path.open("wb") as file, task("writing weights", end, "bytes") as advance:
+    advancing = task("writing weights", end, "bytes")
+    with one_torch_thread(), path.open("wb") as file, advancing as advance:
         file.write(len(text).to_bytes(8, "little") + text)
         data, written = file.tell(), dict.fromkeys(order, 0)
         for name, piece in chain(held, weights.pieces(elsewhere)):

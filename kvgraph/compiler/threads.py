@@ -1,0 +1,51 @@
+"""Threads that read, round and pack weights, while those before them are written."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+MOST = 8
+"""One thread writes, and takes no more than so many make."""
+
+Result = TypeVar("Result")
+
+
+def in_order(calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+    """Results of `calls`, in their order; a call for each thread runs before its result is taken.
+
+    A call makes no calls of its own.
+    """
+    threads, ahead = _threads()
+    begun: deque[Future[Result]] = deque()
+    for call in calls:
+        begun.append(threads.submit(call))
+        if len(begun) > ahead:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+@cache
+def _threads() -> tuple[ThreadPoolExecutor, int]:
+    count = min(MOST, len(os.sched_getaffinity(0)))
+    return ThreadPoolExecutor(count, "kvgraph-pack"), count
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """torch's operators run on the thread that calls them: its own threads wait for the next one in
+    a loop, and take the processors from the threads that pack."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
