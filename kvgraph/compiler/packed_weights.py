@@ -127,16 +127,27 @@ def keep(parts: Sequence[Stored], form: Form, *, interleave: bool = False) -> Pa
 def pack_in_parts(
     sections: Sequence[Section], width: int, form: Form, *, interleave: bool = False
 ) -> Iterator[Packed]:
-    """What `pack` gives, some panels at a time; threads read and pack them."""
+    """What `pack` gives, some panels at a time."""
     has_bias = any(each.bias is not None for each in sections)
+    each = [sections] if interleave else [[section] for section in sections]
+    return pack_in_turn(each, width, form, has_bias=has_bias)
+
+
+def pack_in_turn(
+    each: Iterable[Sequence[Section]], width: int, form: Form, *, has_bias: bool
+) -> Iterator[Packed]:
+    """Sections one after the other or, where there are two, panel by panel of both in turn.
+
+    They are taken here, and read and packed on threads, some panels at a time.
+    """
     step = max(1, PART_ELEMENTS // (COLUMNS * padded_depth(width)))
 
     def packed(together: Sequence[Section], span: range) -> Packed:
-        parts = [_pack_panels(each, span, width, form, has_bias) for each in together]
+        parts = [_pack_panels(section, span, width, form, has_bias) for section in together]
         return parts[0] if len(parts) == 1 else Packed(form.bits, **_arrays(parts, _in_turn))
 
     def calls() -> Iterator[Callable[[], Packed]]:
-        for together in [sections] if interleave else [[each] for each in sections]:
+        for together in each:
             count = panel_count(together[0].features)
             for first in range(0, count, step):
                 yield partial(packed, together, range(first, min(first + step, count)))

@@ -48,16 +48,24 @@ def transformers_logits(model: PreTrainedModel, row: Tokens) -> Logits:
 
 @contextlib.contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Attention and masks are transformers' own, in plain operators."""
-    before = [(config, config._attn_implementation) for config in _configs(model)]
+    """Attention, masks and experts are transformers' own, in plain operators.
+
+    Experts one after the other: `batched_mm`, which is exported, copies the weights of each token's
+    experts.
+    """
+    before = [
+        (config, name, getattr(config, name))
+        for config in _configs(model)
+        for name in ("_attn_implementation", "_experts_implementation")
+    ]
     try:
-        for config, _ in before:
-            config._attn_implementation = "eager"
+        for config, name, _ in before:
+            setattr(config, name, "eager")
         with quiet_loggers(*REPORTING):
             yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
+        for config, name, implementation in before:
+            setattr(config, name, implementation)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ rows in turn, and one with its inputs first is transposed, as it is written.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.export import ExportedProgram
@@ -17,6 +18,7 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import Layer, Mixture, cast, rewrite_mixtures
 from kvgraph.compiler.passes.operands import KINDS, expect
 from kvgraph.compiler.passes.parameters import add_matrix, stored_of
+from kvgraph.compiler.threads import in_order
 from kvgraph.compiler.values import PLAIN_BITS, Coded
 from kvgraph.compiler.weights import Weights
 from kvgraph.kernels.experts_plan import MOST_EXPERTS
@@ -71,10 +73,13 @@ def _add(
     def make() -> Iterator[Part]:
         dtype = torch.float32 if form.bits else None
         given = layer.each_stored(weights, form.group) if is_kept else layer.each(weights, dtype)
-        for weight, bias in given:
-            yield columns_in_turn([_part(weight, part, form) for part in parts])
-            if bias is not None:
-                yield {"bias": torch.stack([bias[part] for part in parts], 1).flatten()}
+        return in_order(partial(expert, weight, bias) for weight, bias in given)
+
+    def expert(weight: torch.Tensor | Coded, bias: torch.Tensor | None) -> Part:
+        made = columns_in_turn([_part(weight, part, form) for part in parts])
+        if bias is not None:
+            made["bias"] = torch.stack([bias[part] for part in parts], 1).flatten()
+        return made
 
     each = shapes(layer.columns, layer.inputs, form, layer.weight.dtype, layer.bias is not None)
     stacked = {name: ((len(layer.weight), *shape), dtype) for name, (shape, dtype) in each.items()}

@@ -11,13 +11,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from kvgraph.compiler.packed_weights import Packed, Section, pack_in_parts, shapes
+from kvgraph.compiler.packed_weights import Packed, Section, pack_in_turn, shapes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.experts import Layer, Mixture, cast, rewrite_mixtures
 from kvgraph.compiler.passes.parameters import add_packed, array_of, stored_of
 from kvgraph.compiler.values import Coded
 from kvgraph.compiler.weights import Weights
-from kvgraph.contract.dims import Array
 from kvgraph.ops import torch_ops
 from kvgraph.ops.packed import Form
 
@@ -63,11 +62,9 @@ def _add(
     """New parameters of a layer whose experts are packed in these parts of their columns."""
 
     def make() -> Iterator[Packed]:
-        each = layer.each_stored(weights, form.group) if is_kept else layer.each(weights)
-        for weight, stored_bias in each:
-            bias = None if stored_bias is None else array_of(stored_bias)
-            sections = [_section(weight, bias, half) for half in halves]
-            yield from pack_in_parts(sections, layer.inputs, form, interleave=len(halves) > 1)
+        given = layer.each_stored(weights, form.group) if is_kept else layer.each(weights)
+        each = ([_section(weight, bias, half) for half in halves] for weight, bias in given)
+        return pack_in_turn(each, layer.inputs, form, has_bias=layer.bias is not None)
 
     forms = {
         name: ((len(layer.weight), *shape), dtype)
@@ -78,9 +75,9 @@ def _add(
     return add_packed(program, weights, layer.name, forms, make)
 
 
-def _section(weight: torch.Tensor | Coded, bias: Array | None, half: slice) -> Section:
+def _section(weight: torch.Tensor | Coded, bias: torch.Tensor | None, half: slice) -> Section:
     """Some columns of an expert."""
-    own = None if bias is None else bias[half]
+    own = None if bias is None else array_of(bias[half])
     if isinstance(weight, torch.Tensor):
         return Section.of(array_of(weight[half]), own)
     return Section.kept(stored_of(weight.map(lambda part: part[half])), own)
