@@ -6,11 +6,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
-
-import torch
 
 MOST = 8
 """One thread writes, and takes no more than so many make."""
@@ -37,15 +34,3 @@ def in_order(calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
 def _threads() -> tuple[ThreadPoolExecutor, int]:
     count = min(MOST, len(os.sched_getaffinity(0)))
     return ThreadPoolExecutor(count, "kvgraph-pack"), count
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """torch's operators run on the thread that calls them: its own threads wait for the next one in
-    a loop, and take the processors from the threads that pack."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from kvgraph.compiler.threads import MOST, in_order, one_torch_thread
+from kvgraph.compiler.targets.weights import one_torch_thread
+from kvgraph.compiler.threads import MOST, in_order
 
 
 def made(number: int, seconds: float = 0.0) -> int:

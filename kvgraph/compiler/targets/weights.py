@@ -8,7 +8,8 @@ is mapped into memory gives kernels whole cache lines. Within that, by dtype and
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from kvgraph.compiler.targets import WEIGHTS_NAME
-from kvgraph.compiler.threads import one_torch_thread
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import ALL
 from kvgraph.progress import task
@@ -123,3 +123,15 @@ def write_safetensors(
             advance(raw.nbytes)
     short = [name for name in order if written[name] != nbytes(name)]
     assert not short, f"{path.name}: {short[0]} came short"
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """torch's operators run on the thread that calls them: its own threads wait for the next one in
+    a loop, and take the processors from the threads that pack."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
