@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
 
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
@@ -184,6 +185,20 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
         )
 
 
+class _NoGradNodes(TorchFunctionMode):
+    """A module's `no_grad` leaves no node: gradients are off in the whole trace, and torch would
+    cut the graph in parts at each of them, and join these again: a tenth of an export."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        return None if func is torch._C._set_grad_enabled else func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
     """`module.forward` over positional inputs, which also returns the inputs at `returned`.
@@ -195,7 +210,8 @@ def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
     forward = module.forward
 
     def positional(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = forward(*inputs)
+        with _NoGradNodes():
+            logits = forward(*inputs)
         if isinstance(logits, torch.Tensor) and logits.is_floating_point():
             logits = logits.float()
         return (logits, *(inputs[i] for i in returned))
