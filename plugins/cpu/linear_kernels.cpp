@@ -41,7 +41,8 @@ struct Fetch {
 template <class Kind, int Rows, int Panels>
 void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
           Fetch fetch, typename Kind::Sum* out, int width) {
-  constexpr int kCache = Rows <= 4 ? 3 : 2;  // the first level, or the second: x fills the first
+  // Into the second level: a core waits for more lines there than in its first, which x fills.
+  constexpr int kCache = 2;
   typename Kind::Sum sums[Rows][Panels * kVectors] = {};
   for (int64_t i = 0; i < lines; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
     typename Kind::Line line[Panels * kVectors];
