@@ -2,7 +2,8 @@
 
     python -m benchmarks.linear [THREADS]
 
-As checkpoints store them: awq, 4 bits in groups of 128 with offsets; mxfp4, FP4 in groups of 32;
+Ours and ONNX Runtime's are nodes of one graph, as those of an artifact are. As checkpoints store
+them: awq, 4 bits in groups of 128 with offsets; mxfp4, FP4 in groups of 32;
 q8_0, int8 in groups of 32.
 24 layers of 2816 x 1024, so that no cache holds the weights; 1, 8, 32 and 512 rows; one engine
 after the other, behind a pause, since threads of ONNX Runtime spin on for a while. Limits: those of
@@ -25,11 +26,12 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from kvgraph.bench.limits import read_limits
 from kvgraph.compiler.packed_weights import Packed, Stored, keep, pack
-from kvgraph.ops import LINEAR, native
+from kvgraph.contract.dtypes import DTYPES
+from kvgraph.ops import LINEAR, OPSET_DOMAIN, OPSET_VERSION, native
 from kvgraph.ops.packed import E2M1, INT8, INTEGERS, Form
 
 LAYERS, N, K = 24, 2816, 1024
@@ -37,6 +39,8 @@ REPEATS, PAUSE_SECONDS = 15, 0.3
 ROWS = (1, 8, 32, 512)
 Array = np.ndarray[Any, Any]
 Call = Callable[[], object]
+Node = tuple[tuple[str, list[str], str, dict[str, int]], dict[str, Array]]
+"""Operator, inputs, domain and attributes; and its weights."""
 
 
 def packed(form: Form) -> Packed:
@@ -52,8 +56,8 @@ def packed(form: Form) -> Packed:
     return keep([Stored(numbers, scales, offsets)], form)
 
 
-def ours(form: Form, x: Array) -> Call:
-    """A pass over the layers, after a check of one of them."""
+def ours(form: Form, x: Array, threads: int) -> Call:
+    """Our op's nodes in ONNX Runtime, after a check of one of them."""
     first = packed(form)
     operands = [first.weight, first.scales, first.group_bytes]
     few, attributes = x[:4], {"out_features": N, **form.attributes}
@@ -62,45 +66,47 @@ def ours(form: Form, x: Array) -> Call:
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not error < 1e-5:
         raise SystemExit(f"{form}: error {error:.2g}, tolerance 1e-5")
-    layers = [[None if a is None else a.copy() for a in operands] for _ in range(LAYERS)]
-    return lambda: [native.run(LINEAR, x, *w, **attributes) for w in layers]
+
+    def layer(i: int) -> Node:
+        named = {f"{i}.{n}": a for n, a in enumerate(operands) if a is not None}
+        given = [f"{i}.{n}" if f"{i}.{n}" in named else "" for n in range(len(operands))]
+        inputs = ["x", *given]
+        return (LINEAR.name, inputs, OPSET_DOMAIN, attributes), named
+
+    return in_session(layer, x, threads)
 
 
 def theirs(kind: str, x: Array, threads: int) -> Call:
     """ONNX Runtime: float32 MatMul, MatMulNBits in blocks of 32, DynamicQuantizeMatMul."""
-    nodes, weights, outputs = [], [], []
     random = np.random.default_rng(0)
-    for i in range(LAYERS):
-        y = f"y{i}"
+
+    def layer(i: int) -> Node:
+        inputs = ["x", f"w{i}", f"s{i}"]
         if kind == "fp32":
-            weights.append(
-                numpy_helper.from_array(random.standard_normal((K, N), dtype=np.float32), f"w{i}")
-            )
-            nodes.append(helper.make_node("MatMul", ["x", f"w{i}"], [y]))
-        elif kind == "int4":
+            weight = random.standard_normal((K, N), dtype=np.float32)
+            return ("MatMul", inputs[:2], "", {}), {f"w{i}": weight}
+        if kind == "int4":
             stored = random.integers(0, 256, (N, K // 32, 16)).astype(np.uint8)
             scales = random.random((N, K // 32)).astype(np.float32)
-            weights += [
-                numpy_helper.from_array(stored, f"w{i}"),
-                numpy_helper.from_array(scales, f"s{i}"),
-            ]
             attributes = {"K": K, "N": N, "bits": 4, "block_size": 32, "accuracy_level": 4}
-            inputs = ["x", f"w{i}", f"s{i}"]
-            node = helper.make_node("MatMulNBits", inputs, [y], domain="com.microsoft")
-            node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
-            nodes.append(node)
-        else:
-            stored = random.integers(-127, 128, (K, N)).astype(np.int8)
-            scales = random.random(N).astype(np.float32)
-            weights += [
-                numpy_helper.from_array(stored, f"w{i}"),
-                numpy_helper.from_array(scales, f"s{i}"),
-            ]
-            inputs = ["x", f"w{i}", f"s{i}"]
-            nodes.append(
-                helper.make_node("DynamicQuantizeMatMul", inputs, [y], domain="com.microsoft")
-            )
-        nodes.append(helper.make_node("ReduceMax", [y], [f"z{i}"], keepdims=0))
+            op = "MatMulNBits", inputs, "com.microsoft", attributes
+            return op, {f"w{i}": stored, f"s{i}": scales}
+        stored = random.integers(-127, 128, (K, N)).astype(np.int8)
+        scales = random.random(N).astype(np.float32)
+        op = "DynamicQuantizeMatMul", inputs, "com.microsoft", {}
+        return op, {f"w{i}": stored, f"s{i}": scales}
+
+    return in_session(layer, x, threads)
+
+
+def in_session(layer: Callable[[int], Node], x: Array, threads: int) -> Call:
+    """A pass over LAYERS nodes and their weights: `layer(i)` gives those of one."""
+    nodes, weights, outputs = [], [], []
+    for i in range(LAYERS):
+        (op, inputs, domain, attributes), held = layer(i)
+        weights += [tensor(name, array) for name, array in held.items()]
+        nodes.append(helper.make_node(op, inputs, [f"y{i}"], domain=domain, **attributes))
+        nodes.append(helper.make_node("ReduceMax", [f"y{i}"], [f"z{i}"], keepdims=0))
         outputs.append(f"z{i}")
     nodes.append(helper.make_node("Sum", outputs, ["out"]))
     value = helper.make_tensor_value_info
@@ -111,15 +117,22 @@ def theirs(kind: str, x: Array, threads: int) -> Call:
         [value("out", TensorProto.FLOAT, [])],
         weights,
     )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    versions = {"": 23, "com.microsoft": 1, OPSET_DOMAIN: OPSET_VERSION}
+    opsets = [helper.make_opsetid(*each) for each in versions.items()]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.register_custom_ops_library(str(native.library_path("onnxruntime")))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "layers.onnx")
         onnx.save(model, path, save_as_external_data=True, location="layers.bin")
         session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda: session.run(None, {"x": x})
+
+
+def tensor(name: str, array: Array) -> TensorProto:
+    kind = DTYPES[array.dtype.name].onnx
+    return helper.make_tensor(name, kind, array.shape, array.tobytes(), raw=True)
 
 
 def torchs(kind: str, x: Array) -> Call:
@@ -164,7 +177,7 @@ def main(threads: int) -> None:
     print("rows  kernel             ms of a layer     GB/s  of reading   GFLOP/s  of product")
     for rows in ROWS:
         x = np.random.default_rng(1).standard_normal((rows, K), dtype=np.float32)
-        runs = {f"ours {name}": ours(form, x) for name, form in FORMS.items()}
+        runs = {f"ours {name}": ours(form, x, threads) for name, form in FORMS.items()}
         runs |= {f"torch {kind}": torchs(kind, x) for kind in ("bf16", "int8")}
         for kind in ("fp32", "int8", "int4"):
             runs[f"onnxruntime {kind}"] = theirs(kind, x, threads)
