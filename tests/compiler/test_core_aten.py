@@ -20,13 +20,19 @@ to_core_aten = core_aten.to_core_aten
 
 
 def calls_of(program: ExportedProgram) -> list[object]:
-    """Each call and its result, with operands by place, and arguments that were left out."""
+    """Each call and its result, with operands by place, and arguments that were left out.
+
+    Extents are told by what they are: where they are read of an input, and when, does not matter.
+    """
     specs = program.graph_signature.input_specs
     names: dict[Node, str] = {}
     found: list[object] = []
     for node, spec in zip(program.graph.nodes, specs, strict=False):
         names[node] = spec.target or spec.arg.name
     for node in list(program.graph.nodes)[len(specs) :]:
+        if isinstance(extent := node.meta.get("val"), torch.SymInt):
+            names[node] = str(extent)
+            continue
         given, named = map_arg((node.args, node.kwargs), names.__getitem__)
         arguments: Any = given
         if schema := getattr(node.target, "_schema", None):
@@ -45,7 +51,10 @@ def calls_of(program: ExportedProgram) -> list[object]:
         ("tiny-llama", {"weights": "int8"}, True),
         ("gpt_oss", {}, True),  # softmax in another dtype, biases
         ("mixtral", {}, True),  # routing weights are divided in place
-        ("gemma2", {"target": "cuda:sm_90", "backend": "onnx"}, False),  # products of three dims
+        ("gemma2", {"target": "cuda:sm_90", "backend": "onnx"}, True),  # products of three dims
+        ("phi3", {}, True),  # chunks
+        ("stablelm", {}, True),  # layer norms, parts of one size
+        ("phimoe", {}, False),  # masks
     ],
 )
 def test_rewritten_as_torch_does(

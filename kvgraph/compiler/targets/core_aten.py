@@ -7,6 +7,7 @@ rewritten where they stand. A program with any other one is decomposed by torch.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container, Mapping
 
 import torch
@@ -113,11 +114,11 @@ def _has_own_graph(call: Node) -> bool:
     return isinstance(call.target, OperatorBase) and not isinstance(call.target, OpOverload)
 
 
-def _before(call: Node, op: OpOverload, *args: Argument, **named: Argument) -> Node:
+def _before(call: Node, op: Callable[..., object], *args: Argument, **named: Argument) -> Node:
     """A node right before `call`, with its value."""
     with call.graph.inserting_before(call):
         made = add_call(call.graph, op, *args, **named)
-    made.meta = {**call.meta, "val": value(made)}
+    made.meta = {**call.meta, "val": made.meta["val"]}
     return made
 
 
@@ -125,12 +126,81 @@ def _before(call: Node, op: OpOverload, *args: Argument, **named: Argument) -> N
 
 
 def _linear(call: Node, x: Node, weight: Node, bias: Node | None = None) -> Node | None:
-    if value(x).dim() != 2:
+    shape = value(x).shape
+    if len(shape) == 2:
+        return _product(call, lambda: x, weight, bias)
+    tokens = _extent(call, shape[1]) if len(shape) == 3 and shape[0] == 1 else None
+    if tokens is None or not value(x).is_contiguous():
         return None
-    columns = _before(call, aten.permute.default, weight, [1, 0])
-    if bias is not None:
-        return _before(call, aten.addmm.default, bias, x, columns)
-    return _before(call, aten.mm.default, x, columns)
+    made = _product(
+        call, lambda: _before(call, aten.view.default, x, [tokens, shape[2]]), weight, bias
+    )
+    return _before(call, aten.view.default, made, [1, tokens, value(weight).shape[0]])
+
+
+def _product(call: Node, rows: Callable[[], Node], weight: Node, bias: Node | None) -> Node:
+    if bias is None:
+        columns = _before(call, aten.permute.default, weight, [1, 0])
+        return _before(call, aten.mm.default, rows(), columns)
+    flat, columns = rows(), _before(call, aten.permute.default, weight, [1, 0])
+    return _before(call, aten.addmm.default, bias, flat, columns)
+
+
+def _extent(call: Node, extent: object) -> Node | int | None:
+    """An extent that `call` may have as an argument: a number, or a node that reads it of an
+    input; None where no input has it."""
+    if isinstance(extent, int):
+        return extent
+    assert isinstance(extent, torch.SymInt)
+    inputs: list[Node] = call.graph.find_nodes(op="placeholder")
+    for given in inputs:
+        for dim, each in enumerate(getattr(given.meta.get("val"), "shape", ())):
+            if isinstance(each, torch.SymInt) and each.node.expr == extent.node.expr:
+                return _size(call, inputs[-1], given, dim)
+    return None
+
+
+def _size(call: Node, last_input: Node, given: Node, dim: int) -> Node:
+    for user in given.users:
+        if user.target is aten.sym_size.int and user.args == (given, dim) and user < call:
+            return user
+    with call.graph.inserting_after(last_input):
+        return add_call(call.graph, aten.sym_size.int, given, dim)
+
+
+def _layer_norm(
+    call: Node,
+    x: Node,
+    shape: list[int],
+    weight: Node | None = None,
+    bias: Node | None = None,
+    eps: float = 1e-5,
+    *_: object,
+) -> Node:
+    made = _before(call, aten.native_layer_norm.default, x, shape, weight, bias, eps)
+    return _before(call, operator.getitem, made, 0)
+
+
+def _matmul(call: Node, x: Node, y: Node) -> Node | None:
+    both = value(x).dim(), value(y).dim()
+    return _before(call, aten.mm.default, x, y) if both == (2, 2) else None
+
+
+def _numpy_t(call: Node, x: Node) -> Node:
+    return _before(call, aten.permute.default, x, list(range(value(x).dim()))[::-1])
+
+
+def _chunk(call: Node, x: Node, chunks: int, dim: int = 0) -> Node | None:
+    extent = value(x).shape[dim]
+    return _split(call, x, -(-extent // chunks), dim) if isinstance(extent, int) else None
+
+
+def _split(call: Node, x: Node, size: Argument, dim: int = 0) -> Node | None:
+    extent = value(x).shape[dim]
+    if not isinstance(extent, int) or not isinstance(size, int):
+        return None
+    sizes = [min(size, extent - start) for start in range(0, extent, size)]
+    return _before(call, aten.split_with_sizes.default, x, sizes, dim)
 
 
 def _transpose(call: Node, x: Node, a: int, b: int) -> Node:
@@ -145,6 +215,22 @@ def _reshape(call: Node, x: Node, shape: list[Argument]) -> Node | None:
 
 def _to(call: Node, x: Node, dtype: torch.dtype, *others: object, **named: object) -> Node | None:
     return None if others or named else _cast(call, x, dtype)
+
+
+def _type_as(call: Node, x: Node, other: Node) -> Node:
+    return _cast(call, x, value(other).dtype)
+
+
+def _contiguous(call: Node, x: Node) -> Node | None:
+    return x if value(x).is_contiguous() else None
+
+
+def _concat(call: Node, parts: list[Node], dim: int = 0) -> Node:
+    return _before(call, aten.cat.default, parts, dim)
+
+
+def _square(call: Node, x: Node) -> Node:
+    return _before(call, aten.pow.Tensor_Scalar, x, 2)
 
 
 def _softmax(call: Node, x: Node, dim: int, dtype: torch.dtype | None = None) -> Node:
@@ -164,9 +250,18 @@ ELSEWHERE: Mapping[object, OpOverload] = {
     aten.sub_.Tensor: aten.sub.Tensor,
 }
 REWRITES: Mapping[object, Callable[..., Node | None]] = {
+    aten.chunk.default: _chunk,
+    aten.concat.default: _concat,
+    aten.contiguous.default: _contiguous,
+    aten.layer_norm.default: _layer_norm,
     aten.linear.default: _linear,
-    aten.transpose.int: _transpose,
+    aten.matmul.default: _matmul,
+    aten.numpy_T.default: _numpy_t,
     aten.reshape.default: _reshape,
-    aten.to.dtype: _to,
     aten.softmax.int: _softmax,
+    aten.split.Tensor: _split,
+    aten.square.default: _square,
+    aten.to.dtype: _to,
+    aten.transpose.int: _transpose,
+    aten.type_as.default: _type_as,
 }
