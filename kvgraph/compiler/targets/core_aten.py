@@ -8,7 +8,8 @@ rewritten where they stand. A program with any other one is decomposed by torch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping, Set
+from functools import cache
 
 import torch
 from torch._decomp import get_decompositions
@@ -34,20 +35,29 @@ NOT_TRANSLATED = (aten.var.correction,)
 
 def to_core_aten(program: ExportedProgram) -> ExportedProgram:
     """`program`, changed in place, or another one made of it; its outputs are its graph's."""
-    rules = {
-        op: rule for op, rule in torch.export.default_decompositions().items() if not _is_kept(op)
-    } | get_decompositions(NOT_TRANSLATED)
     with lowering():
-        is_done = _rewrite(program, rules)
+        is_done = _rewrite(program, _decomposed())
         name_outputs(program)
         program.graph_module.recompile()
         if is_done:
             return program
-        decomposed: ExportedProgram = program.run_decompositions(rules)
+        decomposed: ExportedProgram = program.run_decompositions(_rules())
     return _without_mutation(decomposed)
 
 
-def _rewrite(program: ExportedProgram, rules: Container[object]) -> bool:
+def _rules() -> dict[OpOverload, Callable[..., object]]:
+    """torch's own, of each operator that it decomposes."""
+    whole = torch.export.default_decompositions().items()
+    return {op: rule for op, rule in whole if not _is_kept(op)} | get_decompositions(NOT_TRANSLATED)
+
+
+@cache
+def _decomposed() -> Set[OpOverload]:
+    """Operators that have a rule, but for composite ones that are registered later."""
+    return frozenset(_rules())
+
+
+def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
     """Rewrite what can be. Whether nothing is left to decompose, and every value is known."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     is_done, is_plain = True, writes_are_plain(program.graph, calls)
@@ -56,7 +66,7 @@ def _rewrite(program: ExportedProgram, rules: Container[object]) -> bool:
             is_done = False
         elif written_by(node) is not None:
             is_done &= is_plain and _write_elsewhere(node)
-        elif node.target in rules or _is_composite(node.target):
+        elif node.target in decomposed or _is_composite(node.target):
             rewrite = REWRITES.get(node.target)
             made = rewrite(node, *node.args, **node.kwargs) if rewrite else None
             if made is None:
