@@ -126,3 +126,40 @@ def test_what_is_written_in_place(module: type[nn.Module], in_place: bool) -> No
     assert torch.equal(made.module()(x), module()(x))
     mutable = [n for n in made.graph.nodes if getattr(n.target, "_schema", None)]
     assert not any(n.target._schema.is_mutable for n in mutable)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5, bias=False)
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.linear(self.norm(x)[None]).contiguous()[0]
+        first, second = whole.chunk(2, -1)
+        a, b, c = whole.split(2, dim=1)
+        joined = torch.concat([second, first, c, b, a], dim=-1).square().double()
+        return torch.matmul(joined, joined.T).type_as(x)
+
+
+class OfFourDims(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x[None, None])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("module", "in_place"), [(Parts, True), (OfFourDims, False)])
+def test_operators_of_several_forms(module: type[nn.Module], in_place: bool) -> None:
+    """`x` has a dynamic extent."""
+    x = torch.arange(15.0).reshape(3, 5)
+    own = module()
+    dims = ({0: torch.export.Dim("rows")},)
+    program = torch.export.export(own, (x,), dynamic_shapes=dims, strict=False)
+    made = to_core_aten(program)
+    assert (made is program) == in_place
+    for rows in (x, x[:2]):
+        torch.testing.assert_close(made.module()(rows), own(rows))
+    assert not any(core_aten._is_composite(node.target) for node in made.graph.nodes)

@@ -186,6 +186,7 @@ def _layer_norm(
     bias: Node | None = None,
     eps: float = 1e-5,
     *_: object,
+    **__: object,
 ) -> Node:
     made = _before(call, aten.native_layer_norm.default, x, shape, weight, bias, eps)
     return _before(call, operator.getitem, made, 0)
@@ -207,7 +208,7 @@ def _chunk(call: Node, x: Node, chunks: int, dim: int = 0) -> Node | None:
 
 def _split(call: Node, x: Node, size: Argument, dim: int = 0) -> Node | None:
     extent = value(x).shape[dim]
-    if not isinstance(extent, int) or not isinstance(size, int):
+    if not isinstance(extent, int) or not isinstance(size, int) or not size:
         return None
     sizes = [min(size, extent - start) for start in range(0, extent, size)]
     return _before(call, aten.split_with_sizes.default, x, sizes, dim)
@@ -231,8 +232,8 @@ def _type_as(call: Node, x: Node, other: Node) -> Node:
     return _cast(call, x, value(other).dtype)
 
 
-def _contiguous(call: Node, x: Node) -> Node | None:
-    return x if value(x).is_contiguous() else None
+def _contiguous(call: Node, x: Node, **named: object) -> Node | None:
+    return x if value(x).is_contiguous() and not named else None
 
 
 def _concat(call: Node, parts: list[Node], dim: int = 0) -> Node:
