@@ -39,8 +39,8 @@ PART_ELEMENTS = 1 << 21
 """Of a weight that are read at once: 8 MiB of float32."""
 
 BLOCK_ELEMENTS = 1 << 18
-"""Of float32 that a step works on: 1 MiB stays in the processor's cache. Of less, threads that pack
-wait for each other (Python's lock): two of them take 6.0 ns for a weight of int4, and 4.5 so."""
+"""Of float32 that a step works on: 1 MiB stays in the processor's cache, and threads that pack wait
+little for Python's lock (docs/results/compile.md)."""
 
 
 @dataclass(frozen=True)

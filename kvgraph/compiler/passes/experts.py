@@ -147,15 +147,6 @@ def _replace(mixture: Mixture, replacement: Callable[[Mixture], Node]) -> None:
     erase_unused(total)
 
 
-def cast(node: Node, dtype: torch.dtype) -> Node:
-    """`node` in `dtype`, at the place of insertion."""
-    if value(node).dtype == dtype:
-        return node
-    made = node.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    made.meta["val"] = value(node).to(dtype)
-    return made
-
-
 def _gathers(program: ExportedProgram, total: Node) -> bool:
     """Whether `total` sums what products with gathered weights gave."""
     waiting, seen = [total], set()

@@ -19,6 +19,7 @@ from kvgraph.compiler.packed_weights import Section
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
     UnmatchedError,
+    add_call,
     erase_unused,
     expect,
     node_of,
@@ -165,8 +166,7 @@ def replace_outputs(group: Group, whole: Node, like: Callable[[Node, Node], Node
     last = group.gated or group.total
     replaced = [last] if last is not None else [layer.node for layer in group.layers]
     for index, old in enumerate(replaced):
-        out = whole.graph.call_function(operator.getitem, (whole, index))
-        out.meta["val"] = whole.meta["val"][index]
+        out = add_call(whole.graph, operator.getitem, whole, index)
         old.replace_all_uses_with(like(out, old))
     for old in replaced:
         erase_unused(old)

@@ -104,3 +104,10 @@ def computed(call: Node) -> object:
     args = [map_arg(arg, lambda node: node.meta["val"]) for arg in call.args]
     named = {name: map_arg(arg, lambda node: node.meta["val"]) for name, arg in call.kwargs.items()}
     return call.target(*args, **named)
+
+
+def cast(node: Node, dtype: torch.dtype) -> Node:
+    """`node` in `dtype`, at the graph's point of insertion."""
+    if value(node).dtype == dtype:
+        return node
+    return add_call(node.graph, torch.ops.aten._to_copy.default, node, dtype=dtype)

@@ -22,7 +22,7 @@ from kvgraph.compiler.passes.linears import (
     replace_outputs,
     rewrite_linears,
 )
-from kvgraph.compiler.passes.operands import value
+from kvgraph.compiler.passes.operands import add_call, value
 from kvgraph.compiler.passes.parameters import add_packed
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import AS_STORED
@@ -81,14 +81,10 @@ def _rows(node: object) -> Node:
     if node.target is aten.unsqueeze.default and node.args[1] == 0:
         assert isinstance(node.args[0], Node)
         return node.args[0]
-    flat = node.graph.call_function(aten.squeeze.dim, (node, 0))
-    flat.meta["val"] = value(node)[0]
-    return flat
+    return add_call(node.graph, aten.squeeze.dim, node, 0)
 
 
 def _like(rows: Node, old: Node) -> Node:
     if len(value(old).shape) == 2:
         return rows
-    view = rows.graph.call_function(aten.unsqueeze.default, (rows, 0))
-    view.meta["val"] = value(rows)[None]
-    return view
+    return add_call(rows.graph, aten.unsqueeze.default, rows, 0)

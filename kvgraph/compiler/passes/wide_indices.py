@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import cast
 
 aten = torch.ops.aten
 INDEXED = (
@@ -38,6 +39,4 @@ def _wide(user: Node, index: Node | None) -> Node | None:
     if index is None or index.meta["val"].dtype not in NARROW:
         return index
     with user.graph.inserting_before(user):
-        cast = user.graph.call_function(aten._to_copy.default, (index,), {"dtype": torch.int64})
-    cast.meta["val"] = index.meta["val"].to(torch.int64)
-    return cast
+        return cast(index, torch.int64)
