@@ -20,6 +20,7 @@ from kvgraph.compiler.packed_weights import BLOCK_ELEMENTS, Section, Stored
 from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dims import Array
 from kvgraph.ops.matrices import GROUP, depth_of, groups_of, span_of, stored_dtype
+from kvgraph.ops.native import round_groups
 from kvgraph.ops.packed import E2M1, E4M3, Form
 
 BYTE_MAX, NIBBLE_MIN, NIBBLE_MAX = 127, -8, 7
@@ -167,35 +168,13 @@ def _nibbles(rows: Array) -> tuple[Array, Array]:
     """Two inputs in a byte, and scales `[N, groups]`."""
     if rows.shape[1] % GROUP:
         rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % GROUP)))
-    groups = rows.reshape(len(rows), -1, GROUP)
-    off = np.empty_like(groups)
-    scale = _least_error(groups, off)
-    whole = _whole(groups, scale, off).astype(np.int8)
-    return _joined(whole.reshape(len(rows), -1), Form(4)), scale
-
-
-def _least_error(groups: Array, off: Array) -> Array:
-    """The scale of each group, `[N, groups]`; `off` is memory of the groups' size."""
+    groups = np.ascontiguousarray(rows).reshape(-1, GROUP)
     largest, smallest = groups.max(-1), groups.min(-1)
     extreme = np.where(largest > -smallest, largest, smallest)
-    best = np.full(extreme.shape, np.inf, np.float32)
-    kept: Array = np.zeros_like(extreme)
-    for share in TRIED:
-        scale = extreme * np.float32(share / NIBBLE_MIN)
-        _whole(groups, scale, off)
-        off *= scale[..., None]
-        off -= groups
-        error = np.einsum("ngk,ngk->ng", off, off)
-        better = error < best
-        best[better], kept[better] = error[better], scale[better]
-    return kept
-
-
-def _whole(groups: Array, scale: Array, out: Array) -> Array:
-    np.multiply(groups, _inverse(scale)[..., None], out=out)
-    np.rint(out, out=out)
-    np.clip(out, NIBBLE_MIN, NIBBLE_MAX, out=out)
-    return out
+    steps = extreme[:, None] * np.array(TRIED, np.float32) / np.float32(NIBBLE_MIN)
+    whole, chosen = round_groups(groups, steps)
+    scale = np.take_along_axis(steps, chosen[:, None].astype(np.intp), 1)
+    return _joined(whole.reshape(len(rows), -1), Form(4)), scale.reshape(len(rows), -1)
 
 
 def _inverse(scale: Array) -> Array:

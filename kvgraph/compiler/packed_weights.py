@@ -16,6 +16,7 @@ import numpy as np
 
 from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dims import Array
+from kvgraph.ops.native import round_groups
 from kvgraph.ops.packed import (
     COLUMNS,
     E2M1,
@@ -309,32 +310,14 @@ def _divisor(scale: Array) -> Array:
 
 def _two_level(rows: Array) -> tuple[Array, Array, Array]:
     """Column scales, nibbles `[panels, COLUMNS, groups, GROUP]` and multipliers of the groups."""
-    groups = rows.reshape(*rows.shape[:2], -1, GROUP)
-    inputs = np.ascontiguousarray(groups.reshape(-1, GROUP).T)  # the same one of all groups
-    # Rows that are no power of two apart are in different lines of the processor's cache.
-    off = np.empty((GROUP, inputs.shape[1] + COLUMNS), np.float32)[:, :-COLUMNS]
-    largest = np.abs(inputs, out=off).max(0)
-    scale = largest.reshape(groups.shape[:3]).max(-1) / np.float32(NIBBLE_MAX * MULTIPLIER_MAX)
-    divisor = np.repeat(_divisor(scale).reshape(-1), groups.shape[2])
+    groups = np.ascontiguousarray(rows).reshape(*rows.shape[:2], -1, GROUP)
+    by_input = np.abs(groups.reshape(-1, GROUP).T, order="C")  # short rows are slow in NumPy
+    largest = by_input.max(0).reshape(groups.shape[:-1])
+    scale = largest.max(-1) / np.float32(NIBBLE_MAX * MULTIPLIER_MAX)
+    divisor = _divisor(scale)[..., None]
     whole = np.clip(np.ceil(largest / (NIBBLE_MAX * divisor)), 1, MULTIPLIER_MAX)
-    best = np.full(whole.shape, np.inf, np.float32)
-    kept = np.ones(whole.shape, np.float32)
-    for less in range(TRIED + 1):
-        factor = np.maximum(whole - less, 1)
-        step = factor * divisor
-        _nibbles(inputs, step, off)
-        off *= step
-        off -= inputs
-        error = np.square(off, out=off).sum(0)
-        better = error < best
-        np.copyto(best, error, where=better)
-        np.copyto(kept, factor, where=better)
-    chosen = np.ascontiguousarray(_nibbles(inputs, kept * divisor, off).T)
-    nibbles = chosen.astype(np.int8).reshape(groups.shape)
-    return scale, nibbles, kept.astype(np.int16).reshape(groups.shape[:3])
-
-
-def _nibbles(inputs: Array, step: Array, out: Array) -> Array:
-    np.divide(inputs, step, out=out)
-    np.rint(out, out=out)
-    return np.clip(out, -NIBBLE_MAX - 1, NIBBLE_MAX, out=out)
+    factors = np.maximum(whole[..., None] - np.arange(TRIED + 1, dtype=np.float32), 1)
+    steps = factors * divisor[..., None]
+    nibbles, chosen = round_groups(groups.reshape(-1, GROUP), steps.reshape(-1, TRIED + 1))
+    kept = np.take_along_axis(factors, chosen.reshape(*whole.shape, 1).astype(np.intp), -1)
+    return scale, nibbles.reshape(groups.shape), kept[..., 0].astype(np.int16)

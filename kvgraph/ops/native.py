@@ -144,6 +144,15 @@ def logprobs(
     return library().logprobs(logits_RV, asked)
 
 
+def round_groups(weights_GK: Array, steps_GT: Array) -> tuple[Array, Array]:
+    """Nibbles `[groups, inputs]` in [-8, 7], int8, and which of a group's steps each is under: the
+    one of the least squared error, uint8 `[groups]` (kvg_cpu_round_groups of abi.h).
+
+    Dense float32; KernelError where they are not, or inputs are no even number of 2 to 256.
+    """
+    return library().round_groups(weights_GK, steps_GT)
+
+
 def num_threads() -> int:
     """Threads that kernels may use."""
     return int(library().dll.kvg_cpu_num_threads())
@@ -192,6 +201,18 @@ class Library:
             ctypes.c_size_t,
         ]
 
+        self.dll.kvg_cpu_round_groups.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+        ]
+
     def isa(self) -> str:
         """As `isa` of this module."""
         self.dll.kvg_cpu_isa.restype = ctypes.c_char_p
@@ -200,7 +221,7 @@ class Library:
 
     def sample(self, logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
         """As `sample` of this module."""
-        _require_dense("sample", logits_RV)
+        _require_dense("sample", "logits [rows, vocab]", logits_RV)
         rows, vocab = logits_RV.shape
         if len(draws) != rows:
             raise KernelError(f"sample: expected draws of {rows} rows, got {len(draws)}")
@@ -216,13 +237,30 @@ class Library:
         self, logits_RV: Array, asked: Sequence[tuple[int, int, int]]
     ) -> list[list[tuple[int, int, float]]]:
         """As `logprobs` of this module."""
-        _require_dense("logprobs", logits_RV)
+        _require_dense("logprobs", "logits [rows, vocab]", logits_RV)
         packed = b"".join([SCORED.pack(*each) for each in asked])
         found, message = np.empty((len(asked), MOST_LOGPROBS + 1), LOGPROB), MESSAGE()
         given = (logits_RV.ctypes.data, *logits_RV.shape, packed, len(asked), found.ctypes.data)
         if self.dll.kvg_cpu_logprobs(*given, message, MESSAGE_BYTES):
             raise KernelError(message.value.decode(errors="replace"))
         return cast(list[list[tuple[int, int, float]]], found.tolist())
+
+    def round_groups(self, weights_GK: Array, steps_GT: Array) -> tuple[Array, Array]:
+        """As `round_groups` of this module."""
+        _require_dense("round_groups", "weights [groups, inputs]", weights_GK)
+        _require_dense("round_groups", "steps [groups, tries]", steps_GT)
+        groups, width = weights_GK.shape
+        if len(steps_GT) != groups:
+            raise KernelError(
+                f"round_groups: expected steps of {groups} groups, got {len(steps_GT)}"
+            )
+        nibbles, chosen = np.empty(weights_GK.shape, np.int8), np.empty(groups, np.uint8)
+        sizes, message = (groups, width, steps_GT.shape[1]), MESSAGE()
+        given = (weights_GK.ctypes.data, steps_GT.ctypes.data, *sizes)
+        found = (nibbles.ctypes.data, chosen.ctypes.data, message, MESSAGE_BYTES)
+        if self.dll.kvg_cpu_round_groups(*given, *found):
+            raise KernelError(message.value.decode(errors="replace"))
+        return nibbles, chosen
 
     def call(
         self, spec: OpSpec, operands: Sequence[NativeOperand], attributes: Mapping[str, float]
@@ -333,12 +371,12 @@ def _described(spec: OpSpec, operand: Operand, array: Array) -> NativeOperand:
     return array.ctypes.data, str(array.dtype), array.shape
 
 
-def _require_dense(call: str, logits_RV: Array) -> None:
-    dense = logits_RV.dtype == np.float32 and logits_RV.flags.c_contiguous
-    if not dense or logits_RV.ndim != 2:
+def _require_dense(call: str, what: str, array: Array) -> None:
+    dense = array.dtype == np.float32 and array.flags.c_contiguous
+    if not dense or array.ndim != 2:
         raise KernelError(
-            f"{call}: expected dense float32 logits [rows, vocab], got {logits_RV.dtype} "
-            f"{logits_RV.shape} with strides {logits_RV.strides}"
+            f"{call}: expected dense float32 {what}, got {array.dtype} "
+            f"{array.shape} with strides {array.strides}"
         )
 
 

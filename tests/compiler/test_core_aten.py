@@ -53,6 +53,7 @@ def calls_of(program: ExportedProgram) -> list[object]:
         ("mixtral", {}, True),  # routing weights are divided in place
         ("gemma2", {"target": "cuda:sm_90", "backend": "onnx"}, True),  # products of three dims
         ("phi3", {}, True),  # chunks
+        ("gpt_oss", {"cache": "padded"}, True),  # writes into inputs, masks
         ("stablelm", {}, True),  # layer norms, parts of one size
         ("phimoe", {}, False),  # masks
     ],

@@ -97,6 +97,7 @@ class PaddedCache:
         self._row_offsets = input_row_offsets
         self._k_LBSKD, self._v_LBSKD, self._start_pos, _ = values
         self._rows_T = self._positions_T = torch.empty(0)
+        self._visible: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
         self._rows_T = token_rows(tokens, self._row_offsets)
@@ -125,10 +126,10 @@ class PaddedCache:
             if reads is None:
                 cache.index_put_(index, new.to(cache.dtype))
         groups = q_TND.shape[1] // k_TKD.shape[1]
-        visible_TC = self._visible(window, bool(chunked))  # C = B * S slots
+        visible_TC, is_read_C11 = self._slots_read(window, bool(chunked))  # C = B * S slots
         k_CND = self._slots(self._k_LBSKD[layer], groups, q_TND.dtype)
         v_CND = self._slots(self._v_LBSKD[layer], groups, q_TND.dtype)
-        v_CND = torch.where(visible_TC.any(0)[:, None, None], v_CND, 0)
+        v_CND = torch.where(is_read_C11, v_CND, 0)
         scores_NTC = torch.bmm(q_TND.transpose(0, 1), k_CND.permute(1, 2, 0)).float() * scale
         if softcap:
             scores_NTC = softcap * torch.tanh(scores_NTC / softcap)
@@ -143,9 +144,23 @@ class PaddedCache:
 
     def _slots(self, cache_BSKD: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
         """`[B * S, N, D]`: the rectangle as one row of slots, a head for each query head."""
-        return cache_BSKD.flatten(0, 1).to(dtype).repeat_interleave(groups, dim=1)
+        batch, length, heads, width = cache_BSKD.shape
+        cache_CKD = cache_BSKD.view(batch * length, heads, width).to(dtype)
+        if groups == 1:
+            return cache_CKD
+        cache_CKGD = cache_CKD[:, :, None].expand(-1, -1, groups, -1)
+        whole_CKGD = cache_CKGD.clone(memory_format=torch.contiguous_format)
+        return whole_CKGD.view(batch * length, heads * groups, width)
 
-    def _visible(self, window: int, chunked: bool) -> torch.Tensor:
+    def _slots_read(self, window: int, chunked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, B * S]`: which slots a token reads; `[B * S, 1, 1]`: which any token does."""
+        kind = window, chunked
+        if kind not in self._visible:  # the same for all layers of that kind
+            visible_TC = self._seen(window, chunked)
+            self._visible[kind] = visible_TC, visible_TC.any(0)[:, None, None]
+        return self._visible[kind]
+
+    def _seen(self, window: int, chunked: bool) -> torch.Tensor:
         """`[T, B * S]`: a slot of the token's own row, not ahead of it, within the window."""
         _, batch, length, *_ = self._k_LBSKD.shape
         device = self._rows_T.device
@@ -157,7 +172,7 @@ class PaddedCache:
         if window:
             first_T = at_T - at_T % window if chunked else at_T - window + 1
             seen_TBS = seen_TBS & (position_BS[None] >= first_T)
-        return seen_TBS.flatten(1)
+        return seen_TBS.view(self._rows_T.shape[0], batch * length)
 
 
 class Probe:

@@ -8,12 +8,13 @@ rewritten where they stand. A program with any other one is decomposed by torch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from functools import cache
 
 import torch
 from torch._decomp import get_decompositions
 from torch._ops import OperatorBase, OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Node
@@ -61,11 +62,12 @@ def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
     """Rewrite what can be. Whether nothing is left to decompose, and every value is known."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     is_done, is_plain = True, writes_are_plain(program.graph, calls)
+    given = set(program.graph_signature.user_inputs)
     for node in calls:
         if _has_own_graph(node):
             is_done = False
         elif written_by(node) is not None:
-            is_done &= is_plain and _write_elsewhere(node)
+            is_done &= is_plain and _write_elsewhere(node, given)
         elif node.target in decomposed or _is_composite(node.target):
             rewrite = REWRITES.get(node.target)
             made = rewrite(node, *node.args, **node.kwargs) if rewrite else None
@@ -79,11 +81,14 @@ def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
     return is_done
 
 
-def _write_elsewhere(call: Node) -> bool:
+def _write_elsewhere(call: Node, given: Collection[object]) -> bool:
     """Compute what an operator of ELSEWHERE writes in place as a new value, which all that follows
-    reads. Whether it could be."""
+    reads. Whether it could be: not in a buffer, nor in a part of what is `given`."""
     written, op = written_by(call), ELSEWHERE.get(call.target)
-    if written is None or op is None or base_of(written).op == "placeholder":
+    if written is None or op is None:
+        return False
+    base = base_of(written)
+    if base.op == "placeholder" and not (written is base and base.name in given):
         return False
     made = _before(call, op, *call.args, **call.kwargs)
     if (value(made).dtype, value(made).shape) != (value(written).dtype, value(written).shape):
@@ -130,6 +135,13 @@ def _before(call: Node, op: Callable[..., object], *args: Argument, **named: Arg
         made = add_call(call.graph, op, *args, **named)
     made.meta = {**call.meta, "val": made.meta["val"]}
     return made
+
+
+def _fakes_of(call: Node) -> FakeTensorMode:
+    """What a node without operands is computed among."""
+    made = value(call)
+    assert isinstance(made, FakeTensor)
+    return made.fake_mode
 
 
 # Each makes core ATen right before a call, and returns the result; None: only torch can.
@@ -240,6 +252,29 @@ def _concat(call: Node, parts: list[Node], dim: int = 0) -> Node:
     return _before(call, aten.cat.default, parts, dim)
 
 
+def _arange(call: Node, end: Argument, **named: Argument) -> Node:
+    with _fakes_of(call):  # no operand is one
+        return _before(call, aten.arange.start_step, 0, end, layout=torch.strided, **named)
+
+
+def _and(call: Node, x: Node, y: Node) -> Node:
+    return _before(call, aten.bitwise_and.Tensor, x, y)
+
+
+def _where(call: Node, condition: Node, x: Node, other: Argument) -> Node | None:
+    made = value(x)
+    if value(call).dtype != made.dtype:
+        return None
+    kind: dict[str, Argument] = {
+        "dtype": made.dtype,
+        "layout": made.layout,
+        "device": made.device,
+    }
+    with _fakes_of(call):
+        scalar = _before(call, aten.scalar_tensor.default, other, **kind)
+    return _before(call, aten.where.self, condition, x, scalar)
+
+
 def _square(call: Node, x: Node) -> Node:
     return _before(call, aten.pow.Tensor_Scalar, x, 2)
 
@@ -257,10 +292,13 @@ def _cast(call: Node, x: Node, dtype: torch.dtype | None) -> Node:
 ELSEWHERE: Mapping[object, OpOverload] = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.div_.Tensor: aten.div.Tensor,
+    aten.index_put_.default: aten.index_put.default,
     aten.mul_.Tensor: aten.mul.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
 }
 REWRITES: Mapping[object, Callable[..., Node | None]] = {
+    aten.__and__.Tensor: _and,
+    aten.arange.default: _arange,
     aten.chunk.default: _chunk,
     aten.concat.default: _concat,
     aten.contiguous.default: _contiguous,
@@ -275,4 +313,5 @@ REWRITES: Mapping[object, Callable[..., Node | None]] = {
     aten.to.dtype: _to,
     aten.transpose.int: _transpose,
     aten.type_as.default: _type_as,
+    aten.where.ScalarOther: _where,
 }

@@ -172,6 +172,14 @@ KVG_EXPORT int32_t kvg_cpu_logprobs(const float* logits, size_t rows, int64_t vo
                                     const kvg_scored* asked, size_t count, kvg_logprob* found,
                                     char* message, size_t message_size);
 
+// Dense groups of `width` finite weights, an even number of at most 256, each of `tries` steps, at
+// most 256: chosen[group] is the step under which the nibbles, weight / step rounded to the nearest of
+// -8 to 7, have the least squared error; of equal ones the first. A step of 0 counts as 1. In the
+// caller's thread; the same bytes on every processor.
+KVG_EXPORT int32_t kvg_cpu_round_groups(const float* weights, const float* steps, size_t groups,
+                                        int64_t width, int64_t tries, int8_t* nibbles,
+                                        uint8_t* chosen, char* message, size_t message_size);
+
 // Threads of the library's own pool, the caller's included, used where a call gives no
 // parallel_for. Default: the processors that this process may run on. 0 restores the default.
 // Results do not depend on it, bit for bit.

@@ -1,0 +1,89 @@
+// Weights in groups -> nibbles under the step of the least squared error, for compiles.
+//
+// Compiled without contraction, with sums in one order: every processor gives the same bytes.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "cpu/check.h"
+#include "kvgraph/abi.h"
+
+namespace {
+
+constexpr int kLanes = 8;  // groups at a time, each in a lane of its own
+constexpr int64_t kMostWidth = 256, kMostTries = 256;
+constexpr float kLeast = -8, kMost = 7;
+constexpr float kNoFraction = 1.5f * (1 << 23);  // added to a small float: rounds it, ties to even
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+
+// x / step as whole numbers in [kLeast, kMost].
+Floats rounded(Floats x, Floats step) {
+  x /= step;
+  x = x < kLeast ? Floats{} + kLeast : x;
+  x = x > kMost ? Floats{} + kMost : x;
+  return x + kNoFraction - kNoFraction;
+}
+
+Floats squared_error(Floats x, Floats step) {
+  const Floats off = rounded(x, step) * step - x;
+  return off * off;
+}
+
+// The first `count` lanes are groups.
+void round_groups(const float* weights, const float* steps, int count, int64_t width, int64_t tries,
+                  int8_t* nibbles, uint8_t* chosen) {
+  Floats inputs[kMostWidth];
+  for (int64_t i = 0; i < width; ++i) {
+    inputs[i] = Floats{};
+    for (int lane = 0; lane < count; ++lane) inputs[i][lane] = weights[lane * width + i];
+  }
+  Floats least = Floats{} + std::numeric_limits<float>::infinity(), kept = Floats{} + 1;
+  Ints best = {};
+  for (int64_t t = 0; t < tries; ++t) {
+    Floats step = {};
+    for (int lane = 0; lane < count; ++lane) step[lane] = steps[lane * tries + t];
+    step = step == 0 ? Floats{} + 1 : step;
+    Floats even = {}, odd = {};
+    for (int64_t i = 0; i < width; i += 2) {
+      even += squared_error(inputs[i], step);
+      odd += squared_error(inputs[i + 1], step);
+    }
+    const Floats error = even + odd;
+    const Ints better = error < least;
+    least = better ? error : least;
+    kept = better ? step : kept;
+    best = better ? Ints{} + static_cast<int32_t>(t) : best;
+  }
+  for (int lane = 0; lane < count; ++lane) chosen[lane] = static_cast<uint8_t>(best[lane]);
+  for (int64_t i = 0; i < width; ++i) {
+    const Ints found = __builtin_convertvector(rounded(inputs[i], kept), Ints);
+    for (int lane = 0; lane < count; ++lane)
+      nibbles[lane * width + i] = static_cast<int8_t>(found[lane]);
+  }
+}
+
+}  // namespace
+
+extern "C" int32_t kvg_cpu_round_groups(const float* weights, const float* steps, size_t groups,
+                                        int64_t width, int64_t tries, int8_t* nibbles,
+                                        uint8_t* chosen, char* message, size_t message_size) {
+  return kvg::entry(message, message_size, [&] {
+    if (width < 2 || width > kMostWidth || width % 2)
+      kvg::refuse("round_groups: width: expected an even number of 2 to %lld, got %lld",
+                  static_cast<long long>(kMostWidth), static_cast<long long>(width));
+    if (tries < 1 || tries > kMostTries)
+      kvg::refuse("round_groups: tries: expected 1 to %lld, got %lld",
+                  static_cast<long long>(kMostTries), static_cast<long long>(tries));
+    for (size_t g = 0; g < groups; g += kLanes) {
+      const auto count = static_cast<int>(std::min<size_t>(kLanes, groups - g));
+      const auto group = static_cast<int64_t>(g);
+      if (count == kLanes)  // a constant: no loop over lanes is left
+        round_groups(weights + group * width, steps + group * tries, kLanes, width, tries,
+                     nibbles + group * width, chosen + g);
+      else
+        round_groups(weights + group * width, steps + group * tries, count, width, tries,
+                     nibbles + group * width, chosen + g);
+    }
+  });
+}
