@@ -148,7 +148,7 @@ def launcher(arch: str, smoke: bool, folder: Path) -> Callable[[LaunchPlan, dict
     """What runs plans of `LLAMA_8B`: cubins compiled here and now, or the interpreter."""
     if smoke:
         from kvgraph.kernels.run import run
-        from tests.support.bfloat16 import mend
+        from tests.support.interpreter import mend
 
         mend()
         return run

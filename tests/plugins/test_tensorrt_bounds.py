@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 from tests.support import conformance
 from tests.support import matrix
-from tests.support.bfloat16 import mend
+from tests.support.interpreter import mend
 from kvgraph.kernels import launch
 
 exact, looser = launch.Sizes, 0

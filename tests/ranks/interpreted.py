@@ -22,7 +22,7 @@ from kvgraph.runtime.sampling import SamplingParams
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda import CudaSession
 from tests.runtime.interpreted import InterpretedGpu
-from tests.support.bfloat16 import mend
+from tests.support.interpreter import mend
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from kvgraph.runtime.sampling import SamplingParams
 from kvgraph.runtime.sessions.cuda import CudaSession
 from kvgraph.runtime.sessions.program import Operands
 from tests.runtime.drive import inputs_of
-from tests.support.bfloat16 import mend
+from tests.support.interpreter import mend
 
 
 class InterpretedGpu:

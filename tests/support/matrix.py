@@ -234,7 +234,7 @@ def main() -> int:
     given = parser.parse_args()
     assert given.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
     if given.device == "cpu":
-        from tests.support.bfloat16 import mend
+        from tests.support.interpreter import mend
 
         mend()
         np.seterr(over="ignore")  # exp2 of a large capped score is infinite on purpose
