@@ -41,7 +41,7 @@ def built() -> Path:
 
 
 def build(folder: Path) -> None:
-    options = ["-DKVG_EMULATE_AMX=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+    options = ["-DKVG_EMULATE_AMX=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1 -DNDEBUG"]
     for command in (
         ["cmake", "-S", str(PLUGINS), "-B", str(folder), "-G", "Ninja", *options],
         ["ninja", "-C", str(folder), "kvgraph_cpu"],
