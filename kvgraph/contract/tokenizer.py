@@ -5,7 +5,8 @@ The library raises bare Exceptions, and where its own code fails a PanicExceptio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NAME = "tokenizer.json"
+
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+LONG_TEXT = 16_384
+"""Characters above which a text is tokenized without Python's lock: more than about 5 ms."""
 
 
 def read_tokenizer(path: Path, refusal: type[KVGraphError]) -> Tokenizer:
@@ -38,8 +44,41 @@ def encode(
 ) -> list[int]:
     """Token ids; `refusal` where the tokenizer, which was read from `path`, fails at it."""
     with _refusing(path, refusal, "expected a tokenizer that encodes the text, got one that fails"):
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
-    return ids
+        if len(text) > LONG_TEXT:  # `encode` keeps Python's lock, so that other threads would wait
+            return list(tokenizer.encode_batch([text], add_special_tokens=special_tokens)[0].ids)
+        return list(tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+
+def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
+    """Token -> its bytes, of a token that may be a part of a character; None of others.
+
+    Two kinds of vocabulary have such: letters for bytes (GPT-2's byte-level BPE), and `<0xE2>`
+    (SentencePiece's byte fallback).
+    """
+    if tokenizer is None:
+        return lambda token: None
+    letters = _byte_letters() if "ByteLevel" in repr(tokenizer.decoder) else {}
+    special = {i for i, known in tokenizer.get_added_tokens_decoder().items() if known.special}
+
+    def piece(token: int) -> bytes | None:
+        spelled = None if token in special else tokenizer.id_to_token(token)
+        if spelled is None:
+            return None
+        if fallback := BYTE_TOKEN.fullmatch(spelled):
+            return bytes([int(fallback[1], 16)])
+        if letters and all(letter in letters for letter in spelled):
+            return bytes([letters[letter] for letter in spelled])
+        return None
+
+    return piece
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter -> byte, of byte-level BPE: bytes that print as themselves in Latin-1, and from U+0100
+    on the others in order (Radford et al. 2019, `bytes_to_unicode`)."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def is_panic(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from threading import Thread
 from types import TracebackType
 from typing import TypeVar
 
+from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import GenerationError, RequestError
 from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.engine import Engine
@@ -24,9 +25,6 @@ from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import Completion, completion_of
 
 T = TypeVar("T")
-
-LONG_TEXT = 16_384
-"""Characters above which a prompt is tokenized in a thread of its own: more than about 5 ms."""
 
 
 class TokenStream:
@@ -50,6 +48,8 @@ class TokenStream:
         """Whether its last token has come; it may be unread."""
         self.was_lost = False
         """Whether it ended by a fault of what ran it: asked for again, it may succeed."""
+        self.watch: Callable[[], None] | None = None
+        """Called when tokens have come, whether a task reads them or not."""
         self._cancel = cancel
         self._most_unread = most_unread
         self._unread: list[Token] = []
@@ -90,6 +90,8 @@ class TokenStream:
         if self._most_unread is not None and len(self._unread) > self._most_unread:
             self.cancel()
             self._unread = [failed(self.request_id, _unread(self.request_id, self._most_unread))]
+        if self.watch is not None:
+            self.watch()
 
 
 class AsyncEngine:
@@ -111,19 +113,23 @@ class AsyncEngine:
         cancellation leaves nothing to run."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
+        self._leaving: dict[str, asyncio.Future[None]] = {}
+        """Cancelled requests of which a step's tokens may still come."""
         self._ids = itertools.count()
         self._compiling = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
         self._is_closed = False  # no submission from here on: said by a task
         self._is_stopped = False  # no step from here on: said in the thread
+        self._failure: BaseException | None = None  # what ended the thread, if not `close`
 
     # -- for tasks of the loop
 
     async def start(self) -> None:
         """Hand the engine to its thread. RequestError if that has happened."""
-        if self._thread is not None:
-            raise RequestError("AsyncEngine.start: expected one start, got a second one")
+        if self._thread is not None or self.engine._is_shared:
+            raise RequestError("AsyncEngine.start: expected one start of an engine, got a second")
+        self.engine._is_shared = True
         self._loop = asyncio.get_running_loop()
         self._thread = Thread(target=self._run, name="kvgraph-engine", daemon=True)
         self._thread.start()
@@ -140,6 +146,8 @@ class AsyncEngine:
         else:
             self._inbox.put(self._stop)
             await asyncio.to_thread(self._thread.join)
+        for request_id in list(self._leaving):
+            self._left(request_id)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -189,6 +197,8 @@ class AsyncEngine:
                 request = await asyncio.to_thread(self.engine._builder.request, *given)
         else:
             request = self.engine._builder.request(*given)
+        while (leaving := self._leaving.get(request_id)) is not None:
+            await asyncio.shield(leaving)
         self._require_running("submit")
         if request_id in self._streams:
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
@@ -236,7 +246,11 @@ class AsyncEngine:
         def run() -> None:
             try:
                 give, value = found.set_result, function(self.engine)
-            except Exception as error:
+            except StopIteration as error:  # a future takes none
+                told = RuntimeError("AsyncEngine.call: the function raised StopIteration")
+                told.__cause__ = error
+                give, value = found.set_exception, told  # type: ignore[assignment]
+            except BaseException as error:
                 give, value = found.set_exception, error  # type: ignore[assignment]
             loop.call_soon_threadsafe(lambda: found.done() or give(value))
 
@@ -245,12 +259,35 @@ class AsyncEngine:
         return await found  # type: ignore[no-any-return]
 
     def _require_running(self, call: str) -> None:
-        if self._thread is None or self._is_closed:
-            raise RequestError(f"AsyncEngine.{call}: expected a running engine, got a stopped one")
+        if self._thread is None or self._is_closed or self._is_stopped:
+            why = "" if self._failure is None else f": {_said(self._failure)}"
+            raise RequestError(
+                f"AsyncEngine.{call}: expected a running engine, got a stopped one{why}"
+            )
+        if self._loop is not asyncio.get_running_loop():
+            raise RequestError(
+                f"AsyncEngine.{call}: expected the event loop of `start`, got another one"
+            )
 
     def _cancel(self, stream: TokenStream) -> None:
-        if self._streams.pop(stream.request_id, None) is not None:
-            self._inbox.put(lambda: self._end(stream.request_id))
+        if self._streams.pop(stream.request_id, None) is None:
+            return
+        request_id = stream.request_id
+        assert self._loop is not None
+        if not self._is_stopped:
+            self._leaving[request_id] = self._loop.create_future()
+        self._inbox.put(lambda: self._end(request_id, is_told=True))
+
+    def _left(self, request_id: str) -> None:
+        """No token of a cancelled request comes from here on."""
+        leaving = self._leaving.pop(request_id, None)
+        if leaving is not None and not leaving.done():
+            leaving.set_result(None)
+
+    def _fail_streams(self, why: str) -> None:
+        for request_id, stream in list(self._streams.items()):
+            del self._streams[request_id]
+            stream.give([failed(request_id, f"request {request_id!r}: {why}")])
 
     def _deliver(self, tokens: Sequence[Token]) -> None:
         """All tokens of a step, each to its stream; tokens of a cancelled request have none."""
@@ -266,7 +303,23 @@ class AsyncEngine:
     # -- in the engine's thread
 
     def _run(self) -> None:
-        """Steps while there is something to run; what the inbox holds goes first."""
+        """Steps while there is something to run; what the inbox holds goes first.
+
+        What else raises than a step, as `after_step` may, ends the thread and all requests.
+        """
+        try:
+            self._step_until_stopped()
+        except BaseException as error:
+            self._failure, self._is_stopped = error, True
+            self._tell(self._fail_streams, f"the engine's thread has ended: {_said(error)}")
+        while not self._inbox.empty():  # somebody may wait for a `call`
+            with suppress(Exception):
+                self._inbox.get()()
+        with suppress(Exception):  # what was cancelled since the last step
+            self.engine._settle()
+        self.engine.close()
+
+    def _step_until_stopped(self) -> None:
         raised = False
         while self._handle_inbox():
             try:
@@ -277,11 +330,6 @@ class AsyncEngine:
                 raised = not raised
             self.after_step(tokens)
             self._post(tokens)
-        while not self._inbox.empty():  # somebody may wait for a `call`
-            self._inbox.get()()
-        with suppress(Exception):  # what was cancelled since the last step
-            self.engine._settle()
-        self.engine.close()
 
     def _handle_inbox(self) -> bool:
         """False once the engine is to stop. Waits while there is nothing to run."""
@@ -299,8 +347,10 @@ class AsyncEngine:
         except Exception as error:
             self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
 
-    def _end(self, request_id: str) -> None:
-        """Stop a request. Where that raises, the next step does it."""
+    def _end(self, request_id: str, *, is_told: bool = False) -> None:
+        """Stop a request, and tell who waits for that. Where it raises, the next step does it."""
+        if is_told:
+            self._tell(self._left, request_id)
         if (request := self.engine._open.get(request_id)) is not None:
             with suppress(Exception):
                 self.engine._leave(request)
@@ -320,11 +370,14 @@ class AsyncEngine:
         return ended
 
     def _post(self, tokens: Sequence[Token]) -> None:
+        if tokens:
+            self._tell(self._deliver, tokens)
+
+    def _tell(self, call: Callable[[T], object], what: T) -> None:
+        """Call it on the event loop, after what it was told before."""
         assert self._loop is not None
-        if not tokens:
-            return
         try:
-            self._loop.call_soon_threadsafe(self._deliver, tokens)
+            self._loop.call_soon_threadsafe(call, what)
         except RuntimeError:  # the loop is closed: no task is left to read
             self._is_stopped = True
 
@@ -332,6 +385,10 @@ class AsyncEngine:
 def failed(request_id: str, why: str) -> Token:
     """The last token of a request that failed on its own."""
     return Token(request_id, NO_TOKEN, "", "error", why)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _unread(request_id: str, most: int) -> str:

@@ -85,6 +85,7 @@ class Engine(Chats):
         super().__init__(artifact.folder)
         self._builder = RequestBuilder(self.model, self._text, self.scheduler)
         self._turns = Turns("Engine")
+        self._is_shared = False  # an AsyncEngine runs it
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}  # all that have not ended, in the order of arrival
         self._held: list[Token] = []  # not handed over yet

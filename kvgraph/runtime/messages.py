@@ -91,7 +91,7 @@ def _read_arguments(where: str, calls: object) -> None:
         if not isinstance(arguments := function.get("arguments"), str):
             continue
         with suppress(ValueError, RecursionError):  # the sentence below
-            function["arguments"] = json.loads(arguments)
+            function["arguments"] = json.loads(arguments or "{}")
         if not isinstance(function["arguments"], dict):
             name = f"{where}[{at}].function.arguments"
             raise RequestError(f"{name}: expected a JSON object, got {said(arguments)}")

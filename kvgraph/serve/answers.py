@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -42,10 +41,14 @@ def text_of(tokens: Iterable[Token]) -> str:
 
 
 class Spelling:
-    """How single tokens read."""
+    """How single tokens read: `decode` gives the text of some, `piece` a token's own bytes where it
+    may be a part of a character."""
 
-    def __init__(self, decode: Any) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], piece: Callable[[int], bytes | None]
+    ) -> None:
         self._decode = decode
+        self._piece = piece
         self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
@@ -53,6 +56,11 @@ class Spelling:
         if text is None:
             text = self._known[token] = self._decode([token])
         return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """Those of all tokens, one after the other, are those of the text."""
+        own = self._piece(token)
+        return self(token).encode() if own is None else own
 
 
 def offsets_of(pieces: Iterable[str], start: int) -> list[int]:
@@ -100,4 +108,5 @@ def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> di
 
 def _spelled(one: Logprob, spell: Spelling) -> dict[str, object]:
     text = spell(one.token_id)
-    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+    own = list(spell.bytes_of(one.token_id))
+    return {"token": text, "logprob": one.logprob, "bytes": own}

@@ -234,8 +234,8 @@ class EventStream(Response):
         self._generation = generation
         self._send_seconds = send_seconds
         self._log = log
-        self._num_sent = 0
-        self._is_sending = False
+        self._sending_since = 0.0
+        """When a frame was given to the connection that it has not taken; 0: it takes all."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -251,23 +251,21 @@ class EventStream(Response):
             self._log()
 
     async def _ended(self, *parts: asyncio.Future[None]) -> None:
-        """One of the parts has, or a frame was not taken for a whole period."""
-        stuck_at = None
-        while True:
-            done, _ = await asyncio.wait(
-                parts, timeout=self._send_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if done or (self._is_sending and stuck_at == self._num_sent):
+        """One of the parts has, or a frame was not taken for `send_seconds`."""
+        rest = self._send_seconds
+        while rest > 0:
+            done, _ = await asyncio.wait(parts, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+            if done:
                 return
-            stuck_at = self._num_sent
+            waited = time.perf_counter() - self._sending_since if self._sending_since else 0.0
+            rest = self._send_seconds - waited
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         async for frame in self._frames:
-            self._is_sending = True
+            self._sending_since = time.perf_counter()
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            self._is_sending = False
-            self._num_sent += 1
+            self._sending_since = 0.0
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

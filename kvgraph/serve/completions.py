@@ -47,12 +47,9 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
             400, "max_tokens: expected at least 1 without echo, got 0", param="max_tokens"
         )
     wanted = DEFAULT_MAX_TOKENS if given.max_tokens is None else max(1, given.max_tokens)
-    for prompt in prompts:
-        fits = 1 if drops_output else wanted
-        room = require_output_room(
-            prompt, None if given.max_tokens is None else fits, served.facts.longest
-        )
-        wanted = min(wanted, room)
+    fits = None if given.max_tokens is None else wanted
+    for prompt in prompts:  # a default that does not fit ends at the longest context
+        require_output_room(prompt, fits, served.facts.longest)
     params = sampling_of(
         given,
         max_tokens=wanted,
@@ -84,8 +81,12 @@ async def _echo(served: Served, given: str | list[int], tokens: list[int], offse
     if not offsets:
         return Echo(text)
     pieces = await asyncio.to_thread(served.pieces, tokens)
-    # A tokenizer that normalizes gives other pieces than the text has.
-    return Echo(text, [min(at, len(text)) for at in offsets_of(pieces, 0)])
+    offsets_in, at = [], 0
+    for token, piece in zip(tokens, pieces, strict=True):
+        offsets_in.append(min(at, len(text)))  # one that normalizes gives other pieces
+        special = "" if piece else served.special_text(token)  # which a client may spell out
+        at += len(special if special and text.startswith(special, at) else piece)
+    return Echo(text, offsets_in)
 
 
 async def answer_completion(job: Job, generation: Generation) -> JsonObject:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -21,6 +22,10 @@ from kvgraph.serve.metrics import Metrics
 
 class Runner(Protocol):
     """What runs requests: an AsyncEngine, or several."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more."""
 
     async def submit(
         self,
@@ -44,8 +49,14 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_generated: int = 0
+    is_queued: bool = True
+    """Whether it has no token yet, and has not ended."""
+    is_open: bool = True
+    """Whether the engine has it."""
     has_started: bool = False
+    """Whether tokens of it were taken."""
     is_over: bool = False
+    """Whether its last token was taken, or it was left."""
     last_news: float = 0.0
     """When its last tokens came, in seconds of `time.perf_counter`."""
 
@@ -79,10 +90,16 @@ class Generation:
         try:
             for index, (prompt, one) in enumerate(each):
                 stream = await self._submit(prompt, one, salt, most)
-                self.choices.append(Choice(index, prompt, stream))
+                choice = Choice(index, prompt, stream)
+                stream.watch = partial(self._came, choice)
+                self.choices.append(choice)
+                if stream.has_news:
+                    self._came(choice)
                 self._metrics.submitted(len(prompt))
         except (RequestError, UnsupportedError, MissingDependencyError) as error:
             self.close()
+            if self._runner.is_closed:
+                raise ServeError(503, "the server ends", retry_after=1) from error
             raise ServeError(400, str(error)) from error
         except BaseException:
             self.close()
@@ -101,6 +118,22 @@ class Generation:
             self._admission.start(len(prompt))
             self._admission.leave()
             raise
+
+    def _came(self, choice: Choice) -> None:
+        """The engine gave tokens; a slow reader of them keeps no other request waiting."""
+        self._leave_queue(choice)
+        if choice.stream.has_ended:
+            self._leave_engine(choice)
+
+    def _leave_queue(self, choice: Choice) -> None:
+        if choice.is_queued:
+            choice.is_queued = False
+            self._admission.start(len(choice.prompt))
+
+    def _leave_engine(self, choice: Choice) -> None:
+        if choice.is_open:
+            choice.is_open = False
+            self._admission.leave()
 
     def __aiter__(self) -> Generation:
         return self
@@ -127,7 +160,6 @@ class Generation:
         if not choice.has_started:
             choice.has_started = True
             choice.prompt_logprobs = choice.tokens[0].prompt_logprobs
-            self._admission.start(len(choice.prompt))
             self._metrics.first_token(choice.stream.stats, count)
         else:
             self._metrics.next_tokens(count, now - choice.last_news)
@@ -135,7 +167,7 @@ class Generation:
         choice.num_generated += count
         if last.finish_reason:
             choice.is_over = True
-            self._admission.leave()
+            self._leave_engine(choice)
             self._metrics.ended(choice.stream.stats, last.finish_reason)
 
     async def all_tokens(self) -> list[list[Token]]:
@@ -155,9 +187,8 @@ class Generation:
             if not choice.is_over:
                 choice.is_over = True
                 choice.stream.cancel()
-                self._admission.leave()
-                if not choice.has_started:
-                    self._admission.start(len(choice.prompt))
+                self._leave_queue(choice)
+                self._leave_engine(choice)
                 self._metrics.ended(choice.stream.stats, "abort")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 from kvgraph.serve.answers import encoded
 from kvgraph.serve.generation import Generation
@@ -39,4 +40,6 @@ def log_refusal(path: str, status: int) -> None:
 
 
 def write_line(line: dict[str, object]) -> None:
-    sys.stderr.write(encoded(line).decode() + "\n")
+    """A reader of the log that has gone costs no answer, and no drain."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(encoded(line).decode() + "\n")

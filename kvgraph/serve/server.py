@@ -103,8 +103,8 @@ class _Server(uvicorn.Server):
             self.should_exit = True
             return
         self._service.is_draining = True
-        write_line({"event": "draining", "signal": signal.Signals(sig).name})
         asyncio.get_running_loop().create_task(self._drain())
+        write_line({"event": "draining", "signal": signal.Signals(sig).name})
 
     async def _drain(self) -> None:
         """Running requests go on for `drain_seconds`; then they end with an error."""

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvgraph.contract.tokenizer import LONG_TEXT, byte_pieces
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.runtime.async_engine import LONG_TEXT, AsyncEngine
+from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.answers import Spelling
@@ -71,6 +72,11 @@ class Served:
         tokenizer, decoder = self._tokenizer(), DecodeStream(skip_special_tokens=True)
         return [decoder.step(tokenizer, token) or "" for token in tokens]
 
+    def special_text(self, token: int) -> str:
+        """How a special token is spelled in a prompt; "" of others."""
+        known = self._tokenizer().get_added_tokens_decoder().get(token)
+        return str(known.content) if known is not None and known.special else ""
+
     def _tokenizer(self) -> Any:
         if (tokenizer := self.prompts._text.tokenizer) is None:
             raise ServeError(400, "tokens: expected an artifact with a tokenizer, got none")
@@ -104,7 +110,7 @@ class Service(ABC):
         """From now on."""
         metrics = Metrics(self.options.metrics_prefix, self.name, facts, lambda: load().stats)
         admission = Admission(facts, self.options, load)
-        spell = Spelling(_decoder(prompts))
+        spell = Spelling(_decoder(prompts), byte_pieces(prompts._text.tokenizer))
         self.served = Served(prompts, runner, facts, state, admission, metrics, spell)
 
     def require_loaded(self) -> Served:

@@ -16,6 +16,9 @@ from kvgraph.serve.protocol import ChatRequest
 
 MOST_TOOLS = 128
 
+SPACE = " \t\n\r"
+"""What JSON allows between its parts."""
+
 
 class Tools:
     """The functions that a chat may call. ServeError for what is no function, or for a choice of
@@ -58,35 +61,29 @@ class Tools:
         """Of a text that must be a call; None where it may be another one."""
         if not self._forced:
             return None
-        shared: JsonObject = {}
+        own: JsonObject = {}
         calls = []
-        for name in self._forced:
-            arguments = dict(self._schemas[name])
-            for key in ("$defs", "definitions"):
-                for inner, definition in (arguments.pop(key, None) or {}).items():
-                    known = shared.setdefault(key, {}).setdefault(inner, definition)
-                    if known != definition:
-                        expected = f"one definition of {inner!r} in all functions"
-                        raise _refused("tools", expected, "two")
-            fields = {"name": {"const": name}, "arguments": arguments}
+        for number, name in enumerate(self._forced):
+            place = f"#/$defs/{number}"
+            own[str(number)] = _moved(self._schemas[name], place)
+            fields = {"name": {"const": name}, "arguments": {"$ref": place}}
             required = {"required": ["name", "arguments"], "additionalProperties": False}
             calls.append({"type": "object", "properties": fields, **required})
-        return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **shared}
+        return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": own}
 
     def call_in(self, text: str) -> JsonObject | None:
-        """The call that a whole text is, as OpenAI's clients read it; None of another text."""
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        name = found.get("name") if isinstance(found, dict) else None
+        """The call that a whole text is, as OpenAI's clients read it; None of another text.
+
+        Its arguments are those of the text, character by character.
+        """
+        fields = _fields(text)
+        name, _ = fields.get("name", (None, ""))
         if not isinstance(name, str) or name not in self._schemas:
             return None
-        arguments = found.get("arguments", found.get("parameters"))
+        arguments, written = fields.get("arguments", fields.get("parameters", (None, "")))
         if not isinstance(arguments, dict):
             return None
-        compact = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-        function = {"name": name, "arguments": compact}
+        function = {"name": name, "arguments": written}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
     def may_be_call(self, text: str) -> bool:
@@ -105,7 +102,74 @@ def _function(tool: JsonObject) -> tuple[str, JsonObject]:
         return name, {"type": "object"}
     if not isinstance(schema, dict):
         raise _refused("tools", f"a JSON schema as parameters of {name!r}", str(schema)[:100])
-    return name, schema or {"type": "object"}
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise _refused("tools", f"parameters of type 'object' of {name!r}", repr(kind)[:100])
+    return name, {**schema, "type": "object"}
+
+
+def _moved(schema: JsonObject, place: str) -> JsonObject:
+    """A schema whose references to its own parts hold when it stands at `place` of another one."""
+    root = schema.get("$id")
+    names = ("#", f"{root}#") if isinstance(root, str) else ("#",)
+
+    def moved(part: object) -> object:
+        if isinstance(part, list):
+            return [moved(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        return {key: moved_value(key, value) for key, value in part.items()}
+
+    def moved_value(key: str, value: object) -> object:
+        if key in ("const", "enum", "default", "examples"):  # values, not schemas
+            return value
+        if key == "$ref" and isinstance(value, str):
+            start = next((name for name in names if value.startswith(name)), None)
+            return value if start is None else place + value[len(start) :]
+        return moved(value)
+
+    return {key: moved_value(key, value) for key, value in schema.items() if key != "$id"}
+
+
+class _Decoder(json.JSONDecoder):
+    """Of one value at a place of a text; ValueError for what JSON does not have, as NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(parse_constant=self._refuse)
+
+    @staticmethod
+    def _refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    def value(self, text: str, at: int) -> tuple[object, int]:
+        """A value, and where what follows it and white space begins."""
+        found, end = self.raw_decode(text, at)
+        return found, _skipped(text, end)
+
+
+def _fields(text: str) -> dict[str, tuple[object, str]]:
+    """Each field of a text that is one JSON object: its value, and how that is written. None of
+    another text."""
+    decoder, fields = _Decoder(), dict[str, tuple[object, str]]()
+    try:
+        at, end = _skipped(text, 0), len(text.rstrip(SPACE))
+        while at < end - 1 and text[at] == ("," if fields else "{"):
+            key, at = decoder.value(text, _skipped(text, at + 1))
+            if not isinstance(key, str) or text[at] != ":":
+                return {}
+            start = _skipped(text, at + 1)
+            value, at = decoder.value(text, start)
+            fields[key] = value, text[start:at].rstrip(SPACE)
+    except (ValueError, IndexError, RecursionError):
+        return {}
+    return fields if at == end - 1 and text[at] == "}" else {}
+
+
+def _skipped(text: str, at: int) -> int:
+    """Behind white space."""
+    while at < len(text) and text[at] in SPACE:
+        at += 1
+    return at
 
 
 def _refused(param: str, expected: str, got: str) -> ServeError:

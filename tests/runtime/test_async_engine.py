@@ -246,7 +246,7 @@ def test_closing_cancels_what_is_open(engine: Engine) -> None:
         with pytest.raises(RequestError, match="expected a running engine, got a stopped one"):
             await shared.submit(PROMPTS[0])
         await shared.start()
-        with pytest.raises(RequestError, match="expected one start, got a second one"):
+        with pytest.raises(RequestError, match="expected one start of an engine, got a second"):
             await shared.start()
         stream = await shared.submit(PROMPTS[0], greedy(400))
         await shared.close()
@@ -256,6 +256,76 @@ def test_closing_cancels_what_is_open(engine: Engine) -> None:
             await shared.submit(PROMPTS[0])
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_has_one_async_engine(engine: Engine) -> None:
+    async def task(shared: AsyncEngine) -> None:
+        with pytest.raises(RequestError, match="expected one start of an engine, got a second"):
+            await AsyncEngine(engine).start()
+
+    use(engine, task)
+
+
+def test_another_event_loop_is_refused(engine: Engine) -> None:
+    shared = AsyncEngine(engine)
+
+    async def first() -> None:
+        await shared.start()
+        await shared.generate(PROMPTS[0], TEN)
+
+    async def second() -> None:
+        with pytest.raises(RequestError, match="expected the event loop of `start`, got another"):
+            await asyncio.wait_for(shared.generate(PROMPTS[0], TEN), 60)
+        await shared.close()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_an_id_that_is_used_again_gets_its_own_tokens(engine: Engine) -> None:
+    async def task(shared: AsyncEngine) -> None:
+        expected = (await shared.generate("A class", TEN)).token_ids
+        for _ in range(50):
+            left = await shared.submit("The import", greedy(400), request_id="same")
+            await anext(left)
+            left.cancel()
+            stream = await shared.submit("A class", TEN, request_id="same")
+            found = [token.token_id async for tokens in stream for token in tokens]
+            assert found == expected
+
+    use(engine, task)
+
+
+def test_what_ends_the_thread_ends_all_requests(engine: Engine) -> None:
+    async def main() -> None:
+        shared = AsyncEngine(engine)
+        shared.after_step = lambda tokens: 1 // 0  # type: ignore[assignment, return-value]
+        await shared.start()
+        streams = [await shared.submit(prompt, TEN) for prompt in PROMPTS[:2]]
+        for stream in streams:
+            (last,) = [tokens[-1] async for tokens in stream]
+            assert "the engine's thread has ended: ZeroDivisionError" in (last.error or "")
+        for call in (shared.generate(PROMPTS[0], TEN), shared.call(lambda own: None)):
+            with pytest.raises(RequestError, match="got a stopped one: ZeroDivisionError"):
+                await call
+        await shared.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_call_gives_back_whatever_is_raised(engine: Engine) -> None:
+    async def task(shared: AsyncEngine) -> None:
+        with pytest.raises(RuntimeError, match="the function raised StopIteration"):
+            await shared.call(lambda own: next(iter([])))
+        with pytest.raises(GeneratorExit):
+            await shared.call(lambda own: _raise(GeneratorExit()))
+        assert len((await shared.generate(PROMPTS[0], TEN)).token_ids) == 10
+
+    use(engine, task)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def test_a_call_sees_the_engine_between_steps(engine: Engine) -> None:

@@ -68,6 +68,15 @@ def test_logprobs(server: Server) -> None:
         assert token["logprob"] <= token["top_logprobs"][0]["logprob"] <= 0
 
 
+def test_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
+    text = "the \U0001f600 of h\u00e9"
+    body = {"messages": MESSAGES, "guided_regex": text, "logprobs": True, "max_tokens": 40}
+    choice = answered(server.post(PATH, body))["choices"][0]
+    assert choice["message"]["content"] == text
+    written = b"".join([bytes(token["bytes"]) for token in choice["logprobs"]["content"]])
+    assert written == text.encode()
+
+
 def test_without_a_limit_it_has_all_room_that_is_left(server: Server, engine: Engine) -> None:
     body = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
     usage = answered(server.post(PATH, body))["usage"]

@@ -178,3 +178,22 @@ def test_what_is_ignored_changes_nothing(server: Server) -> None:
     plain = server.complete(PROMPT)["choices"]
     extra = {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "n": 1}
     assert server.complete(PROMPT, **extra, best_of=1, logit_bias={}, top_k=-1)["choices"] == plain
+
+
+def test_a_long_prompt_leaves_the_others_their_room(server: Server, engine: Engine) -> None:
+    longest = engine.model.max_seq_len
+    body = {"prompt": [[5] * (longest - 2), [5, 6]], "ignore_eos": True, "temperature": 0}
+    choices = answered(server.post("/v1/completions", body))["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
+    assert (
+        choices[1]["text"]
+        == server.complete([5, 6], ignore_eos=True, max_tokens=16)["choices"][0]["text"]
+    )
+
+
+def test_offsets_behind_special_tokens_that_are_spelled_out(server: Server) -> None:
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 1}
+    choice = server.complete("<s>x</s> The", **fields)["choices"][0]
+    found = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+    assert found["x"] == choice["text"].index("x")
+    assert found["</s>"] == choice["text"].index("</s>")

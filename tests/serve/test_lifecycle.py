@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 from tests.serve.running import (
+    COMMAND,
     LIMITED,
     SECONDS,
     Server,
@@ -106,6 +108,36 @@ def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
             assert "the engine was closed" in refusal(whole.result(), 503)
         pace.end()
         assert server.process.wait(SECONDS) == 0
+
+
+def test_a_log_that_nobody_reads_costs_no_answer(artifact: Path) -> None:
+    command = [*COMMAND, str(artifact), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        url = json.loads(process.stderr.readline())["url"]
+        assert json.loads(process.stderr.readline())["event"] == "ready"
+        process.stderr.close()
+        body = {"prompt": "The", "max_tokens": 2}
+        for path, status in (("/v1/completions", 200), ("/v1/chat/completions", 400)):
+            assert httpx.post(url + path, json=body, timeout=SECONDS).status_code == status
+        process.terminate()
+        assert process.wait(SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_long_text_does_not_stop_the_others(server: Server) -> None:
+    text = {"prompt": "a " * 1_000_000}
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(server.post, "/tokenize", text)
+        answers = 0
+        while not long.done():
+            assert httpx.get(f"{server.url}/health", timeout=SECONDS).status_code == 200
+            answers += 1
+    assert long.result().status_code == 200
+    assert answers >= 5
 
 
 def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvgraph.serve.errors import ServeError
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered
@@ -162,20 +161,84 @@ def test_texts_that_are_calls() -> None:
     known = tools(WEATHER, CLOCK)
     call = known.call_in(' {"name": "clock", "parameters": {"a": "\\u00e9"}}')
     assert call is not None
-    assert call["function"] == {"name": "clock", "arguments": '{"a":"\u00e9"}'}
+    assert call["function"] == {"name": "clock", "arguments": '{"a": "\\u00e9"}'}
     for text in ("", "Rome", "[]", '{"name": "other", "arguments": {}}', '{"name": "clock"}'):
         assert known.call_in(text) is None
     for text in ('{"name": []}', "[" * 100_000, '{"name": "clock", "arguments": "x"}'):
         assert known.call_in(text) is None
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a":"\\ud800"}', '{ "a" : 1e999 }', '{"a":12345678901234567890.5,"a":2}', "{}"],
+)
+def test_arguments_are_as_they_were_written(arguments: str) -> None:
+    call = tools(CLOCK).call_in(f'\n{{"arguments":{arguments} , "name":"clock" }} ')
+    assert call is not None
+    assert call["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name":"clock","arguments":{"a":NaN}}',
+        '{"name":"clock","arguments":{}} x',
+        '{"name":"clock","arguments":{}',
+        '{"name":"clock";"arguments":{}}',
+        '{"name":"clock","arguments":{},}',
+        "{",
+        "{}",
+    ],
+)
+def test_texts_that_are_no_calls(text: str) -> None:
+    assert tools(CLOCK).call_in(text) is None
+
+
 def test_definitions_of_several_functions() -> None:
     other = json.loads(json.dumps(WEATHER))
     other["function"]["name"] = "climate"
+    other["function"]["parameters"]["$defs"]["City"] = {"enum": ["Bonn"]}
     schema = tools(WEATHER, other, choice="required").schema()
     assert schema is not None
-    assert schema["$defs"] == {"City": CITY}
     assert len(schema["anyOf"]) == 2
-    other["function"]["parameters"]["$defs"]["City"] = {"enum": ["Bonn"]}
-    with pytest.raises(ServeError, match="tools: expected one definition of 'City'"):
-        tools(WEATHER, other, choice="required").schema()
+    assert [own["$defs"]["City"] for own in schema["$defs"].values()] == [CITY, {"enum": ["Bonn"]}]
+    for number, own in schema["$defs"].items():
+        assert own["properties"]["city"] == {"$ref": f"#/$defs/{number}/$defs/City"}
+
+
+def test_references_are_the_tools_own(server: Server) -> None:
+    digit = {"type": "integer", "minimum": 1, "maximum": 2}
+    parameters = {
+        "$id": "https://example.org/s",
+        "type": "object",
+        "properties": {
+            "v": digit,
+            "w": {"$ref": "#/properties/v"},
+            "u": {"$ref": "https://example.org/s#/$defs/U"},
+            "t": {"enum": [{"$ref": "#"}]},
+        },
+        "required": ["v", "w", "u", "t"],
+        "additionalProperties": False,
+        "$defs": {"U": digit},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 80}
+    message = answered(server.post(PATH, body))["choices"][0]["message"]
+    arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
+    assert arguments.pop("t") == {"$ref": "#"}
+    assert sorted(arguments) == ["u", "v", "w"]
+    assert set(arguments.values()) <= {1, 2}
+
+
+def test_parameters_are_objects(server: Server) -> None:
+    limited = {"properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": limited}}
+    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 40}
+    message = answered(server.post(PATH, body))["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    tool["function"]["parameters"] = {"type": "string"}  # type: ignore[index]
+    answer = server.post(PATH, body)
+    assert answer.status_code == 400
+    assert "expected parameters of type 'object' of 'f', got 'string'" in answer.text
+    tool["function"]["parameters"] = {"type": "object", "$defs": [1]}  # type: ignore[index]
+    assert server.post(PATH, body).status_code in (200, 400)

@@ -53,6 +53,7 @@ class Fleet:
         self._is_gone = is_gone
         self._settings = settings
         self._running: dict[str, asyncio.Task[None]] = {}
+        self.is_closed = False
 
     async def submit(
         self,
@@ -78,6 +79,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Cancel what runs."""
+        self.is_closed = True
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()

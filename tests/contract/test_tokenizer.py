@@ -1,0 +1,31 @@
+"""Bytes of tokens, of the two kinds of vocabulary that have parts of characters."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE
+
+from kvgraph.contract.tokenizer import byte_pieces
+
+
+def of(vocabulary: list[str], decoder: decoders.Decoder) -> Tokenizer:
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    tokenizer = Tokenizer(BPE(ids, [], byte_fallback=True))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    return tokenizer
+
+
+def test_letters_stand_for_bytes() -> None:
+    piece = byte_pieces(of(["\u0120a", "\u00f0\u0141", "\u4e00"], decoders.ByteLevel()))
+    assert [piece(token) for token in range(5)] == [b" a", b"\xf0\x9f", None, None, None]
+
+
+def test_tokens_stand_for_bytes() -> None:
+    fallback = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
+    piece = byte_pieces(of(["\u2581a", "<0xE2>", "\u00e9"], fallback))
+    assert [piece(token) for token in range(4)] == [None, b"\xe2", None, None]
+
+
+def test_without_a_tokenizer_there_are_none() -> None:
+    assert byte_pieces(None)(7) is None

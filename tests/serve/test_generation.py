@@ -1,0 +1,111 @@
+"""What is queued and open does not depend on who reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvgraph import RequestError, SamplingParams
+from kvgraph.runtime.async_engine import TokenStream
+from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.stats import EngineStats, RequestStats
+from kvgraph.serve.errors import ServeError
+from kvgraph.serve.facts import EngineFacts, facts_of
+from kvgraph.serve.generation import Generation
+from kvgraph.serve.load import Admission, Load
+from kvgraph.serve.metrics import Metrics
+from kvgraph.serve.options import ServeOptions
+
+
+class Scripted:
+    """A runner whose streams a test feeds."""
+
+    is_closed = False
+
+    def __init__(self) -> None:
+        self.streams: list[TokenStream] = []
+
+    async def submit(self, prompt: Sequence[int], *_: object, news: Any, **__: object) -> Any:
+        if self.is_closed:
+            raise RequestError("AsyncEngine.submit: expected a running engine")
+        name = str(len(self.streams))
+        stats = RequestStats(prompt_tokens=len(prompt))
+        self.streams.append(TokenStream(name, stats, lambda stream: None, None, news))
+        return self.streams[-1]
+
+
+@pytest.fixture
+def facts(engine: Any) -> EngineFacts:
+    return facts_of(engine)
+
+
+@pytest.fixture
+def made(engine: Any, facts: EngineFacts) -> Callable[[], tuple[Scripted, Admission, Generation]]:
+    def make() -> tuple[Scripted, Admission, Generation]:
+        stats: EngineStats = engine.stats()
+        runner, options = Scripted(), ServeOptions()
+        admission = Admission(facts, options, lambda: Load(stats))
+        metrics = Metrics("kvgraph:", "tiny", facts, lambda: stats)
+        return runner, admission, Generation(runner, admission, metrics)
+
+    return make
+
+
+def counts(admission: Admission) -> tuple[int, int, int]:
+    return admission.num_open, admission.num_queued, admission.queued_tokens
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_reader_that_is_slow_keeps_nobody_out(
+    made: Callable[[], tuple[Scripted, Admission, Generation]], reads: bool
+) -> None:
+    async def main() -> None:
+        runner, admission, generation = made()
+        await generation.start([[5, 6, 7]], [SamplingParams()] * 2, b"", 100)
+        assert counts(admission) == (2, 2, 6)
+        first, second = runner.streams
+        first.give([Token("0", 5, "a", None)])
+        assert counts(admission) == (2, 1, 3)
+        first.give([Token("0", 5, "a", "length")])
+        assert counts(admission) == (1, 1, 3)
+        if reads:
+            (choice,) = await anext(generation)
+            assert len(choice.tokens) == 2
+            assert counts(admission) == (1, 1, 3)
+        second.give([Token("1", 5, "a", "stop")])
+        assert counts(admission) == (0, 0, 0)
+        generation.close()
+        assert counts(admission) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_who_leaves_is_counted_once(
+    made: Callable[[], tuple[Scripted, Admission, Generation]],
+) -> None:
+    async def main() -> None:
+        runner, admission, generation = made()
+        await generation.start([[5, 6, 7]], [SamplingParams()] * 2, b"", 100)
+        runner.streams[0].give([Token("0", 5, "a", None)])
+        generation.close()
+        generation.close()
+        assert counts(admission) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_has_ended_says_so(
+    made: Callable[[], tuple[Scripted, Admission, Generation]],
+) -> None:
+    async def main() -> None:
+        runner, admission, generation = made()
+        runner.is_closed = True
+        with pytest.raises(ServeError, match="the server ends") as refused:
+            await generation.start([[5]], [SamplingParams()], b"", 100)
+        assert refused.value.status == 503
+        assert counts(admission) == (0, 0, 0)
+
+    asyncio.run(main())
