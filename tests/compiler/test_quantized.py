@@ -17,6 +17,9 @@ from kvgraph.compiler import quantized as readers
 from kvgraph.compiler import values
 from kvgraph.compiler.frontends import folder as folders
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.folder import read_config
+from kvgraph.compiler.quantized import weights_of
+from kvgraph.compiler.shards import stored_tensors
 from tests.support import quantized
 
 
@@ -138,6 +141,13 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             GPTQ | {"checkpoint_format": "marlin"},
             "checkpoint_format: expected one of ['gptq",
         ),
+        ("gptq", GPTQ | {"bits": "4"}, "gptq: bits: expected 2, 4 or 8, got '4'; "),
+        ("gptq", GPTQ | {"rotation": "hadamard"}, "rotation: expected none, got 'hadamard'; "),
+        (
+            "gptq",
+            GPTQ | {"dynamic": {"-:.*k_proj": {}, ".*up.*": {"bits": 8}}},
+            "dynamic: expected 4 bits of all modules, got 8 of '.*up.*'; ",
+        ),
         ("awq", AWQ | {"version": "gemv"}, "awq: version: expected 'gemm', got 'gemv'; "),
         ("awq", AWQ | {"bits": 8}, "awq: bits: expected 4, got 8; "),
         (
@@ -163,6 +173,121 @@ def test_forms_that_are_not_read(
     assert said.endswith(
         "compile the checkpoint that it was made from, with --weights int4 or int8"
     )
+
+
+@pytest.mark.parametrize("form", ["fp8", "w8a8"])
+@pytest.mark.parametrize("key", [None, "compression_config"])
+def test_numbers_without_a_word_of_their_scales(
+    form: str, key: str | None, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The older key is read; where there is none, a cast of the numbers would be another model."""
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text())
+    own = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config | ({key: own} if key else {})))
+    if key is not None:
+        kvgraph.compile(folder, folder.with_name("out"), check=False)
+        return
+    said = refused(folder)
+    kind = "F8_E4M3" if form == "fp8" else "I8"
+    assert f"that quantization_config in config.json says the scales of, got {kind}; " in said
+
+
+def changed(
+    folder: Path, edit: Callable[[dict[str, torch.Tensor]], object], **config: Any
+) -> dict[str, torch.Tensor]:
+    """Edits the tensors, and the quantization_config; what the weights then are."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    given = json.loads((folder / "config.json").read_text())
+    given["quantization_config"] |= config
+    (folder / "config.json").write_text(json.dumps(given))
+    found, _ = weights_of(folder, read_config(folder), stored_tensors(folder))
+    return {name: values.read() for name, values in found.items()}
+
+
+def test_scales_that_are_exponents(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("fp8", plain("llama"), tmp_path / "packed")
+    meant: dict[str, torch.Tensor] = {}
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            exponents = tensors[name].log2().round()
+            tensors[name] = (exponents + 127).to(torch.uint8)
+            weight = tensors[name.removesuffix("_scale_inv")]
+            spread = exponents.exp2().repeat_interleave(64, 0).repeat_interleave(32, 1)
+            height, width = weight.shape
+            meant[name.removesuffix("_scale_inv")] = weight.float() * spread[:height, :width]
+
+    found = changed(folder, edit, scale_fmt="ue8m0")
+    assert meant
+    for name, weight in meant.items():
+        assert torch.equal(found[name], weight)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = tensors[name].view(torch.float8_e8m0fnu)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "_scale_inv: expected a dtype that is read, got F8_E8M0; " in refused(folder)
+
+
+def test_zero_points_of_0_borrow_from_the_next(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Words of zero points have a word of ones subtracted, as GPTQModel packs them."""
+    folder = quantized.make("gptq", plain("llama"), tmp_path / "packed")
+    name = f"{LAYER}.qzeros"
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        zeros = torch.tensor([0, 3, 0, 0, 15, 8, 1, 0]).repeat(tensors[name].shape[1])
+        words = quantized.packed(zeros, 4).long() - 0x11111111
+        tensors[name][:] = (words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+
+    weight = changed(folder, edit)[f"{LAYER}.weight"]
+    tensors = load_file(folder / "model.safetensors")
+    packed, scales = tensors[f"{LAYER}.qweight"], tensors[f"{LAYER}.scales"].float()
+    first = (packed[0] >> 0) & 15  # the first input of each output
+    group = int(tensors[f"{LAYER}.g_idx"][0])
+    zeros = torch.tensor([0, 3, 0, 0, 15, 8, 1, 0]).repeat(len(first) // 8)
+    assert torch.equal(weight[:, 0], (first - zeros) * scales[group])
+
+
+def test_scales_of_an_activation_are_refused(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("awq", plain("llama"), tmp_path / "packed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.act.scales"] = torch.ones(4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = "mlp.act.scales: expected scales of weights alone, got scales of an activation; "
+    assert said in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("weight_block_size", [64], "two sizes, got [64]"),
+        ("weight_block_size", "64x32", "two sizes, got '64x32'"),
+        ("weight_block_size", [64, 0], "two sizes, got [64, 0]"),
+        ("config_groups", ["Linear"], "objects or lists by name, got ['Linear']"),
+        ("config_groups", {"a": "b"}, "objects or lists by name, got {'a': 'b'}"),
+        ("sparsity_config", "dense", "an object, got 'dense'"),
+    ],
+)
+def test_fields_of_another_kind(
+    name: str, value: object, expected: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make("fp8", plain("llama"), tmp_path / "packed")
+    given = json.loads((folder / "config.json").read_text())
+    given["quantization_config"][name] = value
+    (folder / "config.json").write_text(json.dumps(given))
+    assert refused(folder).endswith(f"quantization_config: {name}: expected {expected}")
+
+
+def test_a_scheme_by_its_name(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
+    before = changed(folder, lambda tensors: None)
+    found = changed(folder, lambda tensors: None, config_groups={"W8A8": ["Linear"]})
+    assert all(torch.equal(found[name], weight) for name, weight in before.items())
+    kvgraph.compile(folder, tmp_path / "out", check=False)
 
 
 def refused(folder: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
     given = config.get("quantization_config") or nested
+    given = given or config.get("compression_config")  # early compressed-tensors
     if not given:
         return None
     return given if isinstance(given, dict) else {"quant_method": given}
@@ -97,9 +98,44 @@ def quantization(config: Config) -> Mapping[str, Any] | None:
 
 def _require_known_weights(path: Path, config: Config) -> None:
     given = quantization(config)
-    if given is not None and given.get("quant_method") not in QUANTIZED:
+    if given is None:
+        return
+    if given.get("quant_method") not in QUANTIZED:
         raise UnsupportedError(
             f"{path}: quantization_config: expected one of {list(QUANTIZED)}, got a checkpoint "
             f"quantised by {given.get('quant_method')!r}; compile the one that it was made from, "
             "with --weights int4 or int8"
         )
+    for name, (fits, expected) in FIELDS.items():
+        value = given.get(name)
+        if value is not None and not fits(value):
+            raise ModelError(
+                f"{path}: quantization_config: {name}: expected {expected}, got {value!r:.100}"
+            )
+
+
+def _is_block(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_size(each) for each in value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _are_groups(value: object) -> bool:
+    groups = value.values() if isinstance(value, dict) else ["none"]
+    return all(isinstance(group, list) or _is_group(group) for group in groups)
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("weights") or {}, dict)
+
+
+FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "config_groups": (_are_groups, "objects or lists by name"),
+    "dynamic": (lambda value: isinstance(value, dict), "an object"),
+    "sparsity_config": (lambda value: isinstance(value, dict), "an object"),
+    "transform_config": (lambda value: isinstance(value, dict), "an object"),
+    "weight_block_size": (_is_block, "two sizes"),
+}
+"""Fields that readers of weights look into: whether a value fits, and what is expected."""

@@ -105,6 +105,9 @@ def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
     for name in (f"{kind}.rope.scaling.type", f"{kind}.expert_count" if kind == "llama" else ""):
         if _field(reader, name) not in (None, "none", 0):
             raise _refuse(path, name, "none", repr(_field(reader, name)))
+    for name in (f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"):
+        if _field(reader, name) not in (None, 0, 1):  # llama.cpp's type is "linear" where none is
+            raise _refuse(path, name, "1", repr(_field(reader, name)))
     for tensor in reader.tensors:
         if not is_decoded(tensor.tensor_type):
             wanted = "a type that the gguf package decodes"

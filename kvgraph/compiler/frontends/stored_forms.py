@@ -39,7 +39,9 @@ def stored_forms(config: Config) -> StoredForms:
         head = given.get("head") or {}
         return StoredForms(_of_blocks(given), Form(given["bits"] or PLAIN.bits), _of_blocks(head))
     groups = given.get("config_groups")
-    each = [g.get("weights") or {} for g in groups.values()] if groups else [given]
+    each = [given]
+    if groups:  # those of a scheme by name are in lists
+        each = [g.get("weights") or {} for g in groups.values() if isinstance(g, dict)]
     forms = [_form(one, str(given.get("format"))) for one in each]
     widest = max(forms, key=lambda form: form.bits, default=PLAIN)
     return StoredForms(widest, widest)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
-from kvgraph.compiler.quantized.parts import Parts
+from kvgraph.compiler.quantized.parts import INSTEAD, Parts
 from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
+from kvgraph.errors import UnsupportedError
 
 METHODS: Mapping[str, Callable[[Parts, Config], dict[str, Values]]] = {
     "awq": awq.weights,
@@ -25,6 +26,9 @@ METHODS: Mapping[str, Callable[[Parts, Config], dict[str, Values]]] = {
     "mxfp4": mxfp4.weights,
 }
 """quant_method of a configuration -> its reader."""
+
+WITH_SCALES = ("F8_E4M3", "F8_E5M2", "I8")
+"""Stored types of numbers that are no weight without a scale."""
 
 
 def weights_of(
@@ -39,9 +43,22 @@ def weights_of(
     readable = {k: each for k, each in stored.items() if each.dtype in TORCH_DTYPES}
     given = quantization(config)
     if given is None:
+        _require_scales(folder, stored)
         return {name: Plain(each) for name, each in readable.items()}, ""
     method = str(given["quant_method"])
-    parts = Parts(folder, method, readable)
+    unread = {name: each.dtype for name, each in stored.items() if name not in readable}
+    parts = Parts(folder, method, readable, unread)
     found = METHODS[method](parts, given)
+    _require_scales(folder, {k: each for k, each in stored.items() if k not in parts.taken})
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
     return {**others, **found}, parts.said
+
+
+def _require_scales(folder: Path, others: Mapping[str, Stored]) -> None:
+    """UnsupportedError where tensors that no method takes are numbers without their scales."""
+    for name, each in sorted(others.items()):
+        if each.dtype in WITH_SCALES and len(each.shape) > 1:
+            raise UnsupportedError(
+                f"{folder}: {name}: expected numbers that quantization_config in config.json says "
+                f"the scales of, got {each.dtype}; {INSTEAD}"
+            )

@@ -30,7 +30,13 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         raise parts.refuse("bits", str(BITS), bits)
     if form != "gemm":
         raise parts.refuse("version", "'gemm'", repr(form))
-    return {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".qweight")}
+    found: dict[str, Values] = {
+        f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".qweight")
+    }
+    for stem in parts.stems(".scales"):
+        if (name := f"{stem}.scales") not in parts.taken:
+            raise parts.refuse(name, "scales of weights alone", "scales of an activation")
+    return found
 
 
 def _weight(parts: Parts, stem: str) -> Values:

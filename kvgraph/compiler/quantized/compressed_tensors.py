@@ -29,6 +29,8 @@ from kvgraph.errors import ModelError
 BITS = (2, 4, 8)
 FLOAT8 = "F8_E4M3"
 DENSE = (None, "dense")
+PRESET_BLOCKS = {"FP8_BLOCK": [128, 128]}
+"""Named schemes whose scales are of blocks."""
 LEFT = tuple(
     f".{name}"
     for name in (
@@ -61,8 +63,11 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
 
 def _block(config: Config) -> tuple[int, int] | None:
     """Of float8 weights: the one that a group names."""
-    for group in (config.get("config_groups") or {}).values():
-        block = (group.get("weights") or {}).get("block_structure")
+    for name, group in (config.get("config_groups") or {}).items():
+        if isinstance(group, list):  # a scheme by its name, and what it is of
+            block = PRESET_BLOCKS.get(name)
+        else:
+            block = (group.get("weights") or {}).get("block_structure")
         if block:
             height, width = (
                 block if isinstance(block, list) else [int(x) for x in str(block).split("x")]

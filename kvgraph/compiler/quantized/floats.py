@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
+from kvgraph.compiler.quantized.parts import Parts, read_finite
 from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, LEVELS, Form
 
 Block = tuple[int, int]
-
-BIAS = 127
-"""Of a scale that is an exponent alone (E8M0); the largest byte is a NaN."""
 
 
 class Scaled(Values):
@@ -119,7 +115,7 @@ class FourBits(Values):
 
     def open(self) -> Rows:
         numbers = self._numbers.open()
-        scales = _exponents(self._scales) if self._is_exponents else read_finite(self._scales)
+        scales = read_finite(self._scales)
         if self._whole is not None:
             scales = scales / read_finite(self._whole)
         levels = torch.from_numpy(LEVELS[E2M1])
@@ -142,7 +138,7 @@ class FourBits(Values):
 
     def open_coded(self) -> CodedRows:
         numbers, scales = self._numbers.open(), self._scales.read()
-        _exponents(self._scales)  # that none is a NaN
+        read_finite(self._scales)  # that none is a NaN
 
         def rows(start: int, stop: int) -> Coded:
             bytes_, of_rows = numbers(start, stop), scales[start:stop]
@@ -154,12 +150,3 @@ class FourBits(Values):
     @property
     def _is_exponents(self) -> bool:
         return self._scales.dtype == torch.uint8
-
-
-def _exponents(part: Plain) -> torch.Tensor:
-    """Powers of two in float32."""
-    stored = part.read().numpy()
-    with np.errstate(over="ignore"):
-        powers = np.ldexp(np.float32(1), stored.astype(np.int32) - BIAS)
-    powers[stored == 2 * BIAS + 1] = np.nan
-    return require_finite(part, torch.from_numpy(powers))

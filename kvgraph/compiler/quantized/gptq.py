@@ -3,8 +3,8 @@
 The layout of AutoGPTQ and GPTQModel, for a weight of N outputs and K inputs in G groups:
 
     qweight  int32 [K * bits / 32, N]   consecutive inputs in a word, the lowest bits first
-    qzeros   int32 [G, N * bits / 32]   zero points less one (`checkpoint_format` "gptq"), or
-                                        themselves ("gptq_v2")
+    qzeros   int32 [G, N * bits / 32]   words of zero points less a word of ones
+                                        (`checkpoint_format` "gptq"), or themselves ("gptq_v2")
     scales   float [G, N]
     g_idx    int32 [K]                  the group of each input; with act-order in any order
 """
@@ -25,16 +25,29 @@ LESS = {"gptq": 1, "gptq_v2": 0}
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
-    bits, form = config.get("bits"), config.get("checkpoint_format") or "gptq"
+    bits = config.get("bits")
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
     if bits not in BITS:
-        raise parts.refuse("bits", "2, 4 or 8", bits)
+        raise parts.refuse("bits", "2, 4 or 8", repr(bits))
     if form not in LESS:
         raise parts.refuse("checkpoint_format", f"one of {list(LESS)}", repr(form))
-    stems = list(parts.stems(".qweight"))
-    return {f"{stem}.weight": _weight(parts, stem, bits, LESS[form]) for stem in stems}
+    for name in ("rotation", "is_marlin_format"):
+        if config.get(name):
+            raise parts.refuse(name, "none", repr(config[name]))
+    for pattern, rule in (config.get("dynamic") or {}).items():
+        own = rule.get("bits", bits) if isinstance(rule, dict) else bits
+        if own != bits:
+            raise parts.refuse("dynamic", f"{bits} bits of all modules", f"{own} of {pattern!r}")
+    size = config.get("group_size")
+    found: dict[str, Values] = {}
+    for stem in list(parts.stems(".qweight")):
+        found[f"{stem}.weight"] = weight = _weight(parts, stem, bits, LESS[form])
+        if weight.has_uneven_groups(size):
+            raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
+    return found
 
 
-def _weight(parts: Parts, stem: str, bits: int, less: int) -> Values:
+def _weight(parts: Parts, stem: str, bits: int, less: int) -> _Grouped:
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
     index = parts.find(f"{stem}.g_idx")
@@ -68,6 +81,12 @@ class _Grouped(Integers):
         self._packed, self._zeros, self._scales = packed, zeros, scales
         self._stored_bits, self._half, self._less = bits, 1 << (bits - 1), less
 
+    def has_uneven_groups(self, size: object) -> bool:
+        """Whether groups in order are of another size than `size`: the last one is short."""
+        if self._index is not None or not isinstance(size, int) or size <= 0:
+            return False
+        return size * self._groups != self.shape[1] and self._groups > 1
+
     def open_numbers(self) -> Rows:
         packed = self._packed.read()
 
@@ -80,5 +99,8 @@ class _Grouped(Integers):
         return read_finite(self._scales).T
 
     def offsets(self) -> torch.Tensor:
-        zeros = unpack(self._zeros.read(), self._stored_bits)[:, : self.shape[0]].T
-        return self._half - self._less - zeros
+        words = self._zeros.read()
+        if self._less:  # of whole words, with their carries: a zero point may be 0
+            ones = sum(1 << place for place in range(0, 32, self._stored_bits))
+            words = (words.long() + ones).to(torch.int32)
+        return self._half - unpack(words, self._stored_bits)[:, : self.shape[0]].T

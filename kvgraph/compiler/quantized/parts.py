@@ -12,6 +12,9 @@ from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.values import Plain
 from kvgraph.errors import ModelError, UnsupportedError
 
+EXPONENT_BIAS = 127
+"""Of a scale that is an exponent alone (E8M0); the largest byte is a NaN."""
+
 INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 
@@ -22,6 +25,8 @@ class Parts:
     folder: Path
     method: str
     stored: Mapping[str, Stored]
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of dtypes that are not read -> their dtype."""
     taken: set[str] = field(default_factory=set)
     kinds: set[str] = field(default_factory=set)
     """How weights are stored, as words for a user."""
@@ -44,6 +49,8 @@ class Parts:
 
     def take(self, name: str, beside: str) -> Plain:
         found = self.find(name)
+        if found is None and name in self.unread:
+            raise self.refuse(name, "a dtype that is read", self.unread[name])
         if found is None:
             raise ModelError(
                 f"{self.folder}: expected {name} beside {beside}, as {self.method} stores a "
@@ -73,8 +80,13 @@ class Parts:
 
 
 def read_finite(part: Plain) -> torch.Tensor:
-    """Scales in float32; ModelError where one is not finite."""
-    return require_finite(part, part.read().float())
+    """Scales in float32; bytes are exponents (E8M0). ModelError where one is not finite."""
+    stored = part.read()
+    if stored.dtype != torch.uint8:
+        return require_finite(part, stored.float())
+    powers = torch.exp2(stored.double() - EXPONENT_BIAS)
+    powers[stored == 2 * EXPONENT_BIAS + 1] = torch.nan
+    return require_finite(part, powers.float())
 
 
 def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
@@ -89,13 +101,14 @@ def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
 def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tensor:
     """The group of each input: in order, or as `index` says.
 
-    ModelError for a group that is not there. An index of -1 alone is one that was never filled.
+    ModelError for a group that is not there. An index of -1 alone, or of 0 alone where there are
+    several groups, is one that was never filled.
     """
     found = torch.arange(inputs) // max(1, inputs // count)
     if index is None:
         return found
     given = index.read().long()
-    if (given == -1).all():
+    if (given == -1).all() or (count > 1 and (given == 0).all()):
         return found
     if not ((given >= 0) & (given < count)).all():
         raise ModelError(
