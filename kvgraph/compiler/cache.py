@@ -63,6 +63,8 @@ def require_target(
 ) -> None:
     """UnsupportedError unless graphs for `ranks` devices of `target` can be bound on the devices of
     `params`."""
+    if not isinstance(params, KVCacheParams | MultiKVCacheParams):
+        raise UnsupportedError(f"params: expected KVCacheParams, got {type(params).__name__}")
     for leaf in params.leaves.values():
         leaf.require_kernels()
     if params.n_shards != ranks:

@@ -178,7 +178,11 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
     value = results[0].meta["val"]
     logits = signature.outputs[0]
     dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-    if dtype != logits.dtype or len(shape) != 2 or shape[1] != logits.shape[1]:
+    given = [node for node in program.graph.nodes if node.op == "placeholder"]
+    named = zip(signature.inputs, given[-len(signature.inputs) :], strict=True)
+    rows = next(n.meta["val"].shape[0] for i, n in named if i.name == "logits_indices")
+    is_matrix = dtype == logits.dtype and len(shape) == 2 and shape[1] == logits.shape[1]
+    if not is_matrix or str(shape[0]) != str(rows):
         raise UnsupportedError(
             f"logits: expected {logits.dtype} {list(logits.shape)} from the signature, "
             f"got {dtype} {shape} from the module"
@@ -212,7 +216,11 @@ def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
     def positional(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _NoGradNodes():
             logits = forward(*inputs)
-        if isinstance(logits, torch.Tensor) and logits.is_floating_point():
+        if not isinstance(logits, torch.Tensor):
+            raise UnsupportedError(
+                f"logits: expected one tensor from the module, got {type(logits).__name__}"
+            )
+        if logits.is_floating_point():
             logits = logits.float()
         return (logits, *(inputs[i] for i in returned))
 

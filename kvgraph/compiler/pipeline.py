@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,11 +51,21 @@ def require_plan(model: str | Path | nn.Module, ranks: int) -> None:
         )
 
 
-def opened(
-    model: str | Path | nn.Module,
-) -> AbstractContextManager[Path | nn.Module]:
-    """A checkpoint folder, or a module as it is."""
-    return as_folder(Path(model)) if isinstance(model, str | Path) else nullcontext(model)
+@contextmanager
+def opened(model: str | Path | nn.Module) -> Iterator[Path | nn.Module]:
+    """A checkpoint folder, or a module, whose parts are as before when it is compiled: in training
+    or not."""
+    if isinstance(model, str | Path):
+        with as_folder(Path(model)) as folder:
+            yield folder
+        return
+    parts = list(model.modules()) if hasattr(type(model), "modules") else []
+    trains = [part.training for part in parts]
+    try:
+        yield model
+    finally:
+        for part, is_training in zip(parts, trains, strict=True):
+            part.training = is_training
 
 
 def load_model(

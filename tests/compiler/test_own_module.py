@@ -51,6 +51,30 @@ class Rounded(Decoder):
         return super().forward(*inputs).long()
 
 
+class EveryToken(Decoder):
+    """Forgets which logits are asked for."""
+
+    def forward(self, tokens: Any, offsets: Any, logits_indices: Any, *cache: Any) -> torch.Tensor:
+        every = torch.arange(tokens.shape[0], device=tokens.device)
+        return super().forward(tokens, offsets, every, *cache)
+
+
+class Several(Decoder):
+    def forward(self, *inputs: Any) -> Any:
+        logits = super().forward(*inputs)
+        return logits, logits
+
+
+class Named(Decoder):
+    def forward(self, *inputs: Any) -> Any:
+        return {"logits": super().forward(*inputs)}
+
+
+class Nothing(Decoder):
+    def forward(self, *inputs: Any) -> Any:
+        super().forward(*inputs)
+
+
 CUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "split": lambda h: h.view(-1, 8, 8).split((4, 2, 2), 1),
     "slice": lambda h: (h.view(-1, 8, 8)[:, a:b] for a, b in ((0, 4), (4, 6), (6, 8))),
@@ -117,6 +141,55 @@ def test_what_does_not_fit_is_said(
     with pytest.raises(kvgraph.UnsupportedError, match=message):
         compile_module(module, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+@pytest.mark.parametrize(
+    ("module", "got"),
+    [
+        (EveryToken, "got float32 [s"),
+        (Several, "expected one tensor from the module, got tuple"),
+        (Named, "expected one tensor from the module, got dict"),
+        (Nothing, "expected one tensor from the module, got NoneType"),
+    ],
+)
+def test_what_is_returned_is_the_logits_alone(
+    module: type[Decoder], got: str, backend: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match=r"^logits: expected ") as refused:
+        compile_module(module(), tmp_path / "out", backend=backend)
+    assert got in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (Decoder, {}, "model: expected a folder, a GGUF file or an nn.Module, got the class Dec"),
+        (len, {}, "got builtin_function_or_method"),
+        (Decoder().to("meta"), {}, "embed.weight: expected a parameter with values, got one on"),
+        (Decoder(), {"params": {}}, "params: expected KVCacheParams, got dict"),
+    ],
+)
+def test_what_is_no_module(
+    given: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kvgraph.KVGraphError) as refused:
+        compile_module(given, tmp_path / "out", **options)
+    assert message in str(refused.value)
+
+
+def test_a_module_goes_on_training(tmp_path: Path) -> None:
+    module = Decoder().train()
+    module.qkv.eval()
+    assert compile_module(module, tmp_path / "out", eos_token_ids=3).model.eos_token_ids == [3]
+    assert [part.training for part in module.modules()] == [True, True, False]
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_a_table_that_is_the_head_too(weights: str, tmp_path: Path) -> None:
+    """A product with the embedding's transpose keeps the table in float32."""
+    compile_module(Decoder(), tmp_path / "out", weights=weights)
+    assert len(kvgraph.Engine(tmp_path / "out").generate([[1, 2, 3]])[0].token_ids)
 
 
 @pytest.mark.parametrize("cut", CUTS)

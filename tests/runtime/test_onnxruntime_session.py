@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,3 +251,17 @@ def test_what_was_not_bound_to_its_end_is_bound_again(session: Any, before: bool
                 session.run(*other.inputs())
             np.testing.assert_array_equal(rows.step(), logits[step])
     assert broken > 12
+
+
+def test_nothing_is_told_to_a_vendor(compiled: Compiled, tmp_path: Path) -> None:
+    """A process with a home of its own: no identifier and no queue of events is left in it."""
+    code = (
+        "import sys, kvgraph\n"
+        "kvgraph.Engine(sys.argv[1]).generate(['The'], kvgraph.SamplingParams(max_tokens=2))"
+    )
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    kept = {k: v for k, v in os.environ.items() if k != "ORT_DISABLE_TELEMETRY"}
+    command = [sys.executable, "-c", code, str(compiled("tiny-llama"))]
+    subprocess.run(command, check=True, env=kept | home)
+    assert not [path for path in tmp_path.rglob("*") if "onnxruntime" in str(path).lower()]
+    assert not list(tmp_path.rglob("Microsoft"))

@@ -17,14 +17,14 @@ def half_tables(onnx_model: ir.Model) -> PassReport:
     for name, table in list(onnx_model.graph.initializers.items()):
         if table.dtype != ir.DataType.FLOAT or len(table.shape or ()) != 2:
             continue
-        users = [use.node for use in table.uses() if use.idx == 0]
-        if not users or any(node.op_type != "Gather" for node in users):
+        uses = list(table.uses())
+        if not uses or any((use.node.op_type, use.idx) != ("Gather", 0) for use in uses):
             continue
         assert table.const_value is not None
         table.const_value = _halved(table.const_value, name)
         table.type = ir.TensorType(ir.DataType.BFLOAT16)
-        for node in users:
-            _cast_rows(onnx_model.graph, node)
+        for use in uses:
+            _cast_rows(onnx_model.graph, use.node)
         report.applied += 1
     return report
 
