@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvgraph.cli.console import Stages, print_json, stderr, summary
+from kvgraph.cli.console import Stages, print_json, stderr, summary, terminable
 from kvgraph.cli.options import (
     CacheDtypeOption,
     DtypeOption,
@@ -75,7 +75,12 @@ def compile(
         ),
     ] = None,
     quality_text: Annotated[
-        Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="UTF-8 text for it [default: from Python's documentation].",
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option(help="Compare two short rows with the model's own forward pass.")
@@ -92,7 +97,7 @@ def compile(
     if quality_text is not None or is_small:
         quality = quality is None or quality
     stages = Stages()
-    with stages.bars:
+    with stages.bars, terminable():
         if from_artifact is not None:
             from kvgraph.rebuild import rebuild
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,20 @@ class Stages:
                 f"{time.perf_counter() - self._start:6.1f} s  {self._stage}", soft_wrap=True
             )
         self._stage = ""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A scope that SIGTERM ends as Ctrl-C does: what is half made is removed."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -15,7 +15,10 @@ from kvgraph.errors import RequestError
 
 def prefill(
     artifact: ArtifactFolder,
-    prompt_file: Annotated[Path, typer.Option(help="Text file to compute ahead of time.")],
+    prompt_file: Annotated[
+        Path,
+        typer.Option(exists=True, dir_okay=False, help="Text file to compute ahead of time."),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: NAME.kvp.")],
     num_pages: NumPages = None,
     threads: Threads = None,

@@ -53,7 +53,10 @@ def serve(
         typer.Option(min=0, help="Tokens of prompts that wait [default: 16 steps of prefill]."),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File of API keys, one a line [default: no key].")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="File of API keys, one a line [default: no key]."
+        ),
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time for running requests after SIGTERM.")

@@ -225,7 +225,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and type-check the manifest; files are not opened (see `verify_files`)."""
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise ArtifactError(f"{folder}: expected an artifact folder, got nothing there")
+        got = "a file" if folder.exists() else "nothing there"
+        raise ArtifactError(f"{folder}: expected an artifact folder, got {got}")
     if not path.is_file():
         raise ArtifactError(
             f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "

@@ -147,6 +147,35 @@ def test_a_compile_that_fails_in_the_middle_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_terminated_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None:
+    command = [*COMMAND, "compile", str(model_folder("llama")), "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob(f"{PREFIX}*/made")):
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("compile", "model", "-o", "out"), "--quality-text"),
+        (("prefill", "model.kvg", "-o", "out.kvp"), "--prompt-file"),
+        (("serve", "model.kvg"), "--api-key-file"),
+    ],
+)
+def test_files_that_are_not_there_are_named_with_their_option(
+    tmp_path: Path, command: tuple[str, ...], option: str
+) -> None:
+    for path, what in ((tmp_path / "none", "does not exist"), (tmp_path, "is a directory")):
+        done = run(*command, option, path)
+        assert done.code == 2
+        told = " ".join(done.err.split())
+        assert f"Invalid value for '{option}'" in told
+        assert what in told
+
+
 def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None:
     """Nothing that reads as an artifact is left; the next compile works and removes the rest."""
     out = tmp_path / "model.kvg"

@@ -17,7 +17,7 @@ from kvgraph.errors import (
     UnsupportedError,
 )
 from tests.bad_input.damage import NORM, sentence
-from tests.support.command_line import COMMAND, Outcome
+from tests.support.command_line import COMMAND, Outcome, run
 
 # -- the shape of it, from outside
 
@@ -38,6 +38,12 @@ def test_a_process_exits_with_2_and_one_sentence(
     text = sentence(Outcome(done.returncode, done.stdout, done.stderr))
     assert text.startswith(f"{tmp_path}/[bold]:cat:: {message}")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_no_artifact_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_text("x")
+    said = sentence(run("inspect", tmp_path / "model.onnx"))
+    assert said.endswith("model.onnx: expected an artifact folder, got a file")
 
 
 def test_the_libraries_stay_silent(tmp_path: Path, model: Path) -> None:
