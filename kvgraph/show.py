@@ -261,7 +261,13 @@ def _read_json(path: Path) -> Any:
 def files(manifest: Manifest) -> Table:
     table = titled("Files")
     for column in ("file", "bytes", "SHA-256 of chunk 0", "same bytes again"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", no_wrap=True)
+        is_name = column == "file"  # a narrow terminal folds names, and hides no figures
+        table.add_column(
+            column,
+            justify="right" if column == "bytes" else "left",
+            no_wrap=not is_name,
+            overflow="fold",
+        )
     for name, entry in manifest.files.items():
         same = "no" if name in manifest.nondeterministic_files else "yes"
         digest = entry.chunks[0][:16] if entry.chunks else ""

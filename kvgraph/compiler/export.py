@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
 from kvgraph.compiler.trace_errors import call_refused, refusal
 from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
@@ -77,6 +78,7 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
     with _positional(model.module, buffers if return_buffers else []), torch.no_grad():
         program = _trace(model, signature)
     _require_logits(program, signature)
+    _require_state_unchanged(program)
     return program
 
 
@@ -187,6 +189,21 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
             f"logits: expected {logits.dtype} {list(logits.shape)} from the signature, "
             f"got {dtype} {shape} from the module"
         )
+
+
+def _require_state_unchanged(program: ExportedProgram) -> None:
+    """UnsupportedError for a module that writes into its own buffers: a step would depend on those
+    before it, whatever their requests."""
+    signature = program.graph_signature
+    own = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
+    for node in program.graph.nodes:
+        written = written_by(node)
+        name = None if written is None else own.get(base_of(written).name)
+        if name is not None:
+            raise UnsupportedError(
+                f"module: expected one that changes nothing but the cache, got {node.target} that "
+                f"changes {name!r}"
+            )
 
 
 class _NoGradNodes(TorchFunctionMode):

@@ -394,8 +394,5 @@ def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
     found, nbytes = _hash_chunk(path, index)
     if found == expected:
         return None, nbytes
-    sentence = (
-        f"{path}: chunk {index}: expected SHA-256 {expected[:16]} from the manifest, "
-        f"got {found[:16]}: the file was changed"
-    )
-    return sentence, nbytes
+    why = f"expected SHA-256 {expected[:16]} from the manifest, got {found[:16]}"
+    return f"{path}: chunk {index}: {why}: the file was changed", nbytes

@@ -59,6 +59,16 @@ class EveryToken(Decoder):
         return super().forward(tokens, offsets, every, *cache)
 
 
+class Counting(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        self.count.add_(1)  # type: ignore[operator]
+        return super().forward(*inputs)
+
+
 class Several(Decoder):
     def forward(self, *inputs: Any) -> Any:
         logits = super().forward(*inputs)
@@ -132,6 +142,7 @@ def test_it_generates(tmp_path: Path) -> None:
         (Decoder(dtype=torch.bfloat16), {}, "expected float32 activations .*, got bfloat16"),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
+        (Counting(), {}, "nothing but the cache, got aten.add_.Tensor that changes 'count'"),
         (Meddler(), {}, "paged_attention of layer 0: kv_blocks: expected a pool .* got aten.mul_"),
     ],
 )
