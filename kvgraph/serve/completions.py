@@ -80,13 +80,7 @@ async def _echo(served: Served, given: str | list[int], tokens: list[int], offse
     text = given if isinstance(given, str) else served.detokenize(tokens, special_tokens=False)
     if not offsets:
         return Echo(text)
-    pieces = await asyncio.to_thread(served.pieces, tokens)
-    offsets_in, at = [], 0
-    for token, piece in zip(tokens, pieces, strict=True):
-        offsets_in.append(min(at, len(text)))  # one that normalizes gives other pieces
-        special = "" if piece else served.special_text(token)  # which a client may spell out
-        at += len(special if special and text.startswith(special, at) else piece)
-    return Echo(text, offsets_in)
+    return Echo(text, await asyncio.to_thread(served.offsets_in, text, tokens))
 
 
 async def answer_completion(job: Job, generation: Generation) -> JsonObject:

@@ -65,17 +65,21 @@ class Served:
         text: str = tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
         return text
 
-    def pieces(self, tokens: list[int]) -> list[str]:
-        """The text of each token, without special tokens; a character comes with its last byte."""
+    def offsets_in(self, text: str, tokens: list[int]) -> list[int]:
+        """Where each token of a prompt begins in `text`. A character begins with its last byte; a
+        special token has a place where it is spelled out."""
         from tokenizers.decoders import DecodeStream
 
         tokenizer, decoder = self._tokenizer(), DecodeStream(skip_special_tokens=True)
-        return [decoder.step(tokenizer, token) or "" for token in tokens]
-
-    def special_text(self, token: int) -> str:
-        """How a special token is spelled in a prompt; "" of others."""
-        known = self._tokenizer().get_added_tokens_decoder().get(token)
-        return str(known.content) if known is not None and known.special else ""
+        added = tokenizer.get_added_tokens_decoder().items()
+        special = {token: known.content for token, known in added if known.special}
+        offsets, at = [], 0
+        for token in tokens:
+            offsets.append(min(at, len(text)))  # one that normalizes gives other pieces
+            piece = decoder.step(tokenizer, token) or ""
+            spelled = special.get(token, "")
+            at += len(spelled if spelled and text.startswith(spelled, at) else piece)
+        return offsets
 
     def _tokenizer(self) -> Any:
         if (tokenizer := self.prompts._text.tokenizer) is None:
