@@ -133,12 +133,14 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
     if is_last:
         reason = "stop"
     stop: str | int | None = None
+    characters: int | None = None
     if stream is not None and (is_text or stream.stops is not None):
         try:
             decoder = stream.decoder or stream.start(row.context)
             if is_text:
                 text = decoder.step(stream.tokenizer, token) or ""
             if stream.stops is not None:
+                characters = len(text)
                 count = row.context.current_length + behind + 1 - row.prompt_length
                 text, stop = stream.stops.step(text, count, ends=reason is not None)
         except MemoryError:
@@ -152,7 +154,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
         stop = token
     elif stop is not None:
         reason = "stop"
-    return Token(row.request_id, token, text, reason, stop_reason=stop)
+    return Token(row.request_id, token, text, reason, stop_reason=stop, characters=characters)
 
 
 def jump(outcome: Outcome, ahead: Mapping[str, Sequence[Token]]) -> Outcome:

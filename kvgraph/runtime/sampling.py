@@ -37,6 +37,13 @@ class Token(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: str | int | None = None
+    characters: int | None = None
+    """That it completes, where they wait for stop strings; None: those of `text`."""
+
+    @property
+    def width(self) -> int:
+        """Characters that it completes, whether they wait or not."""
+        return len(self.text) if self.characters is None else self.characters
 
 
 class TokenSource:

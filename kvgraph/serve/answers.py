@@ -63,12 +63,12 @@ class Spelling:
         return self(token).encode() if own is None else own
 
 
-def offsets_of(pieces: Iterable[str], start: int) -> list[int]:
-    """Where each piece begins in a text that has `start` characters before them."""
+def offsets_of(tokens: Iterable[Token], start: int) -> list[int]:
+    """Where each token begins in a text that has `start` characters before them."""
     offsets = []
-    for piece in pieces:
+    for token in tokens:
         offsets.append(start)
-        start += len(piece)
+        start += token.width
     return offsets
 
 

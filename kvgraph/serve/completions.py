@@ -103,8 +103,12 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
             if error := choice.tokens[-1].error:
                 yield failure(error)
                 continue
-            piece = _piece(job, choice, choice.tokens, lengths.get(choice.index))
-            lengths[choice.index] = lengths.get(choice.index, 0) + len(piece["text"])
+            length = lengths.get(choice.index)
+            piece = _piece(job, choice, choice.tokens, length)
+            if length is None:
+                length = len(piece["text"]) - len(text_of(choice.tokens))
+            widths = [token.width for token in choice.tokens] if job.logprobs else ()
+            lengths[choice.index] = length + sum(widths)
             if piece["text"] or piece["finish_reason"] or job.logprobs:
                 yield event({**head, "choices": [piece]})
     if job.sends_usage:
@@ -133,7 +137,7 @@ def _logprobs(
         return None
     scores = [token.logprobs for token in kept]
     ids = [token.token_id for token in kept]
-    offsets = offsets_of([token.text for token in kept], len(echo.text) + (length or 0))
+    offsets = offsets_of(kept, len(echo.text) + (length or 0))
     if echo.offsets:
         scores = [*(choice.prompt_logprobs or ()), *scores]
         ids, offsets = [*choice.prompt, *ids], [*echo.offsets, *offsets]

@@ -197,3 +197,23 @@ def test_offsets_behind_special_tokens_that_are_spelled_out(server: Server) -> N
     found = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
     assert found["x"] == choice["text"].index("x")
     assert found["</s>"] == choice["text"].index("</s>")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_of_tokens_that_wait_for_a_stop_string(server: Server, stream: bool) -> None:
+    body = {"prompt": "A", "guided_regex": "I see the cat on the mat", "temperature": 0}
+    body |= {"max_tokens": 40, "logprobs": 0, "echo": True}
+
+    def offsets(**fields: Any) -> list[int]:
+        if not stream:
+            (choice,) = answered(server.post("/v1/completions", body | fields))["choices"]
+            return list(choice["logprobs"]["text_offset"])
+        frames = server.events("/v1/completions", body | fields)
+        return [
+            at
+            for frame in frames
+            for choice in frame["choices"]
+            for at in choice["logprobs"]["text_offset"]
+        ]
+
+    assert offsets(stop="the m!") == offsets()
