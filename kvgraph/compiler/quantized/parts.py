@@ -54,7 +54,7 @@ class Parts:
         if found is None:
             raise ModelError(
                 f"{self.folder}: expected {name} beside {beside}, as {self.method} stores a "
-                "weight, got none"
+                f"weight, got none: a damaged file, or a form that is not read; {INSTEAD}"
             )
         return found
 
@@ -64,7 +64,7 @@ class Parts:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
             raise ModelError(
                 f"{part.where}: expected {wanted} from the tensors beside it, got "
-                f"{list(part.shape)}"
+                f"{list(part.shape)}: a damaged file, or a form that is not read; {INSTEAD}"
             )
 
     def require_matrix(self, part: Plain) -> tuple[int, int]:
