@@ -243,12 +243,21 @@ def test_tied_tensors_that_differ_are_two(tmp_path: Path) -> None:
     change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING] * 2}))
     manifest = compiled(folder, tmp_path / "out")
     assert manifest.notes == [
-        f"weights: passed through memory: tied {EMBEDDING} and lm_head.weight are both stored",
+        f"weights: passed through memory: tied {EMBEDDING} and lm_head.weight differ",
         UNCHECKED,
     ]
     stored = load_file(tmp_path / "out" / "weights.safetensors")
     head = stored["model.lm_head.weight"]
     assert torch.equal(head, stored[f"model.{EMBEDDING}"] * 2)
+
+
+def test_a_tied_tensor_may_be_stored_twice(tmp_path: Path) -> None:
+    folder = make_model("gemma2", tmp_path / "gemma2")
+    made = compiled(folder, tmp_path / "first")
+    change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
+    again = compiled(folder, tmp_path / "second")
+    assert again.notes == [UNCHECKED]
+    assert again.files["weights.safetensors"] == made.files["weights.safetensors"]
 
 
 def test_a_type_that_is_no_weight_s_passes_through_memory(llama: Path, tmp_path: Path) -> None:

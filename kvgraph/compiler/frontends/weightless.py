@@ -113,8 +113,8 @@ def locate(
             values.setdefault(HEAD, values[TABLE])  # a language part alone may say otherwise
     for names, _ in wanted:
         present = [name for name in names if name in values]
-        if len(present) > 1:
-            return Located(None, f"tied {' and '.join(present)} are both stored", form)
+        if any(not _are_equal(values[present[0]], values[name]) for name in present[1:]):
+            return Located(None, f"tied {' and '.join(present)} differ", form)
         kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
         if kinds:
             return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
@@ -128,6 +128,13 @@ def locate(
             raise _incomplete(folder, "mismatched_keys", both)
         found |= dict.fromkeys(names, values[name])
     return Located(Checkpoint(found), "", form)
+
+
+def _are_equal(a: Values, b: Values) -> bool:
+    """Whether two tensors have the same numbers: files may store a tied one twice."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return all(map(torch.equal, a.pieces(), b.pieces()))
 
 
 def _is_read(values: Values | None) -> bool:
