@@ -117,7 +117,13 @@ FLAGS = {
     "worker": "--collective-timeout --session --threads --verify",
 }
 
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME", "KVGRAPH_CPU_ISA", "RAY_ADDRESS", "XDG_CACHE_HOME"}
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME",
+    "KVGRAPH_CPU_ISA",
+    "ORT_DISABLE_TELEMETRY",
+    "RAY_ADDRESS",
+    "XDG_CACHE_HOME",
+}
 """Environment variables that kvgraph reads."""
 
 

@@ -15,6 +15,7 @@ from kvgraph.cli.options import (
     Json,
     PageSize,
     WeightsOption,
+    require_file,
 )
 from kvgraph.contract.backends import OURS, default_backend
 from kvgraph.contract.params import KVCacheStrategy
@@ -75,12 +76,7 @@ def compile(
         ),
     ] = None,
     quality_text: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="UTF-8 text for it [default: from Python's documentation].",
-        ),
+        Path | None, typer.Option(help="UTF-8 text for it [default: from Python's documentation].")
     ] = None,
     check: Annotated[
         bool, typer.Option(help="Compare two short rows with the model's own forward pass.")
@@ -93,6 +89,7 @@ def compile(
     json: Json = False,
 ) -> None:
     """Compile a model folder into an artifact."""
+    require_file("--quality-text", quality_text)
     is_small = weights not in (None, "fp32") and _runs_here(target or "cpu")
     if quality_text is not None or is_small:
         quality = quality is None or quality

@@ -10,6 +10,7 @@ import typer
 
 from kvgraph.contract.backends import SESSIONS
 from kvgraph.contract.dtypes import ACTIVATIONS, POOLS, WEIGHTS
+from kvgraph.errors import RequestError
 
 Dtype = StrEnum("Dtype", ACTIVATIONS)  # type: ignore[misc]  # the members are in the table
 Weights = StrEnum("Weights", WEIGHTS)  # type: ignore[misc]
@@ -65,3 +66,10 @@ DiskBytes = Annotated[str, typer.Option(help="Size limit of --disk.")]
 RemoteServer = Annotated[
     str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
 ]
+
+
+def require_file(option: str, path: Path | None) -> None:
+    """RequestError for what is given and cannot be read as a file; a pipe can be."""
+    if path is not None and (path.is_dir() or not path.exists()):
+        got = "a folder" if path.is_dir() else "nothing there"
+        raise RequestError(f"{option}: expected a file at {path}, got {got}")

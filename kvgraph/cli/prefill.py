@@ -8,17 +8,14 @@ from typing import Annotated
 import typer
 
 from kvgraph.cli.console import print_json, stdout, working
-from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify
+from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify, require_file
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
 
 
 def prefill(
     artifact: ArtifactFolder,
-    prompt_file: Annotated[
-        Path,
-        typer.Option(exists=True, dir_okay=False, help="Text file to compute ahead of time."),
-    ],
+    prompt_file: Annotated[Path, typer.Option(help="Text file to compute ahead of time.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: NAME.kvp.")],
     num_pages: NumPages = None,
     threads: Threads = None,
@@ -30,6 +27,7 @@ def prefill(
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.prefix import write_prefix
 
+    require_file("--prompt-file", prompt_file)
     try:
         text = prompt_file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

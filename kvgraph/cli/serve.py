@@ -23,6 +23,7 @@ from kvgraph.cli.options import (
     RemoteServer,
     Threads,
     Verify,
+    require_file,
 )
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.devices import Target
@@ -53,10 +54,7 @@ def serve(
         typer.Option(min=0, help="Tokens of prompts that wait [default: 16 steps of prefill]."),
     ] = None,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="File of API keys, one a line [default: no key]."
-        ),
+        Path | None, typer.Option(help="File of API keys, one a line [default: no key].")
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time for running requests after SIGTERM.")
@@ -241,6 +239,7 @@ def _require_replicas(least: int, most: int | None, kv_events: str | None) -> No
 
 def _read_keys(path: Path) -> tuple[str, ...]:
     """RequestError for a file without keys: it would let everyone in."""
+    require_file("--api-key-file", path)
     try:
         lines = path.read_text("ascii").splitlines()
     except UnicodeDecodeError as error:

@@ -78,7 +78,6 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
     with _positional(model.module, buffers if return_buffers else []), torch.no_grad():
         program = _trace(model, signature)
     _require_logits(program, signature)
-    _require_state_unchanged(program)
     return program
 
 
@@ -191,7 +190,7 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
         )
 
 
-def _require_state_unchanged(program: ExportedProgram) -> None:
+def require_state_unchanged(program: ExportedProgram) -> None:
     """UnsupportedError for a module that writes into its own buffers: a step would depend on those
     before it, whatever their requests."""
     signature = program.graph_signature

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import export, stack_traces
+from kvgraph.compiler.export import export, require_state_unchanged, stack_traces
 from kvgraph.compiler.identity import program_digest
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.lists import TRACE, run_passes
@@ -48,10 +48,12 @@ def trace(
         traced = exported(dump)
         with contextlib.suppress(UnsupportedError):
             run_passes(traced, TRACE)
+            require_state_unchanged(traced.program)
             return traced
     with stack_traces(True):  # to say which line of the model is refused
         traced = exported(None)
         run_passes(traced, TRACE)
+        require_state_unchanged(traced.program)
     return traced
 
 

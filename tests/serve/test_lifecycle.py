@@ -251,7 +251,7 @@ def test_a_taken_port_is_one_sentence(server: Server, artifact: Path) -> None:
     [
         (("--metrics-prefix", "my metrics"), "--metrics-prefix: expected letters"),
         (("--api-key-file", "{folder}/empty"), "expected an API key on a line, got none"),
-        (("--api-key-file", "{folder}/none"), "No such file"),
+        (("--api-key-file", "{folder}/none"), "--api-key-file: expected a file at"),
         (("--host", "256.0.0.1", "--port", "0"), "expected an address to listen at"),
         (("--cache-memory", "much", "--port", "0"), "cache_memory"),
     ],
