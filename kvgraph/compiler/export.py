@@ -179,9 +179,9 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
     value = results[0].meta["val"]
     logits = signature.outputs[0]
     dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-    given = [node for node in program.graph.nodes if node.op == "placeholder"]
-    named = zip(signature.inputs, given[-len(signature.inputs) :], strict=True)
-    rows = next(n.meta["val"].shape[0] for i, n in named if i.name == "logits_indices")
+    at = [symbol.name for symbol in signature.inputs].index("logits_indices")
+    name = program.graph_signature.user_inputs[at]
+    rows = next(n.meta["val"].shape[0] for n in program.graph.nodes if n.name == name)
     is_matrix = dtype == logits.dtype and len(shape) == 2 and shape[1] == logits.shape[1]
     if not is_matrix or str(shape[0]) != str(rows):
         raise UnsupportedError(

@@ -50,6 +50,7 @@ class Spelling:
         self._decode = decode
         self._piece = piece
         self._known: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> str:
         text = self._known.get(token)
@@ -59,8 +60,11 @@ class Spelling:
 
     def bytes_of(self, token: int) -> bytes:
         """Those of all tokens, one after the other, are those of the text."""
-        own = self._piece(token)
-        return self(token).encode() if own is None else own
+        found = self._bytes.get(token)
+        if found is None:
+            own = self._piece(token)
+            found = self._bytes[token] = self(token).encode() if own is None else own
+        return found
 
 
 def offsets_of(tokens: Iterable[Token], start: int) -> list[int]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from kvgraph import RequestError, SamplingParams
+from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.runtime.async_engine import TokenStream
 from kvgraph.runtime.sampling import Token
-from kvgraph.runtime.stats import EngineStats, RequestStats
+from kvgraph.runtime.stats import RequestStats
 from kvgraph.serve.errors import ServeError
-from kvgraph.serve.facts import EngineFacts, facts_of
+from kvgraph.serve.facts import facts_of
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.load import Admission, Load
 from kvgraph.serve.metrics import Metrics
@@ -37,21 +37,15 @@ class Scripted:
         return self.streams[-1]
 
 
-@pytest.fixture
-def facts(engine: Any) -> EngineFacts:
-    return facts_of(engine)
+Parts = tuple[Scripted, Admission, Generation]
 
 
 @pytest.fixture
-def made(engine: Any, facts: EngineFacts) -> Callable[[], tuple[Scripted, Admission, Generation]]:
-    def make() -> tuple[Scripted, Admission, Generation]:
-        stats: EngineStats = engine.stats()
-        runner, options = Scripted(), ServeOptions()
-        admission = Admission(facts, options, lambda: Load(stats))
-        metrics = Metrics("kvgraph:", "tiny", facts, lambda: stats)
-        return runner, admission, Generation(runner, admission, metrics)
-
-    return make
+def parts(engine: Engine) -> Parts:
+    facts, stats, runner = facts_of(engine), engine.stats(), Scripted()
+    admission = Admission(facts, ServeOptions(), lambda: Load(stats))
+    metrics = Metrics("kvgraph:", "tiny", facts, lambda: stats)
+    return runner, admission, Generation(runner, admission, metrics)
 
 
 def counts(admission: Admission) -> tuple[int, int, int]:
@@ -59,11 +53,10 @@ def counts(admission: Admission) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_reader_that_is_slow_keeps_nobody_out(
-    made: Callable[[], tuple[Scripted, Admission, Generation]], reads: bool
-) -> None:
+def test_a_reader_that_is_slow_keeps_nobody_out(parts: Parts, reads: bool) -> None:
+    runner, admission, generation = parts
+
     async def main() -> None:
-        runner, admission, generation = made()
         await generation.start([[5, 6, 7]], [SamplingParams()] * 2, b"", 100)
         assert counts(admission) == (2, 2, 6)
         first, second = runner.streams
@@ -83,11 +76,10 @@ def test_a_reader_that_is_slow_keeps_nobody_out(
     asyncio.run(main())
 
 
-def test_who_leaves_is_counted_once(
-    made: Callable[[], tuple[Scripted, Admission, Generation]],
-) -> None:
+def test_who_leaves_is_counted_once(parts: Parts) -> None:
+    runner, admission, generation = parts
+
     async def main() -> None:
-        runner, admission, generation = made()
         await generation.start([[5, 6, 7]], [SamplingParams()] * 2, b"", 100)
         runner.streams[0].give([Token("0", 5, "a", None)])
         generation.close()
@@ -97,11 +89,10 @@ def test_who_leaves_is_counted_once(
     asyncio.run(main())
 
 
-def test_an_engine_that_has_ended_says_so(
-    made: Callable[[], tuple[Scripted, Admission, Generation]],
-) -> None:
+def test_an_engine_that_has_ended_says_so(parts: Parts) -> None:
+    runner, admission, generation = parts
+
     async def main() -> None:
-        runner, admission, generation = made()
         runner.is_closed = True
         with pytest.raises(ServeError, match="the server ends") as refused:
             await generation.start([[5]], [SamplingParams()], b"", 100)

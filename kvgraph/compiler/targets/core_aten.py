@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Set
+from contextlib import nullcontext
 from functools import cache
 
 import torch
 from torch._decomp import get_decompositions
+from torch._guards import detect_fake_mode
 from torch._ops import OperatorBase, OpOverload
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Node
@@ -130,18 +131,13 @@ def _has_own_graph(call: Node) -> bool:
 
 
 def _before(call: Node, op: Callable[..., object], *args: Argument, **named: Argument) -> Node:
-    """A node right before `call`, with its value."""
-    with call.graph.inserting_before(call):
+    """A node right before `call`, with its value: among the call's fakes, as one without operands
+    would be computed in earnest, and its extents become numbers."""
+    among = detect_fake_mode(call.meta.get("val")) or nullcontext()
+    with among, call.graph.inserting_before(call):
         made = add_call(call.graph, op, *args, **named)
     made.meta = {**call.meta, "val": made.meta["val"]}
     return made
-
-
-def _fakes_of(call: Node) -> FakeTensorMode:
-    """What a node without operands is computed among."""
-    made = value(call)
-    assert isinstance(made, FakeTensor)
-    return made.fake_mode
 
 
 # Each makes core ATen right before a call, and returns the result; None: only torch can.
@@ -253,8 +249,7 @@ def _concat(call: Node, parts: list[Node], dim: int = 0) -> Node:
 
 
 def _arange(call: Node, end: Argument, **named: Argument) -> Node:
-    with _fakes_of(call):  # no operand is one
-        return _before(call, aten.arange.start_step, 0, end, layout=torch.strided, **named)
+    return _before(call, aten.arange.start_step, 0, end, layout=torch.strided, **named)
 
 
 def _and(call: Node, x: Node, y: Node) -> Node:
@@ -270,8 +265,7 @@ def _where(call: Node, condition: Node, x: Node, other: Argument) -> Node | None
         "layout": made.layout,
         "device": made.device,
     }
-    with _fakes_of(call):
-        scalar = _before(call, aten.scalar_tensor.default, other, **kind)
+    scalar = _before(call, aten.scalar_tensor.default, other, **kind)
     return _before(call, aten.where.self, condition, x, scalar)
 
 
