@@ -31,8 +31,11 @@ def _pages(page: Any) -> list[Any]:
     return [path.relative_to(DOCS).as_posix() for path in found]
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """`::: kvgraph.Name` with the module that defines the name; KeyError if it is not public."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """`::: kvgraph.Name` with the module that defines the name; KeyError if it is not public. The
+    page of decisions lists them."""
+    if page.file.src_uri == "decisions/index.md":
+        markdown += "\n".join(["", *_decisions()])
     modules = public_names()
     return re.sub(
         r"^::: kvgraph\.([A-Za-z_]+)$",
@@ -40,6 +43,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         markdown,
         flags=re.MULTILINE,
     )
+
+
+def _decisions() -> list[str]:
+    """A line of a list for each, the newest first."""
+    files = [DOCS / path for path in _pages("decisions/*")]
+    titles = [file.read_text().partition("\n")[0].removeprefix("# ") for file in files]
+    return [f"- [{title}]({file.name})" for title, file in zip(titles, files, strict=True)]
 
 
 def public_names() -> dict[str, str]:

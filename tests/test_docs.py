@@ -19,6 +19,7 @@ import typer
 
 import kvgraph
 from kvgraph import cli
+from kvgraph.compiler.passes.lists import PASSES, TRACE
 from tests.support.artifacts import Compiled
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,21 @@ PYTHON = [path for path in ROOT.glob("docs/**/*.md") if "```python\n" in path.re
 
 COMMAND = typer.main.get_command(cli.app)
 README_WORDS = 700
+
+
+def test_the_passes_of_each_target_are_those_that_run() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = {}
+    for target, cell in re.findall(r"^\| (all|`\w+`, `[\w-]+`) \| (`.*) \|$", text, re.MULTILINE):
+        named[tuple(re.findall(r"[\w-]+", target))] = re.findall(
+            r"`(\w+)`",
+            cell.partition(";")[0],  # behind it: what runs later
+        )
+    trace = [each.name for each in TRACE]
+    assert named.pop(("all",)) == trace
+    assert named == {
+        target: [each.name for each in passes][len(trace) :] for target, passes in PASSES.items()
+    }
 
 
 def name_of(path: Path) -> str:

@@ -90,7 +90,7 @@ def compile(
 ) -> None:
     """Compile a model folder into an artifact."""
     require_file("--quality-text", quality_text)
-    is_small = weights not in (None, "fp32") and _runs_here(target or "cpu")
+    is_small = weights not in (None, "fp32") and _runs_here("cpu" if target is None else target)
     if quality_text is not None or is_small:
         quality = quality is None or quality
     stages = Stages()
@@ -123,7 +123,7 @@ def compile(
             manifest = compile_model(
                 model,
                 output,
-                target=target or "cpu",
+                target="cpu" if target is None else target,
                 backend=backend,
                 dtype=dtype.value if dtype else None,
                 weights=weights.value if weights else None,

@@ -60,7 +60,7 @@ def generate(
     ] = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,
-    disk_bytes: DiskBytes = "16GiB",
+    disk_bytes: DiskBytes = None,
     remote: RemoteServer = None,
     threads: Threads = None,
     collective_timeout: CollectiveTimeout = None,

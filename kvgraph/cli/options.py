@@ -62,7 +62,7 @@ HostMemory = Annotated[
 DiskFolder = Annotated[
     Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
 ]
-DiskBytes = Annotated[str, typer.Option(help="Size limit of --disk.")]
+DiskBytes = Annotated[str | None, typer.Option(help="Size limit of --disk [default: 16GiB].")]
 RemoteServer = Annotated[
     str | None, typer.Option(help="Server that keeps pages for many machines: redis://...")
 ]

@@ -28,6 +28,10 @@ WINDOWED_SEQ_LEN = 131072
 """Longest context of a cache with a window when `max_seq_len` is not given, in tokens."""
 
 
+MOST = (1 << 31) - 2
+"""Of pages, rows and tokens: indices are int32, and the null page is one more."""
+
+
 class Sizes(NamedTuple):
     """Of each replica: usable pages, host pages and columns of the lookup rows, by leaf path."""
 
@@ -56,6 +60,8 @@ def require_sizes(
     ):
         if value < least:
             raise ParamsError(f"{name}: expected >= {least}, got {value}")
+        if value > MOST:
+            raise ParamsError(f"{name}: expected at most {MOST}, got {value}")
     widths = _widths(params, pages, max_seq_len)
     longest = _windowed_tokens(params, widths) if max_seq_len is None else max_seq_len
     return Sizes(pages, host_pages, widths, max_batch_size, longest)

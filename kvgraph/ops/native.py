@@ -8,6 +8,7 @@ that do not overlap: argument buffers are one set per thread and op.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import sys
 import threading
@@ -120,7 +121,10 @@ class Edits(ctypes.Structure):
 
 
 def isa() -> str:
-    """The instruction set of the kernels that this process runs (kvg_cpu_isa of abi.h)."""
+    """The instruction set of the kernels that this process runs (kvg_cpu_isa of abi.h).
+
+    KernelError for one in KVGRAPH_CPU_ISA that this processor does not run.
+    """
     return library().isa()
 
 
@@ -217,6 +221,11 @@ class Library:
         """As `isa` of this module."""
         self.dll.kvg_cpu_isa.restype = ctypes.c_char_p
         found: bytes = self.dll.kvg_cpu_isa()
+        if not found:
+            raise KernelError(
+                "KVGRAPH_CPU_ISA: expected amx, avx512_bf16, avx512 or avx2, as far as this "
+                f"processor has it, got {os.environ.get('KVGRAPH_CPU_ISA')}"
+            )
         return found.decode()
 
     def sample(self, logits_RV: Array, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:

@@ -89,10 +89,11 @@ def _unpaged(
     params: KVCacheParams, session: Session, cache: CacheConfig, rows: int, longest: int
 ) -> KVCacheManager:
     """A cache that keeps each row's tokens in one piece."""
-    if cache.num_pages is not None:
-        raise RequestError(
-            f"num_pages: expected None for a {params.cache_strategy} cache, got {cache.num_pages}"
-        )
+    for name in ("num_pages", "cache_memory"):
+        if (given := getattr(cache, name)) is not None:
+            raise RequestError(
+                f"{name}: expected None for a {params.cache_strategy} cache, got {given}"
+            )
     continuous = params.cache_strategy is KVCacheStrategy.CONTINUOUS
     kind = ContinuousBatchingKVCacheManager if continuous else PaddedKVCacheManager
     return kind(params, rows, longest, params.num_layers, params.devices, session)

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, TypeVar
 
 from kvgraph.contract.sizes import parse_bytes
 from kvgraph.errors import RequestError
+from kvgraph.kv.build import MOST
 from kvgraph.runtime.arguments import flag, instance, integer, optional_integer, sequence
 from kvgraph.runtime.prefix_file import Prefix
 
@@ -26,7 +27,7 @@ class CacheConfig:
 
     `num_pages`: pages of each leaf. None: what fits `cache_memory` bytes, or fewer where the rows
     of a batch need fewer at the model's maximum length; leaves with a window get what their
-    windows need. A cache that is not paged takes None alone.
+    windows need. A cache that is not paged takes neither.
     `cache_memory`: None: 1 GiB in host memory; on a GPU, 0.9 of what is free next to the weights
     and the largest step, which is run once to see what it takes.
     `enable_prefix_caching`: whether requests share pages of equal prefixes. None: on where the kind
@@ -41,12 +42,17 @@ class CacheConfig:
         caching = self.enable_prefix_caching
         _normalize(
             self,
-            num_pages=optional_integer("num_pages", self.num_pages, 1),
+            num_pages=optional_integer("num_pages", self.num_pages, 1, MOST),
             cache_memory=self.nbytes,
             enable_prefix_caching=None
             if caching is None
             else flag("enable_prefix_caching", caching),
         )
+        if self.num_pages is not None and self.cache_memory is not None:
+            raise RequestError(
+                f"num_pages, cache_memory: expected one of the two, got {self.num_pages} pages and "
+                f"{self.cache_memory} bytes"
+            )
 
     @property
     def nbytes(self) -> int | None:
@@ -59,16 +65,16 @@ class CacheConfig:
 class TierConfig:
     """The tiers below an engine's pool, which hold the pages that leave it. Default: none.
 
-    `total_num_host_pages`: pages of each leaf in host memory; it wins over `host_memory`, bytes of
-    host memory. `disk`: a folder, for one user, of at most `disk_bytes` bytes. `remote`: URL of a
-    server that many machines share. `prefixes`: files of `kvgraph prefill`, or what `read_prefix`
-    gave; they are only read.
+    `total_num_host_pages`: pages of each leaf in host memory, or `host_memory`: bytes of it.
+    `disk`: a folder, for one user, of at most `disk_bytes` bytes, which are 16 GiB where None.
+    `remote`: URL of a server that many machines share. `prefixes`: files of `kvgraph prefill`, or
+    what `read_prefix` gave; they are only read.
     """
 
     total_num_host_pages: int | None = None
     host_memory: int | str = 0
     disk: str | Path | None = None
-    disk_bytes: int | str = DEFAULT_DISK_BYTES
+    disk_bytes: int | str | None = None
     remote: str | None = None
     prefixes: Sequence[str | Path | Prefix] = ()
 
@@ -76,11 +82,21 @@ class TierConfig:
         pages = self.total_num_host_pages
         _normalize(
             self,
-            total_num_host_pages=optional_integer("total_num_host_pages", pages, 0),
+            total_num_host_pages=optional_integer("total_num_host_pages", pages, 0, MOST),
             host_memory=parse_bytes("host_memory", self.host_memory),
-            disk_bytes=parse_bytes("disk_bytes", self.disk_bytes),
+            disk_bytes=None if self.disk_bytes is None else self.disk_nbytes,
             prefixes=tuple(sequence("prefixes", "file", self.prefixes)),
         )
+        if pages is not None and self.host_memory:
+            raise RequestError(
+                f"total_num_host_pages, host_memory: expected one of the two, got {pages} pages "
+                f"and {self.host_memory} bytes"
+            )
+        if self.disk is None and self.disk_bytes is not None:
+            raise RequestError(
+                f"disk_bytes: expected a folder, disk, that it limits, got {self.disk_bytes} "
+                "bytes and no disk"
+            )
 
     @property
     def host_nbytes(self) -> int:
@@ -89,8 +105,9 @@ class TierConfig:
 
     @property
     def disk_nbytes(self) -> int:
-        """`disk_bytes` in bytes."""
-        return parse_bytes("disk_bytes", self.disk_bytes)
+        """`disk_bytes` in bytes, or the default."""
+        given = self.disk_bytes
+        return DEFAULT_DISK_BYTES if given is None else parse_bytes("disk_bytes", given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +144,7 @@ class ConfigFields(TypedDict, total=False):
     total_num_host_pages: int | None
     host_memory: int | str
     disk: str | Path | None
-    disk_bytes: int | str
+    disk_bytes: int | str | None
     remote: str | None
     prefixes: Sequence[str | Path | Prefix]
     max_batch_size: int

@@ -54,7 +54,10 @@ class TokenSource:
         self.params = params
         self.edits = edits
         self.asks = params.logprobs is not None or params.prompt_logprobs is not None
-        self._seed = np.random.SeedSequence(params.seed) if params.temperature > 0 else None
+        seed = params.seed
+        if seed is not None and seed < 0:
+            seed += 1 << 64  # NumPy takes no sign
+        self._seed = np.random.SeedSequence(seed) if params.temperature > 0 else None
         self._random: np.random.Generator | None = None
         self.rewind(0)
 

@@ -24,6 +24,7 @@ from kvgraph.runtime.grammars import KINDS, Grammar, grammar_of
 
 MOST_STOPS = 16
 MOST_COMPLETIONS = 128
+LEAST_SEED = -(1 << 63)
 
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 """vLLM's and OpenAI's names for fields of SamplingParams."""
@@ -117,7 +118,7 @@ class SamplingParams:
             "min_new_tokens": integer("min_new_tokens", least, 0),
             "top_k": integer("top_k", self.top_k, 0),
             "n": integer("n", self.n, 1, MOST_COMPLETIONS),
-            "seed": optional_integer("seed", self.seed, 0),
+            "seed": optional_integer("seed", self.seed, LEAST_SEED),
             "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
             "stop": texts("stop", self.stop, MOST_STOPS),
             "include_stop_str_in_output": flag(

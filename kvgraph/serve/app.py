@@ -204,19 +204,29 @@ class Endpoints:
             raise ServeError(401, "authorization: expected Bearer and a key of this server")
 
     async def _body(self, request: Request) -> bytes:
-        most = self._service.options.max_body_bytes
         said = request.headers.get("content-length", "")
-        parts, size = [], int(said) if said.isdigit() else 0
-        if size <= most:
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    break
-                parts.append(part)
+        self._require_size(int(said) if said.isdigit() else 0)
+        seconds = self._service.options.receive_seconds
+        loop = asyncio.get_running_loop()
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                async for part in request.stream():
+                    size += len(part)
+                    self._require_size(size)
+                    parts.append(part)
+                    limit.reschedule(loop.time() + seconds)
+        except TimeoutError as error:
+            sentence = f"body: expected all of it, got nothing more for {seconds:g} seconds"
+            raise ServeError(408, sentence) from error
+        except asyncio.CancelledError as error:  # by uvicorn, which has waited for it
+            raise ServeError(503, "body: expected all of it before the server ended") from error
+        return b"".join(parts)
+
+    def _require_size(self, size: int) -> None:
+        most = self._service.options.max_body_bytes
         if size > most:
             raise ServeError(413, f"body: expected at most {most} bytes, got {size} or more")
-        return b"".join(parts)
 
 
 class EventStream(Response):

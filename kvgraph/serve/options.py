@@ -28,6 +28,8 @@ class ServeOptions:
     """A stream whose reader is so many tokens behind is cancelled."""
     send_seconds: float = 60.0
     """A connection that takes nothing for so long is closed."""
+    receive_seconds: float = 60.0
+    """A request is refused of whose body nothing comes for so long."""
     kv_events: str | None = None
     """ZeroMQ endpoint on which the pool's pages are told to routers."""
     kv_events_replay: str | None = None

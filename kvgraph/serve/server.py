@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import sys
@@ -11,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
@@ -44,7 +46,7 @@ def serve(
     service = EngineService(name, make, options)
     config = uvicorn.Config(
         make_app(service),
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -66,6 +68,21 @@ def listen(host: str, port: int) -> socket.socket:
             f"{host}:{port}: expected an address to listen at, got {error}; "
             "choose another with --host and --port"
         ) from error
+
+
+class _Protocol(HttpToolsProtocol):
+    """Answers in HTTP/1.1 whatever else a client offers, as RFC 9110, 7.8 allows.
+
+    Java's client offers `Upgrade: h2c` with every request; httptools then takes the body for
+    HTTP/2, so that it is lost. The header's name is changed before httptools reads it. A body in
+    JSON has no such line: behind a raw line break comes no bare word.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(_UPGRADE.sub(rb"\r\nx-offer", data))
+
+
+_UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 
 
 class _Server(uvicorn.Server):

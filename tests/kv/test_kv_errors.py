@@ -210,6 +210,7 @@ def test_a_released_request_must_be_rewound(manager: PagedKVCacheManager) -> Non
     ("changes", "text"),
     [
         ({"total_num_pages": 0}, "total_num_pages: expected >= 1, got 0"),
+        ({"total_num_pages": 1 << 31}, "total_num_pages: expected at most 2147483646, got"),
         ({"max_batch_size": 0}, "max_batch_size: expected >= 1, got 0"),
         ({"max_seq_len": 0}, "max_seq_len: expected >= 1, got 0"),
     ],

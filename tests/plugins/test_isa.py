@@ -89,6 +89,12 @@ def test_an_unknown_one_is_refused_and_nothing_is_written() -> None:
         pytest.raises(KernelError, match="got sse9"),
     ):
         native.run(operands.spec, *operands.arrays, **operands.attributes)
+    with (
+        mock.patch.dict(os.environ, KVGRAPH_CPU_ISA="sse9"),
+        mock.patch.object(native, "library", return_value=load("sse9")),
+        pytest.raises(KernelError, match=r"^KVGRAPH_CPU_ISA: expected amx.* got sse9$"),
+    ):
+        native.isa()
     after = operands.inputs["kv_blocks"]
     assert before is not None
     assert after is not None

@@ -64,6 +64,17 @@ def test_a_record_and_one_of_its_keywords(artifact: Artifact, name: str) -> None
             Engine(artifact, **options)
 
 
+def test_fields_that_contradict_each_other() -> None:
+    with refused("num_pages, cache_memory: expected one of the two, got 4 pages and 1024 bytes"):
+        CacheConfig(num_pages=4, cache_memory="1KiB")
+    with refused(
+        "total_num_host_pages, host_memory: expected one of the two, got 0 pages and 1024 bytes"
+    ):
+        TierConfig(total_num_host_pages=0, host_memory="1KiB")
+    with refused("disk_bytes: expected a folder, disk, that it limits, got 1024 bytes and no disk"):
+        TierConfig(disk_bytes="1KiB")
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_something_else_than_a_record(artifact: Artifact, name: str) -> None:
     options: dict[str, Any] = {name: {}}

@@ -71,7 +71,7 @@ def test_two_different_buffers_are_refused(compiled: Compiled) -> None:
 NO_COPY = """
 import resource, sys
 import kvgraph
-engine = kvgraph.Engine(sys.argv[1], num_pages=1, cache_memory=0)
+engine = kvgraph.Engine(sys.argv[1], num_pages=1)
 greedy = kvgraph.SamplingParams(max_new_tokens=8)
 engine.generate([[1, 2, 3]], greedy)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

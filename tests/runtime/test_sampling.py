@@ -141,7 +141,7 @@ def test_a_seed_repeats_and_another_does_not() -> None:
     assert tokens(0) != tokens(None) != tokens(None)
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**70, None])
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**70, None])
 def test_a_source_rewinds_to_any_of_its_numbers(seed: int | None) -> None:
     source = TokenSource(SamplingParams(temperature=1, seed=seed))
     numbers = [source.uniform() for _ in range(20)]
@@ -149,7 +149,7 @@ def test_a_source_rewinds_to_any_of_its_numbers(seed: int | None) -> None:
         source.rewind(count)
         assert source.uniform() == numbers[count]
     if seed is not None:
-        plain = np.random.default_rng(seed)
+        plain = np.random.default_rng(seed % (1 << 64) if seed < 0 else seed)
         assert numbers == [plain.random() for _ in range(20)]
 
 
@@ -272,7 +272,10 @@ def test_no_more_than_a_vocabulary_is_kept() -> None:
         ({"top_p": 0.0}, r"top_p: expected in \(0, 1\], got 0.0"),
         ({"top_p": 1.01}, r"top_p: expected in \(0, 1\], got 1.01"),
         ({"top_p": math.nan}, r"top_p: expected in \(0, 1\], got nan"),
-        ({"seed": -1}, r"seed: expected >= 0 or None, got -1"),
+        (
+            {"seed": -(2**63) - 1},
+            r"seed: expected >= -9223372036854775808 or None, got -9223372036854775809",
+        ),
         ({"min_p": -0.1}, r"min_p: expected in \[0, 1\], got -0.1"),
         ({"min_p": 1.1}, r"min_p: expected in \[0, 1\], got 1.1"),
         ({"repetition_penalty": 0}, r"repetition_penalty: expected > 0 and finite, got 0.0"),

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,33 @@ def test_a_slow_reader_is_cut(artifact: Path, tmp_path: Path) -> None:
             server.complete("The")
             server.wait_until_idle()
         assert server.state()["generated_tokens"] < 40 * 2000
+
+
+def half_sent(server: Server) -> socket.socket:
+    """A connection of which a server has the head of a request and some of its body."""
+    to = socket.create_connection(address(server))
+    to.sendall(b'POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{"prompt":')
+    return to
+
+
+def test_a_body_that_stops_is_refused(artifact: Path, tmp_path: Path) -> None:
+    with limited(tmp_path, artifact, receive_seconds=0.2) as server:
+        with half_sent(server) as to, HTTPResponse(to) as answer:
+            answer.begin()
+            assert answer.status == 408
+            error = json.load(answer)["error"]
+        assert error["message"] == "body: expected all of it, got nothing more for 0.2 seconds"
+
+
+def test_a_body_that_is_on_its_way_when_the_server_ends(artifact: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", artifact, "--drain-seconds", 0.1) as server:
+        with half_sent(server) as to:
+            server.complete("The")  # its head has been read
+            server.process.send_signal(signal.SIGTERM)
+            with HTTPResponse(to) as answer:
+                answer.begin()
+                assert answer.status == 503
+        assert server.process.wait(SECONDS) == 0
 
 
 def test_a_full_queue_refuses_before_any_header(artifact: Path, tmp_path: Path) -> None:

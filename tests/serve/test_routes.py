@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -38,6 +41,33 @@ def test_tokens_of_a_text_and_back(server: Server, engine: Engine) -> None:
     assert plain["tokens"] == engine.tokenize(TEXT, special_tokens=False)
     for tokens, text in ((ids, "<s>" + TEXT), (plain["tokens"], TEXT), ([], "")):
         assert answered(server.post("/detokenize", {"tokens": tokens})) == {"prompt": text}
+
+
+OFFERS = {
+    "Connection": "Upgrade, HTTP2-Settings",
+    "upgrade": "h2c",
+    "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+}
+"""As Java's client sends them with every request in HTTP/1.1."""
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: {}\r\n\r\n{}", "chunked"])
+def test_a_client_that_offers_http_2_is_answered_in_http_1(server: Server, framing: str) -> None:
+    body = json.dumps({"prompt": TEXT})
+    if framing == "chunked":
+        rest = f"Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n"
+    else:
+        rest = framing.format(len(body), body)
+    offers = "".join(f"{name}: {value}\r\n" for name, value in OFFERS.items())
+    head = f"POST /tokenize HTTP/1.1\r\nHost: kvgraph\r\n{offers}"
+    url = server.client.base_url
+    with socket.create_connection((url.host, url.port)) as to:
+        for _ in range(2):  # the connection stays open
+            to.sendall((head + rest).encode())
+            with HTTPResponse(to) as answer:
+                answer.begin()
+                assert json.load(answer) == answered(server.post("/tokenize", {"prompt": TEXT}))
+    assert "pgrade" not in server.log()
 
 
 def test_tokens_of_messages(server: Server, engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from math import prod
 from threading import get_ident
 from typing import Any
 
@@ -15,7 +16,8 @@ from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
-from kvgraph.errors import BindingError
+from kvgraph.contract.sizes import size_text
+from kvgraph.errors import BindingError, CapacityError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.turns import Turns
 
@@ -60,10 +62,18 @@ class Session(ABC):
         """Lazily zeroed memory for `symbol` under `sizes` (dim -> extent).
 
         BindingError where the symbol is not one of the artifact's: its layout parameters differ.
+        CapacityError for more than the system promises.
         """
         self._require_known(symbol)
         shape = symbol.extents(sizes)
-        return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
+        try:
+            return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
+        except MemoryError as error:
+            nbytes = prod(shape) * DTYPES[symbol.dtype].numpy.itemsize
+            raise CapacityError(
+                f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
+                "got a refusal by the system; take fewer pages"
+            ) from error
 
     def free_memory(self) -> int | None:
         """Bytes that a pool may still take of the device's memory; None: it is in host memory."""

@@ -255,7 +255,11 @@ def _refusal(ort: ModuleType, model: Path, error: Exception) -> ArtifactError:
 
 
 def register_ops(options: SessionOptions) -> None:
-    """Our custom ops; MissingDependencyError for an ONNX Runtime that is too old for them."""
+    """Our custom ops; MissingDependencyError for an ONNX Runtime that is too old for them.
+
+    KernelError where the environment names kernels that this processor does not run.
+    """
+    native.isa()
     try:
         options.register_custom_ops_library(str(native.library_path("onnxruntime")))
     except Exception as error:  # ONNX Runtime's own, of many kinds

@@ -69,7 +69,10 @@ def clear(folder: Path) -> int:
 
 @contextmanager
 def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
-    found = generations(folder) if folder.is_dir() else []
+    if not folder.is_dir():
+        got = "a file" if folder.exists() else "nothing there"
+        raise StoreError(f"{folder}: expected the folder of a disk tier, got {got}")
+    found = generations(folder)
     if not (found and (folder / f"{FORMAT}.{found[-1]}" / INDEX).exists()):
         raise StoreError(f"{folder}: expected the folder of a disk tier, got one without pages")
     try:
