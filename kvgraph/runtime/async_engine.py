@@ -9,89 +9,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import GenerationError, RequestError
 from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.engine import Engine
-from kvgraph.runtime.sampling import NO_TOKEN, SamplingParams, Token
+from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
-from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import Completion, completion_of
+from kvgraph.runtime.token_stream import TokenStream, failed
 
 T = TypeVar("T")
-
-
-class TokenStream:
-    """The tokens of one request: `async for tokens in stream` gives all since the last time.
-
-    Each list has at least one token; the last token has a `finish_reason`. One task reads a
-    stream. A task that reads several gives them one `news`, which each of them sets.
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        stats: RequestStats,
-        cancel: Callable[[TokenStream], None],
-        most_unread: int | None,
-        news: asyncio.Event | None,
-    ) -> None:
-        self.request_id = request_id
-        self.stats = stats
-        self.has_ended = False
-        """Whether its last token has come; it may be unread."""
-        self.was_lost = False
-        """Whether it ended by a fault of what ran it: asked for again, it may succeed."""
-        self.watch: Callable[[], None] | None = None
-        """Called when tokens have come, whether a task reads them or not."""
-        self._cancel = cancel
-        self._most_unread = most_unread
-        self._unread: list[Token] = []
-        self._news = news or asyncio.Event()
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> list[Token]:
-        while not self._unread:
-            if self.has_ended:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self.take()
-
-    @property
-    def has_news(self) -> bool:
-        """Whether tokens have come that were not taken."""
-        return bool(self._unread)
-
-    def take(self) -> list[Token]:
-        """All tokens since the last time, without waiting."""
-        tokens, self._unread = self._unread, []
-        return tokens
-
-    def cancel(self) -> None:
-        """Cancel the request, unless it has ended."""
-        self.has_ended = True
-        self._news.set()
-        self._cancel(self)
-
-    def give(self, tokens: list[Token]) -> None:
-        """Tokens have come; the last one may end it."""
-        self._unread += tokens
-        self.has_ended = bool(tokens[-1].finish_reason)
-        self._news.set()
-        if self._most_unread is not None and len(self._unread) > self._most_unread:
-            self.cancel()
-            self._unread = [failed(self.request_id, _unread(self.request_id, self._most_unread))]
-        if self.watch is not None:
-            self.watch()
 
 
 class AsyncEngine:
@@ -115,6 +49,7 @@ class AsyncEngine:
         self._streams: dict[str, TokenStream] = {}
         self._leaving: dict[str, asyncio.Future[None]] = {}
         """Cancelled requests of which a step's tokens may still come."""
+        self._calls: set[Future[Any]] = set()
         self._ids = itertools.count()
         self._compiling = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,8 +81,6 @@ class AsyncEngine:
         else:
             self._inbox.put(self._stop)
             await asyncio.to_thread(self._thread.join)
-        for request_id in list(self._leaving):
-            self._left(request_id)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -241,29 +174,32 @@ class AsyncEngine:
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """What `function` gives of the engine, called in its thread between two steps."""
-        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        found: Future[T] = Future()
 
         def run() -> None:
+            if not found.set_running_or_notify_cancel():
+                return  # nobody waits for it
             try:
-                give, value = found.set_result, function(self.engine)
-            except StopIteration as error:  # a future takes none
-                told = RuntimeError("AsyncEngine.call: the function raised StopIteration")
-                told.__cause__ = error
-                give, value = found.set_exception, told  # type: ignore[assignment]
+                value = function(self.engine)
             except BaseException as error:
-                give, value = found.set_exception, error  # type: ignore[assignment]
-            loop.call_soon_threadsafe(lambda: found.done() or give(value))
+                told: BaseException = error
+                if isinstance(error, StopIteration):  # a task cannot be given one
+                    told = RuntimeError("AsyncEngine.call: the function raised StopIteration")
+                    told.__cause__ = error
+                found.set_exception(told)
+            else:
+                found.set_result(value)
 
         self._require_running("call")
+        self._calls.add(found)
+        found.add_done_callback(self._calls.discard)
         self._inbox.put(run)
-        return await found  # type: ignore[no-any-return]
+        return await asyncio.wrap_future(found)
 
     def _require_running(self, call: str) -> None:
         if self._thread is None or self._is_closed or self._is_stopped:
-            why = "" if self._failure is None else f": {_said(self._failure)}"
-            raise RequestError(
-                f"AsyncEngine.{call}: expected a running engine, got a stopped one{why}"
-            )
+            said = f"AsyncEngine.{call}: expected a running engine, got a stopped one"
+            raise RequestError(said + self._why())
         if self._loop is not asyncio.get_running_loop():
             raise RequestError(
                 f"AsyncEngine.{call}: expected the event loop of `start`, got another one"
@@ -284,10 +220,19 @@ class AsyncEngine:
         if leaving is not None and not leaving.done():
             leaving.set_result(None)
 
-    def _fail_streams(self, why: str) -> None:
+    def _why(self) -> str:
+        return "" if self._failure is None else f": {_said(self._failure)}"
+
+    def _end_all(self, why: str) -> None:
+        """The thread has ended: nobody waits for what it would have done."""
         for request_id, stream in list(self._streams.items()):
             del self._streams[request_id]
             stream.give([failed(request_id, f"request {request_id!r}: {why}")])
+        for request_id in list(self._leaving):
+            self._left(request_id)
+        for call in list(self._calls):
+            if call.set_running_or_notify_cancel():
+                call.set_exception(RequestError(f"AsyncEngine.call: {why}"))
 
     def _deliver(self, tokens: Sequence[Token]) -> None:
         """All tokens of a step, each to its stream; tokens of a cancelled request have none."""
@@ -311,10 +256,10 @@ class AsyncEngine:
             self._step_until_stopped()
         except BaseException as error:
             self._failure, self._is_stopped = error, True
-            self._tell(self._fail_streams, f"the engine's thread has ended: {_said(error)}")
-        while not self._inbox.empty():  # somebody may wait for a `call`
+        while not self._inbox.empty():
             with suppress(Exception):
                 self._inbox.get()()
+        self._tell(self._end_all, f"the engine's thread has ended{self._why()}")
         with suppress(Exception):  # what was cancelled since the last step
             self.engine._settle()
         self.engine.close()
@@ -382,17 +327,5 @@ class AsyncEngine:
             self._is_stopped = True
 
 
-def failed(request_id: str, why: str) -> Token:
-    """The last token of a request that failed on its own."""
-    return Token(request_id, NO_TOKEN, "", "error", why)
-
-
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _unread(request_id: str, most: int) -> str:
-    return (
-        f"request {request_id!r}: expected its reader to keep up, got more than {most} unread "
-        "tokens; it is cancelled"
-    )

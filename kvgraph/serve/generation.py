@@ -11,10 +11,10 @@ from time import perf_counter
 from typing import Protocol
 
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
-from kvgraph.runtime.async_engine import TokenStream
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.runtime.token_stream import TokenStream
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.load import Admission
 from kvgraph.serve.metrics import Metrics

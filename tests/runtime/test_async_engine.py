@@ -313,6 +313,25 @@ def test_what_ends_the_thread_ends_all_requests(engine: Engine) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_call_as_the_thread_ends_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        shared = AsyncEngine(engine)
+        shared.after_step = lambda tokens: 1 // 0  # type: ignore[assignment, return-value]
+        await shared.start()
+        await shared.submit(PROMPTS[0], TEN)
+        monkeypatch.setattr(shared, "_require_running", lambda call: None)  # it still ran then
+        late = asyncio.ensure_future(shared.call(lambda own: None))
+        assert shared._thread is not None
+        shared._thread.join()  # before the loop goes on
+        with pytest.raises(RequestError, match=r"call: the engine's thread has ended: ZeroDiv"):
+            await late
+        await shared.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_call_gives_back_whatever_is_raised(engine: Engine) -> None:
     async def task(shared: AsyncEngine) -> None:
         with pytest.raises(RuntimeError, match="the function raised StopIteration"):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvgraph import Engine, RequestError, SamplingParams
-from kvgraph.runtime.async_engine import TokenStream
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.stats import RequestStats
+from kvgraph.runtime.token_stream import TokenStream
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.facts import facts_of
 from kvgraph.serve.generation import Generation

@@ -34,7 +34,7 @@ NESTED = "[" * 100_000 + "]" * 100_000
         ({"top_p": 0}, "top_p: expected in (0, 1]", "top_p"),
         ({"n": 0}, "Expected `int` >= 1", "n"),
         ({"n": 128, "prompt": ["a", "b"]}, "at most 128 choices, got 256", "n"),
-        ({"seed": -1}, "seed: expected >= 0", "seed"),
+        ({"seed": -(2**63) - 1}, "seed: expected >= -9223372036854775808", "seed"),
         ({"stop": [""]}, "stop", "stop"),
         ({"stop": ["a"] * 17}, "length <= 16", "stop"),
         ({"min_tokens": 5}, "min_tokens: expected at most max_tokens=4, got 5", "min_tokens"),
@@ -127,7 +127,7 @@ def test_a_refused_request_harms_no_other_one(server: Server) -> None:
     whole = server.complete("The import", **fields)["choices"][0]["text"]
     body = {"prompt": "The import", "stream": True, **fields}
     with server.client.stream("POST", "/v1/completions", json=body) as stream:
-        for bad in ({"prompt": [9999]}, {"prompt": "The", "seed": -5}, {"prompt": 5}):
+        for bad in ({"prompt": [9999]}, {"prompt": "The", "top_p": 5}, {"prompt": 5}):
             refusal(server.post("/v1/completions", bad), 400)
         pieces = [frame["choices"][0]["text"] for frame in frames(stream.iter_lines())]
     assert "".join(pieces) == whole

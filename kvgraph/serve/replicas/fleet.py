@@ -16,10 +16,10 @@ import numpy as np
 from kvgraph.errors import RequestError
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.requests import TextContext
-from kvgraph.runtime.async_engine import TokenStream, failed
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.runtime.stats import RequestStats
+from kvgraph.runtime.token_stream import TokenStream, failed
 from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Refused
 from kvgraph.serve.replicas.report import packed
 

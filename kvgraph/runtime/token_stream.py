@@ -1,0 +1,88 @@
+"""TokenStream: what the tasks of an event loop read of one request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvgraph.runtime.sampling import NO_TOKEN, Token
+from kvgraph.runtime.stats import RequestStats
+
+
+class TokenStream:
+    """The tokens of one request: `async for tokens in stream` gives all since the last time.
+
+    Each list has at least one token; the last token has a `finish_reason`. One task reads a
+    stream. A task that reads several gives them one `news`, which each of them sets.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        stats: RequestStats,
+        cancel: Callable[[TokenStream], None],
+        most_unread: int | None,
+        news: asyncio.Event | None,
+    ) -> None:
+        self.request_id = request_id
+        self.stats = stats
+        self.has_ended = False
+        """Whether its last token has come; it may be unread."""
+        self.was_lost = False
+        """Whether it ended by a fault of what ran it: asked for again, it may succeed."""
+        self.watch: Callable[[], None] | None = None
+        """Called when tokens have come, whether a task reads them or not."""
+        self._cancel = cancel
+        self._most_unread = most_unread
+        self._unread: list[Token] = []
+        self._news = news or asyncio.Event()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> list[Token]:
+        while not self._unread:
+            if self.has_ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self.take()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether tokens have come that were not taken."""
+        return bool(self._unread)
+
+    def take(self) -> list[Token]:
+        """All tokens since the last time, without waiting."""
+        tokens, self._unread = self._unread, []
+        return tokens
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it has ended."""
+        self.has_ended = True
+        self._news.set()
+        self._cancel(self)
+
+    def give(self, tokens: list[Token]) -> None:
+        """Tokens have come; the last one may end it."""
+        self._unread += tokens
+        self.has_ended = bool(tokens[-1].finish_reason)
+        self._news.set()
+        if self._most_unread is not None and len(self._unread) > self._most_unread:
+            self.cancel()
+            self._unread = [failed(self.request_id, _unread(self.request_id, self._most_unread))]
+        if self.watch is not None:
+            self.watch()
+
+
+def failed(request_id: str, why: str) -> Token:
+    """The last token of a request that failed on its own."""
+    return Token(request_id, NO_TOKEN, "", "error", why)
+
+
+def _unread(request_id: str, most: int) -> str:
+    return (
+        f"request {request_id!r}: expected its reader to keep up, got more than {most} unread "
+        "tokens; it is cancelled"
+    )
