@@ -31,7 +31,8 @@ Rows = Callable[[int, int], torch.Tensor]
 """`rows(start, stop)`: `[stop - start, ...]`."""
 
 TORCH_DTYPES = {dtype.safetensors: getattr(torch, dtype.name) for dtype in ALL}
-"""Of safetensors' names."""
+TORCH_DTYPES["F8_E8M0"] = torch.uint8
+"""Of safetensors' names. Exponents without numbers are bytes, whatever a file calls them."""
 
 FLOATS = frozenset(d.safetensors for d in ALL if d.kind == "float" and not d.largest)
 """Stored numbers that are weights as they are."""

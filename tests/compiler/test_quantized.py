@@ -57,7 +57,8 @@ def test_decoded_experts_run_like_the_model_that_they_stand_for(
     plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Compile's own check, whatever the layers are kept in."""
-    for form, weights in {"w4a16": "int4", "w8a8": "stored", "fp8": None}.items():
+    forms = {"w4a16": "int4", "w8a8": "stored", "fp8": None, "mxfp8": None}
+    for form, weights in forms.items():
         folder = quantized.make(form, plain("qwen3_moe"), tmp_path / form)
         out = tmp_path / f"{form}.kvg"
         manifest = kvgraph.compile(folder, out, page_size=16, weights=weights)
@@ -116,6 +117,23 @@ def put(name: str, number: float) -> Edit:
             lambda t: t.pop(f"{LAYER}.weight_scale_inv"),
             f"expected {LAYER}.weight_scale_inv b",
         ),
+        ("nvfp4", cut(f"{LAYER}.weight_scale"), "weight_scale: expected [96, 4] from the tensors"),
+        (
+            "nvfp4",
+            lambda t: t.pop(f"{LAYER}.weight_scale_2"),
+            f"expected {LAYER}.weight_scale_2 beside {LAYER}.weight_scale",
+        ),
+        (
+            "nvfp4",
+            lambda t: t.update({f"{LAYER}.pre_quant_scale": torch.ones(64)}),
+            f"modelopt: {LAYER}.pre_quant_scale: expected none, got scales that activations are",
+        ),
+        (
+            "nvfp4",
+            lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(96, 2)}),
+            f"modelopt: {LAYER}.weight: expected NVFP4, FP8 or MXFP8, got U8 with scales in F32; ",
+        ),
+        ("mxfp8", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
         ("mxfp4-packed", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
     ],
 )
@@ -224,11 +242,24 @@ def test_scales_that_are_exponents(plain: Callable[[str], Path], tmp_path: Path)
     assert meant
     for name, weight in meant.items():
         assert torch.equal(found[name], weight)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_scale_inv")]:
-        tensors[name] = tensors[name].view(torch.float8_e8m0fnu)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "_scale_inv: expected a dtype that is read, got F8_E8M0; " in refused(folder)
+
+
+def test_what_older_exports_say_beside_the_configuration(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make("nvfp4", plain("llama"), tmp_path / "packed")
+    path, beside = folder / "config.json", folder / "hf_quant_config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    expected = state(quantized.make("nvfp4", plain("llama"), tmp_path / "newer"))
+    for name, tensor in state(folder).items():
+        assert torch.equal(tensor, expected[name])
+    for text, message in (("[]", "expected quantization, an object"), ("{", "expected JSON")):
+        beside.write_text(text)
+        assert f"{beside}: {message}" in refused(folder)
 
 
 def test_zero_points_of_0_borrow_from_the_next(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,10 @@ def by_package(**scheme: Any) -> Callable[..., Packed]:
 
     def pack(weight: torch.Tensor) -> Packed:
         from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-        from compressed_tensors.quantization.utils import calculate_qparams
+        from compressed_tensors.quantization.lifecycle.forward import dequantize
+        from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
         form = scheme["format"]
         weights = QuantizationArgs(**scheme["weights"])
@@ -106,15 +109,24 @@ def by_package(**scheme: Any) -> Callable[..., Packed]:
             parts = weight.reshape(1, 1, -1)
         else:
             parts = weight.unflatten(1, (-1, weights.group_size or weight.shape[1]))
-        scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), weights)
+        state = {"weight": weight}
+        if weights.strategy == "tensor_group":
+            state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
+        whole = state.get("weight_global_scale")
+        scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), weights, whole)
         if weights.strategy == "tensor":
             scale, zero = scale.reshape(1), zero.reshape(1)
-        state = {"weight": weight, "weight_scale": scale.float()}
+        state["weight_scale"] = scale.float()
         if not weights.symmetric:
             state["weight_zero_point"] = zero
         compressor = BaseCompressor.get_value_from_registry(form)
         stored = compressor.compress(state, given)
-        meant = compressor.decompress(dict(stored), given)["weight"]
+        if whole is None:
+            meant = compressor.decompress(dict(stored), given)["weight"]
+        else:  # its decompress rounds to bfloat16
+            levels = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape).float()
+            scale = stored["weight_scale"].float()
+            meant = dequantize(levels, scale, args=weights, dtype=levels.dtype, global_scale=whole)
         return {k: v.contiguous() for k, v in stored.items()}, meant
 
     return pack
@@ -132,15 +144,52 @@ def fp8(weight: torch.Tensor, block: tuple[int, int] = (64, 32)) -> Packed:
     return {"weight": stored, "weight_scale_inv": scales}, meant
 
 
+def e2m1(scaled: torch.Tensor) -> Packed:
+    """The nearest levels, two of them in a byte."""
+    level = (scaled.abs()[..., None] - LEVELS).abs().argmin(-1)
+    nibbles = level + 8 * (scaled < 0)
+    numbers = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).to(torch.uint8)
+    return {"numbers": numbers}, LEVELS[level] * scaled.sign()
+
+
+def nvfp4(weight: torch.Tensor) -> Packed:
+    """As modelopt has it: E4M3 scales of 16 inputs, times one of the tensor."""
+    grouped = weight.unflatten(1, (-1, 16))
+    whole = weight.abs().max() / (6 * 448)
+    scales = (grouped.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    each = scales.float() * whole
+    stored, meant = e2m1(grouped / each.clamp(min=1e-9)[..., None])
+    return {
+        "weight": stored["numbers"].flatten(1),
+        "weight_scale": scales,
+        "weight_scale_2": whole,
+        "input_scale": torch.ones(()),
+    }, (meant * each[..., None]).flatten(1)
+
+
+def mxfp8(weight: torch.Tensor, scales: torch.dtype = torch.uint8) -> Packed:
+    """As modelopt has it: scales of 32 inputs that are exponents."""
+    grouped = weight.unflatten(1, (-1, 32))
+    exponent = (grouped.abs().amax(-1) / 448).log2().ceil().clamp(-20, 20)
+    numbers = (grouped / exponent.exp2()[..., None]).to(torch.float8_e4m3fn)
+    meant = (numbers.float() * exponent.exp2()[..., None]).flatten(1)
+    exponents = (exponent + 127).to(torch.uint8).view(scales)
+    return {"weight": numbers.flatten(1), "weight_scale": exponents}, meant
+
+
+def fp8_of_modelopt(weight: torch.Tensor) -> Packed:
+    """Scales of blocks, as modelopt has them."""
+    stored, meant = fp8(weight, (128, 128))
+    scales = stored.pop("weight_scale_inv")
+    return stored | {"weight_scale": scales[:, None, :, None]}, meant
+
+
 def mxfp4(weight: torch.Tensor) -> Packed:
     """`[E, K, N]`, as gpt-oss has its experts."""
     grouped = weight.transpose(1, 2).unflatten(2, (-1, 32))
     exponent = (grouped.abs().amax(-1) / 6).log2().ceil().clamp(-20, 20)
-    scaled = grouped / exponent.exp2()[..., None]
-    level = (scaled.abs()[..., None] - LEVELS).abs().argmin(-1)
-    meant = LEVELS[level] * scaled.sign() * exponent.exp2()[..., None]
-    nibbles = level + 8 * (scaled < 0)
-    blocks = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).to(torch.uint8)
+    stored, meant = e2m1(grouped / exponent.exp2()[..., None])
+    meant, blocks = meant * exponent.exp2()[..., None], stored["numbers"]
     scales = (exponent + 127).to(torch.uint8)
     return {"_blocks": blocks, "_scales": scales}, meant.flatten(2).transpose(1, 2).contiguous()
 
@@ -188,6 +237,21 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
         group_size=32,
         scale_dtype="uint8",
     ),
+    "fp8-group": compressed("float-quantized", **FLOAT8, strategy="group", group_size=GROUP),
+    "nvfp4-packed": compressed(
+        "nvfp4-pack-quantized",
+        **FLOAT8 | {"num_bits": 4},
+        strategy="tensor_group",
+        group_size=16,
+        scale_dtype="torch.float8_e4m3fn",
+    ),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4),
+    "mxfp8": ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mxfp8),
+    "mxfp8-e8m0": (
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        partial(mxfp8, scales=torch.float8_e8m0fnu),
+    ),
+    "fp8-modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8_of_modelopt),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 32]}, fp8),
     "mxfp4": ({"quant_method": "mxfp4"}, mxfp4),
 }

@@ -15,8 +15,20 @@ from kvgraph.contract.files import open_regular
 from kvgraph.errors import ModelError, UnsupportedError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""Beside a config.json that says nothing of weights in fewer bits: older exports of modelopt."""
 
-QUANTIZED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
+QUANTIZED = (
+    "awq",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "fp8",
+    "gguf",
+    "gptq",
+    "modelopt",
+    "modelopt_fp4",
+    "mxfp4",
+)
 """Methods whose checkpoints are read (compiler/quantized)."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -39,15 +51,27 @@ def read_config(folder: Path) -> Config:
         raise ModelError(f"{folder}: expected a model folder, got {_instead_of_a_folder(folder)}")
     if not path.is_file() or (folder / ADAPTER).is_file():
         raise ModelError(f"{folder}: expected {CONFIG} in a model folder, got {_instead(folder)}")
-    try:
-        with open_regular(path) as file:
-            config = json.loads(file.read().decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
+    config = _read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: expected a model_type, got none")
+    beside = folder / MODELOPT_CONFIG
+    if beside.is_file() and quantization(config) is None:
+        given = _read_json(beside)
+        said = given.get("quantization") if isinstance(given, dict) else None
+        if not isinstance(said, dict):
+            raise ModelError(f"{beside}: expected quantization, an object, got none")
+        if said.get("quant_algo"):
+            config["quantization_config"] = said | {"quant_method": "modelopt"}
     _require_known_weights(path, config)
     return config
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        with open_regular(path) as file:
+            return json.loads(file.read().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
 
 
 def checkpoint_dtype(config: Config) -> str:

@@ -17,6 +17,14 @@ ROW = 1 << 30
 
 PLAIN = Form(16)
 
+MODELOPT = {
+    "FP8": Form(8, ROW, E4M3),
+    "FP8_PER_CHANNEL_PER_TOKEN": Form(8, ROW, E4M3),
+    "FP8_PB_WO": Form(8, 128, E4M3),
+    "MXFP8": Form(8, 32, E4M3),
+}
+"""`quant_algo` of modelopt; the others have no form that kernels take."""
+
 
 @dataclass(frozen=True)
 class StoredForms:
@@ -38,6 +46,9 @@ def stored_forms(config: Config) -> StoredForms:
     if given.get("quant_method") == "gguf":
         head = given.get("head") or {}
         return StoredForms(_of_blocks(given), Form(given["bits"] or PLAIN.bits), _of_blocks(head))
+    if str(given.get("quant_method")).startswith("modelopt"):
+        form = MODELOPT.get(str(given.get("quant_algo")).upper(), PLAIN)
+        return StoredForms(form, form)
     groups = given.get("config_groups")
     each = [given]
     if groups:  # those of a scheme by name are in lists

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.compiler.quantized import awq, compressed_tensors, fp8, gptq, mxfp4
+from kvgraph.compiler.quantized import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
 from kvgraph.compiler.quantized.parts import INSTEAD, Parts
 from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
@@ -23,11 +23,13 @@ METHODS: Mapping[str, Callable[[Parts, Config], dict[str, Values]]] = {
     "fbgemm_fp8": fp8.weights,
     "fp8": fp8.weights,
     "gptq": gptq.weights,
+    "modelopt": modelopt.weights,
+    "modelopt_fp4": modelopt.weights,
     "mxfp4": mxfp4.weights,
 }
 """quant_method of a configuration -> its reader."""
 
-WITH_SCALES = ("F8_E4M3", "F8_E5M2", "I8")
+WITH_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8")
 """Stored types of numbers that are no weight without a scale."""
 
 

@@ -7,7 +7,8 @@ For a weight of N outputs and K inputs in G groups:
                            weight_g_idx [K]. Numbers have 2 ** (bits - 1) added.
     int-quantized          weight int8 [N, K], weight_scale [N, G], [N, 1] or [1]; perhaps
                            weight_zero_point
-    float-quantized        weight float8_e4m3fn, weight_scale of blocks, rows or one
+    float-quantized        weight float8_e4m3fn, weight_scale of blocks, rows, groups of a row or
+                           one; bytes are exponents (mxfp8)
     mxfp4-, nvfp4-pack-    weight_packed uint8 [N, K / 2], weight_scale [N, G]: exponents, or
     quantized              float8_e4m3fn over weight_global_scale
 
@@ -20,28 +21,16 @@ from __future__ import annotations
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.quantized.floats import FourBits, scaled
+from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
+from kvgraph.compiler.quantized.parts import LEFT, Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
 BITS = (2, 4, 8)
-FLOAT8 = "F8_E4M3"
 DENSE = (None, "dense")
 PRESET_BLOCKS = {"FP8_BLOCK": [128, 128]}
 """Named schemes whose scales are of blocks."""
-LEFT = tuple(
-    f".{name}"
-    for name in (
-        "input_scale",
-        "input_zero_point",
-        "input_global_scale",
-        "k_scale",
-        "v_scale",
-        "q_scale",
-    )
-)
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:

@@ -9,6 +9,7 @@ from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
 from kvgraph.errors import ModelError
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, LEVELS, Form
 
+FLOAT8 = "F8_E4M3"
 Block = tuple[int, int]
 
 
@@ -71,27 +72,38 @@ class Scaled(Values):
 
 
 def scaled(parts: Parts, numbers: Plain, scales: Plain, block: Block | None) -> Values:
-    """ModelError where `scales` are not those of `numbers`: one, of rows, or of `block`."""
+    """ModelError where `scales` are not those of `numbers`: one, of rows, of groups of a row, or of
+    `block`."""
     *leading, height, width = numbers.shape if len(numbers.shape) > 1 else (1, *numbers.shape)
     shapes: dict[tuple[int, ...], Block] = {(): (height, width), (1,): (height, width)}
     shapes[(*leading, 1, 1)] = height, width
     shapes[(*leading, height, 1)] = shapes[(*leading, height)] = 1, width
     if block is not None:
         grid = tuple(-(-size // each) for size, each in zip((height, width), block, strict=True))
-        shapes[(*leading, *grid)] = block
+        shapes[(*leading, *grid)] = shapes[(*leading, grid[0], 1, grid[1], 1)] = block
+    groups = scales.shape[-1] if scales.shape else 1
+    if width % max(1, groups) == 0:
+        shapes.setdefault((*leading, height, groups), (1, width // max(1, groups)))
     parts.require_shape(scales, *shapes)
     form = shapes[scales.shape]
-    kind = "one scale" if scales.shape in ((), (1,)) else "a scale a row"
-    parts.kinds.add(f"blocks of {form[0]} x {form[1]}" if form is block else kind)
+    parts.kinds.add(_kind(form, height, width))
     return Scaled(numbers, scales, form)
+
+
+def _kind(block: Block, height: int, width: int) -> str:
+    if block == (height, width):
+        return "one scale"
+    if block[0] > 1:
+        return f"blocks of {block[0]} x {block[1]}"
+    return "a scale a row" if block[1] == width else f"groups of {block[1]}"
 
 
 class FourBits(Values):
     """FP4 numbers, two in a byte, with a scale for each group of inputs.
 
     `numbers` uint8 `[..., N, K / 2]`, or `[..., N, G, K / G / 2]`; the lower bits come first.
-    `scales` `[..., N, G]`: bytes are exponents, else floats, which are divided by `whole`.
-    `transposed`: its last two dims change places.
+    `scales` `[..., N, G]`: bytes are exponents, else floats, which are divided by `whole`, or
+    where it `is_factor` multiplied. `transposed`: its last two dims change places.
     """
 
     dtype = torch.float32
@@ -102,6 +114,7 @@ class FourBits(Values):
         scales: Plain,
         whole: Plain | None = None,
         *,
+        is_factor: bool = False,
         transposed: bool = False,
     ) -> None:
         self.where = numbers.where
@@ -109,7 +122,8 @@ class FourBits(Values):
         inputs = 2 * torch.Size(numbers.shape[len(leading) :]).numel()
         shape = (*leading, inputs)
         self.shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-        self._numbers, self._scales, self._whole = numbers, scales, whole
+        self._numbers, self._scales = numbers, scales
+        self._whole, self._is_factor = whole, is_factor
         self._transposed = self.is_coded_transposed = transposed
         self._group = inputs // scales.shape[-1]
 
@@ -117,7 +131,8 @@ class FourBits(Values):
         numbers = self._numbers.open()
         scales = read_finite(self._scales)
         if self._whole is not None:
-            scales = scales / read_finite(self._whole)
+            whole = read_finite(self._whole)
+            scales = scales * whole if self._is_factor else scales / whole
         levels = torch.from_numpy(LEVELS[E2M1])
 
         def rows(start: int, stop: int) -> torch.Tensor:

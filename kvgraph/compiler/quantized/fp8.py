@@ -6,18 +6,17 @@ A weight `X` has its scales in `X_scale_inv` or `X_scale`, which it is multiplie
 from __future__ import annotations
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.quantized.floats import scaled
+from kvgraph.compiler.quantized.floats import FLOAT8, scaled
 from kvgraph.compiler.quantized.parts import Parts
 from kvgraph.compiler.values import Values
 
-STORED = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
     block = config.get("weight_block_size")
     found: dict[str, Values] = {}
-    for name in sorted(n for n, stored in parts.stored.items() if stored.dtype == STORED):
+    for name in sorted(n for n, stored in parts.stored.items() if stored.dtype == FLOAT8):
         numbers = parts.take(name, name)
         given = [f"{name}{end}" for end in SCALES if f"{name}{end}" in parts.stored]
         scales = parts.take(given[0] if given else f"{name}{SCALES[0]}", name)

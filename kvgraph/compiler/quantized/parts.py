@@ -15,6 +15,20 @@ from kvgraph.errors import ModelError, UnsupportedError
 EXPONENT_BIAS = 127
 """Of a scale that is an exponent alone (E8M0); the largest byte is a NaN."""
 
+LEFT = tuple(
+    f".{name}"
+    for name in (
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+    )
+)
+"""Ends of names: of activations, which are scaled as they come, and of a cache, which has its own
+dtype."""
+
 INSTEAD = "compile the checkpoint that it was made from, with --weights int4 or int8"
 
 

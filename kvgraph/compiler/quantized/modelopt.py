@@ -1,0 +1,43 @@
+"""NVIDIA Model Optimizer: what each weight of N outputs and K inputs is is seen from its tensors.
+
+    NVFP4   weight uint8 [N, K / 2], two numbers in a byte, the lower bits first; weight_scale
+            float8_e4m3fn [N, K / 16], times weight_scale_2, which is one
+    FP8     weight float8_e4m3fn [N, K]; weight_scale: one, of rows [N], or of blocks of 128 x 128,
+            [ceil(N / 128), 1, ceil(K / 128), 1]
+    MXFP8   weight float8_e4m3fn [N, K]; weight_scale uint8 [N, K / 32], exponents
+
+Scales of activations and of a cache are left, as those of compressed-tensors are.
+"""
+
+from __future__ import annotations
+
+from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
+from kvgraph.compiler.quantized.parts import LEFT, Parts
+from kvgraph.compiler.values import Values
+
+BLOCK = (128, 128)
+NVFP4_GROUP = 16
+AWQ = ".pre_quant_scale"
+
+
+def weights(parts: Parts, config: Config) -> dict[str, Values]:
+    for stem in parts.stems(AWQ):
+        raise parts.refuse(f"{stem}{AWQ}", "none", "scales that activations are divided by")
+    parts.taken.update(name for name in parts.stored if name.endswith(LEFT))
+    return {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".weight_scale")}
+
+
+def _weight(parts: Parts, stem: str) -> Values:
+    scales = parts.take(f"{stem}.weight_scale", stem)
+    numbers = parts.take(f"{stem}.weight", scales.stored.name)
+    if numbers.stored.dtype == FLOAT8:
+        return scaled(parts, numbers, scales, BLOCK)
+    if numbers.stored.dtype != "U8" or scales.stored.dtype != FLOAT8:
+        got = f"{numbers.stored.dtype} with scales in {scales.stored.dtype}"
+        raise parts.refuse(f"{stem}.weight", "NVFP4, FP8 or MXFP8", got)
+    whole = parts.take(f"{stem}.weight_scale_2", scales.stored.name)
+    parts.require_shape(whole, (), (1,))
+    parts.require_shape(scales, (*numbers.shape[:-1], numbers.shape[-1] * 2 // NVFP4_GROUP))
+    parts.kinds.add(f"4 bits in groups of {NVFP4_GROUP}")
+    return FourBits(numbers, scales, whole, is_factor=True)
