@@ -22,8 +22,10 @@ MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": Form(8, ROW, E4M3),
     "FP8_PB_WO": Form(8, 128, E4M3),
     "MXFP8": Form(8, 32, E4M3),
+    "NVFP4": Form(8),
+    "W4A16_NVFP4": Form(8),
 }
-"""`quant_algo` of modelopt; the others have no form that kernels take."""
+"""`quant_algo` of modelopt; NVFP4 is rounded, as no kernel takes groups of 16."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def _form(given: Config, packing: str) -> Form:
     if packing.startswith("mxfp4"):
         return Form(4, MXFP4_GROUP, E2M1)
     if given.get("type") == "float":
-        return _of_float8(given.get("block_structure")) if given.get("num_bits") == 8 else PLAIN
+        bits = given.get("num_bits")
+        return Form(8) if bits == 4 else _float8(given) if bits == 8 else PLAIN
     bits = given.get("num_bits", given.get("bits", given.get("w_bit")))
     if not isinstance(bits, int):
         return PLAIN
@@ -80,6 +83,11 @@ def _form(given: Config, packing: str) -> Form:
 
 def _of_blocks(given: Config) -> Form:
     return GGUF_BLOCKS.get(str(given.get("blocks")), Form(given.get("bits") or PLAIN.bits))
+
+
+def _float8(given: Config) -> Form:
+    group = given.get("group_size") if given.get("strategy") == "group" else None
+    return _of_float8([1, group] if group else given.get("block_structure"))
 
 
 def _of_float8(block: object) -> Form:
