@@ -14,7 +14,7 @@ from rich.console import Console
 
 import kvgraph
 from kvgraph import bars, progress
-from kvgraph.contract.manifest import hash_files
+from kvgraph.contract.hashes import hash_files
 
 
 class Told:

@@ -14,14 +14,13 @@ from kvgraph.compiler.targets import BUILD_LOG_NAME, WEIGHTS_NAME, Lowered
 from kvgraph.contract.backends import Backend
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import Target
+from kvgraph.contract.hashes import FileEntry, hash_files
 from kvgraph.contract.manifest import (
     SCHEMA_VERSION,
     Binding,
-    FileEntry,
     Manifest,
     ModelInfo,
     PassEntry,
-    hash_files,
     write_manifest,
 )
 from kvgraph.contract.plain import to_json

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from kvgraph.contract.plain import from_plain
+
+if TYPE_CHECKING:
+    from kvgraph.contract.params import KVCacheParamInterface
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,13 @@ class Layout:
     n_shards: int
 
 
-def require_layout(where: str, layout: Mapping[str, object]) -> None:
-    """ValueError, which ParamsError is too, unless a cache or a tree of caches has this layout."""
+def require_layout(where: str, layout: Mapping[str, object]) -> KVCacheParamInterface:
+    """What has this layout. ValueError, which ParamsError is too: no cache, nor a tree of them."""
     from kvgraph.contract.trees import params_from_layout  # only who reads a manifest needs it
 
     _require_types(where, layout)
     try:
-        params_from_layout(layout)
+        return params_from_layout(layout)
     except TypeError as error:  # a field that no cache has
         raise ValueError(f"{where}: expected fields of a cache, got another ({error})") from error
 

@@ -8,38 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType, ceildiv
-from kvgraph.contract.files import PARTIAL, inside, open_regular, replacing
+from kvgraph.contract.files import PARTIAL, open_regular, replacing
+from kvgraph.contract.hashes import CHUNK_BYTES, FileEntry, inside_folder
 from kvgraph.contract.layouts import require_layout
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.plain import from_plain, to_json, to_plain
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ArtifactError
-from kvgraph.progress import Advance, task
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
-CHUNK_BYTES = 16 << 20
-PIECE_BYTES = 256 << 10
-"""Read at once: whole chunks, one for each thread, stay resident in the process that runs on."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file: bytes, and SHA-256 of each chunk of `CHUNK_BYTES` (the last one may be short)."""
-
-    size: int
-    chunks: list[str]
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +211,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and type-check the manifest; files are not opened (see `verify_files`)."""
+    """Read and type-check the manifest; files are not opened (see `hashes.verify_files`)."""
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
         got = "a file" if folder.exists() else "nothing there"
@@ -242,7 +231,10 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: schema_version: expected {SCHEMA_VERSION} from this kvgraph, "
                 f"got {version}"
             )
+        _require_plain_text(fields)
         manifest = from_plain(Manifest, _checked(path, fields))
+        for name in (*manifest.files, *manifest.nondeterministic_files):
+            inside_folder(folder, name)
         _require_values(manifest)
         return manifest
 
@@ -263,7 +255,7 @@ def listed_names(folder: Path) -> frozenset[str]:
         listed = from_plain(_Listed, fields)
     names = {*listed.files, *listed.nondeterministic_files, MANIFEST_NAME}
     for name in names:
-        _inside(folder, name)
+        inside_folder(folder, name)
     partial = {path.name for path in folder.iterdir() if PARTIAL.fullmatch(path.name)}
     return frozenset(names | partial)
 
@@ -292,7 +284,38 @@ def _require_values(manifest: Manifest) -> None:
     if manifest.quality and not manifest.quality.reference_perplexity > 0:
         found = manifest.quality.reference_perplexity
         raise ValueError(f"quality.reference_perplexity: expected > 0, got {found}")
-    require_layout("layout", manifest.layout)
+    for index, mixture in enumerate(manifest.mixtures):
+        if not 0 <= mixture.active <= mixture.experts or mixture.experts < 1:
+            raise ValueError(
+                f"mixtures[{index}].active: expected 0 to {mixture.experts} experts of 1 or more, "
+                f"got {mixture.active}"
+            )
+    for name in ("mixtures", "executed", "collectives"):
+        _require_counts(name, getattr(manifest, name))
+    leaves = require_layout("layout", manifest.layout).leaves
+    for index, layer in enumerate(manifest.layers):
+        leaf = leaves.get(layer.leaf)
+        if leaf is None or not 0 <= layer.index < leaf.num_layers:
+            raise ValueError(
+                f"layers[{index}]: expected a layer of the layout, got {layer.leaf!r} {layer.index}"
+            )
+
+
+def _require_counts(name: str, records: Sequence[object]) -> None:
+    """ValueError for a number of theirs that counts nothing, or that 64 bits do not hold."""
+    for index, record in enumerate(records):
+        for key, value in to_plain(record).items():
+            if isinstance(value, int) and not 0 <= value < 1 << 63:
+                raise ValueError(f"{name}[{index}].{key}: expected 0 to 2**63 - 1, got {value}")
+
+
+def _require_plain_text(value: object) -> None:
+    """ValueError for text that would write more to a terminal than itself."""
+    if isinstance(value, str) and CONTROL.search(value):
+        raise ValueError(f"expected text without control characters, got {value!r:.100}")
+    if isinstance(value, list | dict):
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            _require_plain_text(each)
 
 
 @contextmanager
@@ -319,80 +342,3 @@ def _checked(path: Path, fields: dict[str, object]) -> dict[str, object]:
 
 def _hash(fields: dict[str, object]) -> str:
     return hashlib.sha256(to_json(fields)).hexdigest()
-
-
-def hash_file(path: Path, advance: Advance | None = None) -> FileEntry:
-    """Size and chunk hashes of one file, read chunk by chunk."""
-    return _entry(path, map, advance)
-
-
-def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Entries of `names`, sorted by name, chunks in parallel."""
-    paths = {name: folder / name for name in sorted(names)}
-    total = sum(path.stat().st_size for path in paths.values())
-    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
-        return {name: _entry(path, pool.map, advance) for name, path in paths.items()}
-
-
-def _entry(path: Path, each: Callable[..., Iterable[Any]], advance: Advance | None) -> FileEntry:
-    """`each` is a form of `map`."""
-    size, chunks = path.stat().st_size, []
-    for found, nbytes in each(partial(_hash_chunk, path), range(ceildiv(size, CHUNK_BYTES))):
-        chunks.append(found)
-        if advance:
-            advance(nbytes)
-    return FileEntry(size, chunks)
-
-
-def _hash_chunk(path: Path, index: int) -> tuple[str, int]:
-    """SHA-256 and bytes of a file's `CHUNK_BYTES` at `index`, or of what it has of them."""
-    digest, piece, nbytes = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
-    with path.open("rb", buffering=0) as file:
-        file.seek(index * CHUNK_BYTES)
-        while nbytes < CHUNK_BYTES and (count := file.readinto(piece[: CHUNK_BYTES - nbytes])):
-            digest.update(piece[:count])
-            nbytes += count
-    return digest.hexdigest(), nbytes
-
-
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare every file with its size and hashes, chunks in parallel.
-
-    ArtifactError names the first file (by name) that is missing, changed, or outside the folder.
-    """
-    for name, entry in sorted(manifest.files.items()):
-        path = _inside(folder, name)
-        if not path.is_file():
-            raise ArtifactError(f"{path}: expected {entry.size} bytes from the manifest, got none")
-        if path.stat().st_size != entry.size:
-            raise ArtifactError(
-                f"{path}: expected {entry.size} bytes from the manifest, got {path.stat().st_size}"
-            )
-    jobs = [
-        (folder / name, index, chunk)
-        for name, entry in sorted(manifest.files.items())
-        for index, chunk in enumerate(entry.chunks)
-    ]
-    total = sum(entry.size for entry in manifest.files.values())
-    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
-        for sentence, nbytes in pool.map(_check_chunk, jobs):
-            if sentence:
-                raise ArtifactError(sentence)
-            advance(nbytes)
-
-
-def _inside(folder: Path, name: str) -> Path:
-    path = inside(folder, name)
-    if path is None:
-        raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}")
-    return path
-
-
-def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
-    """What is wrong with a chunk, if anything, and its bytes."""
-    path, index, expected = job
-    found, nbytes = _hash_chunk(path, index)
-    if found == expected:
-        return None, nbytes
-    why = f"expected SHA-256 {expected[:16]} from the manifest, got {found[:16]}"
-    return f"{path}: chunk {index}: {why}: the file was changed", nbytes

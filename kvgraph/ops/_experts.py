@@ -116,6 +116,12 @@ EXPERTS = spec.OpSpec(
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
         spec.Rule("inner_features", lambda inner_features: inner_features < 1 and "at least 1"),
+        spec.Rule(
+            "inner_features",
+            lambda inner_features: (
+                inner_features > packed.MOST_INPUTS and f"at most {packed.MOST_INPUTS}"
+            ),
+        ),
         *packed.FORM,
         *packed.rules(_UP, "in_features", "inputs of x"),
         *packed.rules(_DOWN, "inner_features", "inner_features"),

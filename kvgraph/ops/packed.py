@@ -26,6 +26,9 @@ from kvgraph.ops import spec
 COLUMNS, DEPTH, GROUP = 16, 64, 32
 """Output columns of a panel; what K is padded to; inputs under one int4 multiplier."""
 
+MOST_INPUTS = 1 << 40
+"""What an attribute may say of inputs: sizes made of them fit 64 bits."""
+
 LINE_BYTES = 64
 
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
@@ -194,9 +197,10 @@ def gated(
     """Reference: `[M, N / 2]` of panels that alternate gate and up:
     `activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)`; limit 0: none.
     """
-    halves = y_MN.reshape(len(y_MN), -1, 2, COLUMNS)
+    rows, panels = len(y_MN), y_MN.shape[1] // COLUMNS
+    halves = y_MN.reshape(rows, panels // 2, 2, COLUMNS)
     both = joined(halves[:, :, 0], halves[:, :, 1], activation, alpha, limit, up_offset)
-    flat: Array = both.reshape(len(y_MN), -1)
+    flat: Array = both.reshape(rows, panels // 2 * COLUMNS)
     return flat
 
 
@@ -269,6 +273,7 @@ KNOWN_CODES = spec.Rule("codes", _codes_fault)
 FORM = (
     spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4"),
     spec.Rule("group", lambda group: (group < 0 or group % GROUP) and f"a multiple of {GROUP}"),
+    spec.Rule("group", lambda group: group > MOST_INPUTS and f"at most {MOST_INPUTS}"),
     spec.Rule("group", lambda group, bits: group and bits > 8 and f"0 for {bits} bits"),
     KNOWN_CODES,
 )

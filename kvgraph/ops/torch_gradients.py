@@ -13,6 +13,7 @@ import torch
 from torch import DispatchKeySet
 from torch._guards import TracingContext, detect_fake_mode
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from kvgraph.errors import UnsupportedError
 
@@ -20,17 +21,23 @@ BELOW = torch._C._after_autograd_keyset
 
 
 def refuse_gradients(library: torch.library.Library, name: str) -> None:
-    """Make the defined op `name` refuse inputs that require gradients, and dual numbers.
+    """Make the defined op `name` refuse inputs that require gradients, and dual numbers; what it
+    writes is known to have changed.
 
     A program that torch.export traces may have such inputs: it is refused where it runs.
     """
     op = getattr(getattr(torch.ops, library.ns), name).default
-    names = [argument.name for argument in op._schema.arguments]
+    arguments = op._schema.arguments
+    names = [argument.name for argument in arguments]
+    written = [i for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
 
     def call(keyset: DispatchKeySet, *args: torch.Tensor | None, **attributes: float) -> object:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _require_no_gradients(name, names, args)
-        return op.redispatch(keyset & BELOW, *args, **attributes)
+        found = op.redispatch(keyset & BELOW, *args, **attributes)
+        # So that a backward pass over what a pool held before is refused, as behind torch's own.
+        increment_version([x for i, x in enumerate(args) if i in written and x is not None])
+        return found
 
     library.impl(name, call, "Autograd", with_keyset=True)
 

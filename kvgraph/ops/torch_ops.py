@@ -129,9 +129,24 @@ def fake(spec: OpSpec) -> Callable[..., Returned]:
     """What a call gives where it is traced: results without values, once its operands fit."""
 
     def call(*args: torch.Tensor | None, **attributes: float) -> Returned:
-        return _returned(check_call(spec, spec.arguments(args, attributes)))
+        given = spec.arguments(args, attributes)
+        _require_no_values(spec, given)
+        return _returned(check_call(spec, given))
 
     return call
+
+
+def _require_no_values(spec: OpSpec, given: Mapping[str, Any]) -> None:
+    """KernelError for a tensor on meta beside others with values: nothing would be computed."""
+    kinds = {o.name: x.device.type for o in spec.inputs if (x := given[o.name]) is not None}
+    without = next((name for name, kind in kinds.items() if kind == "meta"), None)
+    others = {name: kind for name, kind in kinds.items() if kind != "meta"}
+    if without is not None and others:
+        name, kind = next(iter(others.items()))
+        raise KernelError(
+            f"{spec.name}: {without}: expected a tensor on {kind}, as {name} is, got one on meta, "
+            "without values"
+        )
 
 
 def check_call(spec: OpSpec, given: Mapping[str, Any]) -> list[torch.Tensor]:

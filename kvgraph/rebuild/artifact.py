@@ -29,12 +29,12 @@ from kvgraph.compiler.targets.tensorrt.engine import (
     RTX,
 )
 from kvgraph.contract.devices import PORTABLE, Target
+from kvgraph.contract.hashes import verify_files
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
     EngineInfo,
     Manifest,
     read_manifest,
-    verify_files,
     write_manifest,
 )
 from kvgraph.errors import ArtifactError, MissingDependencyError, UnsupportedError
@@ -74,7 +74,7 @@ def rebuild(
     version = _torch_version() if by_torch else trt_engine.require_module(module)
     archs = _archs(module, target, manifest)
     progress("hashing")
-    verify_files(folder, manifest)
+    verify_files(folder, manifest.files)
     with staging(out, force=force) as made:
         _copy(folder, made, manifest)
         _provide_kernels(made, archs, manifest.dtype, progress)

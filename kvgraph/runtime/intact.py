@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvgraph.contract.files import inside, open_regular, replacing
-from kvgraph.contract.manifest import Manifest, verify_files
+from kvgraph.contract.hashes import verify_files
+from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.plain import to_json, to_plain
 
 Stamp: TypeAlias = dict[str, object]
@@ -34,7 +35,7 @@ def require_intact(folder: Path, manifest: Manifest, *, again: bool) -> None:
     stamp, path = _stamp(folder, manifest), _path(folder)
     if not again and stamp is not None and path is not None and _read(path) == stamp:
         return
-    verify_files(folder, manifest)
+    verify_files(folder, manifest.files)
     if stamp is not None and path is not None:
         _write(path, stamp)
 

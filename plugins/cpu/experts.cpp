@@ -52,6 +52,9 @@ Experts read(const Operands& in) {
   if (op.width < 1) refuse("experts: x: dim in_features: expected at least 1, got 0");
   if (op.inner < 1)
     refuse("experts: inner_features: expected at least 1, got %lld", ll{op.inner});
+  if (op.inner > kMostInputs)
+    refuse("experts: inner_features: expected at most %lld, got %lld", ll{kMostInputs},
+           ll{op.inner});
   op.up = read_packed(in, KVG_EXPERTS_UP, KVG_EXPERTS_UP_SCALES, form, op.width, "inputs of x");
   op.down = read_packed(in, KVG_EXPERTS_DOWN, KVG_EXPERTS_DOWN_SCALES, form, op.inner,
                         "inner_features");

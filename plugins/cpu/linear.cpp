@@ -32,7 +32,9 @@ void check_sections(const Operands& in, Linear& job) {
   for (int i = 0; i < 3; ++i) {
     const int64_t width = in.integer(KVG_LINEAR_ATTR_OUT_FEATURES + i);
     const int output = KVG_LINEAR_OUT + i;
-    if (width < 0) refuse("linear: out_features: expected at least 0, got %lld", ll{width});
+    if (width < 0)
+      refuse("linear: %s: expected at least 0, got %lld",
+             in.op.attributes[KVG_LINEAR_ATTR_OUT_FEATURES + i].name, ll{width});
     if (in.has(output) != (width > 0))
       refuse("linear: out: expected an output for each width above 0, got %s for width %lld",
              in.has(output) ? "one" : "none", ll{width});

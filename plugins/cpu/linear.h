@@ -18,6 +18,8 @@
 namespace kvg {
 
 constexpr int64_t kColumns = 16, kDepth = 64, kGroup = 32, kLineBytes = 64;
+// What an attribute may say of inputs: sizes made of them fit 64 bits.
+constexpr int64_t kMostInputs = int64_t{1} << 40;
 constexpr int64_t kPair = 2;  // panels that are worked on together, gate and up of SwiGLU among them
 
 // What joins the halves of a gated layer: activation(min(gate, limit)) * (clamp(up, limit) + offset).

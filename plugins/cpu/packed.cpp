@@ -52,6 +52,8 @@ void check_form(const kvg_op& op, const Form& form) {
     refuse("%s: bits: expected 32, 16, 8 or 4, got %lld", op.name, ll{form.bits});
   if (form.group < 0 || form.group % kGroup)
     refuse("%s: group: expected a multiple of %lld, got %lld", op.name, ll{kGroup}, ll{form.group});
+  if (form.group > kMostInputs)
+    refuse("%s: group: expected at most %lld, got %lld", op.name, ll{kMostInputs}, ll{form.group});
   if (form.group && form.bits > 8)
     refuse("%s: group: expected 0 for %lld bits, got %lld", op.name, ll{form.bits}, ll{form.group});
   if (!has_code(form))
@@ -171,6 +173,7 @@ int64_t stride_of(const LinearKernels& run, const Linear& job) {
 }
 
 void multiply(const kvg_call& call, const LinearKernels& run, const Linear* jobs, size_t count) {
+  if (count == 0) return;  // no row has an expert
   static thread_local std::vector<Task> kept;
   const std::vector<Task>& tasks = cut(call, jobs, count, kept);
   std::atomic<bool> failed{false};  // a task must not throw

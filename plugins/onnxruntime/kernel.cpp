@@ -20,7 +20,9 @@ ort::Status* Kernel::read_attributes(const ort::KernelInfo* info) {
     int64_t integer = static_cast<int64_t>(spec.value);
     ort::Status* absent = spec.is_float ? ort::AttributeFloat::call(api, info, spec.name, &real)
                                         : ort::AttributeInt::call(api, info, spec.name, &integer);
-    if (absent && spec.required) return absent;
+    // Its text tells an attribute of another type from none.
+    if (absent && (spec.required || std::strstr(ort::ErrorMessage::call(api, absent), " type")))
+      return absent;
     if (absent) ort::ReleaseStatus::call(api, absent);
     spec.is_float ? attributes[i].f = real : attributes[i].i = integer;
   }

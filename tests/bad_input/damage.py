@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvgraph.contract.manifest import hash_file
+from kvgraph.contract.hashes import hash_file
 from kvgraph.contract.plain import to_json
 from tests.support.command_line import Outcome, run
 

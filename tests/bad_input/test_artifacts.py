@@ -90,8 +90,11 @@ def test_a_file_of_another_size(artifact: Path, change: int) -> None:
     assert sentence(run("verify", artifact)) == expected
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
 @pytest.mark.parametrize("name", ["../outside", "{tmp_path}/outside", "link", "folder/outside"])
-def test_a_path_that_leaves_the_folder(artifact: Path, tmp_path: Path, name: str) -> None:
+def test_a_path_that_leaves_the_folder(
+    artifact: Path, tmp_path: Path, name: str, command: str
+) -> None:
     """By its name, or by a link; although the file is there and its hash is right."""
     name = name.format(tmp_path=tmp_path)
     (tmp_path / "outside").write_text("secret")
@@ -100,7 +103,7 @@ def test_a_path_that_leaves_the_folder(artifact: Path, tmp_path: Path, name: str
     entry = {"size": 6, "chunks": [hashlib.sha256(b"secret").hexdigest()]}
     edit_manifest(artifact, lambda fields: fields["files"].update({name: entry}))
     expected = f"{artifact}: expected files inside the folder, got {name!r}"
-    assert sentence(run("verify", artifact)) == expected
+    assert sentence(run(command, artifact)) == expected
 
 
 def test_a_file_replaced_by_a_link_to_the_outside(artifact: Path, tmp_path: Path) -> None:
@@ -155,6 +158,9 @@ def test_a_truncated_manifest(artifact: Path) -> None:
     assert "got a damaged one" in sentence(run("verify", artifact))
 
 
+MIXTURE = {"layers": 1, "experts": 4, "active": 1, "parameters": 1, "bytes": 1}
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -164,6 +170,26 @@ def test_a_truncated_manifest(artifact: Path) -> None:
             r"model\.vocab_size: expected int, got 'many'",
         ),
         (lambda fields: fields.update(files=[]), r"files: expected dict, got \[\]"),
+        (
+            lambda fields: fields["model"].update(architecture="x\x1b[2J"),
+            r"expected text without control characters, got 'x\\x1b\[2J'",
+        ),
+        (
+            lambda fields: fields["outputs"][0].update(dtype="float32\nkvgraph: all is well"),
+            r"expected text without control characters, got 'float32\\nkvgraph: all",
+        ),
+        (
+            lambda fields: fields.update(layers=[{"leaf": "", "index": 99}]),
+            r"layers\[0\]: expected a layer of the layout, got '' 99",
+        ),
+        (
+            lambda fields: fields.update(mixtures=[MIXTURE | {"experts": 0}]),
+            r"mixtures\[0\]\.active: expected 0 to 0 experts of 1 or more, got 1",
+        ),
+        (
+            lambda fields: fields.update(mixtures=[MIXTURE | {"bytes": 1 << 63}]),
+            r"mixtures\[0\]\.bytes: expected 0 to 2\*\*63 - 1, got 9223372036854775808",
+        ),
     ],
 )
 def test_a_manifest_of_other_fields(

@@ -111,7 +111,8 @@ def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
             r"\(prompt and output\) that need \d+",
         ),
         (["The", "--num-pages", 0], "num_pages: expected >= 1 or None, got 0"),
-        (["The", "--num-pages", 1 << 40], r"Unable to allocate .*iB.*"),
+        (["The", "--num-pages", 1 << 40], "num_pages: expected at most 2147483646 or None, got .*"),
+        (["The", "--num-pages", 1 << 30], "kv_blocks: expected .* GiB of host memory for .*"),
         (
             ["The", "--session", "tensorrt"],
             r"session: expected one of \['onnxruntime', 'reference'\] for an artifact of backend "
@@ -127,7 +128,7 @@ def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
         (["The", "--top-k", -2], "top_k: expected >= 0, got -2"),
         (["The", "--top-p", 0], r"top_p: expected in \(0, 1\], got 0.0"),
         (["The", "--top-p", 1.5], r"top_p: expected in \(0, 1\], got 1.5"),
-        (["The", "--seed", -1], "seed: expected >= 0 or None, got -1"),
+        (["The", "--seed", -(1 << 64)], "seed: expected >= -9223372036854775808 or None, got .*"),
     ],
 )
 def test_generate(compiled: Compiled, arguments: Sequence[Any], message: str) -> None:

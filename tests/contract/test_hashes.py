@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvgraph.contract.manifest import (
+from kvgraph.contract.hashes import (
     CHUNK_BYTES,
     PIECE_BYTES,
     FileEntry,
     hash_file,
     hash_files,
-    read_manifest,
     verify_files,
 )
+from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError
 
 Compiled = Callable[..., Path]
@@ -47,7 +47,7 @@ def test_verifying_keeps_no_chunk_in_memory(compiled: Compiled, tmp_path: Path) 
     manifest = replace(manifest, files=hash_files(tmp_path, [path.name]))
     tracemalloc.start()
     try:
-        verify_files(tmp_path, manifest)
+        verify_files(tmp_path, manifest.files)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -56,4 +56,4 @@ def test_verifying_keeps_no_chunk_in_memory(compiled: Compiled, tmp_path: Path) 
         file.seek(-1, 2)
         file.write(b"x")
     with pytest.raises(ArtifactError, match=r"weights.safetensors: chunk 5: expected SHA-256"):
-        verify_files(tmp_path, manifest)
+        verify_files(tmp_path, manifest.files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,14 @@ def test_ranks_that_have_other_experts_add_up(isa: str, bits: int) -> None:
     assert not run(nobody, attributes).any()
 
 
+def test_no_row_has_an_expert_in_a_threads_first_call() -> None:
+    """As on a rank that has none of a step's experts: nothing is left of calls before."""
+    given, attributes, _ = call_of("one row", 32)
+    nobody = [given[0], np.full_like(given[1], -1), *given[2:]]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as fresh:
+        assert not fresh.submit(run, nobody, attributes).result().any()
+
+
 def test_no_rows_and_no_experts_of_a_row() -> None:
     given, attributes, _ = call_of("one row", 8)
     none = [array[:0] for array in given[:3]]  # type: ignore[index]
@@ -208,6 +217,16 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
         {8: np.zeros((7, 4, 2, 16), np.float32)},
         {},
         "down_scales: dim num_experts: expected 8 as up has it, got 7",
+    ),
+    "a group that is too large": (
+        {},
+        {"group": 2**62, "codes": 3},
+        "group: expected at most 1099511627776, got 4611686018427387904",
+    ),
+    "too many inner features": (
+        {},
+        {"inner_features": 2**62},
+        "inner_features: expected at most 1099511627776, got 4611686018427387904",
     ),
     "inner features": (
         {},

@@ -194,6 +194,25 @@ def test_gradients_are_refused_by_a_compiled_function_too() -> None:
         compiled(torch.randn(5, N, D, requires_grad=True))
 
 
+def test_a_backward_pass_over_what_a_pool_held_before_is_refused() -> None:
+    (pool, *args), attributes = arguments("store_kv")
+    weight = torch.ones_like(pool, requires_grad=True)
+    loss = (pool * weight).sum()
+    with torch.no_grad():
+        torch_ops.store_kv(pool, *args, **attributes)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("left", [0, 2, 3])
+def test_a_tensor_without_values_beside_others_is_refused(left: int) -> None:
+    args, attributes = arguments("store_kv")
+    given = [x.to("meta") if i == left else x for i, x in enumerate(args)]
+    with pytest.raises(KernelError, match=r"expected a tensor on cpu, as \w+ is, got one on meta"):
+        torch_ops.store_kv(*given, **attributes)
+    torch_ops.store_kv(*(x.to("meta") for x in args), **attributes)
+
+
 def test_parameters_are_taken_where_no_gradient_is_wanted() -> None:
     q = torch.randn(5, N, D, requires_grad=True)
     for mode in (torch.no_grad, torch.inference_mode):

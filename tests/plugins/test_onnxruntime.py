@@ -76,3 +76,12 @@ def test_a_required_attribute_is_required() -> None:
     operands.attributes = {"layer": 1}
     with pytest.raises(Exception, match="scale"):
         onnx_node.session_of(operands)
+
+
+@pytest.mark.parametrize(("name", "value"), [("window", 4.0), ("softcap", 2), ("window", "4")])
+def test_an_attribute_of_another_type_is_refused(name: str, value: float) -> None:
+    """It would be taken for one that is left out."""
+    operands = build(Case("update_and_attend"))
+    operands.attributes[name] = value
+    with pytest.raises(Exception, match="name and type don't match"):
+        onnx_node.session_of(operands)

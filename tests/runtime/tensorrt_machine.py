@@ -16,11 +16,11 @@ pytest.importorskip("onnx", reason="the fake runtime evaluates ONNX graphs")
 
 import kvgraph
 from kvgraph import SamplingParams
+from kvgraph.contract.hashes import hash_file
 from kvgraph.contract.manifest import (
     EngineInfo,
     Manifest,
     ProfileInfo,
-    hash_file,
     read_manifest,
     write_manifest,
 )

@@ -6,14 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kvgraph
-from kvgraph.contract.manifest import Manifest, verify_files
+from kvgraph.contract.hashes import FileEntry, verify_files
 from kvgraph.errors import ArtifactError
 from kvgraph.runtime import intact
 from tests.support.artifacts import Compiled
@@ -44,9 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Hashed:
     folders: Hashed = []
 
-    def verify(folder: Path, manifest: Manifest) -> None:
+    def verify(folder: Path, files: Mapping[str, FileEntry]) -> None:
         folders.append(folder)
-        verify_files(folder, manifest)
+        verify_files(folder, files)
 
     monkeypatch.setattr(intact, "verify_files", verify)
     return folders
@@ -160,8 +160,8 @@ def test_a_change_that_no_time_shows_is_found_where_it_is_asked_for(
 def test_a_change_while_the_files_are_hashed(
     artifact: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def verify(folder: Path, manifest: Manifest) -> None:
-        verify_files(folder, manifest)
+    def verify(folder: Path, files: Mapping[str, FileEntry]) -> None:
+        verify_files(folder, files)
         damage(folder / NAME)
 
     with monkeypatch.context() as patch:

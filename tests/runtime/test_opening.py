@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import kvgraph
-from kvgraph.contract.manifest import hash_file
+from kvgraph.contract.hashes import hash_file
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError, MissingDependencyError
 from kvgraph.runtime.sessions import onnxruntime as sessions

@@ -1,0 +1,106 @@
+"""Size and hashes of an artifact's files: made at compile, compared before they are used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.files import inside
+from kvgraph.errors import ArtifactError
+from kvgraph.progress import Advance, task
+
+CHUNK_BYTES = 16 << 20
+PIECE_BYTES = 256 << 10
+"""Read at once: whole chunks, one for each thread, stay resident in the process that runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file: bytes, and SHA-256 of each chunk of `CHUNK_BYTES` (the last one may be short)."""
+
+    size: int
+    chunks: list[str]
+
+
+def hash_file(path: Path, advance: Advance | None = None) -> FileEntry:
+    """Size and chunk hashes of one file, read chunk by chunk."""
+    return _entry(path, map, advance)
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Entries of `names`, sorted by name, chunks in parallel."""
+    paths = {name: folder / name for name in sorted(names)}
+    total = sum(path.stat().st_size for path in paths.values())
+    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
+        return {name: _entry(path, pool.map, advance) for name, path in paths.items()}
+
+
+def _entry(path: Path, each: Callable[..., Iterable[Any]], advance: Advance | None) -> FileEntry:
+    """`each` is a form of `map`."""
+    size, chunks = path.stat().st_size, []
+    for found, nbytes in each(partial(_hash_chunk, path), range(ceildiv(size, CHUNK_BYTES))):
+        chunks.append(found)
+        if advance:
+            advance(nbytes)
+    return FileEntry(size, chunks)
+
+
+def _hash_chunk(path: Path, index: int) -> tuple[str, int]:
+    """SHA-256 and bytes of a file's `CHUNK_BYTES` at `index`, or of what it has of them."""
+    digest, piece, nbytes = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(index * CHUNK_BYTES)
+        while nbytes < CHUNK_BYTES and (count := file.readinto(piece[: CHUNK_BYTES - nbytes])):
+            digest.update(piece[:count])
+            nbytes += count
+    return digest.hexdigest(), nbytes
+
+
+def verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Compare every file with its size and hashes, chunks in parallel.
+
+    ArtifactError names the first file (by name) that is missing, changed, or outside the folder.
+    """
+    for name, entry in sorted(files.items()):
+        path = inside_folder(folder, name)
+        if not path.is_file():
+            raise ArtifactError(f"{path}: expected {entry.size} bytes from the manifest, got none")
+        if path.stat().st_size != entry.size:
+            raise ArtifactError(
+                f"{path}: expected {entry.size} bytes from the manifest, got {path.stat().st_size}"
+            )
+    jobs = [
+        (folder / name, index, chunk)
+        for name, entry in sorted(files.items())
+        for index, chunk in enumerate(entry.chunks)
+    ]
+    total = sum(entry.size for entry in files.values())
+    with task("hashing", total, "bytes") as advance, ThreadPoolExecutor() as pool:
+        for sentence, nbytes in pool.map(_check_chunk, jobs):
+            if sentence:
+                raise ArtifactError(sentence)
+            advance(nbytes)
+
+
+def inside_folder(folder: Path, name: str) -> Path:
+    """The path of an artifact's file. ArtifactError where it is outside the folder."""
+    path = inside(folder, name)
+    if path is None:
+        raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}")
+    return path
+
+
+def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:
+    """What is wrong with a chunk, if anything, and its bytes."""
+    path, index, expected = job
+    found, nbytes = _hash_chunk(path, index)
+    if found == expected:
+        return None, nbytes
+    why = f"expected SHA-256 {expected[:16]} from the manifest, got {found[:16]}"
+    return f"{path}: chunk {index}: {why}: the file was changed", nbytes
