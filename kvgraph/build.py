@@ -22,13 +22,16 @@ from kvgraph.compiler.pipeline import Progress
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.trees import MultiKVCacheParams
+from kvgraph.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from kvgraph.compiler.targets import Lowered
     from kvgraph.compiler.traced import Traced
+    from kvgraph.kv.forward import Chunk
 
 
 def compile(
@@ -81,6 +84,14 @@ def compile(
     KVGraphErrors).
     """
     out = Path(out)
+    page_size, tp = (
+        whole("page_size", page_size, UnsupportedError),
+        whole("tp", tp, UnsupportedError),
+    )
+    vocab_size = _optional_whole("vocab_size", vocab_size)
+    max_seq_len = _optional_whole("max_seq_len", max_seq_len)
+    max_batch = _optional_whole("max_batch", max_batch)
+    max_tokens = _optional_whole("max_tokens", max_tokens)
     request = options.resolve(
         target,
         backend,
@@ -208,16 +219,20 @@ def _write_ranks(
     return made[0]
 
 
+def _optional_whole(name: str, value: int | None) -> int | None:
+    return None if value is None else whole(name, value, UnsupportedError)
+
+
 def run_artifact(
-    folder: Path, rows: Sequence[npt.NDArray[np.int32]], chunk: int
+    folder: Path, rows: Sequence[npt.NDArray[np.int32]], chunk: Chunk
 ) -> list[npt.NDArray[np.float32]]:
     """Logits of every token of each row, `[len(row), vocab]`: all rows together, in the session of
-    the artifact's backend, at most `chunk` new tokens of each in a step.
+    the artifact's backend, at most `chunk` new tokens of each, or of all, in a step.
 
     A padded cache takes one row after the other.
     """
     from kvgraph.contract.manifest import read_manifest
-    from kvgraph.kv.forward import all_logits
+    from kvgraph.kv.forward import all_logits, chunks_of
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.engine import Engine
 
@@ -229,6 +244,7 @@ def run_artifact(
     ) as engine:
         most = engine.scheduler.max_batch_size
         for first in range(0, len(rows), most):
-            group = rows[first : first + most]
-            found += all_logits(engine.kv, group, engine.session.run, chunk=chunk)
+            group = slice(first, first + most)
+            own = chunks_of(chunk, len(rows))[group]
+            found += all_logits(engine.kv, rows[group], engine.session.run, chunk=own)
     return found

@@ -67,7 +67,10 @@ def emit(
     for name, source in model.files.items():
         copy = folder / name
         copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, copy)
+        if isinstance(source, bytes):
+            copy.write_bytes(source)
+        else:
+            shutil.copyfile(source, copy)
     files = hash_all(folder)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
@@ -27,6 +29,12 @@ from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
 from kvgraph.progress import task
+
+WRITES = auto_functionalized_v2
+"""What a call that writes in place becomes without writes."""
+
+NAMES = {"wrap_with_autocast": "torch.autocast", "cond": "torch.cond"}
+"""Of what torch's own names say less."""
 
 REPORTING = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
@@ -77,6 +85,7 @@ def export(model: Model, signature: GraphSignature, *, return_buffers: bool) -> 
     buffers = [i for i, s in enumerate(signature.inputs) if s.kind == "buffer"]
     with _positional(model.module, buffers if return_buffers else []), torch.no_grad():
         program = _trace(model, signature)
+    _require_operators(model, program)
     _require_logits(program, signature)
     return program
 
@@ -171,6 +180,19 @@ def _ones(signature: GraphSignature) -> dict[str, int]:
     """An extent of 1 for each dim; a pool has two pages, of which the last is the null page."""
     dims = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
     return {dim: 2 if dim.endswith((NUM_PAGE_SLOTS, NUM_SLOTS)) else 1 for dim in dims}
+
+
+def _require_operators(model: Model, program: ExportedProgram) -> None:
+    """UnsupportedError for a part of a program that is run under conditions: passes and backends
+    follow operators, one after the other."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and node.target is not WRITES:
+            name = str(node.target)
+            said = NAMES.get(name, name)
+            raise UnsupportedError(
+                f"architecture {model.architecture!r}: expected operators that run one after the "
+                f"other, got {said}; compute without it"
+            )
 
 
 def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None:

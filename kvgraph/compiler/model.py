@@ -32,8 +32,8 @@ class Model:
     max_seq_len: int
     dtype: str
     place: Callable[[CachePlan], None] = lambda plan: None
-    files: dict[str, Path] = field(default_factory=dict)
-    """Files that travel unchanged into the artifact: name there -> path here."""
+    files: dict[str, Path | bytes] = field(default_factory=dict)
+    """Files that travel into the artifact: name there -> path here, or content."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     checkpoint: Checkpoint | None = None

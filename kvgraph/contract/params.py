@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -12,6 +12,7 @@ from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ACTIVATIONS, QUANTIZED, itemsize
 from kvgraph.contract.shards import shards_of
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     KVCacheInputSymbols,
@@ -100,6 +101,13 @@ LAYOUT_FIELDS = (
 """Compared when a manager meets an artifact; all other fields may differ."""
 
 
+WHOLE = (
+    *("n_kv_heads", "head_dim", "num_layers", "v_head_dim", "page_size"),
+    "data_parallel_degree",
+)
+"""Fields of KVCacheParams that are whole numbers."""
+
+
 @dataclass(frozen=True)
 class KVCacheParams:
     """One paged cache: the shape of its pages, and how it is deployed.
@@ -131,7 +139,7 @@ class KVCacheParams:
     hash_seed: bytes | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(self.devices))
+        self._check_types()
         kinds = [str(kind) for kind in KVCacheStrategy]
         if self.cache_strategy not in kinds:
             raise ParamsError(
@@ -142,6 +150,25 @@ class KVCacheParams:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         self._check_layout()
         self._check_deployment()
+
+    def _check_types(self) -> None:
+        """Whole numbers become ints: they travel in manifests and into graphs."""
+        for name in WHOLE:
+            object.__setattr__(self, name, whole(name, getattr(self, name), ParamsError))
+        if self.window_size is not None:
+            window = whole("window_size", self.window_size, ParamsError)
+            object.__setattr__(self, "window_size", window)
+        object.__setattr__(self, "devices", tuple(self.devices))
+        kinds: tuple[tuple[str, Iterable[object], type], ...] = (
+            ("devices", self.devices, Device),
+            ("quantization", [self.quantization], KVCacheQuantization),
+            ("hash_seed", [self.hash_seed], bytes),
+        )
+        for name, values, kind in kinds:
+            for value in values:
+                if value is not None and not isinstance(value, kind):
+                    said = f"{type(value).__name__} {value!r:.100}"
+                    raise ParamsError(f"{name}: expected {kind.__name__}, got {said}")
 
     def _check_layout(self) -> None:
         if self.dtype not in ACTIVATIONS:

@@ -15,6 +15,7 @@ from kvgraph.contract.symbols import (
     emit_tensorrt_profile,
     emit_torch_export,
 )
+from kvgraph.errors import BindingError
 
 if TYPE_CHECKING:
     from onnx import ValueInfoProto
@@ -65,6 +66,11 @@ class GraphSignature:
 
         Returns the extent of every dim. BindingError names the first value that does not fit.
         """
+        if len(values) != len(self.inputs):
+            names = [symbol.name for symbol in self.inputs]
+            raise BindingError(
+                f"values: expected {len(names)}, one for each of {names}, got {len(values)}"
+            )
         sizes: dict[str, int] = {}
         for symbol, value in zip(self.inputs, values, strict=True):
             symbol.bind(str(value.dtype), tuple(value.shape), sizes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
+from typing import SupportsIndex
 
-from kvgraph.errors import RequestError
+from kvgraph.errors import KVGraphError, RequestError
 
 UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -14,15 +15,26 @@ UNITS = {"": 1, "B": 1} | {
 }
 
 
+MOST_DIGITS = 40
+"""Of a size as text: floats hold no more than 308."""
+
+
 def parse_bytes(name: str, size: int | str) -> int:
     """Bytes of a size such as 1073741824, "80GiB" or "512MB"; RequestError names `name`."""
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", size.strip())
-        if match is not None and match[2] in UNITS:
+        if match is not None and match[2] in UNITS and len(match[1]) < MOST_DIGITS:
             return int(float(match[1]) * UNITS[match[2]])
     elif hasattr(size, "__index__") and not isinstance(size, bool) and operator.index(size) >= 0:
         return operator.index(size)
     raise RequestError(f"{name}: expected a size such as 80GiB or 512MB, got {size!r}")
+
+
+def whole(name: str, value: object, refusal: type[KVGraphError]) -> int:
+    """`value` as an int, one of NumPy too; `refusal` names `name` for what is none."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        return operator.index(value)
+    raise refusal(f"{name}: expected an integer, got {type(value).__name__} {value!r:.100}")
 
 
 def size_text(count: float) -> str:

@@ -51,6 +51,17 @@ class MultiKVCacheParams:
                 raise ParamsError(
                     f"cache name: expected an identifier that is no layout field, got {name!r}"
                 )
+        names = [name for name, _ in self.children]
+        for name in names:
+            if names.count(name) > 1:
+                raise ParamsError(f"cache name: expected each once, got {name!r} twice")
+        dims = [path.replace(".", "_") for path in self.leaves]
+        for path, dim in zip(self.leaves, dims, strict=True):
+            if dims.count(dim) > 1:
+                raise ParamsError(
+                    f"cache name: expected names whose dims differ, got {path!r} beside another "
+                    f"leaf whose dims begin with {dim}_"
+                )
         (first, reference), *others = self.leaves.items()
         for field_name in SHARED_FIELDS:
             expected = getattr(reference, field_name)

@@ -15,8 +15,12 @@ Logits = npt.NDArray[np.float32]
 Run = Callable[[ModelInputs, KVCacheInputs], Logits]
 
 
+Chunk = int | Sequence[int]
+"""Most new tokens of a row in a step: of each, or of all."""
+
+
 def forward(
-    kv: KVCacheManager, rows: Sequence[npt.ArrayLike], run: Run, *, chunk: int
+    kv: KVCacheManager, rows: Sequence[npt.ArrayLike], run: Run, *, chunk: Chunk
 ) -> Iterator[tuple[int, int, Logits]]:
     """`(row, first, logits [new, vocab])` of each step and row: logits of tokens from `first` on.
 
@@ -24,20 +28,25 @@ def forward(
     start and released at the end, whatever happens. `run`'s logits are valid until its next call.
     """
     contexts = [TextContext(("forward", i), np.asarray(row)) for i, row in enumerate(rows)]
+    most = chunks_of(chunk, len(rows))
     claimed: list[TextContext] = []
     try:
         for context in contexts:
             kv.claim(context.request_id)
             claimed.append(context)
         while batch := [context for context in contexts if context.active_length]:
-            yield from _step(kv, contexts, batch, run, chunk)
+            yield from _step(kv, contexts, batch, run, most)
     finally:
         for context in claimed:
             kv.release(context.request_id)
 
 
+def chunks_of(chunk: Chunk, rows: int) -> Sequence[int]:
+    return [chunk] * rows if isinstance(chunk, int) else chunk
+
+
 def all_logits(
-    kv: KVCacheManager, rows: Sequence[npt.ArrayLike], run: Run, *, chunk: int
+    kv: KVCacheManager, rows: Sequence[npt.ArrayLike], run: Run, *, chunk: Chunk
 ) -> list[Logits]:
     """What `forward` gives, by row: logits of every token, `[len(row), vocab]` each."""
     found: list[list[Logits]] = [[] for _ in rows]
@@ -51,10 +60,10 @@ def _step(
     contexts: list[TextContext],
     batch: list[TextContext],
     run: Run,
-    chunk: int,
+    most: Sequence[int],
 ) -> Iterator[tuple[int, int, Logits]]:
     for context in batch:
-        context.active_length = min(context.active_length, chunk)
+        context.active_length = min(context.active_length, most[contexts.index(context)])
     kv.alloc_batch([batch])
     lengths = [context.active_length for context in batch]
     ends = np.cumsum(lengths)

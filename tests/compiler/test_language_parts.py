@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 import kvgraph
+from kvgraph import UnsupportedError
 from kvgraph.compiler.check.reference import eager, transformers_logits
 from kvgraph.compiler.frontends import huggingface
 from tests.support.models import COMMON, greedy_tokens
@@ -67,6 +69,44 @@ def test_logits_are_those_of_the_whole_model(name: str, tied: bool, tmp_path: Pa
         found = torch.from_numpy(transformers_logits(loaded.module.model, ids.numpy()))
         expected = whole(input_ids=ids[None]).logits[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def changed(folder: Path, **fields: Any) -> None:
+    """config.json with other fields at its top; no generation_config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_end_and_begin_tokens_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    make(name, tmp_path)
+    changed(tmp_path, eos_token_id=[1, 9], bos_token_id=7)
+    loaded = huggingface.load(tmp_path, "float32", weightless=True)
+    assert (loaded.eos_token_ids, loaded.bos_token_id) == ((1, 9), 7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_model_says_whether_embeddings_are_tied(name: str, tmp_path: Path) -> None:
+    whole = make(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config["text_config"] | {"tie_word_embeddings": True}
+    changed(tmp_path, tie_word_embeddings=False, text_config=text)
+    loaded = huggingface.load(tmp_path, "float32", weightless=True)
+    assert loaded.checkpoint is not None, loaded.loaded
+    loaded.checkpoint.fill(loaded.module)
+    head = loaded.module.model.lm_head.weight
+    assert torch.equal(head, whole.lm_head.weight)
+
+
+def test_a_part_that_only_transformers_could_read(tmp_path: Path) -> None:
+    whole = make("llava", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
+    why = "the language part of 'llava': the checkpoint has no safetensors; save the model as saf"
+    for weightless in (True, False):
+        with pytest.raises(UnsupportedError, match=why):
+            huggingface.load(tmp_path, "float32", weightless=weightless)
 
 
 def test_tokens_are_those_of_the_whole_model(tmp_path: Path) -> None:

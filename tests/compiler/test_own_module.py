@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -172,13 +173,87 @@ def test_what_is_returned_is_the_logits_alone(
     assert got in str(refused.value)
 
 
+class OfSizes(Decoder):
+    """Its logits depend on numbers of the batch."""
+
+    def __init__(self, number: str) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        tokens, offsets, _, _, lengths, _, most = inputs
+        found = {
+            "rows": torch.full((), lengths.shape[0]) > 6,
+            "tokens": torch.full((), tokens.shape[0]) > 100,
+            "offsets": offsets[-1] > 100,
+            "lengths": lengths[0] > 100,
+            "longest": most[0, 1] > 100,
+        }[self.number]
+        logits = super().forward(*inputs)
+        return logits * torch.where(found, torch.linspace(-1, 1, VOCAB), torch.ones(VOCAB))
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+@pytest.mark.parametrize("number", ["rows", "tokens", "offsets", "lengths", "longest"])
+def test_what_depends_on_the_batch_is_refused(number: str, backend: str, tmp_path: Path) -> None:
+    if backend == "torch" and number != "rows":
+        pytest.skip("the check is the same, and compiling takes long")
+    with pytest.raises(kvgraph.CheckError, match="logits in a batch of 9 that they have in one of"):
+        compile_module(OfSizes(number), tmp_path / "out", backend=backend, max_seq_len=512)
+    assert not (tmp_path / "out").exists()
+
+
+class Cast(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(*inputs).float()
+
+
+class Either(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        found = super().forward(*inputs)
+        return torch.cond(inputs[2].sum() > -1, lambda x: x * 1.0, lambda x: x * 2.0, (found,))
+
+
+@pytest.mark.parametrize(("module", "got"), [(Cast, "torch.autocast"), (Either, "torch.cond")])
+def test_parts_under_conditions_are_refused(
+    module: type[Decoder], got: str, tmp_path: Path
+) -> None:
+    expected = f"expected operators that run one after the other, got {got}; compute without it"
+    with pytest.raises(kvgraph.UnsupportedError, match=expected):
+        compile_module(module(), tmp_path / "out")
+
+
+class Inferring(Decoder):
+    @torch.inference_mode()
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return super().forward(*inputs)
+
+
+def test_a_module_in_inference_mode(tmp_path: Path) -> None:
+    assert compile_module(Inferring(), tmp_path / "out").model.vocab_size == VOCAB
+
+
+def with_buffer(values: torch.Tensor) -> Decoder:
+    module = Decoder()
+    module.register_buffer("own", values)
+    return module
+
+
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
         (Decoder, {}, "model: expected a folder, a GGUF file or an nn.Module, got the class Dec"),
         (len, {}, "got builtin_function_or_method"),
-        (Decoder().to("meta"), {}, "embed.weight: expected a parameter with values, got one on"),
+        (Decoder().to("meta"), {}, "embed.weight: expected a tensor with values, got one on"),
         (Decoder(), {"params": {}}, "params: expected KVCacheParams, got dict"),
+        (Decoder(), {"vocab_size": 256.0}, "vocab_size: expected an integer, got float 256.0"),
+        (with_buffer(torch.empty(3, device="meta")), {}, "own: expected a tensor with values, got"),
+        (
+            with_buffer(torch.eye(3).to_sparse()),
+            {},
+            "own: expected a dense tensor, got torch.spars",
+        ),
     ],
 )
 def test_what_is_no_module(
@@ -187,6 +262,15 @@ def test_what_is_no_module(
     with pytest.raises(kvgraph.KVGraphError) as refused:
         compile_module(given, tmp_path / "out", **options)
     assert message in str(refused.value)
+
+
+def test_numpy_numbers_and_a_parameter_of_indices(tmp_path: Path) -> None:
+    """What travels in the manifest is plain; the module's dtype is that of its first float."""
+    module = Decoder()
+    module.order = nn.Parameter(torch.arange(3), requires_grad=False)
+    sizes = {"vocab_size": np.int64(VOCAB), "max_seq_len": np.int32(64)}
+    manifest = compile_module(module, tmp_path / "out", **sizes)
+    assert (manifest.model.vocab_size, manifest.model.max_seq_len) == (VOCAB, 64)
 
 
 def test_a_module_goes_on_training(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgraph import Device, KVCacheParams, KVCacheQuantization, virtual_devices
@@ -63,6 +64,12 @@ CPUS = tuple(Device(f"cuda:{i}") for i in range(3))
             "devices: expected a multiple of data_parallel_degree=2, got 3",
         ),
         ({"devices": CPUS}, "n_kv_heads: expected a multiple of the 3 shards .*, got 8"),
+        ({"page_size": 16.5}, "page_size: expected an integer, got float 16.5"),
+        ({"n_kv_heads": "8"}, "n_kv_heads: expected an integer, got str '8'"),
+        ({"window_size": True}, "window_size: expected an integer, got bool True"),
+        ({"devices": ("cpu",)}, "devices: expected Device, got str 'cpu'"),
+        ({"quantization": "int8"}, "quantization: expected KVCacheQuantization, got str 'int8'"),
+        ({"hash_seed": "a" * 32}, "hash_seed: expected bytes, got str"),
         ({"hash_seed": b"short"}, "hash_seed: expected 32 bytes, got 5"),
         ({"hash_algorithm": "md5"}, "hash_algorithm: expected 'sha256', got 'md5'"),
         (
@@ -75,6 +82,11 @@ def test_contradictions(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ParamsError, match=message) as caught:
         KVCacheParams(**LLAMA_8B | change)
     assert isinstance(caught.value, ValueError)
+
+
+def test_numpy_integers_become_ints() -> None:
+    params = KVCacheParams(**LLAMA_8B | {"page_size": np.int64(64), "window_size": np.int32(9)})
+    assert type(params.page_size) is type(params.window_size) is int
 
 
 def test_scales_are_float32() -> None:

@@ -39,13 +39,16 @@ from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import CheckError
+from kvgraph.kv.forward import Chunk
 
 Row = npt.NDArray[np.int32]
-RunArtifact = Callable[[Path, Sequence[Row], int], list[Logits]]
+RunArtifact = Callable[[Path, Sequence[Row], Chunk], list[Logits]]
 """`run(folder, rows, chunk)`: logits of every token, by the session of the artifact's backend."""
 Write = Callable[[Traced, Path], Manifest]
 
 LENGTHS, CHUNK = (46, 29), 25
+OTHERS = 7
+"""Rows beside those two, of a batch that they must not depend on."""
 MOST_BYTES = 1 << 30
 """Of parameters: a larger model is checked by one layer of each kind."""
 
@@ -128,7 +131,29 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
             step = ProgramRun(program, window=WINDOW, weights=traced.weights)
             found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
             _require_near(made, traced, found, rows)
+    if not isinstance(traced.model.module, Decoder) and not padded:
+        _require_alone(made, run, rows)
     return _note("all layers")
+
+
+def _require_alone(made: Made, run: RunArtifact, rows: list[Row]) -> None:
+    """CheckError unless rows of a module of one's own have the same logits in a larger batch.
+
+    The proof that tokens stay apart is about tokens; a module may also compute with the batch's
+    numbers: its size, lengths or offsets. A number that no small batch has is not seen.
+    """
+    ahead = np.tile(rows[0], 4)[: made.traced.model.max_seq_len]  # most of it in the first step
+    others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
+    chunks = [3 * len(ahead) // 4, *[CHUNK] * (OTHERS - 1 + len(rows))]
+    crowd = run(made.folder, [*others, *rows], chunks)[OTHERS:]
+    apart = difference(crowd, run(made.folder, rows, CHUNK), tolerance(made.kinds))
+    if not apart.fits:
+        raise CheckError(
+            f"check of {made.traced.model.architecture!r}: expected rows to have the logits in a "
+            f"batch of {OTHERS + len(rows)} that they have in one of {len(rows)}, got others (they "
+            f"differ by {apart.error:.2g} of their spread): it computes with the size, lengths or "
+            "offsets of the batch; nothing was written, --no-check writes it all the same"
+        )
 
 
 def _check_reduced(made: Made, run: RunArtifact) -> str:

@@ -27,7 +27,7 @@ from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import settle
-from kvgraph.compiler.frontends.text_files import as_ids, require_tokenizer, text_files
+from kvgraph.compiler.frontends.text_files import as_ids, text_files
 from kvgraph.compiler.frontends.weightless import Located, fake_parameters, locate
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized.parts import INSTEAD
@@ -36,7 +36,7 @@ from kvgraph.compiler.shards import INDEXES, read_index
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 NAME = "kvgraph"
 IMPLEMENTATIONS = {
@@ -80,15 +80,21 @@ def _load(
         with fake_parameters():  # before weights are read for nothing
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text, max_seq_len)
-    require_tokenizer(folder / "tokenizer.json")
+    files = text_files(folder)
     model, located = None, Located(None)
     is_quantized = quantization(config) is not None
-    if weightless or is_quantized:
+    is_built = text.model_type != config["model_type"] and not _is_loaded(transformers, folder)
+    if weightless or is_quantized or is_built:
         model, located = _build(transformers, folder, config, text, dtype)
     checkpoint = located.checkpoint
     if checkpoint is None:
         if is_quantized:
             raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {INSTEAD}")
+        if is_built:
+            raise UnsupportedError(
+                f"{folder}: the language part of {config['model_type']!r}: {located.why}; save the "
+                "model as safetensors"
+            )
         model = _load_weights(transformers, folder, dtype)
     assert model is not None
     if checkpoint is not None and not weightless:
@@ -108,14 +114,20 @@ def _load(
         vocab_size=text.vocab_size,
         max_seq_len=longest,
         dtype=dtype,
-        files=text_files(folder),
+        files=files,
         eos_token_ids=as_ids(eos),
-        bos_token_id=getattr(text, "bos_token_id", None),
+        bos_token_id=_begin(generation, text, is_part=text.model_type != config["model_type"]),
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
         is_quantized=quantization(config) is not None,
         notes=_notes_of(layers, text, located.form) + settled,
     )
+
+
+def _begin(generation: GenerationConfig, text: PretrainedConfig, *, is_part: bool) -> int | None:
+    """The begin token: of the whole model where `text` is a part of one."""
+    found: int | None = generation.bos_token_id if is_part else None
+    return getattr(text, "bos_token_id", None) if found is None else found
 
 
 def _notes_of(
@@ -151,6 +163,8 @@ def _build(
         located.checkpoint.fill_buffers(model)
     if getattr(model, "generation_config", None) is None:  # of a class that is ours
         model.generation_config = transformers.GenerationConfig()
+    if larger is not None:  # as the whole model generates
+        model.generation_config = transformers.GenerationConfig.from_model_config(larger)
     if (folder / "generation_config.json").is_file():
         with contextlib.suppress(OSError):  # as from_pretrained: the model's own defaults stay
             model.generation_config = transformers.GenerationConfig.from_pretrained(
@@ -252,6 +266,8 @@ def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> P
     try:
         text = hf_config.get_text_config()
         _require_decoder(transformers, text, is_part=text is not hf_config)
+        if text is not hf_config and "tie_word_embeddings" in config:
+            text.tie_word_embeddings = config["tie_word_embeddings"]  # the whole model's word
         if hasattr(text, "quantization_config"):
             del text.quantization_config  # modules are those of the plain model
     except UnsupportedError:
@@ -280,6 +296,12 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
         raise UnsupportedError(unsupported(kind, Reason.NO_DECODER.said()))
     if getattr(config, "index_topk", None):
         raise UnsupportedError(unsupported(kind, Reason.SPARSE.said()))
+
+
+def _is_loaded(transformers: ModuleType, folder: Path) -> bool:
+    """Whether transformers has a language model of the whole configuration."""
+    whole = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    return type(whole) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrainedModel:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from kvgraph.compiler.frontends.text_files import (
     GENERATION,
     TOKENIZER,
+    Files,
     as_ids,
     end_tokens,
-    require_tokenizer,
     text_files,
 )
 from kvgraph.compiler.model import Model
+from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError, UnsupportedError
 
 
@@ -42,14 +45,14 @@ def load(
     if vocab_size is None or max_seq_len is None:
         missing = "vocab_size" if vocab_size is None else "max_seq_len"
         raise UnsupportedError(f"{missing}: expected a value to compile an nn.Module, got None")
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ModelError(f"{name}: expected a parameter with values, got one on device meta")
-    own = next((str(p.dtype).removeprefix("torch.") for p in module.parameters()), "float32")
+    _require_values(module)
+    dtypes = [p.dtype for p in module.parameters() if p.dtype.is_floating_point]
+    own = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
     if dtype and dtype != own:
         raise UnsupportedError(f"dtype: expected {own} from the module's parameters, got {dtype}")
     files = _files(tokenizer)
-    eos, bos = end_tokens(files.get(GENERATION, Path()))
+    generation = files.get(GENERATION)
+    eos, bos = end_tokens(generation if isinstance(generation, Path) else Path())
     eos = eos if eos_token_ids is None else as_ids(eos_token_ids)
     bos = bos if bos_token_id is None else bos_token_id
     for name, ids in (("eos_token_ids", eos), ("bos_token_id", () if bos is None else (bos,))):
@@ -75,12 +78,23 @@ def _kind(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
 
 
-def _files(tokenizer: str | Path | None) -> dict[str, Path]:
+def _files(tokenizer: str | Path | None) -> Files:
     if tokenizer is None:
         return {}
     path = Path(tokenizer)
-    files = text_files(path) if path.is_dir() else {TOKENIZER: path}
-    if TOKENIZER not in files or not files[TOKENIZER].is_file():
+    if path.is_file():
+        read_tokenizer(path, ModelError)
+        return {TOKENIZER: path}
+    files = text_files(path)
+    if TOKENIZER not in files:
         raise ModelError(f"{path}: expected {TOKENIZER} or a folder that has one, got none")
-    require_tokenizer(files[TOKENIZER])
     return files
+
+
+def _require_values(module: nn.Module) -> None:
+    """ModelError for parameters and buffers without values, UnsupportedError for sparse ones."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(f"{name}: expected a tensor with values, got one on device meta")
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(f"{name}: expected a dense tensor, got {tensor.layout}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError
@@ -16,21 +17,66 @@ NAMES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-TOKENIZER, _, _, GENERATION, _ = NAMES
+TOKENIZER, SETTINGS, _, GENERATION, _ = NAMES
 MORE_TEMPLATES = "additional_chat_templates"
 """A folder of them, in which transformers keeps those that are not the default."""
 
 
-def text_files(folder: Path) -> dict[str, Path]:
-    """Those of NAMES that are in `folder`, and templates: name in the artifact -> path here."""
+Files = dict[str, Path | bytes]
+"""Name in the artifact -> path here, or content."""
+
+
+def text_files(folder: Path) -> Files:
+    """Those of NAMES that are in `folder`, and templates.
+
+    ModelError for a damaged tokenizer: the artifact would only fail at its user's.
+    """
     more = [f"{MORE_TEMPLATES}/{p.name}" for p in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
-    return {name: folder / name for name in (*NAMES, *more) if (folder / name).is_file()}
+    found: Files = {n: folder / n for n in (*NAMES, *more) if (folder / n).is_file()}
+    if TOKENIZER in found:
+        found[TOKENIZER] = whole_tokenizer(folder / TOKENIZER)
+    return found
 
 
-def require_tokenizer(path: Path) -> None:
-    """ModelError if the file is there and damaged: the artifact would only fail at its user's."""
-    if path.is_file():
-        read_tokenizer(path, ModelError)
+def whole_tokenizer(path: Path) -> Path | bytes:
+    """The tokenizer at `path`, or content with the tokens that tokenizer_config.json beside it adds
+    (`added_tokens_decoder`, `additional_special_tokens`), as transformers adds them.
+
+    ModelError for one that is damaged.
+    """
+    from tokenizers import AddedToken
+
+    tokenizer = read_tokenizer(path, ModelError)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    count = len(known)
+    for each in _added(path.with_name(SETTINGS)):
+        token = AddedToken(**each)
+        if token.content not in known:
+            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+            known.add(token.content)
+    return tokenizer.to_str().encode() if len(known) > count else path
+
+
+FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+
+
+def _added(path: Path) -> list[dict[str, Any]]:
+    """Arguments of each AddedToken that a tokenizer_config.json names, in order of their ids."""
+    if not path.is_file():
+        return []
+    try:
+        config = json.loads(path.read_text())
+        decoder = config.get("added_tokens_decoder") or {}
+        given = [each for _, each in sorted(decoder.items(), key=lambda pair: int(pair[0]))]
+        special = {"special": True, "normalized": False}
+        for each in config.get("additional_special_tokens") or ():
+            given.append(special | (each if isinstance(each, dict) else {"content": each}))
+        return [
+            {"content": str(each["content"])} | {k: bool(each[k]) for k in FLAGS if k in each}
+            for each in given
+        ]
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ModelError(f"{path}: expected settings of a tokenizer, got {error!r}") from error
 
 
 def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:

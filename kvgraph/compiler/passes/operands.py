@@ -98,6 +98,7 @@ def add_call(
     return node
 
 
+@torch.no_grad()
 def computed(call: Node) -> object:
     """What a call gives, over the fake tensors of its operands."""
     assert callable(call.target)

@@ -68,7 +68,7 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
     Returns the graph too, as it was written.
     """
     run_passes(traced, passes.program)
-    onnx_model = _translate(to_core_aten(traced.program), traced.signature, traced.weights)
+    onnx_model = _translate(_core_aten(traced), traced.signature, traced.weights)
     traced.onnx_model = onnx_model
     traced.changed("to_onnx")
     run_passes(traced, passes.onnx)
@@ -84,6 +84,20 @@ def write(traced: Traced, folder: Path, passes: PassList) -> tuple[Lowered, ir.M
         passes=traced.passes,
     )
     return lowered, onnx_model
+
+
+def _core_aten(traced: Traced) -> ExportedProgram:
+    """UnsupportedError for a program that torch's own rules do not fit."""
+    try:
+        return to_core_aten(traced.program)
+    except KVGraphError:
+        raise
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedError(
+            f"architecture {traced.model.architecture!r}: torch cannot make core ATen of its "
+            f"operators: {why}; backend torch takes them as they are"
+        ) from error
 
 
 def _translate(program: ExportedProgram, signature: GraphSignature, weights: Weights) -> ir.Model:
