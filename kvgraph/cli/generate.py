@@ -95,7 +95,7 @@ def generate(
             ),
             num_pages=num_pages,
             max_batch_size=1,
-            host_memory=host_memory or 0,
+            host_memory=0 if host_memory is None else host_memory,
             disk=disk,
             disk_bytes=disk_bytes,
             remote=remote,

@@ -59,8 +59,9 @@ SessionName = Annotated[
 HostMemory = Annotated[
     str | None, typer.Option(help="Keep pages in host memory too, such as 4GiB.")
 ]
-DiskFolder = Annotated[
-    Path | None, typer.Option(help="Folder that keeps pages from run to run, for one user.")
+DiskFolder = Annotated[  # text: a Path of no text is the current folder
+    str | None,
+    typer.Option(metavar="PATH", help="Folder that keeps pages from run to run, for one user."),
 ]
 DiskBytes = Annotated[str | None, typer.Option(help="Size limit of --disk [default: 16GiB].")]
 RemoteServer = Annotated[

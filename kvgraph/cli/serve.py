@@ -149,7 +149,7 @@ def serve(
         "max_prefill_tokens": max_prefill_tokens,
         "num_pages": num_pages,
         "cache_memory": cache_memory,
-        "host_memory": host_memory or 0,
+        "host_memory": 0 if host_memory is None else host_memory,
         "disk": disk,
         "disk_bytes": disk_bytes,
         "remote": remote,

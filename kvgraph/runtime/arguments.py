@@ -61,7 +61,7 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def instance(name: str, value: object, kind: type, expected: str) -> None:
+def instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
     """RequestError unless `value` is a `kind`; `expected` is its name in a sentence."""
     if not isinstance(value, kind):
         raise RequestError(f"{name}: expected {expected}, got {said(value)}")

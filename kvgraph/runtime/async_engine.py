@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvgraph.contract.tokenizer import LONG_TEXT
-from kvgraph.errors import GenerationError, RequestError
+from kvgraph.errors import GenerationError, RankError, RequestError
 from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import SamplingParams, Token
@@ -26,6 +26,9 @@ from kvgraph.runtime.text import Completion, completion_of
 from kvgraph.runtime.token_stream import TokenStream, failed
 
 T = TypeVar("T")
+
+WATCH_SECONDS = 1.0
+"""How often an idle engine asks whether its ranks are there."""
 
 
 class AsyncEngine:
@@ -37,7 +40,8 @@ class AsyncEngine:
 
     The engine is its thread's from `start` (or `async with`) to `close`. Leaving a stream cancels
     its request. Where a step raises, it is tried again; where it raises twice, all open requests
-    end with finish_reason "error", and the engine goes on with those that come.
+    end with finish_reason "error", and the engine goes on with those that come. A lost rank ends
+    it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -45,6 +49,8 @@ class AsyncEngine:
         self.after_step: Callable[[list[Token]], None] = lambda tokens: None
         """Called in the engine's thread after each step with its tokens, and without any where a
         cancellation leaves nothing to run."""
+        self.after_failure: Callable[[BaseException], object] = lambda error: None
+        """Called on the event loop where the thread has ended before `close`."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
         self._leaving: dict[str, asyncio.Future[None]] = {}
@@ -101,7 +107,7 @@ class AsyncEngine:
 
     @property
     def is_closed(self) -> bool:
-        return self._is_closed
+        return self._is_closed or self._is_stopped
 
     async def submit(
         self,
@@ -233,6 +239,8 @@ class AsyncEngine:
         for call in list(self._calls):
             if call.set_running_or_notify_cancel():
                 call.set_exception(RequestError(f"AsyncEngine.call: {why}"))
+        if self._failure is not None:
+            self.after_failure(self._failure)
 
     def _deliver(self, tokens: Sequence[Token]) -> None:
         """All tokens of a step, each to its stream; tokens of a cancelled request have none."""
@@ -250,7 +258,8 @@ class AsyncEngine:
     def _run(self) -> None:
         """Steps while there is something to run; what the inbox holds goes first.
 
-        What else raises than a step, as `after_step` may, ends the thread and all requests.
+        What else raises than a step, as `after_step` may, ends the thread and all requests; so
+        does a rank that is lost.
         """
         try:
             self._step_until_stopped()
@@ -270,6 +279,8 @@ class AsyncEngine:
             try:
                 tokens = self.engine.step()
                 raised = False
+            except RankError:  # no later step can run
+                raise
             except Exception as error:
                 tokens = self._fail_all(error) if raised else []
                 raised = not raised
@@ -278,11 +289,16 @@ class AsyncEngine:
 
     def _handle_inbox(self) -> bool:
         """False once the engine is to stop. Waits while there is nothing to run."""
+        watch = WATCH_SECONDS if self.engine.artifact.ranks > 1 else None
         while not self._is_stopped:
+            is_busy = self.engine.busy
             try:
-                handle = self._inbox.get(block=not self.engine.busy)
+                handle = self._inbox.get(block=not is_busy, timeout=watch)
             except Empty:
-                return True
+                if is_busy:
+                    return True
+                self.engine.session.check()
+                continue
             handle()
         return False
 

@@ -17,6 +17,9 @@ from kvgraph.kv.build import MOST
 from kvgraph.runtime.arguments import flag, instance, integer, optional_integer, sequence
 from kvgraph.runtime.prefix_file import Prefix
 
+MOST_ROWS = 1 << 20
+"""Of a batch: each takes a row of the lookup table, whether it runs or not."""
+
 DEFAULT_DISK_BYTES = 16 << 30
 """Size limit of a disk tier where none is given."""
 
@@ -87,6 +90,14 @@ class TierConfig:
             disk_bytes=None if self.disk_bytes is None else self.disk_nbytes,
             prefixes=tuple(sequence("prefixes", "file", self.prefixes)),
         )
+        if self.disk is not None:
+            instance("disk", self.disk, (str, Path), "a folder")
+            if not str(self.disk):
+                raise RequestError("disk: expected a folder, got an empty name")
+        if self.remote is not None:
+            instance("remote", self.remote, str, "a URL")
+        for index, prefix in enumerate(self.prefixes):
+            instance(f"prefixes[{index}]", prefix, (str, Path, Prefix), "a file of kvgraph prefill")
         if pages is not None and self.host_memory:
             raise RequestError(
                 f"total_num_host_pages, host_memory: expected one of the two, got {pages} pages "
@@ -129,7 +140,7 @@ class BatchConfig:
     def __post_init__(self) -> None:
         _normalize(
             self,
-            max_batch_size=integer("max_batch_size", self.max_batch_size, 1),
+            max_batch_size=integer("max_batch_size", self.max_batch_size, 1, MOST_ROWS),
             max_batch_tokens=optional_integer("max_batch_tokens", self.max_batch_tokens, 1),
             max_prefill_tokens=optional_integer("max_prefill_tokens", self.max_prefill_tokens, 1),
         )

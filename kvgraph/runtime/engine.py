@@ -78,6 +78,7 @@ class Engine(Chats):
             artifact = artifacts.load(artifact)
         self.artifact = artifact
         self.model = artifact.manifest.model
+        self._owns_session = not isinstance(session, Session)
         if not isinstance(session, Session):
             session = artifact.session(session, num_threads=num_threads)
         self.session = session
@@ -209,8 +210,11 @@ class Engine(Chats):
 
     @in_turn("close")
     def close(self) -> None:
-        """Finish what is queued for the tiers, and let go of them. Idempotent."""
+        """Finish what is queued for the tiers, and let go of them; the other ranks end, where the
+        engine has opened the session. Idempotent."""
         self.kv.close()
+        if self._owns_session:
+            self.session.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -89,6 +89,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._service.after_failure = self._fail
         self._failure: BaseException | None = None
 
     async def main(self, listening: socket.socket) -> None:
@@ -108,11 +109,16 @@ class _Server(uvicorn.Server):
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._failure = error
-            self.should_exit = True
+            self._fail(error)
             return
         pages = self._service.require_loaded().facts.num_pages
         write_line({"event": "ready", "model": self._service.name, "pages": pages})
+
+    def _fail(self, error: BaseException) -> None:
+        """The server ends, and raises it."""
+        self._failure = error
+        self._service.is_draining = True
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's, called in the event loop's thread at a signal."""

@@ -95,6 +95,8 @@ class Service(ABC):
         self.options = options
         self.served: Served | None = None
         self.is_draining = False
+        self.after_failure: Callable[[BaseException], object] = lambda error: None
+        """Called where requests can run no more."""
 
     @abstractmethod
     async def load(self) -> None:
@@ -146,6 +148,7 @@ class EngineService(Service):
     async def load(self) -> None:
         engine = await asyncio.to_thread(self._make)
         shared = AsyncEngine(engine)
+        shared.after_failure = lambda error: self.after_failure(error)
         meter = LoadMeter(engine)
         shared.after_step = meter.after_step
         self._events = _publisher(engine, self.options)

@@ -112,6 +112,9 @@ def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
         ),
         (["The", "--num-pages", 0], "num_pages: expected >= 1 or None, got 0"),
         (["The", "--num-pages", 1 << 40], "num_pages: expected at most 2147483646 or None, got .*"),
+        (["The", "--disk", ""], "disk: expected a folder, got an empty name"),
+        (["The", "--host-memory", ""], "host_memory: expected a size such as .*, got ''"),
+        (["The", "--num-pages", 8, "--disk-bytes", "1GiB"], "disk_bytes: expected a folder, .*"),
         (["The", "--num-pages", 1 << 30], "kv_blocks: expected .* GiB of host memory for .*"),
         (
             ["The", "--session", "tensorrt"],

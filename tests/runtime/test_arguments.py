@@ -189,12 +189,19 @@ def test_a_bad_prompt_in_a_batch_is_named_by_its_index(engine: Engine) -> None:
         ("cache_memory", 1e9, "expected a size such as 80GiB or 512MB, got 1000000000.0"),
         ("host_memory", None, "expected a size such as 80GiB or 512MB, got None"),
         ("disk_bytes", -1, "expected a size such as 80GiB or 512MB, got -1"),
+        ("disk", 5, "expected a folder, got int 5"),
+        ("disk", "", "expected a folder, got an empty name"),
+        ("remote", 5, "expected a URL, got int 5"),
+        ("prefixes[0]", [5], "expected a file of kvgraph prefill, got int 5"),
+        ("host_memory", "", "expected a size such as 80GiB or 512MB, got ''"),
+        ("host_memory", "9" * 400, f"expected a size such as 80GiB or 512MB, got {'9' * 400!r}"),
+        ("max_batch_size", 1 << 30, "expected at most 1048576, got 1073741824"),
         ("prefixes", "a.kvp", "expected a sequence, got one file; use [file]"),
     ],
 )
 def test_options(artifact: Artifact, option: str, value: Any, message: str) -> None:
     with refused(f"{option}: {message}"):
-        Engine(artifact, **{option: value})
+        Engine(artifact, **{option.partition("[")[0]: value})
 
 
 def test_sizes_as_text_and_numpy_integers(artifact: Artifact) -> None:

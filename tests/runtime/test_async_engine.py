@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvgraph
-from kvgraph import Engine, GenerationError, RequestError, SamplingParams
+from kvgraph import Engine, GenerationError, RankError, RequestError, SamplingParams
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.sessions.onnxruntime import OnnxRuntimeSession
@@ -308,6 +308,28 @@ def test_what_ends_the_thread_ends_all_requests(engine: Engine) -> None:
         for call in (shared.generate(PROMPTS[0], TEN), shared.call(lambda own: None)):
             with pytest.raises(RequestError, match="got a stopped one: ZeroDivisionError"):
                 await call
+        await shared.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_lost_rank_ends_all(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: no later step can run."""
+    why = "rank 1: expected it to take part"
+
+    def step() -> None:
+        raise RankError(why)
+
+    async def main() -> None:
+        shared, told = AsyncEngine(engine), []
+        shared.after_failure = told.append
+        await shared.start()
+        stream = await shared.submit(PROMPTS[0], TEN)
+        monkeypatch.setattr(engine, "step", step)
+        tokens = [token async for some in stream for token in some]
+        assert (tokens[-1].error or "").endswith(f"the engine's thread has ended: RankError: {why}")
+        assert [str(error) for error in told] == [why]
+        assert shared.is_closed
         await shared.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

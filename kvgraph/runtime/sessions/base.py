@@ -75,6 +75,12 @@ class Session(ABC):
                 "got a refusal by the system; take fewer pages"
             ) from error
 
+    def check(self) -> None:  # noqa: B027  # most have nobody to ask
+        """RankError where no step can run any more, since a rank has ended. Between two steps."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of those who wait for its steps: the other ranks. Idempotent."""
+
     def free_memory(self) -> int | None:
         """Bytes that a pool may still take of the device's memory; None: it is in host memory."""
         return None

@@ -61,6 +61,10 @@ class EngineReplica:
         async for message in self._host.prefill(order):
             yield message
 
+    def check_health(self) -> None:
+        """Ray asks every ten seconds, and replaces a replica that raises."""
+        self._host.require_running()
+
     async def committed(self) -> tuple[str, list[bytes]]:
         """Its name, and digests of the pages that it holds."""
         return self._host.name, await self._host.committed()

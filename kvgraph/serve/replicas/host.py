@@ -54,6 +54,11 @@ class EngineHost:
         if self._feeding is not None:
             self._feeding.cancel()
 
+    def require_running(self) -> None:
+        """ReplicaClosedError where the engine has ended, as it does with a lost rank."""
+        if self._engine is None or self._engine.is_closed:
+            raise ReplicaClosedError(self.name)
+
     async def generate(self, order: Order) -> AsyncIterator[Message]:
         """`Accepted` and then the tokens as they come, or `Refused`. Leaving it cancels."""
         assert self._engine is not None

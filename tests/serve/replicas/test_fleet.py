@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvgraph import Engine, RequestError, SamplingParams
+from kvgraph import Engine, RankError, RequestError, SamplingParams
 from kvgraph.runtime.sampling import Token
 from kvgraph.serve.replicas import fleet as fleet_module
+from kvgraph.serve.replicas.host import ReplicaClosedError
 from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece
 from tests.serve.replicas.in_process import DeadError, Local, with_replicas
 
@@ -107,6 +109,29 @@ def test_another_replica_that_differs_ends_the_stream(artifact: Path) -> None:
         assert "another one gives other tokens" in tokens[-1].error
 
     with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_a_replica_that_loses_a_rank_is_passed_by_and_replaced(artifact: Path) -> None:
+    async def task(local: Local) -> None:
+        expected = await ids_of(local, PROMPTS[:2], GREEDY)
+        engine = local.hosts["r0"]._engine
+        assert engine is not None
+
+        def step() -> None:
+            raise RankError("rank 1: expected it to take part")
+
+        local.hosts["r0"].require_running()
+        engine.engine.step = step  # type: ignore[method-assign, assignment]
+        order = Order("own", np.array(PROMPTS[0], "<i4").tobytes(), GREEDY, b"", b"")
+        with pytest.raises(ReplicaClosedError):
+            async for _ in local.hosts["r0"].generate(order):
+                pass
+        with pytest.raises(ReplicaClosedError):
+            local.hosts["r0"].require_running()
+        local.hosts["r1"].require_running()
+        assert await ids_of(local, PROMPTS[:2], GREEDY) == expected
+
+    with_replicas(artifact, 2, task, num_pages=100)
 
 
 def test_no_replica_at_all(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
