@@ -33,9 +33,10 @@ def trace(
     UnsupportedError as the export and the passes raise it; ModelError for a weight in memory that
     is not finite (one that is streamed is checked on its way).
     """
+    buffers = {name for name, _ in model.module.named_buffers()}
     for name, weight in model.module.state_dict().items():
         if weight.is_floating_point() and not isinstance(weight, FakeTensor):
-            require_finite(name, weight)
+            require_finite(name, weight, or_infinite=name in buffers)
 
     def exported(dump: Callable[[str, Traced], None] | None) -> Traced:
         program = export(model, signature, return_buffers=functional)
@@ -57,9 +58,10 @@ def trace(
     return traced
 
 
-def require_finite(name: str, weight: torch.Tensor) -> None:
-    """ModelError for a weight with a NaN or an infinity, which names the first."""
-    finite = torch.isfinite(weight)
-    if not finite.all():
-        at = (~finite).nonzero()[0].tolist()
+def require_finite(name: str, weight: torch.Tensor, *, or_infinite: bool) -> None:
+    """ModelError for a weight with a NaN or an infinity, which names the first. A buffer may hold
+    infinities: a mask, or a bound."""
+    wrong = weight.isnan() if or_infinite else ~weight.isfinite()
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
         raise ModelError(f"{name}: expected finite weights, got {weight[tuple(at)]} at {at}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.contract.sizes import whole
 from kvgraph.errors import ParamsError
 
 DEVICE_CACHE_SHARE = 0.9
@@ -136,8 +137,9 @@ def plan_memory(
     ParamsError (a ValueError) if that is zero, or, with `require_max_seq_len`, if one request of
     `max_seq_len` tokens does not fit; the message holds the arithmetic.
     """
+    available = whole("available", available, ParamsError)
     for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
-        if value < 1:
+        if whole(name, value, ParamsError) < 1:
             raise ParamsError(f"{name}: expected >= 1, got {value}")
     bytes_per_page = params.bytes_per_page
     pages_per_request = ceildiv(max_seq_len, params.page_size)

@@ -264,6 +264,16 @@ def test_what_is_no_module(
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("bound", [float("inf"), float("nan")])
+def test_a_buffer_may_be_a_bound(bound: float, tmp_path: Path) -> None:
+    module = with_buffer(torch.tensor([bound]))
+    if bound == bound:
+        assert compile_module(module, tmp_path / "out").model.vocab_size == VOCAB
+        return
+    with pytest.raises(kvgraph.ModelError, match="own: expected finite weights, got nan at"):
+        compile_module(module, tmp_path / "out")
+
+
 def test_numpy_numbers_and_a_parameter_of_indices(tmp_path: Path) -> None:
     """What travels in the manifest is plain; the module's dtype is that of its first float."""
     module = Decoder()

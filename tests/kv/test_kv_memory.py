@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvgraph.contract.devices import Device
@@ -53,3 +55,9 @@ def test_errors_show_the_arithmetic() -> None:
         plan_memory(LLAMA_8B, short, 64, 8192, require_max_seq_len=True)
     with pytest.raises(ParamsError, match="max_seq_len: expected >= 1, got 0"):
         plan_memory(LLAMA_8B, short, 64, 0)
+
+
+@pytest.mark.parametrize("given", [(float("nan"), 64, 64), (1 << 30, 2.5, 64), (1 << 30, 64, "9")])
+def test_sizes_are_whole_numbers(given: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(ParamsError, match="expected an integer, got "):
+        plan_memory(LLAMA_8B, *given)
