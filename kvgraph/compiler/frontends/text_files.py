@@ -18,6 +18,9 @@ NAMES = (
     "chat_template.jinja",
 )
 TOKENIZER, SETTINGS, _, GENERATION, _ = NAMES
+FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+"""Of an added token."""
+
 MORE_TEMPLATES = "additional_chat_templates"
 """A folder of them, in which transformers keeps those that are not the default."""
 
@@ -55,9 +58,6 @@ def whole_tokenizer(path: Path) -> Path | bytes:
             (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
             known.add(token.content)
     return tokenizer.to_str().encode() if len(known) > count else path
-
-
-FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def _added(path: Path) -> list[dict[str, Any]]:
