@@ -57,7 +57,7 @@ BUGS = (
     Bug(
         "hash-of-old-bytes",
         "contract",
-        "kvgraph/contract/manifest.py",
+        "kvgraph/contract/hashes.py",
         "digest.update(piece[:count])",
         "digest.update(piece)",
         "tests/contract/test_hashes.py::test_chunks_of_a_file",

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.files import inside
@@ -41,7 +40,9 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
         return {name: _entry(path, pool.map, advance) for name, path in paths.items()}
 
 
-def _entry(path: Path, each: Callable[..., Iterable[Any]], advance: Advance | None) -> FileEntry:
+def _entry(
+    path: Path, each: Callable[..., Iterable[tuple[str, int]]], advance: Advance | None
+) -> FileEntry:
     """`each` is a form of `map`."""
     size, chunks = path.stat().st_size, []
     for found, nbytes in each(partial(_hash_chunk, path), range(ceildiv(size, CHUNK_BYTES))):

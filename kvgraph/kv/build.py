@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import KVCacheInputs, MultiKVCacheInputs, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.errors import ParamsError
 from kvgraph.kv.pool.identity import PoolSettings
@@ -49,9 +50,12 @@ def require_sizes(
     max_batch_size: int,
     max_seq_len: int | None,
 ) -> Sizes:
-    """ParamsError where a number is out of range or a leaf has none."""
+    """ParamsError where a number is none, or is out of range, or a leaf has none."""
     pages = _by_leaf("total_num_pages", params, total_num_pages)
     host_pages = _by_leaf("total_num_host_pages", params, total_num_host_pages)
+    max_batch_size = whole("max_batch_size", max_batch_size, ParamsError)
+    if max_seq_len is not None:
+        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError)
     for name, value, least in (
         *((_at_leaf("total_num_pages", path), n, 1) for path, n in pages.items()),
         ("max_batch_size", max_batch_size, 1),
@@ -129,11 +133,11 @@ def open_bridge(
 def _by_leaf(
     name: str, params: KVCacheParamInterface, pages: int | Mapping[str, int]
 ) -> dict[str, int]:
-    if isinstance(pages, int):
-        return dict.fromkeys(params.leaves, pages)
+    if not isinstance(pages, Mapping):
+        return dict.fromkeys(params.leaves, whole(name, pages, ParamsError))
     if set(pages) != set(params.leaves):
         raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(pages)}")
-    return {path: pages[path] for path in params.leaves}
+    return {path: whole(_at_leaf(name, path), pages[path], ParamsError) for path in params.leaves}
 
 
 def _at_leaf(name: str, path: str) -> str:

@@ -17,6 +17,7 @@ from kvgraph.contract.inputs import (
     join_devices,
 )
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import KVCacheInputSymbols
 from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import ParamsError, RequestError, UnsupportedError
@@ -49,12 +50,9 @@ class KVCacheManager(ABC):
         session: SessionInterface | None = None,
         is_ragged: bool = False,
     ) -> None:
-        for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
-            if value < 1:
-                raise ParamsError(f"{name}: expected >= 1, got {value}")
+        self.max_batch_size = at_least_one("max_batch_size", max_batch_size)
+        self.max_seq_len = at_least_one("max_seq_len", max_seq_len)
         self.params = _deployed(params, num_layers, devices)
-        self.max_batch_size = max_batch_size
-        self.max_seq_len = max_seq_len
         self.num_layers = sum(leaf.num_layers for leaf in self.params.leaves.values())
         self.devices = tuple(self.params.devices if devices is None else devices)
         self.session = session
@@ -349,3 +347,11 @@ def _deployed(
         num_layers=params.num_layers if num_layers is None else num_layers,
         devices=params.devices if devices is None else tuple(devices),
     )
+
+
+def at_least_one(name: str, value: int) -> int:
+    """ParamsError for what is none, or less."""
+    count = whole(name, value, ParamsError)
+    if count < 1:
+        raise ParamsError(f"{name}: expected >= 1, got {count}")
+    return count

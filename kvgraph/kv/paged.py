@@ -29,6 +29,7 @@ from kvgraph.kv.requests import (
     TextContext,
     at_replica,
     per_replica,
+    require_key,
     require_steps,
     require_unclaimed,
 )
@@ -80,7 +81,9 @@ class PagedKVCacheManager(PagedQueries):
         has_tiers = bool(stores or sources) or any(sizes.host_pages.values())
         identity = identity or (session.identity if session is not None else b"")
         settings = make_settings(params, sizes, identity, has_tiers=has_tiers)
-        super().__init__(params, max_batch_size, sizes.max_seq_len, session=session, is_ragged=True)
+        super().__init__(
+            params, sizes.max_batch_size, sizes.max_seq_len, session=session, is_ragged=True
+        )
         self.enable_runtime_checks = enable_runtime_checks
         self.total_num_pages = sum(sizes.pages.values())
         self.total_num_host_pages = sum(sizes.host_pages.values())
@@ -100,7 +103,7 @@ class PagedKVCacheManager(PagedQueries):
                 sources,
                 threads=self._tier_threads,
             )
-            weakref.finalize(self, self._tiers.connector.close)
+            weakref.finalize(self, self._tiers.connector.abandon)
 
     # -- lifecycle
 
@@ -303,6 +306,7 @@ class PagedKVCacheManager(PagedQueries):
 
     def _replica_to_claim(self, request_id: RequestID, replica_idx: int) -> Replica:
         replica = at_replica(self._replicas, replica_idx, "claim")
+        require_key(request_id)
         row = self._claimed.get(request_id)
         require_unclaimed(request_id, None if row is None else row.replica_idx)
         return replica

@@ -9,6 +9,7 @@ Behind it the checks of what a caller passes to a manager; all raise RequestErro
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import index
 from typing import TypeVar, cast
 
 import numpy as np
@@ -124,7 +125,7 @@ class TextContext:
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:
             for place, token in enumerate(tokens, start):  # mostly one: no array of it
-                self._tokens[place] = token
+                self._tokens[place] = index(token)
         except (OverflowError, ValueError, TypeError) as error:
             raise RequestError(
                 f"update of {self.request_id!r}: expected int32 tokens, got {tokens}"
@@ -143,10 +144,7 @@ class TextContext:
 
 
 def _require_types(request_id: RequestID, cache_salt: bytes, adapter: str) -> None:
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise RequestError(f"request_id: expected a hashable key, got {request_id!r}") from error
+    require_key(request_id)
     for name, value, kind in (("cache_salt", cache_salt, bytes), ("adapter", adapter, str)):
         if not isinstance(value, kind):
             raise RequestError(
@@ -199,6 +197,13 @@ def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, cal
             f"got {len(batches)}"
         )
     return cast(Batches, batches)
+
+
+def require_key(request_id: RequestID) -> None:
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise RequestError(f"request_id: expected a hashable key, got {request_id!r}") from error
 
 
 def require_unclaimed(request_id: RequestID, claimed_on: int | None) -> None:

@@ -30,18 +30,20 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     kv, path = engine.kv, Path(path)
     if not (isinstance(kv, PagedKVCacheManager) and kv.params.enable_prefix_caching):
         raise RequestError("prefix: expected a paged cache with prefix caching, got one without")
-    tokens = engine.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+    tokens = engine.tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
     size = kv.params.page_size
     if len(tokens) < size:
         raise RequestError(f"prefix: expected at least a page of {size} tokens, got {len(tokens)}")
-    require_replaceable(path, is_prefix, "an earlier prefix")
+    _require_place(path)
     done = engine._generate([tokens], SamplingParams(max_new_tokens=1, ignore_eos=True))[0]
     if done.error:
         raise GenerationError(done.error)
     committed = kv.committed_pages(TextContext("prefix", tokens + done.token_ids))
     tensors: dict[str, Array] = {"tokens": np.array(tokens, np.int32)}
-    for leaf, pages in committed.items():
-        tensors[f"pages.{leaf}"] = np.stack(list(pages.values()))
+    records = {pools.leaf: pools.record_size for pools in kv.leaf_pools()}
+    for leaf, pages in committed.items():  # none where a window of 1 sees no page of them
+        whole = np.concatenate([np.empty(0, np.uint8), *pages.values()])
+        tensors[f"pages.{leaf}"] = whole.reshape(-1, records[leaf])
         tensors[f"keys.{leaf}"] = np.frombuffer(b"".join(pages), np.uint8).reshape(-1, KEY_BYTES)
     metadata = {
         "format": FORMAT,
@@ -50,3 +52,21 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
         "fingerprint": kv.fingerprint.hex(),
     }
     return save_prefix(path, metadata, tensors)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        return list(prompt)
+    except TypeError as error:
+        raise RequestError(
+            f"prefix: expected a text or token ids, got {type(prompt).__name__} {prompt!r}"
+        ) from error
+
+
+def _require_place(path: Path) -> None:
+    try:
+        require_replaceable(path, is_prefix, "an earlier prefix")
+    except OSError as error:  # a NUL, or too long a name
+        raise RequestError(
+            f"prefix: expected the path of a file, got {str(path)!r} ({error.strerror})"
+        ) from error

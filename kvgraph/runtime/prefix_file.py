@@ -84,7 +84,8 @@ def _read(path: Path) -> tuple[dict[str, str], Tensors]:
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
-    except (SafetensorError, OSError, TypeError, AttributeError) as error:  # a dtype NumPy lacks
+    except (SafetensorError, OSError, TypeError, AttributeError, ValueError) as error:
+        # A dtype that NumPy lacks; a NUL in the path.
         raise ArtifactError(
             f"{path}: expected a prefix of kvgraph prefill, got a damaged file ({error})"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgraph.contract.inputs import BatchCharacteristics
@@ -213,9 +214,15 @@ def test_a_released_request_must_be_rewound(manager: PagedKVCacheManager) -> Non
         ({"total_num_pages": 1 << 31}, "total_num_pages: expected at most 2147483646, got"),
         ({"max_batch_size": 0}, "max_batch_size: expected >= 1, got 0"),
         ({"max_seq_len": 0}, "max_seq_len: expected >= 1, got 0"),
+        ({"total_num_pages": 2.5}, "total_num_pages: expected an integer, got float 2.5"),
+        ({"total_num_pages": None}, "total_num_pages: expected an integer, got NoneType None"),
+        ({"total_num_pages": {"": 2.5}}, "total_num_pages: expected an integer, got float 2.5"),
+        ({"total_num_host_pages": "8"}, "total_num_host_pages: expected an integer, got str '8'"),
+        ({"max_batch_size": 2.5}, "max_batch_size: expected an integer, got float 2.5"),
+        ({"max_seq_len": 2.5}, "max_seq_len: expected an integer, got float 2.5"),
     ],
 )
-def test_construction(changes: dict[str, int], text: str) -> None:
+def test_construction(changes: dict[str, Any], text: str) -> None:
     arguments: dict[str, Any] = {"total_num_pages": 1, "max_batch_size": 1}
     with pytest.raises(ParamsError, match=text):
         PagedKVCacheManager(make_params(), None, **(arguments | changes))
@@ -226,3 +233,32 @@ def test_other_managers_refuse_what_they_lack(kind: Any) -> None:
     params = make_params(enable_prefix_caching=True)
     with pytest.raises(ValueError, match=r"enable_prefix_caching: expected False .*got True"):
         kind(params, 2, 16, 2, params.devices, None)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    eight = np.int64(8)
+    manager = PagedKVCacheManager(make_params(), None, eight, max_batch_size=eight)
+    assert (manager.total_num_pages, manager.max_batch_size) == (8, 8)
+    assert type(manager.max_batch_size) is int
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
+@pytest.mark.parametrize("name", ["max_batch_size", "max_seq_len"])
+def test_sizes_of_managers_of_slots(kind: Any, name: str) -> None:
+    for value, text in ((0, ">= 1, got 0"), (-8, ">= 1, got -8"), (2.5, "an integer, got float")):
+        with pytest.raises(ParamsError, match=f"^{name}: expected {text}"):
+            kind(make_params(), **({"max_batch_size": 2, "max_seq_len": 8} | {name: value}))
+
+
+def test_more_memory_than_there_is_is_one_sentence() -> None:
+    text = r"^k_cache: expected .* GiB of host memory for \[2, 2, 10+, 2, 8\], got a refusal by the"
+    with pytest.raises(CapacityError, match=text):
+        PaddedKVCacheManager(make_params(), 2, 10**15)
+
+
+def test_a_key_that_cannot_be_hashed(manager: PagedKVCacheManager) -> None:
+    key: Any = ["x"]
+    text = r"request_id: expected a hashable key, got \['x'\]"
+    fails(manager, lambda: manager.claim(key), RequestError, text)
+    with pytest.raises(RequestError, match=text):
+        PaddedKVCacheManager(make_params(), 2, 8).claim(key)

@@ -93,9 +93,13 @@ def test_bad_types(fields: dict[str, Any], message: str) -> None:
 
 def test_bad_generated_token_changes_nothing() -> None:
     ctx = TextContext("a", [1])
-    with pytest.raises(RequestError, match="int32 tokens, got"):
-        ctx.update(2**31)
-    assert lengths(ctx) == (0, 1, 1)
+    token: Any
+    for token in (2**31, 1.7, "x", None):
+        with pytest.raises(RequestError, match="int32 tokens, got"):
+            ctx.update(token)
+        assert lengths(ctx) == (0, 1, 1)
+    ctx.update(np.int64(5))
+    assert ctx.tokens.tolist() == [1, 5]
 
 
 def test_metrics_add() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -266,22 +265,27 @@ def test_promotion_fills_the_host(gate: Gate) -> None:
     second.close()
 
 
-def test_a_manager_that_is_dropped_ends_its_threads() -> None:
-    before = threading.active_count()
-    store = MemoryStore()
-    manager = PagedKVCacheManager(
-        make_params(enable_prefix_caching=True),
-        None,
-        8,
-        4,
-        max_batch_size=1,
-        stores=[opener(store)],
+@pytest.mark.parametrize("with_store", [False, True], ids=["host", "store"])
+def test_after_close_nothing_is_found_taken_or_waited_for(with_store: bool, gate: Gate) -> None:
+    pools = make_pools(gate)
+    connector = connect(pools, 4, *[MemoryStore()] * with_store)
+    connector.offload([move(pools, 1)])
+    wait_for(connector, 1)
+    connector.close()
+    (lookup,) = connector.lookup([[(move(pools, 1).key, 28), (move(pools, 2).key, 28)]])
+    assert lookup.done
+    assert lookup.present == set()
+    load = connector.load([move(pools, 9, key=1)])
+    assert (load.ok, list(connector.poll())) == (False, [load])
+    assert connector.offload([move(pools, 3)]) == []
+    connector.touch([move(pools, 1).key])
+    waiting = threading.Thread(
+        target=lambda: (connector.wait(), connector.yield_pages(), connector.reset()), daemon=True
     )
-    assert threading.active_count() == before + 2
-    del manager
-    gc.collect()
-    assert threading.active_count() == before
-    assert store.is_closed
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert connector.metrics().inflight_ops == 0
 
 
 def test_stores_that_opened_are_closed_where_the_next_one_fails() -> None:

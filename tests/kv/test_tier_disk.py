@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,20 @@ def test_a_slot_reused_while_it_is_read_is_a_miss(
     assert got(reader, 1) == page(1), "not removed in the place of the old one"
     reader.close()
     writer.close()
+
+
+def test_the_order_holds_when_the_clock_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path, pages=4)
+    put(store, 0, 1, 2, 3)
+    store.flush()
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 86400 * 10**9)
+    put(store, 4, 5)
+    store.flush()
+    assert got(store, 2) == page(2)
+    put(store, 6)
+    store.flush()
+    assert held(store) == [2, 4, 5, 6]
+    store.close()

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import socket
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,58 @@ def test_a_damaged_index_is_abandoned_by_all(tmp_path: Path) -> None:
         store.close()
     three.close()
     assert [path.name for path in tmp_path.iterdir()] == ["kvgraph-1.2"]
+
+
+def test_only_the_folder_that_failed_in_use_is_abandoned(tmp_path: Path) -> None:
+    """Not what another process made at its path meanwhile."""
+    store = opened(tmp_path / "t")
+    put(store, 0)
+    store.flush()
+    (tmp_path / "t" / "kvgraph-1.1" / "index.sqlite").write_bytes(b"not a database" * 1000)
+    assert got(store, 0) is None
+    assert store.stats().damaged == 1
+    (tmp_path / "t").rename(tmp_path / "old")  # so that its number is not used again
+    other = opened(tmp_path / "t")
+    put(other, 1)
+    other.flush()
+    assert got(store, 1) == page(1)
+    other.close()
+    store.close()
+    assert os.listdir(tmp_path / "t") == ["kvgraph-1.1"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "size = -5",
+        "size = 1 << 62",
+        "size = NULL",
+        "size = 9223372036854775807",
+        "stride = 1 << 40",
+        "stride = 1",
+        "slot = -1",
+        "used = 9223372036854775807",
+        "used = NULL",
+        "model = NULL",
+        "sum = NULL",
+    ],
+)
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+def test_numbers_out_of_range_are_damage(is_open: bool, change: str, tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    put(store, *range(5))
+    store.flush()
+    with sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite") as db:
+        db.execute(f"UPDATE slots SET {change} WHERE slot = 1 AND key IS NOT NULL")
+    db.close()
+    if not is_open:
+        store.close()
+        store = opened(tmp_path)
+        assert held(store) == [], "in the next generation"
+    all_right(store, 5)
+    store.touch(KEYS[:5])
+    store.close()
+    store = opened(tmp_path)
+    put(store, 6)
+    assert got(store, 6) == page(6)
+    store.close()

@@ -12,14 +12,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvgraph.errors import StoreError
-from kvgraph.kv.tiers.disk import generation, index
+from kvgraph.kv.tiers.disk import generation, index, tools
 from kvgraph.kv.tiers.disk import store as disk
+from kvgraph.kv.tiers.disk.index import Index
 from kvgraph.kv.tiers.disk.store import DiskStore
 from tests.kv.disk_pages import (
     KEYS,
@@ -107,6 +109,62 @@ def test_a_disk_that_fails_at_any_call_is_no_tier(
         store.close()
 
 
+def no_room(*_: Any) -> None:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    raise error
+
+
+class WithoutRoom(sqlite3.Connection):
+    """A database on a disk that has no room for a journal."""
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql.startswith(("DELETE", "INSERT", "UPDATE")):
+            mode = super().execute("PRAGMA journal_mode").fetchone()
+            if mode != ("memory",):
+                no_room()
+        return super().execute(sql, *values)
+
+
+def test_what_filled_the_disk_is_served_after_a_restart_and_can_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path, pages=10)
+    put(store, *range(10))
+    store.close()
+    connect = partial(sqlite3.connect, factory=WithoutRoom)
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    store = opened(tmp_path, pages=10)
+    assert store.stats().problem == ""
+    assert all(all_right(store, 10))
+    store.close()
+    store = opened(tmp_path, pages=3)
+    assert held(store) == [7, 8, 9]
+    store.close()
+    ((_, pages, _, _),), _ = tools.describe(tmp_path)
+    assert pages == 3
+    assert [state.checked for state in tools.verify(tmp_path)] == [1, 2, 3]
+    assert tools.clear(tmp_path) == 3
+
+
+def test_a_page_is_read_though_the_index_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    put(store, 0, 1)
+    store.flush()
+    monkeypatch.setattr(disk, "BATCH_PAGES", 1)
+    monkeypatch.setattr(Index, "touch", no_room)
+    assert [got(store, i) for i in (0, 1, 0)] == [page(0), page(1), page(0)]
+    assert (store.stats().read, store.stats().missed) == (3, 0)
+    store.touch([KEYS[0]])
+    store.flush()
+    assert all(all_right(store, 2)), "only writes pause"
+    assert "full" in store.stats().problem
+    assert not store.write(KEYS[2], [memoryview(page(2))])
+    store.close()
+
+
 def test_an_index_that_cannot_grow_is_no_tier(tmp_path: Path) -> None:
     store = opened(tmp_path, pages=64)
     put(store, 0)
@@ -130,6 +188,31 @@ def test_a_folder_that_vanishes_is_no_tier(tmp_path: Path, monkeypatch: pytest.M
     put(store, 50)
     assert got(store, 50) == page(50)
     store.close()
+
+
+@pytest.mark.parametrize("folder", [".", "kvgraph-1.1"])
+def test_a_folder_that_was_removed_is_no_damage_to_the_next_one(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have made it, at the same path."""
+    monkeypatch.setattr(disk, "PAUSE_SECONDS", 0.0)
+    store = opened(tmp_path / "t")
+    put(store, 0)
+    store.flush()
+    shutil.rmtree(tmp_path / "t" / folder)
+    other = opened(tmp_path / "t")
+    put(other, 1)
+    other.flush()
+    put(store, 2)
+    store.flush()
+    assert store.stats().damaged == 0
+    put(store, 3)
+    store.flush()
+    assert held(other) == [1, 3]
+    assert held(store) == [1, 3]
+    store.close()
+    other.close()
+    assert os.listdir(tmp_path / "t") == ["kvgraph-1.1"]
 
 
 def test_a_lock_that_is_not_released_pauses_the_store(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sqlite3
 from hashlib import sha256
 from pathlib import Path
 
@@ -66,12 +69,49 @@ def test_clear(folder: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["stat", "verify", "clear"])
 def test_bad_folders(verb: str, tmp_path: Path, folder: Path) -> None:
-    for other in (tmp_path / "none", folder / "kvgraph-0.1"):
+    (tmp_path / "file").touch()
+    others = {tmp_path / "none": "nothing there", tmp_path / "file": "a file"}
+    for other, got in {**others, folder / "kvgraph-0.1": "one without pages"}.items():
         outcome = run("cache", verb, other)
         assert outcome.code == 2
-        assert f"{other}: expected the folder of a disk tier, got one without" in outcome.err
+        assert f"{other}: expected the folder of a disk tier, got {got}" in outcome.err
         assert not (tmp_path / "none").exists()
-    (folder / "kvgraph-1.1" / "index.sqlite").write_bytes(b"x" * 5000)
+
+
+@pytest.mark.parametrize("damage", ["bytes", "size = -5", "size = 1 << 62", "used = NULL"])
+def test_a_damaged_index_is_named_until_it_is_cleared(damage: str, folder: Path) -> None:
+    path = folder / "kvgraph-1.1" / "index.sqlite"
+    if damage == "bytes":
+        path.write_bytes(b"x" * 5000)
+    else:
+        with sqlite3.connect(path) as db:
+            db.execute(f"UPDATE slots SET {damage} WHERE slot = 1")
+        db.close()
+    for verb in ("stat", "verify"):
+        outcome = run("cache", verb, folder)
+        assert outcome.code == 2
+        assert f"{folder}: expected a whole index, got a damaged one" in outcome.err
+        assert "starts again, and so does kvgraph cache clear" in outcome.err
+    assert json.loads(run("cache", "clear", folder, "--json").out) == {"removed": 0}
+    assert json.loads(run("cache", "stat", folder, "--json").out)["models"] == []
+    assert sorted(path.name for path in folder.iterdir()) == ["kvgraph-0.1", "kvgraph-1.2"]
+
+
+@pytest.mark.parametrize("verb", ["stat", "verify", "clear"])
+def test_a_folder_that_cannot_be_written_is_named(
+    verb: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.open
+
+    def read_only(path: str, flags: int, *rest: int, **options: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return found(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
     outcome = run("cache", verb, folder)
     assert outcome.code == 2
-    assert "expected a whole index, got a damaged one" in outcome.err
+    assert (
+        f"{folder}: expected a folder that can be read and written, got 'Read-only file system'; "
+        "give a copy of it in another place" in outcome.err
+    )

@@ -179,6 +179,7 @@ def test_a_sender_that_dies_leaves_nothing(after: int) -> None:
         b'{"format": "kvgraph-transfer-1"}',
         b'{"format": "kvgraph-transfer-1", "leaves": [{"path": ""}]}',
         b'{"format": "kvgraph-transfer-2"}',
+        b"[" * 200_000,
     ],
 )
 def test_what_is_no_transfer(message: bytes) -> None:
@@ -186,6 +187,29 @@ def test_what_is_no_transfer(message: bytes) -> None:
     ours.send_bytes(message)
     with pytest.raises(TransferError, match="transfer: "):
         PageTransfer(manager()).receive(theirs)
+
+
+@pytest.mark.parametrize("way", ["foo", None, 5])
+def test_a_way_that_is_none_is_refused(way: Any) -> None:
+    kv = manager()
+    ctx = compute(kv)
+    ours, theirs = Pipe()
+    expected = f"^way: expected one of connection, shared_memory, nixl, got {way!r}$"
+    with pytest.raises(TransferError, match=expected):
+        PageTransfer(kv).send(ctx, ours, way=way)
+    with kv.held_pages(ctx) as leaves:
+        header = PageTransfer(kv)._header(leaves, "connection") | {"way": way}
+    ours.send_bytes(json.dumps(header).encode())
+    with pytest.raises(TransferError, match=f"way: expected one .* receiver has, got {way}"):
+        PageTransfer(manager()).receive(theirs)
+
+
+def test_pages_that_were_not_offered_are_refused() -> None:
+    kv = manager()
+    ours, theirs = Pipe()
+    theirs.send_bytes(b'{"wanted": [[1000000]]}')
+    with pytest.raises(TransferError, match="to follow the protocol to its end, got IndexError"):
+        PageTransfer(kv).send(compute(kv), ours)
 
 
 def test_a_page_of_another_size_is_no_page() -> None:

@@ -18,6 +18,7 @@ from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.prefix import write_prefix
 from kvgraph.runtime.prefix_file import Prefix, read_prefix
 from tests.support.command_line import run
+from tests.support.models import make_model
 
 Compiled = Callable[..., Path]
 
@@ -184,9 +185,43 @@ def test_what_is_no_prefix(artifact: Artifact, tmp_path: Path) -> None:
         read_prefix(tmp_path / "no.kvp")
     with pytest.raises(RequestError, match=r"expected at least a page of 16 tokens, got 3"):
         write_prefix(Engine(artifact, num_pages=60), [3, 4, 5], other)
+    with pytest.raises(ArtifactError, match="expected a prefix of kvgraph prefill, got a damaged"):
+        read_prefix("a\0b")
     private = Engine(artifact, num_pages=60, enable_prefix_caching=False)
     with pytest.raises(RequestError, match=r"expected a paged cache with prefix caching"):
         write_prefix(private, TOKENS, other)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, True])
+def test_what_is_no_prompt(prompt: Any, artifact: Artifact, tmp_path: Path) -> None:
+    message = f"^prefix: expected a text or token ids, got {type(prompt).__name__} {prompt}$"
+    with pytest.raises(RequestError, match=message):
+        write_prefix(Engine(artifact, num_pages=60), prompt, tmp_path / "a.kvp")
+
+
+def test_a_path_that_no_file_can_have(artifact: Artifact, tmp_path: Path) -> None:
+    engine = Engine(artifact, num_pages=60)
+    for name in ("a\0b", "n" * 300):
+        with pytest.raises(
+            RequestError, match=r"^prefix: expected the path of a file, got '.*' \("
+        ):
+            write_prefix(engine, TOKENS, tmp_path / name)
+    assert not engine.busy
+
+
+def test_a_window_of_one_token_sees_no_page(tmp_path: Path) -> None:
+    """Its prefix has no pages, and is none the less one."""
+    folder = tmp_path / "model.kvg"
+    model = make_model("mistral", tmp_path / "model", sliding_window=1)
+    kvgraph.compile(model, folder, backend="onnx", page_size=8, check=False)
+    tokens = list(range(3, 43))
+    written = write_prefix(Engine(folder, num_pages=40), tokens, tmp_path / "a.kvp")
+    assert content(read_prefix(tmp_path / "a.kvp")) == content(written)
+    assert (written.tokens, written.pages) == (tokens, {})
+    wanted = Engine(folder, num_pages=40).generate([[*tokens, 9]], greedy())
+    with Engine(folder, num_pages=40, prefixes=[tmp_path / "a.kvp"]) as engine:
+        done = engine.generate([[*tokens, 9]], greedy())
+    assert done[0].token_ids == wanted[0].token_ids
 
 
 def test_the_command_line(compiled: Compiled, tmp_path: Path) -> None:

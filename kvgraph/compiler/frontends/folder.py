@@ -66,10 +66,11 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> object:
     try:
         with open_regular(path) as file:
-            return json.loads(file.read().decode())
+            found: object = json.loads(file.read().decode())
+            return found
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
 NAMES = (
     "tokenizer.json",
@@ -47,21 +50,20 @@ def whole_tokenizer(path: Path) -> Path | bytes:
 
     ModelError for one that is damaged.
     """
-    from tokenizers import AddedToken
-
     tokenizer = read_tokenizer(path, ModelError)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     count = len(known)
-    for each in _added(path.with_name(SETTINGS)):
-        token = AddedToken(**each)
+    for token in _added(path.with_name(SETTINGS)):
         if token.content not in known:
             (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
             known.add(token.content)
     return tokenizer.to_str().encode() if len(known) > count else path
 
 
-def _added(path: Path) -> list[dict[str, Any]]:
-    """Arguments of each AddedToken that a tokenizer_config.json names, in order of their ids."""
+def _added(path: Path) -> list[AddedToken]:
+    """Those that a tokenizer_config.json names, in order of their ids."""
+    from tokenizers import AddedToken
+
     if not path.is_file():
         return []
     try:
@@ -72,7 +74,7 @@ def _added(path: Path) -> list[dict[str, Any]]:
         for each in config.get("additional_special_tokens") or ():
             given.append(special | (each if isinstance(each, dict) else {"content": each}))
         return [
-            {"content": str(each["content"])} | {k: bool(each[k]) for k in FLAGS if k in each}
+            AddedToken(str(each["content"]), **{k: bool(each[k]) for k in FLAGS if k in each})
             for each in given
         ]
     except (ValueError, TypeError, AttributeError, KeyError) as error:

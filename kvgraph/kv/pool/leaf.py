@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,12 @@ from kvgraph.contract.dims import Array, TensorType, ceildiv
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
+from kvgraph.contract.sizes import size_text
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     PagedCacheInputSymbols,
 )
-from kvgraph.errors import DeviceError
+from kvgraph.errors import CapacityError, DeviceError
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Row
 
@@ -143,10 +145,17 @@ def allocate_buffer(
 
 def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> Buffer:
     dtype = DTYPES[symbol.dtype].numpy
-    device.require_memory(symbol.name, int(np.prod(shape, dtype=object)) * dtype.itemsize)
+    nbytes = prod(shape) * dtype.itemsize
+    device.require_memory(symbol.name, nbytes)
     if device.kind != "cpu":
         raise DeviceError(f"session: expected one that owns memory on {device}, got None")
-    handle: Array = np.zeros(shape, dtype)
+    try:
+        handle: Array = np.zeros(shape, dtype)
+    except (MemoryError, ValueError) as error:  # more than there is, or than an address can say
+        raise CapacityError(
+            f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
+            "got a refusal by the system; take fewer or shorter rows, or fewer pages"
+        ) from error
     return Buffer(symbol.dtype, shape, symbol.device, handle)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from numbers import Integral
 
 from kvgraph.errors import CapacityError, RequestError, UnsupportedError
-from kvgraph.kv.requests import RequestID, at_replica, require_unclaimed
+from kvgraph.kv.requests import RequestID, at_replica, require_key, require_unclaimed
 
 
 class Slots:
@@ -35,6 +35,7 @@ class Slots:
     def claim(self, request_id: RequestID, replica_idx: int) -> None:
         """Claim the lowest free slot; RequestError if claimed already, CapacityError if all are."""
         free = at_replica(self._free, replica_idx, "claim")
+        require_key(request_id)
         require_unclaimed(request_id, self.replica_of(request_id))
         if not free:
             raise CapacityError(

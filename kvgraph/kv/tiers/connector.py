@@ -79,7 +79,10 @@ class Connector(Protocol):
         """What ended since the last call."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until `poll` has something to return or a look-up is done; False: timed out."""
+        """Block until `poll` has something to return or a look-up is done.
+
+        False: timed out, or closed.
+        """
 
     def yield_pages(self) -> bool:
         """The device is short of pages: end what holds them, soonest. False if nothing does.
@@ -107,4 +110,11 @@ class Connector(Protocol):
         """Figures of each tier by its name, from the host down."""
 
     def close(self) -> None:
-        """Finish what is queued, end the threads and close the stores. Idempotent."""
+        """Finish what is queued, end the threads and close the stores. Idempotent.
+
+        From its start on look-ups find nothing, loads fail and offloads are refused. In a fork
+        it does nothing.
+        """
+
+    def abandon(self) -> None:
+        """As `close`, but return at once: a finaliser may call it, wherever it runs."""

@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
+from kvgraph.contract.sizes import size_text
+from kvgraph.errors import CapacityError
+from kvgraph.kv.tiers.copies import PageCopier
 from kvgraph.kv.tiers.host import HostStore
 from kvgraph.kv.tiers.leaf_pools import LeafPools
 from kvgraph.kv.tiers.store import PageStore
@@ -38,8 +41,9 @@ def open_tiers(
 ) -> TieredConnector:
     """The connector of `pools[replica][leaf]`; their pages and the host's by leaf path.
 
-    `identity`: of model and layout. StoreError for what a user has to change; then nothing stays
-    open. A UserWarning for a store that cannot be used now: it misses until it can.
+    `identity`: of model and layout. StoreError for what a user has to change, CapacityError for
+    more host memory than the system promises; then nothing stays open. A UserWarning for a store
+    that cannot be used now: it misses until it can.
     """
     sizes = {own.leaf: own.record_size for own in pools[0]}
     pages: dict[int, int] = {}
@@ -56,7 +60,7 @@ def open_tiers(
         for store in opened:
             if problem := store.stats().problem:
                 warnings.warn(f"{problem}; it is missed until it can be used", stacklevel=2)
-        host = HostStore(pages, staging, pools[0][0].copier.pinned_host_bytes)
+        host = _host_store(pages, staging, pools[0][0].copier)
     except BaseException:
         for store in opened:
             store.close()
@@ -70,3 +74,16 @@ def open_tiers(
         max_writes=sum(staging.values()) + sum(pages.values()) // 2,
         threads=threads,
     )
+
+
+def _host_store(
+    pages: Mapping[int, int], staging: Mapping[int, int], copier: PageCopier
+) -> HostStore:
+    try:
+        return HostStore(pages, staging, copier.pinned_host_bytes)
+    except (MemoryError, ValueError) as error:
+        nbytes = sum(size * count for of in (pages, staging) for size, count in of.items())
+        raise CapacityError(
+            f"host_memory: expected {size_text(nbytes)} for {sum(pages.values())} pages and what "
+            "passes through, got a refusal by the system; take less"
+        ) from error

@@ -9,15 +9,12 @@ below the host is promoted on its way up.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
 from kvgraph.kv.tiers.store import StoreStats
 from kvgraph.kv.tiers.workers import TierWorkers
-
-log = logging.getLogger("kvgraph.tiers")
 
 
 class TieredConnector(TierWorkers):
@@ -27,6 +24,9 @@ class TieredConnector(TierWorkers):
         lookups = [Lookup(keys) for keys in asked]
         with self._lock:
             for lookup in lookups:
+                if self._is_closing:
+                    lookup.done = True
+                    continue
                 own = (key for key, size in lookup.keys if self._host.has(key, size))
                 lookup.present.update(own)
                 lookup.done = len(lookup.present) == len(lookup.keys) or not self._below
@@ -37,7 +37,9 @@ class TieredConnector(TierWorkers):
     def load(self, moves: Sequence[Move]) -> Transfer:
         transfer = Transfer(moves, is_load=True)
         with self._lock:
-            if all(self._host.has(move.key, move.pools.record_size) for move in moves):
+            if self._is_closing:
+                self._end(transfer)
+            elif all(self._host.has(move.key, move.pools.record_size) for move in moves):
                 self._host_loads.append((transfer, [self._pin(move) for move in moves]))
             elif self._below:
                 self._loads.append(transfer)
@@ -57,6 +59,8 @@ class TieredConnector(TierWorkers):
         if not (self._host.num_pages or self._stores):
             return []
         with self._lock:
+            if self._is_closing:
+                return []
             known = self._host.knows
             fresh = [move for move in moves if not known(move.key, move.pools.record_size)]
             taken = fresh[: max(0, self._max_offloads - len(self._offloads))]
@@ -77,7 +81,7 @@ class TieredConnector(TierWorkers):
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._host.touch(keys)
-            if self._stores:
+            if self._stores and not self._is_closing:
                 self._touched += keys
                 self._changed.notify_all()
 
@@ -91,7 +95,8 @@ class TieredConnector(TierWorkers):
 
     def wait(self, timeout: float | None = None) -> bool:
         with self._lock:
-            return self._changed.wait_for(lambda: self._news, timeout)
+            self._changed.wait_for(lambda: self._news or self._has_ended(), timeout)
+            return self._news
 
     def yield_pages(self) -> bool:
         with self._lock:
@@ -100,7 +105,7 @@ class TieredConnector(TierWorkers):
                 if (
                     self._num_copying
                     or cancelled
-                    or (self._offloads and self._threads and not self._is_starved)
+                    or (self._offloads and self._num_serving and not self._is_starved)
                 ):
                     self._changed.wait()
                 elif self._offloads:
@@ -133,7 +138,7 @@ class TieredConnector(TierWorkers):
             self._touched.clear()
             self._to_clear = bool(self._stores)
             self._changed.notify_all()
-            if self._threads:
+            if self._num_serving:
                 self._changed.wait_for(lambda: not self._to_clear or self._is_closing)
         if self._to_clear and not self._is_closing:
             self._clear()
@@ -163,14 +168,5 @@ class TieredConnector(TierWorkers):
             )
         return {"host": host} | {store.name: store.stats() for store in self._below}
 
-    def close(self) -> None:
-        with self._lock:
-            self._is_closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        for store in self._below:
-            try:
-                store.close()
-            except Exception:
-                log.exception("a tier failed")
+    def _has_ended(self) -> bool:
+        return self._is_closing and not self._num_serving

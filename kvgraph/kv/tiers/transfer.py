@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,8 @@ class PageTransfer:
         return _count(_receive(connection))
 
     def _header(self, leaves: Sequence[LeafPages], way: Way) -> JsonObject:
+        if way not in get_args(Way):
+            raise TransferError(f"way: expected one of {', '.join(get_args(Way))}, got {way!r}")
         if way == "nixl" and self._nixl is None:
             raise TransferError("transfer: expected PageTransfer(nixl=True) for NIXL, got none")
         return {
@@ -144,8 +146,9 @@ class PageTransfer:
             _require(f"{where}bytes of a page", pools.record_size, leaf["bytes"])
         mine = self._manager.fingerprint.hex()
         _require("model and layout (fingerprint)", mine, header.get("fingerprint"))
-        if header["way"] == "nixl" and self._nixl is None:
-            raise TransferError("way: expected one that the receiver has, got nixl")
+        way = header["way"]
+        if way not in get_args(Way) or (way == "nixl" and self._nixl is None):
+            raise TransferError(f"way: expected one that the receiver has, got {way}")
         return [[bytes.fromhex(digest) for digest in leaf["digests"]] for leaf in theirs]
 
     def _take(
@@ -184,7 +187,7 @@ def _require(name: str, expected: object, found: object) -> None:
 def _unbroken(connection: Connection) -> Iterator[None]:
     try:
         yield
-    except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
+    except (EOFError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, KVGraphError):
             raise
         connection.close()

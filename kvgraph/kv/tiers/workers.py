@@ -9,8 +9,10 @@ One condition guards all that the threads share; copies and I/O run outside it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,13 +84,43 @@ class TierWorkers:
         self._generation = 0  # of the tiers' content: raised by `reset`
         self._counts = KVCacheMetrics()
         self._read = self._written = 0  # pages, of the host tier
+        self._process = os.getpid()
         takes = [self._take_copy, self._take_store] if self._below else [self._take_copy]
         self._threads = [
             threading.Thread(target=self._serve, args=(take,), name="kvgraph-tiers", daemon=True)
             for take in takes * threads
         ]
+        self._num_serving = len(self._threads)
         for thread in self._threads:
             thread.start()
+        weakref.finalize(self, _close, weakref.ref(self))  # as the interpreter ends
+
+    def close(self) -> None:
+        self.abandon()
+        # The collector may run a `close` in a thread of ours; and a fork has none of them.
+        if self._process == os.getpid() and threading.current_thread() not in self._threads:
+            for thread in self._threads:
+                thread.join()
+
+    def abandon(self) -> None:
+        """As `close`, without waiting: the last of the threads closes the stores.
+
+        A finaliser may call it, in any thread and within any call here. In a fork it does nothing.
+        """
+        if self._process != os.getpid():
+            return
+        with self._lock:  # taken twice by its own thread, if need be
+            self._is_closing = True
+            self._changed.notify_all()
+        if not self._threads:
+            self._close_stores()
+
+    def _close_stores(self) -> None:
+        for store in self._below:
+            try:
+                store.close()
+            except Exception:
+                log.exception("a tier failed")
 
     def work(self) -> bool:
         """Without threads: do one thing that a thread would; False if there is nothing to do."""
@@ -99,17 +131,26 @@ class TierWorkers:
         return job is not None
 
     def _serve(self, take: Callable[[], Job | None]) -> None:
-        while True:
-            with self._changed:
-                while (job := take()) is None:
-                    if self._is_closing and not self._num_inflight():
-                        self._changed.notify_all()
-                        return
-                    self._changed.wait()
+        while (job := self._next(take)) is not None:
             try:
                 job()
             except Exception:  # a store or a copier that breaks its word must not stop the engine
                 log.exception("a tier failed")
+        with self._changed:
+            self._num_serving -= 1
+            is_last = not self._num_serving
+            self._changed.notify_all()
+        if is_last:
+            self._close_stores()
+
+    def _next(self, take: Callable[[], Job | None]) -> Job | None:
+        """What to do next, waiting for it; None once all is done and the tiers close."""
+        with self._changed:
+            while (job := take()) is None:
+                if self._is_closing and not self._num_inflight():
+                    return None
+                self._changed.wait()
+            return job
 
     def _num_inflight(self) -> int:
         """Loads, pages to copy out and pages to write, queued or running."""
@@ -332,3 +373,10 @@ class TierWorkers:
         finally:
             with self._changed:
                 self._to_flush = False
+
+
+def _close(connector: weakref.ref[TierWorkers]) -> None:
+    """Threads keep their connector alive: it is here only when the interpreter ends before them."""
+    alive = connector()
+    if alive is not None:
+        alive.close()

@@ -55,6 +55,10 @@ class Generation:
         self.index.release([token for token in self.index.owners() if not alive(token)])
         self.owner.remove()
 
+    def status(self) -> os.stat_result:
+        """Of its folder, which tells it from another at the same path."""
+        return os.fstat(self._folder.fd)
+
     def close(self) -> None:
         if hasattr(self, "owner"):
             self.owner.close()
@@ -69,19 +73,19 @@ def open_newest(
     folder: Path,
     fingerprint: bytes,
     prepare: Callable[[Generation], None],
-    damaged: Path | None = None,
+    damaged: os.stat_result | None = None,
 ) -> Generation:
     """The newest generation that is whole, `prepare`d; a new one if none is.
 
-    `damaged`: one that was found to be so in use. Raises as `Generation`, but for damage, which is
-    an OSError where `ATTEMPTS` did not end it.
+    `damaged`: the folder of one that was found to be so in use. Raises as `Generation`, but for
+    damage, which is an OSError where `ATTEMPTS` did not end it.
     """
     for _ in range(ATTEMPTS):
         found = generations(folder)
         number = found[-1] if found else _first_free(folder)
         path = folder / f"{FORMAT}.{number}"
         try:
-            if path == damaged:
+            if damaged is not None and found and os.path.samestat(path.lstat(), damaged):
                 raise DamagedError("it failed in use")
             opened = _prepared(path, fingerprint, prepare)
         except DamagedError as error:

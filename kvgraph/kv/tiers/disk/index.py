@@ -12,12 +12,14 @@ costs hits, and nothing else.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kvgraph.kv.tiers.disk.damage import is_full, slot_at, told_damage, typed_rows
 from kvgraph.kv.tiers.disk.folder import DamagedError, PrivateFolder
-from kvgraph.kv.tiers.disk.slabs import Slot
+from kvgraph.kv.tiers.disk.slabs import BLOCK, Slot
 
 INDEX = "index.sqlite"
 
@@ -39,17 +41,13 @@ CREATE INDEX IF NOT EXISTS free ON slots (stride) WHERE key IS NULL AND owner IS
 CREATE INDEX IF NOT EXISTS claims ON slots (owner) WHERE owner IS NOT NULL;
 CREATE TABLE IF NOT EXISTS taken (nbytes INTEGER) STRICT;
 """
-
-PASSING = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_INTERRUPT,
-    sqlite3.SQLITE_CANTOPEN,
-}
-"""Errors that say nothing about the file itself."""
+OUT_OF_RANGE = f"""
+SELECT stride, slot, size, used FROM slots WHERE stride < 1 OR slot < 0
+  OR slot >= (1 << 62) / stride - 1 OR key IS NOT NULL AND (
+    model IS NULL OR sum IS NULL OR used IS NULL OR used NOT BETWEEN 0 AND 1 << 62
+    OR stride IS NOT max(1, (size + {BLOCK - 1}) / {BLOCK}) * {BLOCK})
+LIMIT 1
+"""
 
 
 class HeldPage(NamedTuple):
@@ -86,7 +84,7 @@ class Index:
         """Bytes of all slots that are not free, as last seen."""
         for suffix in ("", "-journal", "-wal", "-shm"):
             folder.require_file(INDEX + suffix)
-        with _damage():
+        with told_damage():
             self._db = sqlite3.connect(
                 folder.path / INDEX,
                 timeout=LOCK_SECONDS,
@@ -102,12 +100,24 @@ class Index:
 
     def _open(self) -> None:
         self._db.executescript(PRAGMAS)
+        try:
+            self._prepare()
+        except sqlite3.OperationalError as error:
+            if not is_full(error):
+                raise
+            self._prepare()  # now without a journal on the disk: what is there can be read
+
+    def _prepare(self) -> None:
         with self._transaction():
             for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
             problems = self._db.execute("PRAGMA integrity_check(1)").fetchall()
             if problems != [("ok",)]:
                 raise DamagedError(str(problems))
+            if row := self._db.execute(OUT_OF_RANGE).fetchone():
+                raise DamagedError(
+                    "slot {!r}, {!r}: a page of {!r} bytes, used at {!r}".format(*row)
+                )
             self._db.execute("DELETE FROM taken")
             self._db.execute(
                 "INSERT INTO taken SELECT ifnull(sum(stride), 0) FROM slots "
@@ -117,21 +127,21 @@ class Index:
     # -- questions
 
     def find(self, key: bytes) -> HeldPage | None:
-        with _damage():
+        with told_damage():
             row = self._db.execute(
                 "SELECT stride, slot, size, sum FROM slots WHERE model = ? AND key = ?",
                 (self._model, key),
             ).fetchone()
         if row is None:
             return None
-        at, (size, sum_) = _slot(*row[:2]), row[2:]
-        if not (type(size) is int and type(sum_) is bytes):
-            raise DamagedError(f"page of {size!r} bytes, sum {sum_!r}")
+        at, (size, sum_) = slot_at(*row[:2]), row[2:]
+        if not (type(size) is int and 0 <= size <= at.stride and type(sum_) is bytes):
+            raise DamagedError(f"page of {size!r} bytes in a slot of {at.stride}, sum {sum_!r}")
         return HeldPage(at, size, sum_)
 
     def counts(self) -> tuple[int, int]:
         """Pages of this model, and of others."""
-        with _damage():
+        with told_damage():
             own, all_ = self._db.execute(
                 "SELECT count(CASE WHEN model = ? THEN 1 END), count(*) FROM slots "
                 "WHERE key IS NOT NULL",
@@ -142,27 +152,27 @@ class Index:
 
     def models(self) -> list[tuple[bytes, int, int, int]]:
         """Fingerprint, pages, bytes of records and time of the last use, of each model."""
-        with _damage():
+        with told_damage():
             rows = self._db.execute(
                 "SELECT model, count(*), sum(size), max(used) FROM slots WHERE key IS NOT NULL "
                 "GROUP BY model ORDER BY max(used) DESC"
             ).fetchall()
-        return _typed((bytes, int, int, int), rows)
+        return typed_rows((bytes, int, int, int), rows)
 
     def all_keys(self) -> list[bytes]:
-        with _damage():
+        with told_damage():
             rows = self._db.execute(
                 "SELECT key FROM slots WHERE model = ? AND key IS NOT NULL", (self._model,)
             ).fetchall()
-        return [key for (key,) in _typed((bytes,), rows)]
+        return [key for (key,) in typed_rows((bytes,), rows)]
 
     def owners(self) -> list[str]:
         """Tokens of those that claim slots, dead or alive."""
-        with _damage():
+        with told_damage():
             rows = self._db.execute(
                 "SELECT DISTINCT owner FROM slots WHERE owner IS NOT NULL"
             ).fetchall()
-        return [owner for (owner,) in _typed((str,), rows)]
+        return [owner for (owner,) in typed_rows((str,), rows)]
 
     # -- changes
 
@@ -174,11 +184,13 @@ class Index:
         published = 0
         spare = []
         with self._transaction():
+            last = self._in_future()
             for page in pages:
+                last = max(page.used, last + 1)
                 done = self._db.execute(
                     "UPDATE OR IGNORE slots SET model = ?, key = ?, size = ?, sum = ?, used = ?, "
                     "owner = NULL WHERE stride = ? AND slot = ? AND owner = ?",
-                    (self._model, page.key, page.size, page.sum, page.used, *page.at, owner),
+                    (self._model, page.key, page.size, page.sum, last, *page.at, owner),
                 )
                 published += done.rowcount
                 if not done.rowcount and self._is_claimed(page.at, owner):
@@ -224,11 +236,15 @@ class Index:
         return evicted
 
     def touch(self, used: Mapping[bytes, int]) -> None:
-        """When pages were used last, as far as this process knows."""
+        """When pages were used last, as far as this process knows; in this order."""
+        rows = []
         with self._transaction():
+            last = self._in_future()
+            for key, at in used.items():
+                last = max(at, last + 1)
+                rows.append((last, self._model, key))
             self._db.executemany(
-                "UPDATE slots SET used = max(used, ?) WHERE model = ? AND key = ?",
-                [(time, self._model, key) for key, time in used.items()],
+                "UPDATE slots SET used = max(used, ?) WHERE model = ? AND key = ?", rows
             )
 
     def remove(self, held: HeldPage) -> int:
@@ -255,6 +271,15 @@ class Index:
             raise DamagedError(f"{row!r} bytes taken")
         return row[0]
 
+    def _in_future(self) -> int:
+        """The latest use where the clock went back since: new ones come after it. Else -1."""
+        row = self._db.execute(
+            "SELECT used FROM slots INDEXED BY ages WHERE key IS NOT NULL AND used > ? "
+            "ORDER BY used DESC LIMIT 1",
+            (time.time_ns(),),
+        ).fetchone()
+        return -1 if row is None else int(row[0])
+
     def _claim(self, stride: int, owner: str, warm: list[Slot]) -> Slot:
         """A slot of `warm`, else a free one, else a new one."""
         at = warm.pop() if warm else self._free_slot(stride)
@@ -275,8 +300,8 @@ class Index:
             last = self._db.execute(
                 "SELECT slot FROM slots WHERE stride = ? ORDER BY slot DESC LIMIT 1", (stride,)
             ).fetchone()
-            row = (0,) if last is None else (_slot(stride, last[0]).slot + 1,)
-        return _slot(stride, row[0])
+            row = (0,) if last is None else (slot_at(stride, last[0]).slot + 1,)
+        return slot_at(stride, row[0])
 
     def _is_claimed(self, at: Slot, owner: str) -> bool:
         row = self._db.execute("SELECT owner FROM slots WHERE stride = ? AND slot = ?", at)
@@ -297,7 +322,7 @@ class Index:
         ).fetchone()
         if row is None:
             return None
-        at = _slot(*row[:2])
+        at = slot_at(*row[:2])
         if at.stride == stride:
             warm.append(at)
         else:
@@ -310,7 +335,7 @@ class Index:
     def _free(self, where: str, values: Sequence[object]) -> int:
         with self._transaction():
             rows = self._db.execute(f"SELECT stride, slot FROM slots WHERE {where}", values)
-            slots = [_slot(*row) for row in rows.fetchall()]
+            slots = [slot_at(*row) for row in rows.fetchall()]
             for slot in slots:
                 self._give_back(slot)
             self._db.execute(
@@ -321,45 +346,16 @@ class Index:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _damage():
+        with told_damage():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._db.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
+                if is_full(error):
+                    # What gives room back must not need room: the next changes have their journal
+                    # in memory. A kill in one of them damages the index, which is abandoned then.
+                    self._db.execute("PRAGMA journal_mode=MEMORY")
                 raise
-
-
-@contextmanager
-def _damage() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.ProgrammingError:
-        raise
-    except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in PASSING:
-            raise
-        raise DamagedError(str(error)) from error
-    except (UnicodeError, OverflowError) as error:  # of a text, or a number, that none of us wrote
-        raise DamagedError(str(error)) from error
-    except MemoryError as error:
-        raise sqlite3.OperationalError("not enough memory") from error
-
-
-def _typed(kinds: Sequence[type], rows: Iterable[Sequence[object]]) -> list[Any]:
-    """`rows` as tuples; DamagedError for a value of another kind."""
-    found = [tuple(row) for row in rows]
-    for row in found:
-        if [type(value) for value in row] != list(kinds):
-            raise DamagedError(f"a row of {row!r}")
-    return found
-
-
-def _slot(stride: object, slot: object) -> Slot:
-    if not (type(stride) is int and type(slot) is int):
-        raise DamagedError(f"slot {stride!r}, {slot!r}")
-    if not (stride > 0 and slot >= 0 and stride * (slot + 1) < 1 << 62):
-        raise DamagedError(f"slot {stride}, {slot}")
-    return Slot(stride, slot)

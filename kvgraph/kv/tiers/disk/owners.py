@@ -21,6 +21,7 @@ class Owner:
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
+        self._process = os.getpid()
         while True:
             self.token = secrets.token_hex(8)
             self._file = folder.open(_name(self.token), os.O_CREAT | os.O_EXCL | os.O_RDWR)
@@ -54,8 +55,10 @@ class Owner:
                 self._folder.remove(name)
 
     def close(self) -> None:
+        """In a fork the file stays: it is the parent's."""
         with suppress(OSError):
-            self._folder.remove(_name(self.token))
+            if self._process == os.getpid():
+                self._folder.remove(_name(self.token))
         with suppress(OSError):
             os.close(self._file)
 

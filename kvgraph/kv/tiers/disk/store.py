@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,7 @@ from pathlib import Path
 
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
+from kvgraph.kv.tiers.disk.damage import is_full
 from kvgraph.kv.tiers.disk.folder import DamagedError, make_top
 from kvgraph.kv.tiers.disk.generation import Generation, open_newest, other_versions
 from kvgraph.kv.tiers.disk.index import HeldPage, NewPage
@@ -101,7 +103,7 @@ class DiskStore:
         self._spare: dict[int, list[Slot]] = {}  # claimed
         self._used: dict[bytes, int] = {}  # to tell the index
         self._files: Generation | None = None
-        self._damaged: Path | None = None
+        self._damaged: os.stat_result | None = None
         self._was_open = self._is_closed = self._to_clear = False
         try:
             self._open()
@@ -122,13 +124,14 @@ class DiskStore:
         return [False] * len(keys)
 
     def read(self, key: bytes, out: memoryview) -> bool:
+        found = False
         with self._degrading() as files:
             if files is not None and self._read(files, key, out):
+                found = True  # whatever comes of telling the index
                 self._stats.read += 1
                 self._use(files, [key])
-                return True
-        self._stats.missed += 1
-        return False
+        self._stats.missed += not found
+        return found
 
     def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         with self._degrading(is_write=True) as files:
@@ -249,7 +252,9 @@ class DiskStore:
 
     def _use(self, files: Generation, keys: Sequence[bytes]) -> None:
         now = time.time_ns()
-        self._used.update((key, now + i) for i, key in enumerate(keys))
+        for i, key in enumerate(keys):
+            self._used.pop(key, None)  # it is the last now
+            self._used[key] = now + i
         if len(self._used) >= BATCH_PAGES:
             self._tell_used(files)
 
@@ -267,7 +272,7 @@ class DiskStore:
         self._files = open_newest(
             self._folder, self._fingerprint, self._take_up, damaged=self._damaged
         )
-        self._was_open = True
+        self._was_open, self._damaged = True, None
 
     def _take_up(self, files: Generation) -> None:
         self._stats.evicted += files.index.shrink(self._limit)
@@ -308,7 +313,7 @@ class DiskStore:
         except DamagedError as error:  # or another process abandoned the generation
             log.warning("disk tier %s: %s", self._folder, error)
             self._stats.damaged += 1
-            self._damaged = self._files.path if self._files else None
+            self._damaged = self._files.status() if self._files else None
             self._let_go()
         except (OSError, sqlite3.Error, StoreError) as error:
             before = self._stats.problem
@@ -346,9 +351,12 @@ class DiskStore:
         self._stats.problem = (
             f"disk tier {self._folder}: expected files to read and write, got {why!r}"
         )
-        if is_write:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CANTOPEN)
+        is_moved = code == sqlite3.SQLITE_READONLY_DBMOVED
+        can_read = is_write or (is_full(error) and self._files is not None and not self._to_clear)
+        if can_read and not is_moved:
             self._writable_at = time.monotonic() + PAUSE_SECONDS
             return
         self._usable_at = time.monotonic() + PAUSE_SECONDS
-        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CANTOPEN) & 0xFF in LOST:
+        if code & 0xFF in LOST or is_moved:
             self._let_go()

@@ -11,7 +11,13 @@ from typing import NamedTuple
 from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.checksum import checksum
 from kvgraph.kv.tiers.disk.folder import DamagedError
-from kvgraph.kv.tiers.disk.generation import FORMAT, Generation, generations, other_versions
+from kvgraph.kv.tiers.disk.generation import (
+    FORMAT,
+    Generation,
+    generations,
+    open_newest,
+    other_versions,
+)
 from kvgraph.kv.tiers.disk.index import INDEX
 
 
@@ -51,24 +57,28 @@ def _check(files: Generation, fingerprint: bytes, key: bytes) -> bool:
     held = files.index.find(key)
     if held is None:
         return True  # evicted meanwhile
-    if held.size <= held.at.stride:  # else the index lies
-        out = memoryview(bytearray(held.size))
-        if files.slabs.read(held.at, out) and checksum(fingerprint, key, [out]) == held.sum:
-            return True
+    out = memoryview(bytearray(held.size))
+    if files.slabs.read(held.at, out) and checksum(fingerprint, key, [out]) == held.sum:
+        return True
     return not (files.index.find(key) == held and files.index.remove(held))
 
 
 def clear(folder: Path) -> int:
-    """Remove the pages of all models; returns how many."""
+    """Remove the pages of all models; returns how many: none of a damaged index, which goes too."""
     removed = 0
-    for model in describe(folder)[0]:
+    with _opened(folder, b"", starts_again=True) as files:
+        models = [ModelPages(*row) for row in files.index.models()]
+    for model in models:
         with _opened(folder, model.fingerprint) as files:
             removed += files.index.clear()
     return removed
 
 
 @contextmanager
-def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
+def _opened(
+    folder: Path, fingerprint: bytes, *, starts_again: bool = False
+) -> Iterator[Generation]:
+    """The newest files; `starts_again` after damage, as an engine does."""
     if not folder.is_dir():
         got = "a file" if folder.exists() else "nothing there"
         raise StoreError(f"{folder}: expected the folder of a disk tier, got {got}")
@@ -76,7 +86,10 @@ def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
     if not (found and (folder / f"{FORMAT}.{found[-1]}" / INDEX).exists()):
         raise StoreError(f"{folder}: expected the folder of a disk tier, got one without pages")
     try:
-        files = Generation(folder / f"{FORMAT}.{found[-1]}", fingerprint)
+        if starts_again:
+            files = open_newest(folder, fingerprint, lambda _: None)
+        else:
+            files = Generation(folder / f"{FORMAT}.{found[-1]}", fingerprint)
         try:
             yield files
         finally:
@@ -84,7 +97,12 @@ def _opened(folder: Path, fingerprint: bytes) -> Iterator[Generation]:
     except DamagedError as error:
         raise StoreError(
             f"{folder}: expected a whole index, got a damaged one ({error}); the next engine that "
-            f"opens the folder starts again"
+            f"opens the folder starts again, and so does kvgraph cache clear"
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"{folder}: expected a folder that can be read and written, "
+            f"got {error.strerror or str(error)!r}; give a copy of it in another place"
         ) from error
     except sqlite3.Error as error:
         raise StoreError(f"{folder}: expected an index to read, got: {error}") from error

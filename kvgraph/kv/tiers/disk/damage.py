@@ -1,0 +1,61 @@
+"""What SQLite's errors and rows say of the index: damage, a disk without room, or what may pass."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvgraph.kv.tiers.disk.folder import DamagedError
+from kvgraph.kv.tiers.disk.slabs import Slot
+
+PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_CANTOPEN,
+}
+"""Errors that say nothing about the file itself."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk has no room for what the index had to write."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+
+
+@contextmanager
+def told_damage() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        raise
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0)
+        if code & 0xFF in PASSING or code == sqlite3.SQLITE_READONLY_DBMOVED:
+            raise
+        raise DamagedError(str(error)) from error
+    except (UnicodeError, OverflowError) as error:  # of a text, or a number, that none of us wrote
+        raise DamagedError(str(error)) from error
+    except MemoryError as error:
+        raise sqlite3.OperationalError("not enough memory") from error
+
+
+def typed_rows(kinds: Sequence[type], rows: Iterable[Sequence[object]]) -> list[Any]:
+    """`rows` as tuples; DamagedError for a value of another kind."""
+    found = [tuple(row) for row in rows]
+    for row in found:
+        if [type(value) for value in row] != list(kinds):
+            raise DamagedError(f"a row of {row!r}")
+    return found
+
+
+def slot_at(stride: object, slot: object) -> Slot:
+    if not (type(stride) is int and type(slot) is int):
+        raise DamagedError(f"slot {stride!r}, {slot!r}")
+    if not (stride > 0 and slot >= 0 and stride * (slot + 1) < 1 << 62):
+        raise DamagedError(f"slot {stride}, {slot}")
+    return Slot(stride, slot)

@@ -1,0 +1,141 @@
+"""The end of a manager with tiers: closed, dropped, forked, or open as the interpreter ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgraph.errors import CapacityError
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from kvgraph.kv.tiers.copies import HostCopier
+from kvgraph.kv.tiers.disk import tools
+from kvgraph.kv.tiers.tiered import TieredConnector
+from kvgraph.kv.tiers.workers import Job, TierWorkers
+from tests.support.builders import make_params, start
+from tests.support.stores import MemoryStore, opener
+
+
+def make_manager(store: MemoryStore) -> tuple[PagedKVCacheManager, TieredConnector]:
+    params = make_params(enable_prefix_caching=True)
+    manager = PagedKVCacheManager(params, None, 8, 4, max_batch_size=1, stores=[opener(store)])
+    assert manager._tiers is not None
+    connector = manager._tiers.connector
+    assert isinstance(connector, TieredConnector)
+    return manager, connector
+
+
+def require_ended(connector: TieredConnector, store: MemoryStore) -> None:
+    assert len(connector._threads) == 2
+    for thread in connector._threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert store.is_closed
+
+
+def test_a_manager_that_is_dropped_ends_its_threads() -> None:
+    store = MemoryStore()
+    manager, connector = make_manager(store)
+    del manager
+    gc.collect()
+    require_ended(connector, store)
+
+
+def test_a_manager_that_is_collected_in_a_thread_of_its_own_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector runs wherever it likes: here within the thread, which holds the lock."""
+    take, is_due = TierWorkers._take_store, threading.Event()
+
+    def collecting(self: TierWorkers) -> Job | None:
+        if is_due.is_set():
+            is_due.clear()
+            gc.collect()
+        return take(self)
+
+    monkeypatch.setattr(TierWorkers, "_take_store", collecting)
+    store = MemoryStore()
+    manager, connector = make_manager(store)
+    cycle: list[Any] = [manager]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        is_due.set()
+        with connector._changed:
+            del manager, cycle
+            connector._changed.notify_all()
+        require_ended(connector, store)
+    finally:
+        gc.enable()
+
+
+def test_a_manager_goes_on_without_its_tiers_after_close() -> None:
+    manager, _ = make_manager(MemoryStore())
+    manager.close()
+    for first in range(6):  # more pages than the pool has
+        tokens = range(first * 100, first * 100 + 20)
+        assert manager.prefetch([TextContext("a", tokens)]) == [True]
+        ctx = start(manager, "a", tokens)
+        ctx.update(1)
+        manager.step([ctx])
+        manager.release("a")
+    assert manager.num_free_blocks() == 8
+
+
+FORKING = """
+import os, sys
+from pathlib import Path
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.tiers.disk.store import DiskStore
+from tests.support.builders import make_params
+
+folder = Path(sys.argv[1])
+manager = PagedKVCacheManager(
+    make_params(enable_prefix_caching=True), None, 8, 4, max_batch_size=1,
+    stores=[lambda fingerprint, size: DiskStore(folder, 1 << 20, fingerprint, size)],
+)
+for end in (lambda: manager.close(), lambda: None):
+    if not (child := os.fork()):
+        end()
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+print(len(list(folder.glob("*/*.owner"))))
+manager.close()
+print(len(list(folder.glob("*/*.owner"))))
+"""
+
+
+def test_a_fork_that_ends_leaves_its_parents_tiers_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ("1\n0\n", "")
+
+
+def test_an_interpreter_that_ends_finishes_what_is_queued(tmp_path: Path) -> None:
+    left_open = FORKING.split("for end in")[0] + (
+        "from kvgraph.kv.requests import TextContext\n"
+        "ctx = TextContext('a', range(20)); manager.claim('a'); manager.alloc(ctx)\n"
+        "ctx.update(1); manager.step([ctx])\n"
+    )
+    subprocess.run([sys.executable, "-c", left_open, str(tmp_path)], timeout=60, check=True)
+    ((_, pages, _, _),), _ = tools.describe(tmp_path)
+    assert pages == 5
+    assert not list(tmp_path.glob("*/*.owner"))
+
+
+def test_more_host_memory_than_there_is_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: HostCopier, nbytes: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(HostCopier, "pinned_host_bytes", refuse)
+    store = MemoryStore()
+    message = r"^host_memory: expected .*B for 4 pages and what passes .* the system; take less$"
+    with pytest.raises(CapacityError, match=message):
+        make_manager(store)
+    assert store.is_closed
