@@ -57,7 +57,7 @@ def test_decoded_experts_run_like_the_model_that_they_stand_for(
     plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Compile's own check, whatever the layers are kept in."""
-    forms = {"w4a16": "int4", "w8a8": "stored", "fp8": None, "mxfp8": None}
+    forms = {"w4a16": "int4", "w8a8": "stored", "fp8": None, "mxfp8": None, "mxfp4-modelopt": None}
     for form, weights in forms.items():
         folder = quantized.make(form, plain("qwen3_moe"), tmp_path / form)
         out = tmp_path / f"{form}.kvg"
@@ -131,7 +131,7 @@ def put(name: str, number: float) -> Edit:
         (
             "nvfp4",
             lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(96, 2)}),
-            f"modelopt: {LAYER}.weight: expected NVFP4, FP8 or MXFP8, got U8 with scales in F32; ",
+            f"{LAYER}.weight: expected NVFP4, MXFP4, FP8 or MXFP8, got U8 with scales in F32; ",
         ),
         ("mxfp8", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
         ("mxfp4-packed", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),

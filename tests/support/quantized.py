@@ -167,6 +167,13 @@ def nvfp4(weight: torch.Tensor) -> Packed:
     }, (meant * each[..., None]).flatten(1)
 
 
+def mxfp4_rows(weight: torch.Tensor) -> Packed:
+    """As modelopt has a linear layer."""
+    stored, meant = mxfp4(weight.T[None])
+    numbers, scales = stored["_blocks"][0].flatten(1), stored["_scales"][0]
+    return {"weight": numbers, "weight_scale": scales}, meant[0].T.contiguous()
+
+
 def mxfp8(weight: torch.Tensor, scales: torch.dtype = torch.uint8) -> Packed:
     """As modelopt has it: scales of 32 inputs that are exponents."""
     grouped = weight.unflatten(1, (-1, 32))
@@ -247,6 +254,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     ),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4),
     "mxfp8": ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mxfp8),
+    "mxfp4-modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A16_MXFP4"}, mxfp4_rows),
     "mxfp8-e8m0": (
         {"quant_method": "modelopt", "quant_algo": "MXFP8"},
         partial(mxfp8, scales=torch.float8_e8m0fnu),

@@ -22,6 +22,7 @@ MODELOPT = {
     "FP8_PER_CHANNEL_PER_TOKEN": Form(8, ROW, E4M3),
     "FP8_PB_WO": Form(8, 128, E4M3),
     "MXFP8": Form(8, 32, E4M3),
+    "W4A16_MXFP4": Form(4, MXFP4_GROUP, E2M1),
     "NVFP4": Form(8),
     "W4A16_NVFP4": Form(8),
 }

@@ -2,6 +2,7 @@
 
     NVFP4   weight uint8 [N, K / 2], two numbers in a byte, the lower bits first; weight_scale
             float8_e4m3fn [N, K / 16], times weight_scale_2, which is one
+    MXFP4   weight as above; weight_scale uint8 [N, K / 32], exponents
     FP8     weight float8_e4m3fn [N, K]; weight_scale: one, of rows [N], or of blocks of 128 x 128,
             [ceil(N / 128), 1, ceil(K / 128), 1]
     MXFP8   weight float8_e4m3fn [N, K]; weight_scale uint8 [N, K / 32], exponents
@@ -11,13 +12,15 @@ Scales of activations and of a cache are left, as those of compressed-tensors ar
 
 from __future__ import annotations
 
+import torch
+
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.parts import LEFT, Parts
 from kvgraph.compiler.values import Values
 
 BLOCK = (128, 128)
-NVFP4_GROUP = 16
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
 AWQ = ".pre_quant_scale"
 
 
@@ -33,11 +36,15 @@ def _weight(parts: Parts, stem: str) -> Values:
     numbers = parts.take(f"{stem}.weight", scales.stored.name)
     if numbers.stored.dtype == FLOAT8:
         return scaled(parts, numbers, scales, BLOCK)
-    if numbers.stored.dtype != "U8" or scales.stored.dtype != FLOAT8:
+    is_nvfp4 = scales.stored.dtype == FLOAT8
+    if numbers.dtype != torch.uint8 or not (is_nvfp4 or scales.dtype == torch.uint8):
         got = f"{numbers.stored.dtype} with scales in {scales.stored.dtype}"
-        raise parts.refuse(f"{stem}.weight", "NVFP4, FP8 or MXFP8", got)
+        raise parts.refuse(f"{stem}.weight", "NVFP4, MXFP4, FP8 or MXFP8", got)
+    group = NVFP4_GROUP if is_nvfp4 else MXFP4_GROUP
+    parts.require_shape(scales, (*numbers.shape[:-1], numbers.shape[-1] * 2 // group))
+    parts.kinds.add(f"4 bits in groups of {group}")
+    if not is_nvfp4:
+        return FourBits(numbers, scales)
     whole = parts.take(f"{stem}.weight_scale_2", scales.stored.name)
     parts.require_shape(whole, (), (1,))
-    parts.require_shape(scales, (*numbers.shape[:-1], numbers.shape[-1] * 2 // NVFP4_GROUP))
-    parts.kinds.add(f"4 bits in groups of {NVFP4_GROUP}")
     return FourBits(numbers, scales, whole, is_factor=True)
