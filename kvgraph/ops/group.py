@@ -123,11 +123,16 @@ class Group:
         if self._gather is not None:
             self._gather.close()
 
+    def exit(self, rank: int) -> int:
+        """The descriptor that is readable once the rank's process has ended; -1: it has none."""
+        return int(self._exits[rank])
+
     def require_whole(self) -> None:
         """RankError where a rank has failed, ended, or kept the others waiting; or the interrupt
         that ended a collective of this one."""
         if self._error is not None and not isinstance(self._error, Exception):
-            raise self._error
+            error, self._error = self._error, None  # an interrupt comes once
+            raise error
         broken = int(_libraries()[0].kvg_cpu_group_broken(self._address))
         if broken:
             rank = broken & 0xFFFF

@@ -171,6 +171,8 @@ def test_an_interrupt_in_a_collective_is_not_lost(
         reduced(0, 2)
     with pytest.raises(KeyboardInterrupt):
         group.require_whole()
+    with pytest.raises(RankError, match=r"rank 0: .*got a failure of what carries it"):
+        group.require_whole()
 
 
 class Late:
@@ -186,6 +188,25 @@ class Late:
 
     def is_completed(self) -> bool:
         return self.waits > 0
+
+
+def test_closing_does_not_wait_for_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure its threads may wait for a rank until its own deadline."""
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    class Waiting:
+        def __del__(self) -> None:
+            may_end.wait(20)
+            has_ended.set()
+
+    monkeypatch.setattr("kvgraph.runtime.ranks.gloo.CLOSING_SECONDS", 0.1)
+    gloo = object.__new__(Gloo)
+    gloo._work, gloo._group = None, Waiting()  # type: ignore[assignment]
+    gloo.close()
+    gloo.close()
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(20)
 
 
 def test_pieces_that_come_as_a_wait_ends() -> None:

@@ -21,7 +21,7 @@ import pytest
 import kvgraph
 from kvgraph.errors import MissingDependencyError, RankError, UnsupportedError
 from kvgraph.runtime.ranks import connections, hosts
-from kvgraph.runtime.ranks.launched import Launched
+from kvgraph.runtime.ranks.launched import Launched, launched
 from kvgraph.runtime.ranks.open import open_leader
 from kvgraph.runtime.ranks.wire import Wire
 from tests.ranks.test_collectives import together
@@ -41,13 +41,18 @@ def two(compiled: Callable[..., Path]) -> Path:
 # -- the meeting
 
 
-def met(facts: Sequence[Any], *, timeout: float = 20.0, size: int | None = None) -> list[Any]:
-    """What each rank of a thread gets or raises; rank i has `facts[i]`, None does not come."""
-    count, port = size or len(facts), free_port()
+def met(
+    facts: Sequence[Any], *, timeout: float = 20.0, size: int | None = None, store: int = 0
+) -> list[Any]:
+    """What each rank of a thread gets or raises; rank i has `facts[i]`, None does not come.
+
+    `store`: the port of torchrun's agent, which has the store.
+    """
+    count, port = size or len(facts), store or free_port()
     found: list[Any] = [None] * len(facts)
 
     def meet(rank: int) -> None:
-        own = Launched(rank, count, f"run {port}", 1, HERE, port)
+        own = Launched(rank, count, f"run {port}", 1, HERE, port, bool(store))
         try:
             found[rank] = (hosts.follow if rank else hosts.lead)(own, facts[rank], timeout)
         except Exception as error:
@@ -77,6 +82,19 @@ def test_ranks_meet() -> None:
         each.close()
     for end in (*wires, *(wire for _, wire in others)):
         end.close()
+
+
+def test_ranks_meet_again() -> None:
+    """The store of torchrun's agent still says where they were before."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, its docs say
+
+    agent = TCPStore(HERE, 0, is_master=True)
+    for _ in range(2):
+        (group, (near,)), (other, far) = met([FACTS, FACTS], store=agent.port)
+        near.send({"hello": 1})
+        assert far.receive()[0] == {"hello": 1}
+        for end in (near, far, group, other):
+            end.close()
 
 
 def test_ranks_that_differ_are_refused_on_all_sides() -> None:
@@ -154,6 +172,33 @@ def test_a_port_in_use() -> None:
         own = Launched(0, 2, "run", 1, HERE, port)
         with pytest.raises(RankError, match="rank 0: expected a free port for the run's store at"):
             hosts.lead(own, FACTS, 1.0)
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536"])
+def test_ports_that_are_none(port: str) -> None:
+    given = environment(0, 2, "x", LOCAL_WORLD_SIZE="1") | {"MASTER_PORT": port}
+    with pytest.raises(RankError, match=f"MASTER_PORT: expected 1 to 65535 .* got {port}"):
+        launched(given)
+
+
+def test_where_a_rank_is() -> None:
+    """torchrun numbers ranks from those of rank 0's machine on."""
+    given = environment(1, 4, "x", LOCAL_WORLD_SIZE="2")
+    for local, is_beside in ((None, False), ("0", False), ("1", True)):
+        own = launched(given if local is None else given | {"LOCAL_RANK": local})
+        assert own is not None
+        assert own.is_beside_rank_0 == is_beside
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_service_that_says_nothing_at_the_port(rank: int) -> None:
+    with socket.socket() as silent:
+        silent.bind((HERE, 0))
+        silent.listen()
+        own = Launched(rank, 2, "run", 1, HERE, silent.getsockname()[1], rank == 0)
+        sentence = "rank 0: expected the run's store at .* got no answer in 0.5 s; set MASTER_PORT"
+        with pytest.raises(RankError, match=sentence):
+            (hosts.follow if rank else hosts.lead)(own, FACTS, 0.5)
 
 
 def test_addresses_that_others_do_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,7 @@ def test_two_runs_of_one_name() -> None:
     ("given", "sentence"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected 0 to 1 of WORLD_SIZE 2, got 2"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE: expected 1 or more from torchrun, got 0"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: expected a number from torchrun, got 'x'"),
         (
             {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "5"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,8 @@ def test_a_worker_follows_a_server(hosts: bool, two: Path) -> None:
         )
         with urllib.request.urlopen(asked, timeout=30) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
-        for process in (worker, leader):  # as torchrun does: the leader ends the worker
+        # As torchrun does, on the leader's machine: the leader ends the worker.
+        for process in (leader,) if hosts else (worker, leader):
             process.send_signal(signal.SIGTERM)
         assert ended(leader)[0] == 0
         assert ended(worker) == (0, "", "")
@@ -78,3 +80,40 @@ def test_a_worker_whose_leader_does_not_come(two: Path) -> None:
         code, _, said = ended(worker)
     assert code == 2
     assert "kvgraph: rank 0: expected it at the start, got nothing from it in 0.5 s" in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("hosts", [False, True])
+def test_a_signal_ends_a_worker_that_waits_for_its_leader(
+    hosts: bool, number: int, code: int, two: Path
+) -> None:
+    with started("worker", two, only=(1,), hosts=hosts) as (worker,):
+        _wait_until_caught(worker.pid, signal.SIGTERM)
+        worker.send_signal(number)
+        assert ended(worker, 20)[0] == code
+
+
+def test_a_signal_ends_a_worker_on_another_machine(two: Path) -> None:
+    """Its torchrun does not reach the leader, which names it."""
+    options = ("--max-new-tokens", 2000, "--ignore-eos")
+    with started("generate", two, "The", *options, hosts=True, followers=("worker", two)) as ranks:
+        leader, worker = ranks
+        assert leader.stdout is not None
+        leader.stdout.read(20)
+        worker.send_signal(signal.SIGTERM)
+        assert ended(worker, 20)[0] == 143
+        code, _, said = ended(leader)
+    assert code == 2
+    assert "kvgraph: rank 1: expected it to take part" in said
+
+
+def _wait_until_caught(process: int, number: int) -> None:
+    """Until the process has a handler for the signal, which it has when it looks for rank 0."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        status = Path(f"/proc/{process}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+        if int(caught.split()[1], 16) >> (number - 1) & 1:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"no handler of signal {number}")

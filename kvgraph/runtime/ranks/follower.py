@@ -19,6 +19,7 @@ class Follower:
     def __init__(self, session: Session, group: Group, wire: Wire) -> None:
         self._session, self._group, self._wire = session, group, wire
         self._buffers: dict[str, Any] = {}
+        self._steps = 0
 
     def serve(self) -> None:
         try:
@@ -32,6 +33,7 @@ class Follower:
         while True:
             said, arrays, file = self._wire.receive()
             if "run" in said:
+                self._require_next(said["step"])
                 self._run(arrays, said["run"] == "captured")
             elif "allocate" in said:
                 self._allocate(said["allocate"], said["sizes"], file)
@@ -39,6 +41,15 @@ class Follower:
                 return
             else:
                 raise RankError(f"rank 0: expected a step, got {sorted(said)}")
+
+    def _require_next(self, step: int) -> None:
+        """Else all ranks fail: parts of different steps would be added."""
+        self._steps += 1
+        if step != self._steps:
+            self._group.abort()
+            raise RankError(
+                f"rank 0: expected step {self._steps}, got step {step}; start all ranks again"
+            )
 
     def _allocate(self, name: str, sizes: dict[str, int], file: int | None) -> None:
         """A pool: memory that the leader maps too, or this rank's own device's. The one before it

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +26,9 @@ from kvgraph.errors import RankError
 
 SLACK_SECONDS = 60.0
 """gloo's own deadline is behind ours, which names the rank."""
+
+CLOSING_SECONDS = 2.0
+"""That gloo may take to end its threads. After a failure they may wait until its deadline."""
 
 
 class Gloo:
@@ -75,7 +79,12 @@ class Gloo:
                 with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                     connection.getpeername()  # OSError of one that listens: gloo would abort
                     connection.shutdown(socket.SHUT_RDWR)
+        held = [self._work, self._group]
         self._work = self._group = None
+        ending = threading.Thread(target=held.clear, daemon=True)
+        with suppress(RuntimeError):  # none starts any more where the interpreter ends
+            ending.start()
+            ending.join(CLOSING_SECONDS)
 
 
 def _sockets() -> set[int]:

@@ -14,11 +14,12 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvgraph.errors import MissingDependencyError, RankError
 from kvgraph.ops.group import Gather, Group, shared_bytes
@@ -38,6 +39,8 @@ from kvgraph.runtime.sessions.base import host_zeros
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+Made = TypeVar("Made")
 
 RETRY_SECONDS = 0.05
 
@@ -109,37 +112,42 @@ def _joined(
     """What carries the pieces, made in a thread: gloo would wait for a rank that has ended."""
     from kvgraph.runtime.ranks.gloo import Gloo
 
-    found: list[Gather | RankError] = []
+    return _in_thread(
+        lambda: Gloo(store, own.rank, own.size, host, timeout), lambda: require_all(lifelines)
+    )
 
-    def join() -> None:
+
+def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
+    """What `make` gives, which torch may keep waiting for ever; `look` raises to give it up."""
+    made: Future[Made] = Future()
+
+    def run() -> None:
         try:
-            found.append(Gloo(store, own.rank, own.size, host, timeout))
-        except RankError as error:
-            found.append(error)
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
 
-    thread = threading.Thread(target=join, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(RETRY_SECONDS)
-        require_all(lifelines)
-    if isinstance(found[0], RankError):
-        raise found[0]
-    return found[0]
+    threading.Thread(target=run, daemon=True).start()
+    while not wait([made], RETRY_SECONDS).done:
+        look()
+    return made.result()
 
 
 # -- the store
 
 
 def _store(own: Launched, timeout: float) -> Store:
-    """That of torchrun's agent, or rank 0's."""
+    """That of torchrun's agent, or rank 0's: a part of it for each meeting of one run."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, its docs say
     from torch.distributed.distributed_c10d import PrefixStore
 
     serves = own.rank == 0 and not own.is_store_there
+    where, end = f"{own.address}:{own.port}", time.monotonic() + timeout
     if not serves:
         wait_for_port(own, timeout)  # torch's own deadline is late by seconds
-    try:
-        store = TCPStore(
+
+    def make() -> Store:
+        whole = TCPStore(
             own.address,
             own.port,
             own.size,
@@ -147,14 +155,27 @@ def _store(own: Launched, timeout: float) -> Store:
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
         )
+        store = PrefixStore(own.run, whole)
+        return PrefixStore(str(store.add(f"meetings of rank {own.rank}", 1)), store)
+
+    def look() -> None:
+        if time.monotonic() > end:
+            raise RankError(
+                f"rank 0: expected the run's store at {where}, got no answer in {timeout:g} s; "
+                "set MASTER_PORT to a port that nothing else has"
+            )
+
+    try:
+        return _in_thread(make, look)
+    except RankError:
+        raise
     except RuntimeError as error:
-        where, why = f"{own.address}:{own.port}", str(error).splitlines()[0]
+        why = str(error).splitlines()[0]
         if serves:
             raise RankError(
                 f"rank 0: expected a free port for the run's store at {where}, got {why}"
             ) from error
         raise RankError(f"rank 0: expected the run's store at {where}, got {why}") from error
-    return PrefixStore(own.run, store)
 
 
 def _introduce(own: Launched, mine: _Present, store: Store, timeout: float) -> list[_Present]:

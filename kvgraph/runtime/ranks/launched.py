@@ -24,10 +24,17 @@ class Launched:
     """Of the run's store, on the machine of rank 0; these three are given for several machines."""
     is_store_there: bool = False
     """Whether torchrun's agent has it; else rank 0 starts it."""
+    local_rank: int | None = None
+    """Its number on this machine, where torchrun says so."""
 
     @property
     def is_on_one_machine(self) -> bool:
         return self.here is None
+
+    @property
+    def is_beside_rank_0(self) -> bool:
+        """Whether a signal to torchrun reaches both: ranks are counted from rank 0's machine on."""
+        return self.is_on_one_machine or self.local_rank == self.rank
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
@@ -40,6 +47,8 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
         return None
     rank, size = _integer(given, "RANK"), _integer(given, "WORLD_SIZE")
     here = _integer(given, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in given else size
+    if size < 1:
+        raise RankError(f"WORLD_SIZE: expected 1 or more from torchrun, got {size}")
     if not 0 <= rank < size:
         raise RankError(f"RANK: expected 0 to {size - 1} of WORLD_SIZE {size}, got {rank}")
     if not 1 <= here <= size:
@@ -53,10 +62,12 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in given:
             raise RankError(f"{name}: expected it from torchrun for ranks on several machines")
+    port = _integer(given, "MASTER_PORT")
+    if not 1 <= port < 1 << 16:
+        raise RankError(f"MASTER_PORT: expected 1 to 65535 from torchrun, got {port}")
     has_agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launched(
-        rank, size, run, here, given["MASTER_ADDR"], _integer(given, "MASTER_PORT"), has_agent
-    )
+    local = _integer(given, "LOCAL_RANK") if "LOCAL_RANK" in given else None
+    return Launched(rank, size, run, here, given["MASTER_ADDR"], port, has_agent, local)
 
 
 def _integer(given: Mapping[str, str], name: str) -> int:

@@ -23,7 +23,7 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.errors import BindingError, CapacityError, RankError
 from kvgraph.ops.group import Group
-from kvgraph.runtime.ranks.part import run_part
+from kvgraph.runtime.ranks.part import has_run, run_part
 from kvgraph.runtime.ranks.wire import Wire, mapped, shared_file
 from kvgraph.runtime.sessions.base import Session
 
@@ -49,6 +49,9 @@ class LeaderSession(Session):
         self.limits = own.limits
         self._own, self._group, self._wires = own, group, list(wires)
         self.host_pools = own.host_pools and maps_pools
+        self._steps = 0
+        self._is_half = False  # whether others have a step that rank 0 has not run
+        self._lost: str | None = None  # why the first step failed that did
         self._close = weakref.finalize(self, _end, self._wires, group, ended)
         for wire in self._wires:
             wire.receive()  # that it is ready
@@ -104,17 +107,45 @@ class LeaderSession(Session):
         self._own.synchronize()
 
     def _step(self, arrays: Sequence[Any], *, capture: bool) -> npt.NDArray[np.float32]:
-        self._group.require_whole()
+        self._require_whole()
         symbols = self.signature.inputs
         small = [a for s, a in zip(symbols, arrays, strict=True) if s.kind == "tensor"]
+        before, self._is_half = self._group.calls, True
         try:
             self._group.enter()
+            self._steps += 1
+            said = {"run": "captured" if capture else "once", "step": self._steps}
             for wire in self._wires:
-                wire.send({"run": "captured" if capture else "once"}, small)
-        except BaseException:  # an interrupt too: some ranks have the step, and some have not
+                wire.send(said, small)
+            logits = run_part(self._own, self._group, arrays, capture=capture)
+            self._is_half = False
+            return logits
+        except BaseException as error:  # an interrupt too: others may have the step
+            if isinstance(error, RankError):
+                self._lost = str(error)
+            if has_run(self._own, self._group, before):
+                self._is_half = False
+            else:
+                self._group.abort()
+            raise
+
+    def _require_whole(self) -> None:
+        """RankError, each time the same one, where a step is not that of all ranks any more."""
+        if self._is_half:  # an interrupt came while another one was dealt with
+            self._group.abort()
+        if self._lost is not None:
+            raise RankError(self._lost)
+        self._group.require_whole()
+
+    def check(self) -> None:
+        self._require_whole()
+        try:
+            for wire in self._wires:
+                wire.require_open()
+        except RankError as error:
+            self._lost = str(error)
             self._group.abort()
             raise
-        return run_part(self._own, self._group, arrays, capture=capture)
 
     def close(self) -> None:
         """The other ranks end. Idempotent."""

@@ -21,6 +21,8 @@ from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.wire import Wire, mapped, require_linux, shared_file
 
 RETRY_SECONDS = 0.05
+HELLO_SECONDS = 2.0
+"""That a rank may take to say which it is, once it is connected."""
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Facts = Mapping[str, object]
@@ -66,20 +68,35 @@ def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> 
                     f"{timeout:g} s"
                 ) from error
             pid, uid = _credentials(connection)
-            if uid != os.getuid():
+            left = max(deadline - time.monotonic(), 0.001)
+            hello = _hello(connection, min(left, HELLO_SECONDS)) if uid == os.getuid() else None
+            if hello is None:
                 connection.close()
                 continue
-            wires.append(Wire(connection, -1))
+            rank, theirs = hello
+            wires.append(Wire(connection, rank))
             wires[-1].limit(timeout)
-            said, _, _ = wires[-1].receive()
-            wires[-1].peer = rank = int(said["rank"])
             if rank in pids or not 1 <= rank < own.size:
                 raise RankError(
                     f"ranks: expected each of 1 to {own.size - 1} once, got another rank {rank}"
                 )
-            require_equal(rank, facts, said["facts"])
+            require_equal(rank, facts, theirs)
             pids[rank] = pid
     return [pids[rank] for rank in range(own.size)]
+
+
+def _hello(connection: socket.socket, seconds: float) -> tuple[int, Facts] | None:
+    """The rank at the other end and its facts; None of a stranger, who may say anything."""
+    wire = Wire(connection, -1)
+    wire.limit(seconds)
+    try:
+        said, _, file = wire.receive()
+    except RankError:
+        return None
+    if file is not None:
+        os.close(file)
+    rank, facts = said.get("rank"), said.get("facts")
+    return (rank, facts) if isinstance(rank, int) and isinstance(facts, dict) else None
 
 
 def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
@@ -94,7 +111,9 @@ def follow(own: Launched, facts: Facts, timeout: float) -> tuple[Group, Wire]:
             raise RankError(said["refused"])
         assert file is not None
         wire.limit(None)
-        return _group(file, own, said["pids"], timeout), wire
+        group = _group(file, own, said["pids"], timeout)
+        wire.watch(group.exit(0))
+        return group, wire
     except BaseException:
         wire.close()
         raise

@@ -24,6 +24,8 @@ from kvgraph.runtime.sessions.base import Session, host_zeros
 COLLECTIVE_TIMEOUT = 60.0
 """Seconds that a rank waits for another one."""
 
+MOST_TIMEOUT = 86_400.0
+
 OPENING_SECONDS = 600.0
 """That a rank may take to open its part of the weights."""
 
@@ -36,7 +38,7 @@ def open_leader(
 ) -> Session:
     """The session of all ranks. Under torchrun each is a process, else a thread of this one."""
     own = launched()
-    seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout
+    seconds = _seconds(timeout)
     if own is None and Target.parse(artifact.manifest.target).kind != "cpu":
         raise RankError(
             f"{artifact.folder}: expected {artifact.ranks} processes, a GPU for each, got one; "
@@ -59,9 +61,16 @@ def open_leader(
 
 
 def follow(
-    artifact: ArtifactFolder, make: Make, num_threads: int | None, timeout: float | None
+    artifact: ArtifactFolder,
+    make: Make,
+    num_threads: int | None,
+    timeout: float | None,
+    joined: Callable[[Launched], None] = lambda own: None,
 ) -> None:
-    """Run this process's rank until the leader is done; RankError where it is gone."""
+    """Run this process's rank until the leader is done; RankError where it is gone.
+
+    `joined` is called once all ranks have met.
+    """
     own = launched()
     if own is None or own.rank == 0:
         raise RequestError(
@@ -69,12 +78,23 @@ def follow(
             f"{'none' if own is None else 'rank 0, which runs an engine'}"
         )
     _require_size(artifact, own)
-    seconds = COLLECTIVE_TIMEOUT if timeout is None else timeout
+    seconds = _seconds(timeout)
     _require_one_machine_of_gpus(artifact, own)
     where = meeting if own.is_on_one_machine else hosts
     group, wire = where.follow(own, _facts(artifact), seconds)
+    joined(own)
     part = replace(artifact, rank=own.rank)
     Follower(make(part, _threads(artifact, num_threads, own.here)), group, wire).serve()
+
+
+def _seconds(timeout: float | None) -> float:
+    """COLLECTIVE_TIMEOUT unless it is given; RankError for one that no clock counts."""
+    if timeout is not None and not 0 < timeout <= MOST_TIMEOUT:
+        raise RankError(
+            f"collective_timeout: expected more than 0 s, and {MOST_TIMEOUT:g} s at most, got "
+            f"{timeout:g}"
+        )
+    return COLLECTIVE_TIMEOUT if timeout is None else timeout
 
 
 def _in_threads(

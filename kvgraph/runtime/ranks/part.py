@@ -32,7 +32,12 @@ def run_part(
         group.abort()
         raise
     except BaseException as error:
-        has_run = session.runs_in_one_call and group.calls != before
-        if isinstance(error, Exception) or not has_run:
+        if isinstance(error, Exception) or not has_run(session, group, before):
             group.abort()
         raise
+
+
+def has_run(session: Session, group: Group, before: int) -> bool:
+    """Whether all of a part has run that began at `before` calls of the group; False where that is
+    not known."""
+    return session.runs_in_one_call and group.calls != before

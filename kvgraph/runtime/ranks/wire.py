@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import RankError, UnsupportedError
 
 MOST_HEADER_BYTES = 1 << 20
+MOST_ARRAY_BYTES = 1 << 31
 
 
 class Wire:
@@ -33,6 +35,7 @@ class Wire:
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._socket = connection
         self.peer = peer
+        self._exit = -1
 
     def send(
         self, header: Mapping[str, Any], arrays: Sequence[Array] = (), file: int | None = None
@@ -57,26 +60,46 @@ class Wire:
         """Header, arrays and file descriptor of the next message; RankError where none comes."""
         head, file = self._head()
         length = int.from_bytes(head, "little")
-        if length > MOST_HEADER_BYTES:
-            raise RankError(f"rank {self.peer}: expected a message of kvgraph, got other bytes")
-        header = json.loads(self._exactly(length))
-        arrays = []
-        for name, shape in header.pop("arrays"):
-            dtype = DTYPES[name].numpy
-            count = int(np.prod(shape, dtype=np.int64))
-            data = self._exactly(count * dtype.itemsize)
-            arrays.append(np.frombuffer(data, dtype).reshape(shape))
+        try:
+            if length > MOST_HEADER_BYTES:
+                raise ValueError(length)
+            header = json.loads(self._exactly(length))
+            arrays = [self._array(name, shape) for name, shape in header.pop("arrays")]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RankError(
+                f"rank {self.peer}: expected a message of kvgraph, got other bytes"
+            ) from error
         return header, arrays, file
+
+    def _array(self, name: str, shape: Sequence[int]) -> Array:
+        dtype = DTYPES[name].numpy
+        count = int(np.prod(shape, dtype=np.int64))
+        if not 0 <= count * dtype.itemsize <= MOST_ARRAY_BYTES:
+            raise ValueError(shape)
+        return np.frombuffer(self._exactly(count * dtype.itemsize), dtype).reshape(shape)
 
     def limit(self, seconds: float | None) -> None:
         """How long a message may take; None: for ever."""
         self._socket.settimeout(seconds)
+
+    def watch(self, exit: int) -> None:
+        """Messages are waited for until the descriptor is readable: the other process has ended,
+        though a child of it may hold its end of the connection. -1: it cannot end alone."""
+        self._exit = exit
+
+    def require_open(self) -> None:
+        """RankError where the other end is closed. Only for one that nothing is awaited from."""
+        ready = select.poll()
+        ready.register(self._socket.fileno(), select.POLLIN)
+        if ready.poll(0):
+            raise self._gone()
 
     def close(self) -> None:
         self._socket.close()
 
     def _head(self) -> tuple[bytes, int | None]:
         """The first 4 bytes, with which a file comes."""
+        self._await()
         try:
             data, files, _, _ = socket.recv_fds(self._socket, 4, 1)
         except TimeoutError as error:
@@ -93,6 +116,7 @@ class Wire:
         data = bytearray(count)
         view, got = memoryview(data), 0
         while got < count:
+            self._await()
             try:
                 more = self._socket.recv_into(view[got:])
             except OSError as error:
@@ -101,6 +125,15 @@ class Wire:
                 raise self._gone()
             got += more
         return bytes(data)
+
+    def _await(self) -> None:
+        if self._exit < 0:
+            return
+        ready = select.poll()
+        for descriptor in (self._socket.fileno(), self._exit):
+            ready.register(descriptor, select.POLLIN)
+        if self._socket.fileno() not in dict(ready.poll()):
+            raise self._gone()
 
     def _gone(self) -> RankError:
         return RankError(
