@@ -224,3 +224,21 @@ def test_a_rank_follows_one_engine_after_another(hosts: bool, two: Path) -> None
     texts = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert texts == ["", "followed\nfollowed\n"]
+
+
+def test_an_engine_ends_the_ranks_that_it_started(two: Path) -> None:
+    """Not those of a session that it was given."""
+    with kvgraph.Engine(two, num_pages=8) as engine:
+        engine.generate(["The"], kvgraph.SamplingParams(max_new_tokens=2))
+        assert not ended_by(engine.session)
+    assert ended_by(engine.session)
+    session = kvgraph.load(two).session()
+    kvgraph.Engine(two, session=session, num_pages=8).close()
+    assert not ended_by(session)
+    session.close()
+    assert ended_by(session)
+
+
+def ended_by(session: kvgraph.Session) -> bool:
+    assert isinstance(session, leader.LeaderSession)
+    return not session._close.alive
