@@ -203,6 +203,12 @@ def test_what_depends_on_the_batch_is_refused(number: str, backend: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("longest", [1, 2, 30])
+def test_short_contexts_are_checked_too(longest: int, tmp_path: Path) -> None:
+    manifest = compile_module(Decoder(), tmp_path / "out", max_seq_len=longest)
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+
+
 class Cast(Decoder):
     def forward(self, *inputs: Any) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -144,7 +144,7 @@ def _require_alone(made: Made, run: RunArtifact, rows: list[Row]) -> None:
     """
     ahead = np.tile(rows[0], 4)[: made.traced.model.max_seq_len]  # most of it in the first step
     others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
-    chunks = [3 * len(ahead) // 4, *[CHUNK] * (OTHERS - 1 + len(rows))]
+    chunks = [max(1, 3 * len(ahead) // 4), *[CHUNK] * (OTHERS - 1 + len(rows))]
     crowd = run(made.folder, [*others, *rows], chunks)[OTHERS:]
     apart = difference(crowd, run(made.folder, rows, CHUNK), tolerance(made.kinds))
     if not apart.fits:
