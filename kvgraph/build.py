@@ -20,6 +20,7 @@ from kvgraph.compiler.options import DEFAULT_PAGE_SIZE
 from kvgraph.compiler.output import require_free, staging
 from kvgraph.compiler.pipeline import Progress
 from kvgraph.contract.collectives import Collective
+from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.sizes import whole
@@ -236,11 +237,14 @@ def run_artifact(
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.engine import Engine
 
+    artifact = Artifact(folder, read_manifest(folder))
+    params = artifact.params()
+    pages = None
+    if params.cache_strategy is KVCacheStrategy.PAGED:  # memory only where tokens are written
+        pages = sum(ceildiv(len(row), params.page_size) for row in rows)
     found: list[npt.NDArray[np.float32]] = []
     with Engine(
-        Artifact(folder, read_manifest(folder)),
-        max_batch_size=len(rows),
-        enable_prefix_caching=False,
+        artifact, num_pages=pages, max_batch_size=len(rows), enable_prefix_caching=False
     ) as engine:
         most = engine.scheduler.max_batch_size
         for first in range(0, len(rows), most):

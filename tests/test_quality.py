@@ -143,6 +143,8 @@ def test_bad_input(compiled: Compiled, tmp_path: Path, model_folder: Callable[[s
         measure(folder, TINY_LLAMA, tmp_path / "empty")
     with pytest.raises(FileNotFoundError):
         read_text(tmp_path / "none")
+    with pytest.raises(kvgraph.RequestError, match="quality: expected a model of at least 2 token"):
+        cut_windows(read_text(None), TINY_LLAMA, None, 1, 10)
     with pytest.raises(kvgraph.RequestError, match="most_tokens: expected >= 1, got 0"):
         measure(folder, TINY_LLAMA, most_tokens=0)
     with pytest.raises(kvgraph.ModelError, match=r"expected tokenizer\.json"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from contextlib import suppress
 from typing import SupportsIndex
 
 from kvgraph.errors import KVGraphError, RequestError
@@ -30,11 +31,21 @@ def parse_bytes(name: str, size: int | str) -> int:
     raise RequestError(f"{name}: expected a size such as 80GiB or 512MB, got {size!r}")
 
 
-def whole(name: str, value: object, refusal: type[KVGraphError]) -> int:
-    """`value` as an int, one of NumPy too; `refusal` names `name` for what is none."""
+def whole(
+    name: str, value: object, refusal: type[KVGraphError], *, least: int | None = None
+) -> int:
+    """`value` as an int, one of NumPy too; `refusal` names `name` for what is none, or less than
+    `least`."""
+    found = None
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        return operator.index(value)
-    raise refusal(f"{name}: expected an integer, got {type(value).__name__} {value!r:.100}")
+        with suppress(TypeError):  # an array of several, say
+            found = operator.index(value)
+    if found is None:
+        said = f"{type(value).__name__} {value!r:.100}"
+        raise refusal(f"{name}: expected an integer, got {said}")
+    if least is not None and found < least:
+        raise refusal(f"{name}: expected >= {least}, got {found}")
+    return found
 
 
 def size_text(count: float) -> str:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from kvgraph.contract.devices import Device
 from kvgraph.contract.inputs import SessionInterface
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.synonyms import also_named
-from kvgraph.errors import CapacityError, UnsupportedError
-from kvgraph.kv.manager import at_least_one
+from kvgraph.errors import CapacityError, ParamsError, UnsupportedError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.pool.leaf import require_params
 from kvgraph.kv.pool.pages import PagePool
@@ -40,8 +40,8 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         enable_runtime_checks: bool = False,
     ) -> None:
         _require_supported(params, is_ragged)
-        max_batch_size = at_least_one("max_batch_size", max_batch_size)
-        max_seq_len = at_least_one("max_seq_len", max_seq_len)
+        max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1)
+        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
         own = replace(
             params,
             num_layers=params.num_layers if num_layers is None else num_layers,

@@ -50,8 +50,8 @@ class KVCacheManager(ABC):
         session: SessionInterface | None = None,
         is_ragged: bool = False,
     ) -> None:
-        self.max_batch_size = at_least_one("max_batch_size", max_batch_size)
-        self.max_seq_len = at_least_one("max_seq_len", max_seq_len)
+        self.max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1)
+        self.max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
         self.params = _deployed(params, num_layers, devices)
         self.num_layers = sum(leaf.num_layers for leaf in self.params.leaves.values())
         self.devices = tuple(self.params.devices if devices is None else devices)
@@ -347,11 +347,3 @@ def _deployed(
         num_layers=params.num_layers if num_layers is None else num_layers,
         devices=params.devices if devices is None else tuple(devices),
     )
-
-
-def at_least_one(name: str, value: int) -> int:
-    """ParamsError for what is none, or less."""
-    count = whole(name, value, ParamsError)
-    if count < 1:
-        raise ParamsError(f"{name}: expected >= 1, got {count}")
-    return count

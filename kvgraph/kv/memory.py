@@ -138,9 +138,8 @@ def plan_memory(
     `max_seq_len` tokens does not fit; the message holds the arithmetic.
     """
     available = whole("available", available, ParamsError)
-    for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
-        if whole(name, value, ParamsError) < 1:
-            raise ParamsError(f"{name}: expected >= 1, got {value}")
+    max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1)
+    max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
     bytes_per_page = params.bytes_per_page
     pages_per_request = ceildiv(max_seq_len, params.page_size)
     fitting = available // bytes_per_page

@@ -72,8 +72,11 @@ def held_out_text() -> Text:
 def cut_windows(text: Text, source: Path, bos: int | None, length: int, most: int) -> Windows:
     """At most `most` tokens to predict, in windows of `length`, each behind the `bos` token.
 
-    ModelError: `source` has no tokenizer.json. RequestError: a text of fewer than two tokens.
+    ModelError: `source` has no tokenizer.json. RequestError: a text of fewer than two tokens, or a
+    model of one.
     """
+    if length < 2:
+        raise RequestError(f"quality: expected a model of at least 2 tokens, got one of {length}")
     tokens = _tokenize(text, source)
     start = [] if bos is None else [bos]
     step = length - len(start)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import kvgraph
 from kvgraph import UnsupportedError
@@ -97,6 +98,31 @@ def test_the_whole_model_says_whether_embeddings_are_tied(name: str, tmp_path: P
     loaded.checkpoint.fill(loaded.module)
     head = loaded.module.model.lm_head.weight
     assert torch.equal(head, whole.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_part_that_is_tied_lacks_a_projection(name: str, tmp_path: Path) -> None:
+    """Whatever the whole says: the table is all there is."""
+    whole = make(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config["text_config"] | {"tie_word_embeddings": True}
+    changed(tmp_path, tie_word_embeddings=False, text_config=text)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {key: value for key, value in tensors.items() if "lm_head" not in key}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = huggingface.load(tmp_path, "float32", weightless=True)
+    assert loaded.checkpoint is not None, loaded.loaded
+    loaded.checkpoint.fill(loaded.module)
+    table = whole.get_input_embeddings().weight
+    assert torch.equal(loaded.module.model.lm_head.weight, table)
+
+
+def test_tied_tensors_that_differ_are_named(tmp_path: Path) -> None:
+    make("llava", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    changed(tmp_path, tie_word_embeddings=True, text_config=config["text_config"])
+    with pytest.raises(UnsupportedError, match=r"'llava': tied .* differ$"):
+        huggingface.load(tmp_path, "float32", weightless=True)
 
 
 def test_a_part_that_only_transformers_could_read(tmp_path: Path) -> None:

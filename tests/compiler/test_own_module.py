@@ -203,6 +203,33 @@ def test_what_depends_on_the_batch_is_refused(number: str, backend: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_pages_that_are_larger_than_a_pool_of_an_engine(tmp_path: Path) -> None:
+    """The check's rows need ten; an engine of its own accord has 1 GiB."""
+    params = kvgraph.KVCacheParams("float32", 32, 128, num_layers=32)
+    assert 10 * params.bytes_per_page > 1 << 30
+    assert compile_module(Wide(), tmp_path / "out", params=params, max_seq_len=512)
+
+
+class Wide(Decoder):
+    """Layer 0 of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(32, 3 * 4096)
+
+    def forward(self, tokens: Any, offsets: Any, rows: Any, pool: Any, *index: Any) -> torch.Tensor:
+        lengths, table, most = index
+        x = self.embed(tokens)
+        q, k, v = self.wide(x).view(x.shape[0], -1, 128).split((32, 32, 32), dim=1)
+        for layer in range(32):
+            ops.store_kv(pool, k, v, offsets, lengths, table, layer=layer)
+            out = ops.paged_attention(
+                q, pool, offsets, lengths, table, most, layer=layer, scale=0.1
+            )
+        x = x + out.reshape(x.shape[0], 128, 32).mean(1)
+        return x[rows.long()] @ self.embed.weight.T
+
+
 @pytest.mark.parametrize("longest", [1, 2, 30])
 def test_short_contexts_are_checked_too(longest: int, tmp_path: Path) -> None:
     manifest = compile_module(Decoder(), tmp_path / "out", max_seq_len=longest)

@@ -18,6 +18,7 @@ from kvgraph.compiler import values
 from kvgraph.compiler.frontends import folder as folders
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
+from kvgraph.compiler.frontends.stored_forms import stored_forms
 from kvgraph.compiler.quantized import weights_of
 from kvgraph.compiler.shards import stored_tensors
 from tests.support import quantized
@@ -127,6 +128,11 @@ def put(name: str, number: float) -> Edit:
             "nvfp4",
             lambda t: t.update({f"{LAYER}.pre_quant_scale": torch.ones(64)}),
             f"modelopt: {LAYER}.pre_quant_scale: expected none, got scales that activations are",
+        ),
+        (
+            "nvfp4",
+            lambda t: t.update({f"{LAYER}.svdquant_lora_a": torch.ones(4, 64)}),
+            f"modelopt: {LAYER}.svdquant_lora_a: expected none, got a part of low rank; ",
         ),
         (
             "nvfp4",
@@ -326,3 +332,24 @@ def refused(folder: Path) -> str:
         kvgraph.compile(folder, folder.with_name("out"), check=False)
     assert not folder.with_name("out").exists()
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "bits"),
+    [
+        ({"quant_algo": "NVFP4"}, 8),
+        ({"quant_algo": "mxfp4"}, 4),
+        ({"quant_algo": "FP8"}, 8),
+        ({"quant_algo": "W4A16_AWQ"}, 16),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "MXFP4"}, "b": {"quant_algo": "FP8"}},
+            },
+            8,
+        ),
+    ],
+)
+def test_what_a_plan_takes_modelopts_forms_for(given: dict[str, Any], bits: int) -> None:
+    config = {"quantization_config": {"quant_method": "modelopt", **given}}
+    assert stored_forms(config).linears.bits == bits

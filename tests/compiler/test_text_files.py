@@ -45,25 +45,38 @@ def settings(folder: Path, **fields: object) -> Path:
     return folder
 
 
-def test_tokens_that_only_the_settings_have_are_added(tmp_path: Path) -> None:
-    """As transformers adds them: those with ids first, then the additional ones."""
-    more = {"2049": {"content": "<b>", "special": False}, "2048": {"content": "<a>"}}
-    more["2048"] |= {"special": True, "lstrip": True}  # type: ignore[dict-item]
-    folder = settings(
-        tmp_path, added_tokens_decoder=more, additional_special_tokens=["<c>", "<a>", "<s>"]
-    )
-    found = text_files(folder)["tokenizer.json"]
+MORE: dict[str, object] = {
+    "2049": {"content": "<b>", "special": False},
+    "2048": {"content": "<a>", "special": True, "lstrip": True},
+}
+
+
+@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+def test_tokens_that_only_the_settings_have_are_added(name: str, tmp_path: Path) -> None:
+    """As transformers adds them: those with ids first, those with a role, then the others."""
+    others = {name: ["<c>", "<a>", "<s>"], "pad_token": "<p>", "eos_token": "<e>"}
+    folder = settings(tmp_path, added_tokens_decoder=MORE, **others)
+    found = text_files(folder, 2100)["tokenizer.json"]
     assert isinstance(found, bytes)
     tokenizer = Tokenizer.from_str(found.decode())
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    for text in ("in <a>put<b> of <c>", "<s>import </s>"):
+    for text in ("in <a>put<b> of <c>", "<s>import </s><p><e>"):
         assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
-    assert [tokenizer.token_to_id(f"<{letter}>") for letter in "abc"] == [2048, 2049, 2050]
+    assert [tokenizer.token_to_id(f"<{letter}>") for letter in "abepc"] == [*range(2048, 2053)]
+
+
+def test_a_token_without_a_row_stays_text(tmp_path: Path) -> None:
+    folder = settings(tmp_path, added_tokens_decoder=MORE)
+    found = text_files(folder, 2049)["tokenizer.json"]
+    assert isinstance(found, bytes)
+    tokenizer = Tokenizer.from_str(found.decode())
+    assert (tokenizer.token_to_id("<a>"), tokenizer.token_to_id("<b>")) == (2048, None)
+    assert text_files(folder, 2048)["tokenizer.json"] == folder / "tokenizer.json"
 
 
 def test_a_tokenizer_that_lacks_nothing_travels_as_it_is(tmp_path: Path) -> None:
-    folder = settings(tmp_path, additional_special_tokens=["<s>"])
-    assert text_files(folder)["tokenizer.json"] == folder / "tokenizer.json"
+    folder = settings(tmp_path, additional_special_tokens=["<s>"], pad_token=None)
+    assert text_files(folder, 2100)["tokenizer.json"] == folder / "tokenizer.json"
 
 
 @pytest.mark.parametrize(
@@ -73,4 +86,4 @@ def test_damaged_settings_are_refused(tmp_path: Path, fields: dict[str, object])
     with pytest.raises(
         ModelError, match=r"tokenizer_config.json: expected settings of a tokenizer"
     ):
-        text_files(settings(tmp_path, **fields))
+        text_files(settings(tmp_path, **fields), 2100)

@@ -66,6 +66,7 @@ CPUS = tuple(Device(f"cuda:{i}") for i in range(3))
         ({"devices": CPUS}, "n_kv_heads: expected a multiple of the 3 shards .*, got 8"),
         ({"page_size": 16.5}, "page_size: expected an integer, got float 16.5"),
         ({"n_kv_heads": "8"}, "n_kv_heads: expected an integer, got str '8'"),
+        ({"head_dim": np.array([1, 2])}, "head_dim: expected an integer, got ndarray array"),
         ({"window_size": True}, "window_size: expected an integer, got bool True"),
         ({"devices": ("cpu",)}, "devices: expected Device, got str 'cpu'"),
         ({"quantization": "int8"}, "quantization: expected KVCacheQuantization, got str 'int8'"),

@@ -236,7 +236,10 @@ def test_an_engine_ends_the_ranks_that_it_started(two: Path) -> None:
     kvgraph.Engine(two, session=session, num_pages=8).close()
     assert not ended_by(session)
     session.close()
+    session.close()
     assert ended_by(session)
+    with pytest.raises(RankError, match="rank 0: expected an open session, got one that was clos"):
+        session.check()
 
 
 def ended_by(session: kvgraph.Session) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -62,8 +63,11 @@ def test_a_client_that_offers_http_2_is_answered_in_http_1(server: Server, frami
     head = f"POST /tokenize HTTP/1.1\r\nHost: kvgraph\r\n{offers}"
     url = server.client.base_url
     with socket.create_connection((url.host, url.port)) as to:
-        for _ in range(2):  # the connection stays open
-            to.sendall((head + rest).encode())
+        to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for cut in (0, len(head) - 60, len(head) - 3):  # the connection stays open
+            to.sendall(head[:cut].encode())
+            time.sleep(0.02 if cut else 0)  # so that it comes in two pieces
+            to.sendall((head[cut:] + rest).encode())
             with HTTPResponse(to) as answer:
                 answer.begin()
                 assert json.load(answer) == answered(server.post("/tokenize", {"prompt": TEXT}))

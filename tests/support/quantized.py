@@ -254,7 +254,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     ),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4),
     "mxfp8": ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mxfp8),
-    "mxfp4-modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A16_MXFP4"}, mxfp4_rows),
+    "mxfp4-modelopt": ({"quant_method": "modelopt", "quant_algo": "mxfp4"}, mxfp4_rows),
     "mxfp8-e8m0": (
         {"quant_method": "modelopt", "quant_algo": "MXFP8"},
         partial(mxfp8, scales=torch.float8_e8m0fnu),

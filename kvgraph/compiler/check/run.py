@@ -116,7 +116,10 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
     traced, rows = made.traced, rows_of(made.traced.model)
     padded = traced.plan.strategy is KVCacheStrategy.PADDED
     if not _has_long_windows(traced):
-        _require_near(made, traced, run(made.folder, rows, CHUNK), rows)
+        found = run(made.folder, rows, CHUNK)
+        _require_near(made, traced, found, rows)
+        if not isinstance(traced.model.module, Decoder) and not padded:
+            _require_alone(made, run, rows, found)
     elif made.support.cut_windows and not padded:
         with_windows_cut = imported(made.support.cut_windows)
         with cut_windows(traced.model.module), tempfile.TemporaryDirectory(dir=made.folder) as name:
@@ -131,13 +134,14 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
             step = ProgramRun(program, window=WINDOW, weights=traced.weights)
             found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
             _require_near(made, traced, found, rows)
-    if not isinstance(traced.model.module, Decoder) and not padded:
-        _require_alone(made, run, rows)
     return _note("all layers")
 
 
-def _require_alone(made: Made, run: RunArtifact, rows: list[Row]) -> None:
-    """CheckError unless rows of a module of one's own have the same logits in a larger batch.
+def _require_alone(
+    made: Made, run: RunArtifact, rows: Sequence[Row], found: Sequence[Logits]
+) -> None:
+    """CheckError unless rows of a module of one's own, whose logits are `found`, have the same in a
+    larger batch.
 
     The proof that tokens stay apart is about tokens; a module may also compute with the batch's
     numbers: its size, lengths or offsets. A number that no small batch has is not seen.
@@ -146,7 +150,7 @@ def _require_alone(made: Made, run: RunArtifact, rows: list[Row]) -> None:
     others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
     chunks = [max(1, 3 * len(ahead) // 4), *[CHUNK] * (OTHERS - 1 + len(rows))]
     crowd = run(made.folder, [*others, *rows], chunks)[OTHERS:]
-    apart = difference(crowd, run(made.folder, rows, CHUNK), tolerance(made.kinds))
+    apart = difference(crowd, found, tolerance(made.kinds))
     if not apart.fits:
         raise CheckError(
             f"check of {made.traced.model.architecture!r}: expected rows to have the logits in a "

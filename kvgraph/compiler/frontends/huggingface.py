@@ -28,7 +28,7 @@ from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import settle
 from kvgraph.compiler.frontends.text_files import as_ids, text_files
-from kvgraph.compiler.frontends.weightless import Located, fake_parameters, locate
+from kvgraph.compiler.frontends.weightless import NO_SAFETENSORS, Located, fake_parameters, locate
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized.parts import INSTEAD
 from kvgraph.compiler.quiet import quiet_loggers
@@ -80,10 +80,11 @@ def _load(
         with fake_parameters():  # before weights are read for nothing
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text, max_seq_len)
-    files = text_files(folder)
+    files = text_files(folder, text.vocab_size)
     model, located = None, Located(None)
     is_quantized = quantization(config) is not None
-    is_built = text.model_type != config["model_type"] and not _is_loaded(transformers, folder)
+    is_part = text.model_type != config["model_type"]
+    is_built = is_part and not _is_loaded(transformers, folder, config)
     if weightless or is_quantized or is_built:
         model, located = _build(transformers, folder, config, text, dtype)
     checkpoint = located.checkpoint
@@ -91,9 +92,9 @@ def _load(
         if is_quantized:
             raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {INSTEAD}")
         if is_built:
+            hint = "; save the model as safetensors" if located.why == NO_SAFETENSORS else ""
             raise UnsupportedError(
-                f"{folder}: the language part of {config['model_type']!r}: {located.why}; save the "
-                "model as safetensors"
+                f"{folder}: the language part of {config['model_type']!r}: {located.why}{hint}"
             )
         model = _load_weights(transformers, folder, dtype)
     assert model is not None
@@ -116,7 +117,7 @@ def _load(
         dtype=dtype,
         files=files,
         eos_token_ids=as_ids(eos),
-        bos_token_id=_begin(generation, text, is_part=text.model_type != config["model_type"]),
+        bos_token_id=_begin(generation, text, is_part=is_part),
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
         is_quantized=quantization(config) is not None,
@@ -298,9 +299,9 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
         raise UnsupportedError(unsupported(kind, Reason.SPARSE.said()))
 
 
-def _is_loaded(transformers: ModuleType, folder: Path) -> bool:
+def _is_loaded(transformers: ModuleType, folder: Path, config: Config) -> bool:
     """Whether transformers has a language model of the whole configuration."""
-    whole = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    whole = _parse_config(transformers, folder, config)
     return type(whole) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 
 

@@ -50,7 +50,7 @@ def load(
     own = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
     if dtype and dtype != own:
         raise UnsupportedError(f"dtype: expected {own} from the module's parameters, got {dtype}")
-    files = _files(tokenizer)
+    files = _files(tokenizer, vocab_size)
     generation = files.get(GENERATION)
     eos, bos = end_tokens(generation if isinstance(generation, Path) else Path())
     eos = eos if eos_token_ids is None else as_ids(eos_token_ids)
@@ -78,14 +78,14 @@ def _kind(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
 
 
-def _files(tokenizer: str | Path | None) -> Files:
+def _files(tokenizer: str | Path | None, vocab_size: int) -> Files:
     if tokenizer is None:
         return {}
     path = Path(tokenizer)
     if path.is_file():
         read_tokenizer(path, ModelError)
         return {TOKENIZER: path}
-    files = text_files(path)
+    files = text_files(path, vocab_size)
     if TOKENIZER not in files:
         raise ModelError(f"{path}: expected {TOKENIZER} or a folder that has one, got none")
     return files

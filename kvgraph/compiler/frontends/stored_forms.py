@@ -18,13 +18,11 @@ ROW = 1 << 30
 PLAIN = Form(16)
 
 MODELOPT = {
-    "FP8": Form(8, ROW, E4M3),
-    "FP8_PER_CHANNEL_PER_TOKEN": Form(8, ROW, E4M3),
-    "FP8_PB_WO": Form(8, 128, E4M3),
+    **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), Form(8, ROW, E4M3)),
+    **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), Form(8, 128, E4M3)),
     "MXFP8": Form(8, 32, E4M3),
-    "W4A16_MXFP4": Form(4, MXFP4_GROUP, E2M1),
-    "NVFP4": Form(8),
-    "W4A16_NVFP4": Form(8),
+    **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), Form(4, MXFP4_GROUP, E2M1)),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ"), Form(8)),
 }
 """`quant_algo` of modelopt; NVFP4 is rounded, as no kernel takes groups of 16."""
 
@@ -50,8 +48,11 @@ def stored_forms(config: Config) -> StoredForms:
         head = given.get("head") or {}
         return StoredForms(_of_blocks(given), Form(given["bits"] or PLAIN.bits), _of_blocks(head))
     if str(given.get("quant_method")).startswith("modelopt"):
-        form = MODELOPT.get(str(given.get("quant_algo")).upper(), PLAIN)
-        return StoredForms(form, form)
+        mixed = given.get("quantized_layers")
+        each = list(mixed.values()) if isinstance(mixed, dict) else [given]
+        forms = [_of_modelopt(one) for one in each if isinstance(one, dict)]
+        widest = max(forms, key=lambda form: form.bits, default=PLAIN)
+        return StoredForms(widest, widest)
     groups = given.get("config_groups")
     each = [given]
     if groups:  # those of a scheme by name are in lists
@@ -59,6 +60,10 @@ def stored_forms(config: Config) -> StoredForms:
     forms = [_form(one, str(given.get("format"))) for one in each]
     widest = max(forms, key=lambda form: form.bits, default=PLAIN)
     return StoredForms(widest, widest)
+
+
+def _of_modelopt(given: Config) -> Form:
+    return MODELOPT.get(str(given.get("quant_algo")).upper(), PLAIN)
 
 
 def _form(given: Config, packing: str) -> Form:

@@ -24,6 +24,9 @@ TOKENIZER, SETTINGS, _, GENERATION, _ = NAMES
 FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 """Of an added token."""
 
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Of special tokens that have a name, in transformers' order."""
+
 MORE_TEMPLATES = "additional_chat_templates"
 """A folder of them, in which transformers keeps those that are not the default."""
 
@@ -32,28 +35,32 @@ Files = dict[str, Path | bytes]
 """Name in the artifact -> path here, or content."""
 
 
-def text_files(folder: Path) -> Files:
-    """Those of NAMES that are in `folder`, and templates.
+def text_files(folder: Path, vocab_size: int) -> Files:
+    """Those of NAMES that are in `folder`, and templates, for a model of so many tokens.
 
     ModelError for a damaged tokenizer: the artifact would only fail at its user's.
     """
     more = [f"{MORE_TEMPLATES}/{p.name}" for p in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
     found: Files = {n: folder / n for n in (*NAMES, *more) if (folder / n).is_file()}
     if TOKENIZER in found:
-        found[TOKENIZER] = whole_tokenizer(folder / TOKENIZER)
+        found[TOKENIZER] = whole_tokenizer(folder / TOKENIZER, vocab_size)
     return found
 
 
-def whole_tokenizer(path: Path) -> Path | bytes:
-    """The tokenizer at `path`, or content with the tokens that tokenizer_config.json beside it adds
-    (`added_tokens_decoder`, `additional_special_tokens`), as transformers adds them.
+def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
+    """The tokenizer at `path`, or content with the tokens that tokenizer_config.json beside it
+    adds, in the order in which transformers 5 does.
 
-    ModelError for one that is damaged.
+    One that the model's table has no row for is left out: its text stays text. ModelError for a
+    file that is damaged.
     """
     tokenizer = read_tokenizer(path, ModelError)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     count = len(known)
     for token in _added(path.with_name(SETTINGS)):
+        is_new = tokenizer.token_to_id(token.content) is None
+        if is_new and tokenizer.get_vocab_size() >= vocab_size:
+            continue
         if token.content not in known:
             (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
             known.add(token.content)
@@ -61,18 +68,22 @@ def whole_tokenizer(path: Path) -> Path | bytes:
 
 
 def _added(path: Path) -> list[AddedToken]:
-    """Those that a tokenizer_config.json names, in order of their ids."""
+    """Those that a tokenizer_config.json names: by their ids, then those with a role, then the
+    others."""
     from tokenizers import AddedToken
 
     if not path.is_file():
         return []
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
         decoder = config.get("added_tokens_decoder") or {}
         given = [each for _, each in sorted(decoder.items(), key=lambda pair: int(pair[0]))]
+        others = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+        named = [config.get(f"{role}_token") for role in ROLES]
         special = {"special": True, "normalized": False}
-        for each in config.get("additional_special_tokens") or ():
-            given.append(special | (each if isinstance(each, dict) else {"content": each}))
+        for each in [*named, *(others.values() if isinstance(others, dict) else others)]:
+            if each is not None:
+                given.append(special | (each if isinstance(each, dict) else {"content": each}))
         return [
             AddedToken(str(each["content"]), **{k: bool(each[k]) for k in FLAGS if k in each})
             for each in given

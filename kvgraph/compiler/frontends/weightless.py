@@ -75,6 +75,9 @@ def fake_parameters() -> Iterator[None]:
         hook.remove()
 
 
+NO_SAFETENSORS = "the checkpoint has no safetensors"
+
+
 def locate(
     model: PreTrainedModel,
     folder: Path,
@@ -109,8 +112,10 @@ def locate(
         if not any(name in values for names, _ in wanted for name in names):
             return Located(None, "the language part is not found by its names", form)
         is_apart = any(names == [HEAD] for names, _ in wanted)
-        if is_apart and TABLE in values and getattr(larger, "tie_word_embeddings", False):
-            values.setdefault(HEAD, values[TABLE])  # a language part alone may say otherwise
+        said = (larger, larger.get_text_config())  # one of them may say otherwise
+        is_tied = any(getattr(each, "tie_word_embeddings", False) for each in said)
+        if is_apart and TABLE in values and is_tied:
+            values.setdefault(HEAD, values[TABLE])
     for names, _ in wanted:
         present = [name for name in names if name in values]
         if any(not _are_equal(values[present[0]], values[name]) for name in present[1:]):
@@ -154,7 +159,7 @@ def _wanted(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
 def _why_loaded(model: PreTrainedModel, stored: Mapping[str, Stored], dtype: torch.dtype) -> str:
     """Why transformers has to load the weights itself; empty where it need not."""
     if not stored:
-        return "the checkpoint has no safetensors"
+        return NO_SAFETENSORS
     if _kept_in_float32(model, dtype):
         return "transformers keeps some of them in float32"
     return ""

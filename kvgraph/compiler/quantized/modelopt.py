@@ -21,12 +21,18 @@ from kvgraph.compiler.values import Values
 
 BLOCK = (128, 128)
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
-AWQ = ".pre_quant_scale"
+REFUSED = {
+    ".pre_quant_scale": "scales that activations are multiplied by",
+    ".svdquant_lora_a": "a part of low rank",
+    ".svdquant_lora_b": "a part of low rank",
+}
+"""Ends of names of what is more than weights and their scales: AWQ's and SVDQuant's."""
 
 
 def weights(parts: Parts, config: Config) -> dict[str, Values]:
-    for stem in parts.stems(AWQ):
-        raise parts.refuse(f"{stem}{AWQ}", "none", "scales that activations are divided by")
+    for end, what in REFUSED.items():
+        for stem in parts.stems(end):
+            raise parts.refuse(f"{stem}{end}", "none", what)
     parts.taken.update(name for name in parts.stored if name.endswith(LEFT))
     return {f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".weight_scale")}
 

@@ -152,11 +152,17 @@ def _host_buffer(symbol: TensorType, shape: tuple[int, ...], device: Device) -> 
     try:
         handle: Array = np.zeros(shape, dtype)
     except (MemoryError, ValueError) as error:  # more than there is, or than an address can say
-        raise CapacityError(
-            f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
-            "got a refusal by the system; take fewer or shorter rows, or fewer pages"
-        ) from error
+        raise too_little(symbol, shape) from error
     return Buffer(symbol.dtype, shape, symbol.device, handle)
+
+
+def too_little(symbol: TensorType, shape: tuple[int, ...]) -> CapacityError:
+    """What to raise where the system refuses host memory."""
+    nbytes = prod(shape) * DTYPES[symbol.dtype].numpy.itemsize
+    return CapacityError(
+        f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
+        "got a refusal by the system; take fewer or shorter rows, or fewer pages"
+    )
 
 
 def table_width(

@@ -149,6 +149,7 @@ class LeaderSession(Session):
 
     def close(self) -> None:
         """The other ranks end. Idempotent."""
+        self._lost = self._lost or "rank 0: expected an open session, got one that was closed"
         self._close()
 
 

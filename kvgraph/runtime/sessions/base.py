@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from math import prod
 from threading import get_ident
 from typing import Any
 
@@ -16,8 +15,8 @@ from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
-from kvgraph.contract.sizes import size_text
-from kvgraph.errors import BindingError, CapacityError
+from kvgraph.errors import BindingError
+from kvgraph.kv.pool.leaf import too_little
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.turns import Turns
 
@@ -68,12 +67,8 @@ class Session(ABC):
         shape = symbol.extents(sizes)
         try:
             return Buffer(symbol.dtype, shape, symbol.device, host_zeros(shape, symbol.dtype))
-        except MemoryError as error:
-            nbytes = prod(shape) * DTYPES[symbol.dtype].numpy.itemsize
-            raise CapacityError(
-                f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
-                "got a refusal by the system; take fewer pages"
-            ) from error
+        except (MemoryError, ValueError) as error:
+            raise too_little(symbol, shape) from error
 
     def check(self) -> None:  # noqa: B027  # most have nobody to ask
         """RankError where no step can run any more, since a rank has ended. Between two steps."""

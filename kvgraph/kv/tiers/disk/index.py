@@ -4,9 +4,9 @@
     claimed  owner                a live process writes to it, or died
     held     model, key           a page, if the bytes still have its checksum
 
-All changes are transactions: whatever kills the process, a slot is in one of these states. What
-the index says is never believed without the checksum of the bytes; so a stale or damaged one
-costs hits, and nothing else.
+All changes are transactions: whatever kills the process, a slot is in one of these states. On a
+disk without room alone a kill in a change may damage the index. What the index says is never
+believed without the checksum of the bytes; so a stale or damaged one costs hits, and nothing else.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Index:
         self._give_back = give_back
         self.taken = 0
         """Bytes of all slots that are not free, as last seen."""
+        self._has_no_room = False
+        self._gave_back = 0  # slots, in this transaction
         for suffix in ("", "-journal", "-wal", "-shm"):
             folder.require_file(INDEX + suffix)
         with told_damage():
@@ -221,6 +223,7 @@ class Index:
                 evicted.append(victim[1])
             for slot in warm:
                 self._give_back(slot)
+                self._gave_back += 1
             self._take(taken)
         return claimed, evicted
 
@@ -327,6 +330,7 @@ class Index:
             warm.append(at)
         else:
             self._give_back(at)
+            self._gave_back += 1
         self._db.execute(
             "UPDATE slots SET model = NULL, key = NULL WHERE stride = ? AND slot = ?", at
         )
@@ -338,6 +342,7 @@ class Index:
             slots = [slot_at(*row) for row in rows.fetchall()]
             for slot in slots:
                 self._give_back(slot)
+                self._gave_back += 1
             self._db.execute(
                 f"UPDATE slots SET model = NULL, key = NULL, owner = NULL WHERE {where}", values
             )
@@ -348,14 +353,19 @@ class Index:
     def _transaction(self) -> Iterator[None]:
         with told_damage():
             self._db.execute("BEGIN IMMEDIATE")
+            self._gave_back = 0
             try:
                 yield
                 self._db.execute("COMMIT")
+                if self._has_no_room and self._gave_back:
+                    self._db.execute("PRAGMA journal_mode=TRUNCATE")
+                    self._has_no_room = False
             except BaseException as error:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 if is_full(error):
-                    # What gives room back must not need room: the next changes have their journal
-                    # in memory. A kill in one of them damages the index, which is abandoned then.
+                    # What gives room back must not need room: until something does, changes have
+                    # their journal in memory. A kill in one damages the index, which is abandoned.
                     self._db.execute("PRAGMA journal_mode=MEMORY")
+                    self._has_no_room = True
                 raise
