@@ -74,34 +74,32 @@ class _Protocol(HttpToolsProtocol):
     """Answers in HTTP/1.1 whatever else a client offers, as RFC 9110, 7.8 allows.
 
     Java's client offers `Upgrade: h2c` with every request; httptools then takes the body for
-    HTTP/2, so that it is lost. The header's name is changed before httptools reads it, which is
-    given the head of a request as a whole. A body in JSON has no such line: behind a raw line break
-    comes no bare word.
+    HTTP/2, so that it is lost. The header's name is changed before httptools reads it, wherever the
+    network cuts it. A body in JSON has no such line: behind a raw line break comes no bare word.
     """
 
-    _head: bytes | None = b""
-    """What has come of a head that is not whole; None: a body comes."""
+    _is_body = False
+    _held = b""
+    """Of a head, what may be the beginning of that header."""
 
     def data_received(self, data: bytes) -> None:
-        if self._head is not None:
-            data = self._head + data
-            self._head = data
-            if b"\r\n\r\n" not in data and len(data) < MOST_HEAD_BYTES:
-                return
-        super().data_received(_UPGRADE.sub(rb"\r\nx-offer", data))
+        data, self._held = self._held + data, b""
+        if not self._is_body and b"\r\n\r\n" not in data and (begun := _BEGUN.search(data)):
+            data, self._held = data[: begun.start()], data[begun.start() :]
+        if data:
+            super().data_received(_UPGRADE.sub(rb"\r\nx-offer", data))
 
     def on_headers_complete(self) -> None:
-        self._head = None
+        self._is_body = True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._head = b""
+        self._is_body = False
         super().on_message_complete()
 
 
-MOST_HEAD_BYTES = 1 << 16
-
 _UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
+_BEGUN = re.compile(rb"\r[\r\n]*(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)
 
 
 class _Server(uvicorn.Server):

@@ -54,7 +54,7 @@ OFFERS = {
 
 @pytest.mark.parametrize("framing", ["Content-Length: {}\r\n\r\n{}", "chunked"])
 def test_a_client_that_offers_http_2_is_answered_in_http_1(server: Server, framing: str) -> None:
-    body = json.dumps({"prompt": TEXT})
+    body = json.dumps({"prompt": TEXT}) + "\r\n"
     if framing == "chunked":
         rest = f"Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n"
     else:
@@ -64,10 +64,12 @@ def test_a_client_that_offers_http_2_is_answered_in_http_1(server: Server, frami
     url = server.client.base_url
     with socket.create_connection((url.host, url.port)) as to:
         to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for cut in (0, len(head) - 60, len(head) - 3):  # the connection stays open
-            to.sendall(head[:cut].encode())
+        begins = head.index("upgrade:")
+        for cut in (0, begins - 2, begins - 1, begins, begins + 3, len(head) + rest.index("\n\r")):
+            whole = head + rest  # the connection stays open
+            to.sendall(whole[:cut].encode())
             time.sleep(0.02 if cut else 0)  # so that it comes in two pieces
-            to.sendall((head[cut:] + rest).encode())
+            to.sendall(whole[cut:].encode())
             with HTTPResponse(to) as answer:
                 answer.begin()
                 assert json.load(answer) == answered(server.post("/tokenize", {"prompt": TEXT}))
