@@ -36,9 +36,9 @@ def command_of(folder: Path) -> tuple[object, ...]:
     return ("generate", folder, "The import", *options)
 
 
-def latest_moment(folder: Path, hosts: bool, seconds: float) -> float:
-    """From the start of the processes to some seconds of their steps, at most half of what these
-    take, on this machine as it is now."""
+def moments_of(folder: Path, hosts: bool, seconds: float) -> tuple[float, float]:
+    """From the start of the processes to their first step, and to some seconds of their steps, at
+    most half of what these take, on this machine as it is now."""
     start = time.monotonic()
     with started(*command_of(folder), hosts=hosts) as (leader, _):
         assert leader.stdout is not None
@@ -46,7 +46,7 @@ def latest_moment(folder: Path, hosts: bool, seconds: float) -> float:
         first = time.monotonic()
         leader.stdout.read()
         last = time.monotonic()
-    return first - start + min(seconds, (last - first) / 2)
+    return first - start, first - start + min(seconds, (last - first) / 2)
 
 
 @pytest.mark.slow
@@ -56,10 +56,11 @@ def test_kills_at_random_moments(
 ) -> None:
     folder, moments = compiled("tiny-llama", tp=2), random.Random(7)
     before = shared_files()
-    latest = latest_moment(folder, hosts, seconds)
+    first, latest = moments_of(folder, hosts, seconds)
     in_steps = 0
     for kill in range(kills):
-        victim, after = kill % 2, moments.uniform(0, latest)
+        earliest = first if kill % 4 > 1 else 0  # half of them while steps run
+        victim, after = kill % 2, moments.uniform(earliest, latest)
         with started(*command_of(folder), hosts=hosts) as ranks:
             assert ranks[0].stdout is not None
             fcntl.fcntl(ranks[0].stdout, fcntl.F_SETPIPE_SZ, PIPE)
