@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ def make(
     *,
     factors: np.ndarray | None = None,
     extra: str = "",
+    text: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
 
-    `factors`: of rotary frequencies. `extra`: a tensor more.
+    `factors`: of rotary frequencies. `extra`: a tensor more. `text`: what the file says of its
+    tokenizer, instead of what `folder` does.
     """
     import gguf
 
@@ -46,7 +49,10 @@ def make(
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     for key, value in fields.items():
         writer.add_key_value(key.replace("__", "."), value, _type(value))
-    if (folder / "tokenizer.json").is_file():
+    for key, value in (text or {}).items():
+        add = writer.add_array if isinstance(value, list) else writer.add_key_value
+        add(f"tokenizer.ggml.{key}", value, *([] if isinstance(value, list) else [_type(value)]))
+    if text is None and (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     for tensor, (data, blocks) in tensors(folder, config, name, kind).items():
         writer.add_tensor(tensor, data, raw_dtype=blocks)
@@ -145,8 +151,35 @@ def _add_tokenizer(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
+def byte_level(
+    pre: str | None, added: Mapping[str, int], words: Sequence[str] = (), **more: Any
+) -> dict[str, Any]:
+    """A tokenizer of bytes and of two spaces. `added`: tokens and their types, the last ones.
+
+    `words`: tokens that no merges make.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    plain = [*sorted(ByteLevel.alphabet()), "ĠĠ", *words]
+    said = {"model": "gpt2", "tokens": [*plain, *added], "merges": ["Ġ Ġ"]}
+    said["token_type"] = [1] * len(plain) + [*added.values()]
+    return said | ({} if pre is None else {"pre": pre}) | more
+
+
+def sentencepiece(**more: Any) -> dict[str, Any]:
+    """A tokenizer of bytes, "hi" and a space with it."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [2, 3, 3, *[6] * 256]
+    words = ["▁hi", "hi", "▁", "h", "i"]
+    said = {"model": "llama", "pre": "default", "tokens": [*tokens, *words]}
+    said["scores"] = [0.0] * len(tokens) + [-float(n) for n in range(len(words))]
+    said["token_type"] = types + [1] * len(words)
+    said |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return said | more
+
+
 def _type(value: Any) -> Any:
     import gguf
 
-    kinds = {str: "STRING", int: "UINT32", float: "FLOAT32"}
+    kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
     return gguf.GGUFValueType[kinds[type(value)]]
