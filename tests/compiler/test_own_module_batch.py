@@ -1,0 +1,79 @@
+"""A module of a user's own in a larger batch: its rows must not depend on the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvgraph
+from kvgraph import ops
+from tests.compiler.test_own_module import VOCAB, Decoder, compile_module
+
+
+class OfSizes(Decoder):
+    """Its logits depend on numbers of the batch."""
+
+    def __init__(self, number: str) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        tokens, offsets, _, _, lengths, _, most = inputs
+        found = {
+            "rows": torch.full((), lengths.shape[0]) > 6,
+            "tokens": torch.full((), tokens.shape[0]) > 100,
+            "offsets": offsets[-1] > 100,
+            "lengths": lengths[0] > 100,
+            "longest": most[0, 1] > 100,
+        }[self.number]
+        logits = super().forward(*inputs)
+        return logits * torch.where(found, torch.linspace(-1, 1, VOCAB), torch.ones(VOCAB))
+
+
+NUMBERS = ["rows", "tokens", "offsets", "lengths", "longest"]
+
+
+@pytest.mark.parametrize(
+    ("number", "backend"), [*((number, "onnx") for number in NUMBERS), ("rows", "torch")]
+)
+def test_what_depends_on_the_batch_is_refused(number: str, backend: str, tmp_path: Path) -> None:
+    with pytest.raises(kvgraph.CheckError, match="logits in a batch of 9 that they have in one of"):
+        compile_module(OfSizes(number), tmp_path / "out", backend=backend, max_seq_len=512)
+    assert not (tmp_path / "out").exists()
+
+
+def test_pages_that_are_larger_than_a_pool_of_an_engine(tmp_path: Path) -> None:
+    """The check's rows need ten; an engine of its own accord has 1 GiB."""
+    params = kvgraph.KVCacheParams("float32", 32, 128, num_layers=32)
+    assert 10 * params.bytes_per_page > 1 << 30
+    assert compile_module(Wide(), tmp_path / "out", params=params, max_seq_len=512)
+
+
+class Wide(Decoder):
+    """Layer 0 of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(32, 3 * 4096)
+
+    def forward(self, tokens: Any, offsets: Any, rows: Any, pool: Any, *index: Any) -> torch.Tensor:
+        lengths, table, most = index
+        x = self.embed(tokens)
+        q, k, v = self.wide(x).view(x.shape[0], -1, 128).split((32, 32, 32), dim=1)
+        for layer in range(32):
+            ops.store_kv(pool, k, v, offsets, lengths, table, layer=layer)
+            out = ops.paged_attention(
+                q, pool, offsets, lengths, table, most, layer=layer, scale=0.1
+            )
+        x = x + out.reshape(x.shape[0], 128, 32).mean(1)
+        return x[rows.long()] @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("longest", [1, 2, 30])
+def test_short_contexts_are_checked_too(longest: int, tmp_path: Path) -> None:
+    manifest = compile_module(Decoder(), tmp_path / "out", max_seq_len=longest)
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
