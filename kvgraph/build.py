@@ -85,10 +85,8 @@ def compile(
     KVGraphErrors).
     """
     out = Path(out)
-    page_size, tp = (
-        whole("page_size", page_size, UnsupportedError),
-        whole("tp", tp, UnsupportedError),
-    )
+    page_size = whole("page_size", page_size, UnsupportedError)
+    tp = whole("tp", tp, UnsupportedError)
     vocab_size = _optional_whole("vocab_size", vocab_size)
     max_seq_len = _optional_whole("max_seq_len", max_seq_len)
     max_batch = _optional_whole("max_batch", max_batch)

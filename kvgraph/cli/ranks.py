@@ -10,9 +10,7 @@ from kvgraph.errors import RankError
 
 if TYPE_CHECKING:
     from kvgraph.runtime.artifact import Artifact
-    from kvgraph.runtime.folder import ArtifactFolder
     from kvgraph.runtime.ranks.launched import Launched
-    from kvgraph.runtime.sessions.base import Session
 
 
 def follows(
@@ -32,28 +30,18 @@ def follows(
         )
     if own is None or own.rank == 0:
         return False
-    _follow(artifact, session, threads, timeout)
-    return True
-
-
-def _follow(
-    artifact: Artifact, session: str | None, threads: int | None, timeout: float | None
-) -> None:
-    """As `artifact.follow`; a signal ends it, except where rank 0 gets it too."""
-    from kvgraph.runtime import sessions
-    from kvgraph.runtime.machine import require_threads
-    from kvgraph.runtime.ranks.open import follow
-
-    def make(part: ArtifactFolder, num_threads: int | None) -> Session:
-        return sessions.create(part, session, num_threads)
-
-    require_threads(threads)
     before = signal.getsignal(signal.SIGINT)
     with terminable():
         try:
-            follow(artifact, make, threads, timeout, _leave_signals_to_rank_0)
+            artifact.follow(
+                session,
+                num_threads=threads,
+                collective_timeout=timeout,
+                joined=_leave_signals_to_rank_0,
+            )
         finally:
             signal.signal(signal.SIGINT, before)
+    return True
 
 
 def _leave_signals_to_rank_0(own: Launched) -> None:

@@ -30,9 +30,6 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
 from kvgraph.progress import task
 
-WRITES = auto_functionalized_v2
-"""What a call that writes in place becomes without writes."""
-
 NAMES = {"wrap_with_autocast": "torch.autocast", "cond": "torch.cond"}
 """Of what torch's own names say less."""
 
@@ -186,7 +183,8 @@ def _require_operators(model: Model, program: ExportedProgram) -> None:
     """UnsupportedError for a part of a program that is run under conditions: passes and backends
     follow operators, one after the other."""
     for node in program.graph.nodes:
-        if isinstance(node.target, HigherOrderOperator) and node.target is not WRITES:
+        is_part = isinstance(node.target, HigherOrderOperator)
+        if is_part and node.target is not auto_functionalized_v2:  # a write, without one in place
             name = str(node.target)
             said = NAMES.get(name, name)
             raise UnsupportedError(

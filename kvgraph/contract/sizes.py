@@ -7,7 +7,11 @@ import re
 from contextlib import suppress
 from typing import SupportsIndex
 
+import numpy as np
+
 from kvgraph.errors import KVGraphError, RequestError
+
+BOOLEANS = (bool, np.bool_)
 
 UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -26,25 +30,36 @@ def parse_bytes(name: str, size: int | str) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?i?B?)", size.strip())
         if match is not None and match[2] in UNITS and len(match[1]) < MOST_DIGITS:
             return int(float(match[1]) * UNITS[match[2]])
-    elif hasattr(size, "__index__") and not isinstance(size, bool) and operator.index(size) >= 0:
-        return operator.index(size)
+    elif (count := as_integer(size)) is not None and count >= 0:
+        return count
     raise RequestError(f"{name}: expected a size such as 80GiB or 512MB, got {size!r}")
 
 
-def whole(
-    name: str, value: object, refusal: type[KVGraphError], *, least: int | None = None
-) -> int:
-    """`value` as an int, one of NumPy too; `refusal` names `name` for what is none, or less than
-    `least`."""
-    found = None
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+def as_integer(value: object) -> int | None:
+    """`value` as an int, one of NumPy too; None: it is none, as a boolean is none."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, BOOLEANS):
         with suppress(TypeError):  # an array of several, say
-            found = operator.index(value)
+            return operator.index(value)
+    return None
+
+
+def whole(
+    name: str,
+    value: object,
+    refusal: type[KVGraphError],
+    *,
+    least: int | None = None,
+    most: int | None = None,
+) -> int:
+    """`value` as an int of `least` to `most`; `refusal` names `name` for another value."""
+    found = as_integer(value)
     if found is None:
         said = f"{type(value).__name__} {value!r:.100}"
         raise refusal(f"{name}: expected an integer, got {said}")
     if least is not None and found < least:
         raise refusal(f"{name}: expected >= {least}, got {found}")
+    if most is not None and found > most:
+        raise refusal(f"{name}: expected at most {most}, got {found}")
     return found
 
 

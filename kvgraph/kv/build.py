@@ -51,21 +51,11 @@ def require_sizes(
     max_seq_len: int | None,
 ) -> Sizes:
     """ParamsError where a number is none, or is out of range, or a leaf has none."""
-    pages = _by_leaf("total_num_pages", params, total_num_pages)
-    host_pages = _by_leaf("total_num_host_pages", params, total_num_host_pages)
-    max_batch_size = whole("max_batch_size", max_batch_size, ParamsError)
+    pages = _by_leaf("total_num_pages", params, total_num_pages, 1)
+    max_batch_size = whole("max_batch_size", max_batch_size, ParamsError, least=1, most=MOST)
     if max_seq_len is not None:
-        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError)
-    for name, value, least in (
-        *((_at_leaf("total_num_pages", path), n, 1) for path, n in pages.items()),
-        ("max_batch_size", max_batch_size, 1),
-        ("max_seq_len", 1 if max_seq_len is None else max_seq_len, 1),
-        *((_at_leaf("total_num_host_pages", path), n, 0) for path, n in host_pages.items()),
-    ):
-        if value < least:
-            raise ParamsError(f"{name}: expected >= {least}, got {value}")
-        if value > MOST:
-            raise ParamsError(f"{name}: expected at most {MOST}, got {value}")
+        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1, most=MOST)
+    host_pages = _by_leaf("total_num_host_pages", params, total_num_host_pages, 0)
     widths = _widths(params, pages, max_seq_len)
     longest = _windowed_tokens(params, widths) if max_seq_len is None else max_seq_len
     return Sizes(pages, host_pages, widths, max_batch_size, longest)
@@ -131,17 +121,16 @@ def open_bridge(
 
 
 def _by_leaf(
-    name: str, params: KVCacheParamInterface, pages: int | Mapping[str, int]
+    name: str, params: KVCacheParamInterface, pages: int | Mapping[str, int], least: int
 ) -> dict[str, int]:
-    if not isinstance(pages, Mapping):
-        return dict.fromkeys(params.leaves, whole(name, pages, ParamsError))
-    if set(pages) != set(params.leaves):
-        raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(pages)}")
-    return {path: whole(_at_leaf(name, path), pages[path], ParamsError) for path in params.leaves}
-
-
-def _at_leaf(name: str, path: str) -> str:
-    return f"{name}[{path!r}]" if path else name
+    given = pages if isinstance(pages, Mapping) else dict.fromkeys(params.leaves, pages)
+    if set(given) != set(params.leaves):
+        raise ParamsError(f"{name}: expected the leaves {list(params.leaves)}, got {list(given)}")
+    names = {path: f"{name}[{path!r}]" if path else name for path in params.leaves}
+    return {
+        path: whole(where, given[path], ParamsError, least=least, most=MOST)
+        for path, where in names.items()
+    }
 
 
 def _widths(

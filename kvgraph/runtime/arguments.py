@@ -13,11 +13,10 @@ from typing import SupportsIndex, TypeVar, cast
 
 import numpy as np
 
+from kvgraph.contract.sizes import BOOLEANS, as_integer
 from kvgraph.errors import RequestError
 
 T = TypeVar("T")
-
-BOOLEANS = (bool, np.bool_)
 
 MOST_BIASES = 1024
 LARGEST_BIAS = 100.0
@@ -28,7 +27,7 @@ def integer(
     name: str, value: object, least: int, most: int | None = None, *, or_else: str = ""
 ) -> int:
     """`value` as an int of `least` to `most`; `or_else` is what else is allowed."""
-    number = _index(value)
+    number = as_integer(value)
     if number is None:
         raise RequestError(f"{name}: expected an integer >= {least}{or_else}, got {said(value)}")
     if number < least:
@@ -130,7 +129,7 @@ def token_ids(prompt: Iterable[object]) -> list[int]:
             return list(map(operator.index, cast(list[SupportsIndex], tokens)))
     except TypeError:
         pass  # the sentence below names the token
-    at, token = next((i, token) for i, token in enumerate(tokens) if _index(token) is None)
+    at, token = next((i, token) for i, token in enumerate(tokens) if as_integer(token) is None)
     raise RequestError(f"prompt: expected text or token ids, got {said(token)} at position {at}")
 
 
@@ -164,12 +163,3 @@ def _listed(values: Iterable[T], expected: str) -> list[T]:
         except TypeError:
             pass  # nothing to iterate over
     raise RequestError(f"{expected}, got {said(values)}")
-
-
-def _index(value: object) -> int | None:
-    if isinstance(value, BOOLEANS):
-        return None
-    try:
-        return operator.index(cast(SupportsIndex, value))
-    except TypeError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -20,6 +21,7 @@ from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
 
 if TYPE_CHECKING:
+    from kvgraph.runtime.ranks.launched import Launched
     from kvgraph.runtime.sessions.base import Session
 
 
@@ -58,15 +60,17 @@ class Artifact(ArtifactFolder):
         *,
         num_threads: int | None = None,
         collective_timeout: float | None = None,
+        joined: Callable[[Launched], None] = lambda own: None,
     ) -> None:
         """Run the part of this process's rank, one above 0 of torchrun, until rank 0 is done.
 
-        Arguments as those of `session`. RankError where rank 0 is gone or differs.
+        Arguments as those of `session`; `joined` is called once all ranks have met. RankError where
+        rank 0 is gone or differs.
         """
         from kvgraph.runtime.ranks import open as ranks
 
         require_threads(num_threads)
-        ranks.follow(self, partial(_make, kind), num_threads, collective_timeout)
+        ranks.follow(self, partial(_make, kind), num_threads, collective_timeout, joined)
 
     def require_consistent(self) -> None:
         """ArtifactError unless ops, bindings, layout and files are as this kvgraph writes them."""

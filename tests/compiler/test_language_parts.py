@@ -58,13 +58,19 @@ def make(name: str, folder: Path, *, tied: bool = False) -> Any:
     return model
 
 
+def filled(folder: Path) -> Any:
+    """The language part, with its values in memory."""
+    loaded = huggingface.load(folder, "float32", weightless=True)
+    assert loaded.checkpoint is not None, loaded.loaded
+    loaded.checkpoint.fill(loaded.module)
+    return loaded
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_whole_model(name: str, tied: bool, tmp_path: Path) -> None:
     whole = make(name, tmp_path / "model", tied=tied)
-    loaded = huggingface.load(tmp_path / "model", "float32", weightless=True)
-    assert loaded.checkpoint is not None, loaded.loaded
-    loaded.checkpoint.fill(loaded.module)
+    loaded = filled(tmp_path / "model")
     ids = torch.arange(3, 33)
     with torch.no_grad(), eager(loaded.module.model):
         found = torch.from_numpy(transformers_logits(loaded.module.model, ids.numpy()))
@@ -87,15 +93,19 @@ def test_end_and_begin_tokens_are_those_of_the_whole_model(name: str, tmp_path: 
     assert (loaded.eos_token_ids, loaded.bos_token_id) == ((1, 9), 7)
 
 
+def tied_in_its_text_part(name: str, folder: Path) -> Any:
+    """Save a random model that says of itself that it is not tied, and return it."""
+    whole = make(name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"] | {"tie_word_embeddings": True}
+    changed(folder, tie_word_embeddings=False, text_config=text)
+    return whole
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_whole_model_says_whether_embeddings_are_tied(name: str, tmp_path: Path) -> None:
-    whole = make(name, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    text = config["text_config"] | {"tie_word_embeddings": True}
-    changed(tmp_path, tie_word_embeddings=False, text_config=text)
-    loaded = huggingface.load(tmp_path, "float32", weightless=True)
-    assert loaded.checkpoint is not None, loaded.loaded
-    loaded.checkpoint.fill(loaded.module)
+    whole = tied_in_its_text_part(name, tmp_path)
+    loaded = filled(tmp_path)
     head = loaded.module.model.lm_head.weight
     assert torch.equal(head, whole.lm_head.weight)
 
@@ -103,16 +113,11 @@ def test_the_whole_model_says_whether_embeddings_are_tied(name: str, tmp_path: P
 @pytest.mark.parametrize("name", MODELS)
 def test_a_text_part_that_is_tied_lacks_a_projection(name: str, tmp_path: Path) -> None:
     """Whatever the whole says: the table is all there is."""
-    whole = make(name, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    text = config["text_config"] | {"tie_word_embeddings": True}
-    changed(tmp_path, tie_word_embeddings=False, text_config=text)
+    whole = tied_in_its_text_part(name, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {key: value for key, value in tensors.items() if "lm_head" not in key}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    loaded = huggingface.load(tmp_path, "float32", weightless=True)
-    assert loaded.checkpoint is not None, loaded.loaded
-    loaded.checkpoint.fill(loaded.module)
+    loaded = filled(tmp_path)
     table = whole.get_input_embeddings().weight
     assert torch.equal(loaded.module.model.lm_head.weight, table)
 

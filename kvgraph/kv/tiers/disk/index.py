@@ -83,7 +83,7 @@ class Index:
         self.taken = 0
         """Bytes of all slots that are not free, as last seen."""
         self._has_no_room = False
-        self._gave_back = 0  # slots, in this transaction
+        self._gave_back = False  # room, in this transaction
         for suffix in ("", "-journal", "-wal", "-shm"):
             folder.require_file(INDEX + suffix)
         with told_damage():
@@ -222,8 +222,7 @@ class Index:
                 taken -= victim[0].stride
                 evicted.append(victim[1])
             for slot in warm:
-                self._give_back(slot)
-                self._gave_back += 1
+                self._hand_back(slot)
             self._take(taken)
         return claimed, evicted
 
@@ -329,8 +328,7 @@ class Index:
         if at.stride == stride:
             warm.append(at)
         else:
-            self._give_back(at)
-            self._gave_back += 1
+            self._hand_back(at)
         self._db.execute(
             "UPDATE slots SET model = NULL, key = NULL WHERE stride = ? AND slot = ?", at
         )
@@ -341,19 +339,22 @@ class Index:
             rows = self._db.execute(f"SELECT stride, slot FROM slots WHERE {where}", values)
             slots = [slot_at(*row) for row in rows.fetchall()]
             for slot in slots:
-                self._give_back(slot)
-                self._gave_back += 1
+                self._hand_back(slot)
             self._db.execute(
                 f"UPDATE slots SET model = NULL, key = NULL, owner = NULL WHERE {where}", values
             )
             self._take(self._taken() - sum(slot.stride for slot in slots))
         return len(slots)
 
+    def _hand_back(self, at: Slot) -> None:
+        self._gave_back = True
+        self._give_back(at)
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with told_damage():
             self._db.execute("BEGIN IMMEDIATE")
-            self._gave_back = 0
+            self._gave_back = False
             try:
                 yield
                 self._db.execute("COMMIT")
