@@ -59,7 +59,7 @@ class MultiKVCacheParams:
         for path, dim in zip(self.leaves, dims, strict=True):
             if dims.count(dim) > 1:
                 raise ParamsError(
-                    f"cache name: expected names whose dims differ, got {path!r} beside another "
+                    f"cache name: expected names whose dims differ, got {path!r} and another "
                     f"leaf whose dims begin with {dim}_"
                 )
         (first, reference), *others = self.leaves.items()

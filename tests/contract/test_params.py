@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvgraph import Device, KVCacheParams, KVCacheQuantization, virtual_devices
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import ParamsError
 
 LLAMA_8B: dict[str, Any] = {"dtype": "bfloat16", "n_kv_heads": 8, "head_dim": 128, "num_layers": 32}
@@ -118,3 +119,12 @@ def test_deployment_fields_never_differ() -> None:
     KVCacheParams(
         **LLAMA_8B, devices=two, data_parallel_degree=2, enable_prefix_caching=True
     ).require_layout(layout, source="the artifact")
+
+
+def test_leaves_of_a_tree_have_names_and_dims_of_their_own() -> None:
+    leaf = KVCacheParams(**LLAMA_8B)
+    nested = MultiKVCacheParams.from_params({"b": leaf})
+    with pytest.raises(ParamsError, match="names whose dims differ, got 'a_b' and another leaf"):
+        MultiKVCacheParams.from_params({"a_b": leaf, "a": nested})
+    with pytest.raises(ParamsError, match="cache name: expected each once, got 'a' twice"):
+        MultiKVCacheParams((("a", leaf), ("a", leaf)))
