@@ -111,7 +111,7 @@ FLAGS = {
     "serve": "--api-key-file --cache-memory --collective-timeout --disk --disk-bytes "
     "--drain-seconds --host --host-memory --kv-events --kv-events-replay --kv-events-topic "
     "--log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens --max-queued-requests "
-    "--max-queued-tokens --max-replicas --metrics-prefix --num-pages --port "
+    "--max-queued-tokens --max-replicas --metrics-prefix --nice --num-pages --port "
     "--prefill-replicas --remote --replicas --threads --verify",
     "verify": "--execute --json --record",
     "worker": "--collective-timeout --session --threads --verify",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from kvgraph.runtime.engine import Engine
 
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
+COMPUTE_NICE = 10
+"""Python answers within 5 ms while all processors compute; other ranks would wait for these."""
+
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 
 
@@ -80,6 +84,14 @@ def serve(
     max_prefill_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of prompts in a step in which others decode.")
     ] = 48,
+    nice: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=19,
+            help="How far computing stands behind answering [default: 10; of a GPU or ranks, 0].",
+        ),
+    ] = None,
     num_pages: NumPages = None,
     cache_memory: Annotated[
         str | None,
@@ -122,7 +134,7 @@ def serve(
     if replicas is None:
         _require_one(max_replicas, prefill_replicas)
     else:
-        _require_replicas(replicas, max_replicas, kv_events)
+        _require_replicas(replicas, max_replicas, kv_events, nice)
         if prefill_replicas and disk is None and remote is None:
             raise RequestError(
                 "--prefill-replicas: expected --disk or --remote, through which pages go, got none"
@@ -140,6 +152,7 @@ def serve(
     )
     with Bars(stderr):
         loaded = load(artifact, verify=verify or None)
+    is_cuda = Target.parse(loaded.manifest.target).kind == "cuda"
     if replicas is None and follows(loaded, None, threads, collective_timeout):
         return
     name = artifact.name.removesuffix(".kvg")
@@ -156,9 +169,10 @@ def serve(
     }
     if replicas is None:
         make = partial(_engine, loaded, collective_timeout, settings, threads)
-        listen(name, make, options, host=host, port=port)
+        if nice is None:
+            nice = 0 if is_cuda or loaded.ranks > 1 else COMPUTE_NICE
+        listen(name, make, replace(options, nice=nice), host=host, port=port)
         return
-    is_cuda = Target.parse(loaded.manifest.target).kind == "cuda"
     if is_cuda and loaded.ranks > 1:
         raise UnsupportedError(
             f"--replicas: expected a CUDA artifact of one rank, got {loaded.ranks}; start one "
@@ -225,12 +239,16 @@ def _require_one(max_replicas: int | None, prefill_replicas: int) -> None:
             raise RequestError(f"{name}: expected --replicas beside it, got none")
 
 
-def _require_replicas(least: int, most: int | None, kv_events: str | None) -> None:
+def _require_replicas(
+    least: int, most: int | None, kv_events: str | None, nice: int | None
+) -> None:
     """What several engines on Ray need, and cannot have."""
     if most is not None and most < least:
         raise RequestError(f"--max-replicas: expected at least --replicas={least}, got {most}")
     if kv_events is not None:
         raise RequestError("--kv-events: expected one engine, got --replicas")
+    if nice is not None:
+        raise RequestError("--nice: expected one engine, got --replicas")
     if find_spec("ray") is None:
         raise MissingDependencyError(
             "ray: needed for --replicas, not installed; pip install 'kvgraph[ray]'"

@@ -30,6 +30,8 @@ class ServeOptions:
     """A connection that takes nothing for so long is closed."""
     receive_seconds: float = 60.0
     """A request is refused of whose body nothing comes for so long."""
+    nice: int = 0
+    """How far the threads that compute stand behind the event loop's, in Linux's niceness."""
     kv_events: str | None = None
     """ZeroMQ endpoint on which the pool's pages are told to routers."""
     kv_events_replay: str | None = None

@@ -6,7 +6,6 @@ import asyncio
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -16,13 +15,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
+from kvgraph.serve.latency import share_python
 from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
-
-SWITCH_SECONDS = 0.0005
-"""How long one thread may keep Python from the other. The engine's needs it between two steps; at
-Python's own 5 ms a busy event loop would add a tenth to a step of 50 ms."""
 
 CLOSING_SECONDS = 5
 """For connections that are open when the last request has ended."""
@@ -42,7 +38,7 @@ def serve(
     here.
     """
     listening = listen(host, port)
-    sys.setswitchinterval(SWITCH_SECONDS)
+    share_python()
     service = EngineService(name, make, options)
     config = uvicorn.Config(
         make_app(service),

@@ -18,6 +18,7 @@ from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.facts import EngineFacts, facts_of
 from kvgraph.serve.generation import Runner
+from kvgraph.serve.latency import keep_heap, make_behind, step_behind
 from kvgraph.serve.load import Admission, Load, LoadMeter
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.options import ServeOptions
@@ -146,7 +147,7 @@ class EngineService(Service):
         self._events: KVEventPublisher | None = None
 
     async def load(self) -> None:
-        engine = await asyncio.to_thread(self._make)
+        engine = await make_behind(self._make, self.options.nice)
         shared = AsyncEngine(engine)
         shared.after_failure = lambda error: self.after_failure(error)
         meter = LoadMeter(engine)
@@ -157,11 +158,13 @@ class EngineService(Service):
         facts = facts_of(engine)
         await shared.start()
         self.engine = shared
+        await step_behind(shared, self.options.nice)
 
         def load() -> Load:
             return meter.load
 
         self.serve(engine, shared, facts, load, lambda: state_of(shared, load()))
+        keep_heap()
 
     async def close(self) -> None:
         if self.engine is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from starlette.applications import Starlette
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
+from kvgraph.serve.latency import keep_heap, share_python
 from kvgraph.serve.load import Load
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.fleet import Fleet
@@ -26,7 +26,6 @@ from kvgraph.serve.replicas.host import EngineHost, ReplicaClosedError
 from kvgraph.serve.replicas.index import RoutingIndex
 from kvgraph.serve.replicas.messages import Message, Order
 from kvgraph.serve.replicas.report import DECODE, PREFILL, Report
-from kvgraph.serve.server import SWITCH_SECONDS
 from kvgraph.serve.service import Service
 from kvgraph.serve.state import counts_of
 
@@ -43,7 +42,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]
         self, index: ActorHandle, make: Callable[[], Engine], role: str
     ) -> None:
-        sys.setswitchinterval(SWITCH_SECONDS)
+        share_python()
 
         async def send(report: Report) -> float | None:
             pause: float | None = await index.report.remote(report)
@@ -52,6 +51,7 @@ class EngineReplica:
         name = str(serve.get_replica_context().replica_id.unique_id)
         self._host = EngineHost(name, send, role)
         await self._host.start(make)
+        keep_heap()
 
     async def generate(self, order: Order) -> AsyncIterator[Message]:
         async for message in self._host.generate(order):

@@ -1,0 +1,54 @@
+"""A process that serves answers while its engine computes: what that asks of Python and Linux."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvgraph.runtime.async_engine import AsyncEngine
+
+T = TypeVar("T")
+
+SWITCH_SECONDS = 0.0005
+"""How long a thread keeps Python's lock while another waits for it. At Python's own 5 ms a busy
+event loop would add a tenth to a step of 50 ms, as the engine's thread needs it between steps."""
+
+
+def share_python() -> None:
+    """The event loop and the engine's thread take short turns at Python's lock."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
+def keep_heap() -> None:
+    """What lives until the process ends is not searched for garbage again: each search of all of
+    it stops the event loop and the engine for 45 ms."""
+    gc.collect()
+    gc.freeze()
+
+
+async def make_behind(make: Callable[[], T], nice: int) -> T:
+    """What `make` gives, in a thread that ends with it: the threads that it starts, which compute,
+    have its niceness."""
+    executor = ThreadPoolExecutor(1, "kvgraph-make", _add_niceness, (nice,))
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, make)
+    finally:
+        executor.shutdown(wait=False)
+
+
+async def step_behind(engine: AsyncEngine, nice: int) -> None:
+    """The engine's thread goes behind the event loop's, but before those that only compute: it
+    holds Python's lock between two steps, and none of them may keep the processor from it then."""
+    await engine.call(lambda _: _add_niceness(nice // 2))
+
+
+def _add_niceness(nice: int) -> None:
+    """To the calling thread, and to those that it starts from now on. See sched(7): niceness is a
+    thread's on Linux alone, elsewhere the whole process's."""
+    if nice and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))
