@@ -3,7 +3,7 @@
     python -m benchmarks.linear [THREADS]
 
 Ours and ONNX Runtime's are nodes of one graph, as those of an artifact are. As checkpoints store
-them: awq, 4 bits in groups of 128 with offsets; mxfp4, FP4 in groups of 32;
+them: awq, 4 bits in groups of 128 with offsets; mxfp4 and nvfp4, FP4 in groups of 32 and 16;
 q8_0, int8 in groups of 32.
 24 layers of 2816 x 1024, so that no cache holds the weights; 1, 8, 32 and 512 rows; one engine
 after the other, behind a pause, since threads of ONNX Runtime spin on for a while. Limits: those of
@@ -32,7 +32,7 @@ from kvgraph.bench.limits import read_limits
 from kvgraph.compiler.packed_weights import Packed, Stored, keep, pack
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops import LINEAR, OPSET_DOMAIN, OPSET_VERSION, native
-from kvgraph.ops.packed import E2M1, INT8, INTEGERS, Form
+from kvgraph.ops.packed import E2M1, INT8, INTEGERS, NVFP4, NVFP4_GROUP, Form
 
 LAYERS, N, K = 24, 2816, 1024
 REPEATS, PAUSE_SECONDS = 15, 0.3
@@ -52,6 +52,9 @@ def packed(form: Form) -> Packed:
     scales = random.uniform(0.01, 0.1, groups).astype(np.float32)
     if form.codes == E2M1:
         scales = random.integers(118, 130, groups).astype(np.uint8)
+    if form.codes == NVFP4:
+        scales = random.integers(60, 120, groups).astype(np.uint8)
+        return keep([Stored(numbers, scales, factors=np.full((N, 1), 1e-3, np.float32))], form)
     offsets = random.integers(-8, 9, groups).astype(np.int8) if form.has_offsets else None
     return keep([Stored(numbers, scales, offsets)], form)
 
@@ -160,9 +163,15 @@ def timed(run: Call) -> float:
 
 FORMS = {"bf16": Form(16), "int8": Form(8), "int4": Form(4)}
 FORMS |= {"awq": Form(4, 128, INTEGERS, True), "mxfp4": Form(4, 32, E2M1)}
+FORMS["nvfp4"] = Form(4, NVFP4_GROUP, NVFP4)
 FORMS["q8_0"] = Form(8, 32, INT8)
 BYTES = {"ours bf16": 2, "ours int8": 1, "ours int4": 33 / 64, "torch bf16": 2, "torch int8": 1}
-BYTES |= {"ours awq": (4 + 40 / 128) / 8, "ours mxfp4": 4.25 / 8, "ours q8_0": 9 / 8}
+BYTES |= {
+    "ours awq": (4 + 40 / 128) / 8,
+    "ours mxfp4": 4.25 / 8,
+    "ours nvfp4": 4.5 / 8,
+    "ours q8_0": 9 / 8,
+}
 BYTES |= {"onnxruntime fp32": 4, "onnxruntime int8": 1, "onnxruntime int4": 0.625}
 
 
@@ -172,7 +181,7 @@ def main(threads: int) -> None:
     before = read_limits(threads)
     products = {"bf16": before.gflops("bfloat16"), "int8": before.gflops("int8")}
     products |= {"int4": products["int8"], "fp32": before.gflops("float32")}
-    products |= dict.fromkeys(("awq", "mxfp4", "q8_0"), products["bf16"])
+    products |= dict.fromkeys(("awq", "mxfp4", "nvfp4", "q8_0"), products["bf16"])
     print(f"{threads} threads; memory is read at {before.read_gbs:.1f} GB/s; GFLOP/s: {products}")
     print("rows  kernel             ms of a layer     GB/s  of reading   GFLOP/s  of product")
     for rows in ROWS:

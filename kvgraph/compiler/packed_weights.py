@@ -19,8 +19,8 @@ from kvgraph.contract.dims import Array
 from kvgraph.ops.native import round_groups
 from kvgraph.ops.packed import (
     COLUMNS,
-    E2M1,
     E4M3,
+    FP4,
     GROUP,
     IN_LINE,
     LINE_BYTES,
@@ -61,15 +61,17 @@ OPERANDS = tuple(each.name for each in fields(Packed) if each.name != "bits")
 @dataclass(frozen=True)
 class Stored:
     """Rows `[n, K]` as a checkpoint stores them: int8, or uint8 codes; scales and offsets
-    of groups `[n, groups]`, scales of E2M1 as exponents."""
+    of groups `[n, groups]`, scales of E2M1 as exponents, of NVFP4 as bytes of E4M3 beside factors
+    `[n, 1]`."""
 
     numbers: Array
     scales: Array
     offsets: Array | None = None
+    factors: Array | None = None
 
     def rows(self, start: int, stop: int) -> Stored:
-        offsets = None if self.offsets is None else self.offsets[start:stop]
-        return Stored(self.numbers[start:stop], self.scales[start:stop], offsets)
+        named = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return Stored(**{name: part[start:stop] for name, part in named if part is not None})
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def shapes(
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     found["weight"] = ((panels, depth // PER_LINE[bits], line), stored_dtype(bits, form.codes))
     if form.has_scales:
-        found["scales"] = (panels, groups if form.group else 2, COLUMNS), "float32"
+        found["scales"] = (panels, form.num_scales(width), COLUMNS), "float32"
     if form.group and form.has_group_bytes:
         found["group_bytes"] = (panels, groups, COLUMNS), "int8"
     elif bits == 4 and not form.group:
@@ -228,8 +230,11 @@ def _keep(stored: Stored, width: int, form: Form) -> Packed:
         lines = lines.view(ml_dtypes.float8_e4m3fn)
     lines = lines.reshape(len(numbers), -1, LINE_BYTES)
     scales = _of_groups(stored.scales, width, form)
-    if form.codes == E2M1:
-        return Packed(form.bits, lines, group_bytes=scales.view(np.int8))
+    if form.codes in FP4:
+        factors = None
+        if stored.factors is not None:
+            factors = _in_panels(stored.factors, 1).transpose(0, 2, 1).astype(np.float32)
+        return Packed(form.bits, lines, factors, group_bytes=scales.view(np.int8))
     offsets = np.zeros_like(scales, np.int8)
     if stored.offsets is not None:
         offsets = _of_groups(stored.offsets, width, form)

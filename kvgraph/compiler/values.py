@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from io import FileIO
 from typing import TypeVar
@@ -20,7 +20,7 @@ from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.threads import in_order
 from kvgraph.contract.dtypes import ALL
 from kvgraph.errors import ModelError
-from kvgraph.ops.packed import GROUP, Form
+from kvgraph.ops.packed import Form, least_group
 
 PIECE_BYTES = 16 << 20
 
@@ -43,23 +43,30 @@ class Coded:
     """Rows `[..., N, K]` as they are stored, in a `Form` that kernels take.
 
     `numbers`: of 8 bits int8; of 4, uint8 codes as `ops.packed.LEVELS` numbers them. `scales`
-    `[..., N, groups]`: float32, or of E2M1 their exponents. `offsets` int8, as scales are, added to
-    each number.
+    `[..., N, groups]`: float32, of E2M1 their exponents, of NVFP4 bytes of E4M3. `offsets` int8, as
+    scales are, added to each number. `factors` `[..., N, 1]`, of NVFP4: float32.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
     def spread(self, times: int) -> Coded:
         """In groups of as many times fewer inputs."""
         offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, -1)
-        return Coded(self.numbers, self.scales.repeat_interleave(times, -1), offsets)
+        scales = self.scales.repeat_interleave(times, -1)
+        return Coded(self.numbers, scales, offsets, self.factors)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Coded:
         """Each part changed, along dims that they share."""
-        offsets = None if self.offsets is None else change(self.offsets)
-        return Coded(change(self.numbers), change(self.scales), offsets)
+        return replace(self, **{name: change(part) for name, part in parts_of(self)})
+
+
+def parts_of(coded: Coded) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its tensors, by name."""
+    named = ((each.name, getattr(coded, each.name)) for each in fields(coded))
+    return ((name, part) for name, part in named if part is not None)
 
 
 CodedRows = Callable[[int, int], Coded]
@@ -270,11 +277,15 @@ class Cut(Derived):
     def form(self) -> Form | None:
         """None where a share of the inputs ends within every group that kernels have."""
         form = self._source.form
-        if form is None or self._coded_dim != len(self.shape) - 1 or not form.group:
+        if form is None or not self._cuts_inputs or not form.group:
             return form
         group = math.gcd(form.group, self.shape[self._share.dim])
-        fits = self._share.parts == 1 and group % GROUP == 0
+        fits = self._share.parts == 1 and group % least_group(form.codes) == 0
         return replace(form, group=group) if fits else None
+
+    @property
+    def _cuts_inputs(self) -> bool:
+        return self._coded_dim == len(self.shape) - 1
 
     @property
     def _coded_dim(self) -> int:
@@ -287,12 +298,16 @@ class Cut(Derived):
         assert whole is not None
         assert form is not None
         times = whole.group // form.group if form.group else 1
-        is_row = not form.group and share.dim == len(self.shape) - 1  # a scale that all have
+        is_input = self._cuts_inputs
 
         def cut(found: Coded) -> Coded:
-            if is_row:
+            if is_input and not form.group:  # a scale that all have
                 return replace(found, numbers=share.of(found.numbers))
-            return found.spread(times).map(share.of)
+            of_groups = found.spread(times)
+            if is_input and found.factors is not None:
+                own = replace(of_groups, factors=None).map(share.of)
+                return replace(own, factors=found.factors)
+            return of_groups.map(share.of)
 
         return _rows_of(share, self._source.count, self._source.open_coded(), cut, joined)
 
@@ -313,12 +328,8 @@ def _rows_of(
 
 def joined(parts: Sequence[Coded]) -> Coded:
     """Rows behind each other."""
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    return Coded(
-        torch.cat([part.numbers for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(offsets) if offsets else None,
-    )
+    names = [name for name, _ in parts_of(parts[0])]
+    return Coded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _within(spans: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:

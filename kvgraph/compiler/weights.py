@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
 from kvgraph.contract.dtypes import AS_STORED, WEIGHT_BITS
-from kvgraph.ops.packed import GROUP, Form
+from kvgraph.ops.packed import Form, least_group
 
 NAMES = {bits: name for name, bits in WEIGHT_BITS.items()}
 """Of packed weights, by bits."""
@@ -72,7 +72,7 @@ class Weights:
             )
             alike = {replace(f, group=one.group, has_offsets=one.has_offsets) for f in known}
             grouped = {bool(form.group) for form in known}
-            if len(alike) == len(grouped) == 1 and one.group % GROUP == 0:
+            if len(alike) == len(grouped) == 1 and one.group % least_group(one.codes) == 0:
                 return one, True
         nearest = max(source.bits for source in sources)
         self.rounded[nearest] += sum(source.bits < PLAIN_BITS for source in sources)

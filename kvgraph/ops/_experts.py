@@ -21,7 +21,7 @@ import math
 import numpy as np
 
 from kvgraph.contract.dims import Array
-from kvgraph.ops import packed, spec
+from kvgraph.ops import packed, packed_rules, spec
 from kvgraph.ops.packed import ACTIVATIONS, SILU, panel_count
 
 
@@ -88,8 +88,8 @@ def _down_panels_fault(num_down_panels: int, in_features: int) -> bool | str:
     return num_down_panels != expected and f"{expected} for {in_features} inputs of x"
 
 
-_UP = packed.operands("up", "up_", ("num_experts",))
-_DOWN = packed.operands("down", "down_", ("num_experts",))
+_UP = packed_rules.operands("up", "up_", ("num_experts",))
+_DOWN = packed_rules.operands("down", "down_", ("num_experts",))
 
 EXPERTS = spec.OpSpec(
     name="experts",
@@ -106,7 +106,7 @@ EXPERTS = spec.OpSpec(
     outputs=(spec.Operand("out", ("rows", "in_features"), spec.FLOAT32),),
     attributes=(
         spec.Attribute("inner_features", "int"),
-        *packed.ATTRIBUTES,
+        *packed_rules.ATTRIBUTES,
         spec.Attribute("activation", "int", SILU),
         spec.Attribute("alpha", "float", 1.0),
         spec.Attribute("limit", "float", 0.0),
@@ -122,9 +122,9 @@ EXPERTS = spec.OpSpec(
                 inner_features > packed.MOST_INPUTS and f"at most {packed.MOST_INPUTS}"
             ),
         ),
-        *packed.FORM,
-        *packed.rules(_UP, "in_features", "inputs of x"),
-        *packed.rules(_DOWN, "inner_features", "inner_features"),
+        *packed_rules.FORM,
+        *packed_rules.rules(_UP, "in_features", "inputs of x"),
+        *packed_rules.rules(_DOWN, "inner_features", "inner_features"),
         spec.Rule("up: dim num_up_panels", _up_panels_fault),
         spec.Rule("down: dim num_down_panels", _down_panels_fault),
         spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),

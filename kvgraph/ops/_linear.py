@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvgraph.contract.dims import Array
-from kvgraph.ops import packed, spec
+from kvgraph.ops import packed, packed_rules, spec
 from kvgraph.ops.packed import COLUMNS, panel_count
 
 
@@ -80,7 +80,7 @@ def _residual_fault(residual: str | None, out_features_1: int, out_features_2: i
     return residual is not None and outputs > 1 and f"none with {outputs} outputs"
 
 
-_WEIGHT = packed.operands("weight")
+_WEIGHT = packed_rules.operands("weight")
 
 LINEAR = spec.OpSpec(
     name="linear",
@@ -95,14 +95,14 @@ LINEAR = spec.OpSpec(
         spec.Attribute("out_features", "int"),
         spec.Attribute("out_features_1", "int", 0),
         spec.Attribute("out_features_2", "int", 0),
-        *packed.ATTRIBUTES,
+        *packed_rules.ATTRIBUTES,
         spec.Attribute("silu_mul", "int", 0),
     ),
     reference=linear,
     rules=(
         spec.Rule("x: dim in_features", lambda in_features: in_features < 1 and "at least 1"),
-        *packed.FORM,
-        *packed.rules(_WEIGHT, "in_features", "inputs of x"),
+        *packed_rules.FORM,
+        *packed_rules.rules(_WEIGHT, "in_features", "inputs of x"),
         spec.Rule("out_features", lambda out_features: out_features < 0 and "at least 0"),
         spec.Rule("out_features_1", lambda out_features_1: out_features_1 < 0 and "at least 0"),
         spec.Rule("out_features_2", lambda out_features_2: out_features_2 < 0 and "at least 0"),

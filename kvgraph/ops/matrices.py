@@ -11,7 +11,7 @@ Legend: M rows, N output columns, K inputs, S spans, H bytes of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import gcd
 
 import numpy as np
@@ -19,7 +19,8 @@ import numpy as np
 from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import PACKED_FLOAT8
 from kvgraph.ops import spec
-from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, KNOWN_CODES, LEVELS, Form, powers
+from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, LEVELS, NVFP4, Form, powers
+from kvgraph.ops.packed_rules import known_codes
 
 GROUP = 128
 """Inputs of a column under one scale at most; of nibbles where no attribute says it."""
@@ -35,6 +36,11 @@ def of_kernels(form: Form) -> Form:
     """`form` with the inputs that kernels take under one scale; larger groups repeat theirs."""
     group = gcd(form.group, GROUP)
     return Form(form.bits, group if form.group else 0, form.codes, form.has_offsets)
+
+
+def are_kept(forms: Iterable[Form | None]) -> bool:
+    """Whether kernels take all of them as they are stored; none have scales of groups of 16."""
+    return not any(form is not None and form.codes == NVFP4 for form in forms)
 
 
 def group_of(bits: int, group: int = 0) -> int:
@@ -147,7 +153,7 @@ KNOWN_BITS = spec.Rule("bits", lambda bits: bits not in BITS and "0, 8 or 4")
 FORM = (
     spec.Rule("group", lambda group: group not in GROUPS and "0, 32, 64 or 128"),
     spec.Rule("group", lambda group, bits: group and not bits and "0 for bits 0"),
-    KNOWN_CODES,
+    known_codes(NVFP4),
 )
 """Of how weights are stored, besides bits."""
 

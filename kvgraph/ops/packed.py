@@ -1,12 +1,13 @@
-"""Weights packed for the CPU in float32, bfloat16, int8 or int4: operands, rules and reference.
+"""Weights packed for the CPU in float32, bfloat16, int8 or int4: layout and reference.
 
-What `linear` and `experts` share. Weights lie in panels of 16 output columns; a panel's lines of 64
-bytes follow each other along the inputs, each with the same few inputs of all its columns.
+What `linear` and `experts` share; their operands are in packed_rules.py. Weights lie in panels of
+16 output columns; a panel's lines of 64 bytes follow each other along the inputs, each with the
+same few inputs of all its columns.
 
 Four bits have two forms. Our own rounds to two levels: nibble times multiplier is an exact int8.
 Groups keep what a checkpoint stores, without another rounding: codes of integers in four or eight
-bits, of FP4 in four, of FP8 in eight, and a scale for each column and `group` inputs. Over groups,
-x is rounded to bfloat16, not to int8.
+bits, of FP4 in four, of FP8 in eight, and a scale for each column and `group` inputs. A scale of
+NVFP4 is a byte, and its column has a factor. Over groups, x is rounded to bfloat16, not to int8.
 
 Legend: M rows, K inputs, N output columns.
 """
@@ -14,14 +15,12 @@ Legend: M rows, K inputs, N output columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import PACKED, PACKED_FLOAT8
-from kvgraph.ops import spec
 
 COLUMNS, DEPTH, GROUP = 16, 64, 32
 """Output columns of a panel; what K is padded to; inputs under one int4 multiplier."""
@@ -34,11 +33,18 @@ LINE_BYTES = 64
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 """bits -> consecutive inputs of each column in a line."""
 
-INTEGERS, E2M1, E4M3, INT8 = range(4)
-"""Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 of
-finite numbers, OCP 8-bit Floating Point); whole numbers -128 to 127."""
+NVFP4_GROUP = 16
+"""Inputs under one scale of NVFP4."""
 
-CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8}
+INTEGERS, E2M1, E4M3, INT8, NVFP4 = range(5)
+"""Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 of
+finite numbers, OCP 8-bit Floating Point); whole numbers -128 to 127; FP4 with scales in FP8 and a
+factor of the column (NVIDIA's NVFP4)."""
+
+CODE_BITS = {INTEGERS: 4, E2M1: 4, E4M3: 8, INT8: 8, NVFP4: 4}
+
+FP4 = (E2M1, NVFP4)
+"""Codes of the same numbers, whose scales are bytes of groups."""
 
 
 def _floats(exponent_bits: int, mantissa_bits: int) -> Array:
@@ -57,6 +63,7 @@ LEVELS = {
     E2M1: _floats(2, 1),
     E4M3: _floats(4, 3),
     INT8: np.array([*range(128), *range(-128, 0)], np.float32),
+    NVFP4: _floats(2, 1),
 }
 """codes -> the number of each code. The largest of E4M3 is a NaN there, and never stored."""
 
@@ -79,13 +86,17 @@ class Form:
 
     @property
     def has_scales(self) -> bool:
-        """In float32; those of E2M1 are bytes of groups."""
+        """In float32: of columns, or of groups; those of E2M1's are bytes."""
         return 0 < self.bits < 16 and self.codes != E2M1
 
     @property
     def has_group_bytes(self) -> bool:
-        """Offsets or exponents; two levels have others."""
-        return self.has_offsets or self.codes == E2M1
+        """Offsets, or scales of FP4; two levels have others."""
+        return self.has_offsets or self.codes in FP4
+
+    def num_scales(self, in_features: int) -> int:
+        """Of a column."""
+        return num_scales(in_features, self.group, self.codes)
 
     @property
     def attributes(self) -> dict[str, int]:
@@ -150,6 +161,11 @@ def decode(
     if codes == E2M1:
         assert group_bytes is not None
         decoded = numbers * of_inputs(powers(group_bytes))
+    elif codes == NVFP4:
+        assert scales is not None
+        assert group_bytes is not None
+        own = numbers * of_inputs(LEVELS[E4M3][group_bytes.view(np.uint8)])
+        decoded = own * scales.transpose(0, 2, 1).astype(np.float64)
     else:
         assert scales is not None
         offsets = 0.0 if group_bytes is None else of_inputs(group_bytes)
@@ -232,83 +248,9 @@ def _normal(x: float) -> float:
     return (1 + math.erf(x / math.sqrt(2))) / 2
 
 
-def operands(name: str, stem: str = "", leading: tuple[str, ...] = ()) -> tuple[spec.Operand, ...]:
-    """A weight, and its scales, bytes of groups and bias, which are `stem`'s.
-
-    scales: of columns and the sums of their stored numbers; of groups, of each group.
-    group_bytes: of two levels, multipliers less one, two columns in a byte; of integers in groups,
-    what is added to each number; of E2M1, the exponent of a scale (bias 127).
-    """
-    rows = (*leading, f"num_{stem}panels")
-    return (
-        spec.Operand(name, (*rows, f"num_{stem}lines", "line"), spec.WEIGHT),
-        spec.Operand(
-            f"{stem}scales", (*rows, f"num_{stem}scales", COLUMNS), spec.FLOAT32, optional=True
-        ),
-        spec.Operand(
-            f"{stem}group_bytes",
-            (*rows, f"num_{stem}groups", f"num_{stem}bytes"),
-            ("int8",),
-            optional=True,
-        ),
-        spec.Operand(f"{stem}bias", (*rows, COLUMNS), spec.FLOAT32, optional=True),
-    )
-
-
-ATTRIBUTES = (
-    spec.Attribute("bits", "int"),
-    spec.Attribute("group", "int", 0),
-    spec.Attribute("codes", "int", INTEGERS),
-)
-
-
-def _codes_fault(codes: int, group: int, bits: int) -> bool | str:
-    known = [c for c, size in CODE_BITS.items() if size == bits] if group else [INTEGERS]
-    said = " or ".join(map(str, known))
-    return codes not in known and f"{said} for {bits} bits" + ("" if group else " without groups")
-
-
-KNOWN_CODES = spec.Rule("codes", _codes_fault)
-
-FORM = (
-    spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4"),
-    spec.Rule("group", lambda group: (group < 0 or group % GROUP) and f"a multiple of {GROUP}"),
-    spec.Rule("group", lambda group: group > MOST_INPUTS and f"at most {MOST_INPUTS}"),
-    spec.Rule("group", lambda group, bits: group and bits > 8 and f"0 for {bits} bits"),
-    KNOWN_CODES,
-)
-"""Of how weights are stored."""
-
-
-def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[spec.Rule, ...]:
-    """Of the operands that `operands` made: what their form and `in_features`, "`of`'s", ask of
-    them."""
-    name, scales, group_bytes, _ = (operand.name for operand in weight)
-    lines, line = map(str, weight[0].dims[-2:])
-    num_scales = str(weight[1].dims[-2])
-    groups, num_bytes = map(str, weight[2].dims[-2:])
-    form = ("bits", "group", "codes")
-    return (
-        spec.Rule(name, _weight_fault, names=(name, *form)),
-        spec.Rule(f"{name}: dim {line}", _line_fault, names=(line, "bits")),
-        spec.Rule(f"{name}: dim {lines}", _lines_fault(of), names=(lines, in_features, "bits")),
-        spec.Rule(scales, _missing_scales, names=(scales, *form)),
-        spec.Rule(scales, _unwanted_scales, names=(scales, *form), got="some"),
-        spec.Rule(
-            f"{scales}: dim {num_scales}", _scales_fault, names=(num_scales, in_features, "group")
-        ),
-        spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, *form)),
-        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, "bits"), got="some"),
-        spec.Rule(
-            f"{group_bytes}: dim {groups}", _groups_fault, names=(groups, in_features, "group")
-        ),
-        spec.Rule(f"{group_bytes}: dim {num_bytes}", _bytes_fault, names=(num_bytes, "group")),
-    )
-
-
-def _weight_fault(weight: str, bits: int, group: int, codes: int) -> bool | str:
-    expected = stored_dtype(bits, codes if group else INTEGERS)
-    return weight != expected and f"{expected} for {bits} bits"
+def least_group(codes: int) -> int:
+    """What a group's inputs are a multiple of."""
+    return NVFP4_GROUP if codes == NVFP4 else GROUP
 
 
 def stored_dtype(bits: int, codes: int = INTEGERS) -> str:
@@ -316,59 +258,16 @@ def stored_dtype(bits: int, codes: int = INTEGERS) -> str:
     return PACKED_FLOAT8 if codes == E4M3 else PACKED[bits]
 
 
-def _line_fault(line: int, bits: int) -> bool | str:
-    expected = COLUMNS * PER_LINE[bits] if bits >= 16 else LINE_BYTES
-    return line != expected and str(expected)
-
-
-def _lines_fault(of: str) -> Callable[..., bool | str]:
-    def fault(num_lines: int, in_features: int, bits: int) -> bool | str:
-        expected = padded_depth(in_features) // PER_LINE[bits]
-        return num_lines != expected and f"{expected} for {in_features} {of}"
-
-    return fault
-
-
-def _has_scales(bits: int, group: int, codes: int) -> bool:
-    return bits < 16 and not (group and codes == E2M1)
-
-
-def _missing_scales(scales: str | None, bits: int, group: int, codes: int) -> bool | str:
-    return scales is None and _has_scales(bits, group, codes) and f"some for {bits} bits"
-
-
-def _unwanted_scales(scales: str | None, bits: int, group: int, codes: int) -> bool | str:
-    unwanted = scales is not None and not _has_scales(bits, group, codes)
-    return unwanted and f"none for {bits} bits"
-
-
-def _scales_fault(num_scales: int, in_features: int, group: int) -> bool | str:
-    expected = num_groups(in_features, group) if group else 2
-    return num_scales != expected and str(expected)
-
-
-def _missing_bytes(group_bytes: str | None, bits: int, group: int, codes: int) -> bool | str:
-    needed = bits == 4 and not (group and codes == INTEGERS)
-    return group_bytes is None and needed and f"some for {bits} bits"
-
-
-def _unwanted_bytes(group_bytes: str | None, bits: int) -> bool | str:
-    return group_bytes is not None and bits != 4 and f"none for {bits} bits"
-
-
-def _groups_fault(groups: int, in_features: int, group: int) -> bool | str:
-    expected = num_groups(in_features, group)
-    return groups != expected and str(expected)
-
-
-def _bytes_fault(num_bytes: int, group: int) -> bool | str:
-    expected = COLUMNS if group else COLUMNS // 2
-    return num_bytes != expected and str(expected)
-
-
 def num_groups(in_features: int, group: int = 0) -> int:
     """Groups of a row; `group` 0: those of two levels."""
     return ceildiv(padded_depth(in_features), group or GROUP)
+
+
+def num_scales(in_features: int, group: int = 0, codes: int = INTEGERS) -> int:
+    """Float32 numbers of a column: a scale and a sum, scales of groups, or a factor."""
+    if not group:
+        return 2
+    return 1 if codes == NVFP4 else num_groups(in_features, group)
 
 
 def padded_depth(in_features: int) -> int:

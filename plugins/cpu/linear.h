@@ -9,7 +9,8 @@
 //
 // With groups, weights are what a checkpoint stores: codes of 4 or 8 bits, and a scale for each column
 // and `group` inputs. Pairs of a column's inputs are next to each other in 16 bits: code i of the low
-// (high) half of its word is input 2i (2i + 1). Rows are rounded to bfloat16.
+// (high) half of its word is input 2i (2i + 1). Rows are rounded to bfloat16. Groups of NVFP4 have a
+// scale in E4M3, and the column a factor of all its inputs.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +32,10 @@ struct Gate {
 };
 constexpr int64_t kSilu = 0, kGelu = 1, kGeluTanh = 2;  // as ops/packed.py numbers them
 // Codes of groups, as ops/packed.py numbers them, and their bits.
-constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2, kInt8 = 3;
+constexpr int64_t kIntegers = 0, kE2m1 = 1, kE4m3 = 2, kInt8 = 3, kNvfp4 = 4;
 constexpr int64_t code_bits(int64_t codes) { return codes == kE4m3 || codes == kInt8 ? 8 : 4; }
+// What a group's inputs are a multiple of.
+constexpr int64_t least_group(int64_t codes) { return codes == kNvfp4 ? 16 : kGroup; }
 
 struct Section {
   float* out;          // M x width
@@ -46,10 +49,11 @@ struct Linear {
   int64_t panels, depth;       // depth: K
   const char* lines;           // panels x line_count() lines
   const uint8_t* multipliers;  // panels x K/kGroup x kColumns nibbles, less one each
-  const uint8_t* exponents;    // of E2M1: panels x group_count() x kColumns
-  const int8_t* offsets;       // of integers in groups, added to each: as exponents; nullptr: none
-  const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns, or of
-                               // integers in groups: as exponents
+  const uint8_t* byte_scales;  // of E2M1 (exponents) and NVFP4 (E4M3): panels x group_count() x
+                               // kColumns
+  const int8_t* offsets;       // of integers in groups, added to each: as those; nullptr: none
+  const float* scales;         // panels x {scale, sum over K of the stored int8} x kColumns; of
+                               // groups: as byte_scales; of NVFP4: panels x kColumns
   const float* bias;           // panels x kColumns; nullptr: none
   const float* residual;       // M x the only section's width; nullptr: none
   const Gate* gate;            // panels alternate gate and up, which it joins; nullptr: they do not
@@ -61,6 +65,7 @@ struct Linear {
 
   int64_t line_count() const { return depth * bits / 32; }  // of a panel
   int64_t panel_bytes() const { return line_count() * kLineBytes; }
+  int64_t scale_count() const { return !group ? 2 : codes == kNvfp4 ? 1 : group_count(); }
   int64_t group_count() const { return group ? (depth + group - 1) / group : depth / kGroup; }
 };
 

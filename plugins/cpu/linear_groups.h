@@ -2,6 +2,7 @@
 // each column and group of inputs, as checkpoints store them.
 //
 // A group's products are summed from zero, then scaled and added: one order for any number of rows.
+// The factor of an NVFP4 column multiplies the whole sum.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,17 @@ constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0
                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
 constexpr float number(int64_t codes, int nibble) {
-  return codes == kE2m1 ? kFp4[nibble] : static_cast<float>(nibble < 8 ? nibble : nibble - 16);
+  return codes == kE2m1 || codes == kNvfp4 ? kFp4[nibble] : static_cast<float>(nibble < 8 ? nibble : nibble - 16);
+}
+
+// Numbers of E4M3 from the top bytes of words: 2^(e - 7) * (1 + m / 8), and where e is 0
+// 2^-6 * m / 8.
+inline Vector of_e4m3(Words on_top) {
+  const Words size = on_top & 0x7f000000u;
+  const auto normal = as<Vector>((size >> 4) + (120u << 23));
+  const Vector small = normal * 2.0f - 0x1p-6f;
+  const Vector found = size < 0x08000000u ? small : normal;
+  return as<Vector>(as<Words>(found) | (on_top & 0x80000000u));
 }
 
 // ---- parts of a line: numbers of all columns, and their products with a row's inputs ------------
@@ -39,6 +50,10 @@ constexpr int64_t kInputBytes = 2;  // of a prepared row
 
 using Shorts = uint16_t __attribute__((vector_size(64)));
 using SignedShorts = int16_t __attribute__((vector_size(64)));
+
+// A float16 of the bits of an E4M3 is so much smaller.
+constexpr float kHalfUnit = 256.0f;
+constexpr float kScaleUnit = kHalfUnit;  // of NVFP4
 
 template <int64_t Codes>
 struct Numbers {
@@ -57,7 +72,7 @@ struct Numbers {
 
 template <>
 struct Numbers<kE4m3> {
-  static constexpr float kUnit = 256.0f;  // a float16 of the same bits is so much smaller
+  static constexpr float kUnit = kHalfUnit;
 
   __m512i part(const char* line, int i) const {
     const Shorts top = read<Shorts>(line) << (8 - 8 * i);
@@ -91,6 +106,7 @@ inline float input(const char* x, int64_t k) { return BFloat16::decode(read<uint
 
 constexpr int kPartInputs = 1;
 constexpr int64_t kInputBytes = 4;
+constexpr float kScaleUnit = 1.0f;
 
 template <int64_t Codes>
 struct Numbers {
@@ -127,14 +143,8 @@ template <>
 struct Numbers<kE4m3> {
   static constexpr float kUnit = 1.0f;
 
-  // 2^(e - 7) * (1 + m / 8), and where e is 0 2^-6 * m / 8.
   Vector part(const char* line, int i) const {
-    const Words on_top = read<Words>(line) << (24 - 8 * i);
-    const Words size = on_top & 0x7f000000u;
-    const auto normal = as<Vector>((size >> 4) + (120u << 23));
-    const Vector small = normal * 2.0f - 0x1p-6f;
-    const Vector found = size < 0x08000000u ? small : normal;
-    return as<Vector>(as<Words>(found) | (on_top & 0x80000000u));
+    return of_e4m3(read<Words>(line) << (24 - 8 * i));
   }
 };
 
@@ -162,10 +172,18 @@ inline float input(const char* x, int64_t k) { return read<float>(x + 4 * k); }
 // What the sums of a group are multiplied by: `at` counts columns of groups.
 template <int64_t Codes>
 Vector group_scale(const Linear& job, int64_t at) {
-  if (Codes != kE2m1) return load(Float32{}, job.scales + at) * Numbers<Codes>::kUnit;
-  Words powers;
-  for (int lane = 0; lane < kLanes; ++lane) powers[lane] = job.exponents[at + lane];
-  return as<Vector>(powers << 23);
+  if (Codes != kE2m1 && Codes != kNvfp4)
+    return load(Float32{}, job.scales + at) * Numbers<Codes>::kUnit;
+#if KVG_NATIVE_DOT
+  if (Codes == kNvfp4) {  // in kScaleUnit
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(job.byte_scales + at));
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+    return as<Vector>(_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(~0x4000))));
+  }
+#endif
+  Words bytes;
+  for (int lane = 0; lane < kLanes; ++lane) bytes[lane] = job.byte_scales[at + lane];
+  return Codes == kE2m1 ? as<Vector>(bytes << 23) : of_e4m3(bytes << 24);
 }
 
 inline Vector group_offset(const Linear& job, int64_t at) { return load(Int8{}, job.offsets + at); }
@@ -223,6 +241,15 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char*
       }
     }
   }
+  if constexpr (Codes == kNvfp4) {
+    KVG_UNROLL
+    for (int v = 0; v < kEach; ++v) {
+      const int64_t at = (panel + v / kVectors) * kColumns + v % kVectors * kLanes;
+      const Vector factor = load(Float32{}, job.scales + at) * kScaleUnit;
+      KVG_UNROLL
+      for (int m = 0; m < Rows; ++m) sums[m][v] *= factor;
+    }
+  }
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
@@ -258,6 +285,7 @@ inline void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t
                        Vector* out) {
   if (job.codes == kE4m3) return sum_groups_of<kE4m3, false>(job, panel, panels, row, rows, out);
   if (job.codes == kInt8) return sum_groups_of<kInt8, false>(job, panel, panels, row, rows, out);
+  if (job.codes == kNvfp4) return sum_groups_of<kNvfp4, false>(job, panel, panels, row, rows, out);
   if (job.codes == kE2m1) return sum_groups_of<kE2m1, false>(job, panel, panels, row, rows, out);
   if (job.offsets) return sum_groups_of<kIntegers, true>(job, panel, panels, row, rows, out);
   sum_groups_of<kIntegers, false>(job, panel, panels, row, rows, out);

@@ -44,21 +44,22 @@ bool has_scales(const Form& form) { return form.bits < 16 && form.codes != kE2m1
 
 bool has_code(const Form& form) {
   if (!form.group) return form.codes == kIntegers;
-  return form.codes >= kIntegers && form.codes <= kInt8 && code_bits(form.codes) == form.bits;
+  return form.codes >= kIntegers && form.codes <= kNvfp4 && code_bits(form.codes) == form.bits;
 }
 
 void check_form(const kvg_op& op, const Form& form) {
   if (form.bits != 32 && form.bits != 16 && form.bits != 8 && form.bits != 4)
     refuse("%s: bits: expected 32, 16, 8 or 4, got %lld", op.name, ll{form.bits});
-  if (form.group < 0 || form.group % kGroup)
-    refuse("%s: group: expected a multiple of %lld, got %lld", op.name, ll{kGroup}, ll{form.group});
+  const int64_t least = least_group(form.codes);
+  if (form.group < 0 || form.group % least)
+    refuse("%s: group: expected a multiple of %lld, got %lld", op.name, ll{least}, ll{form.group});
   if (form.group > kMostInputs)
     refuse("%s: group: expected at most %lld, got %lld", op.name, ll{kMostInputs}, ll{form.group});
   if (form.group && form.bits > 8)
     refuse("%s: group: expected 0 for %lld bits, got %lld", op.name, ll{form.bits}, ll{form.group});
   if (!has_code(form))
     refuse("%s: codes: expected %s for %lld bits%s, got %lld", op.name,
-           !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0 or 1", ll{form.bits},
+           !form.group ? "0" : form.bits == 8 ? "2 or 3" : "0, 1 or 4", ll{form.bits},
            form.group ? "" : " without groups", ll{form.codes});
 }
 
@@ -78,7 +79,7 @@ void check_packed(const Given& weight, const Given& scales, const Given& group_b
     refuse("%s: %s: dim %s: expected %lld for %lld %s, got %lld", weight.in.op.name, weight.name(),
            weight.dim(1), ll{job.line_count()}, ll{width}, of, ll{weight.extent(1)});
   require_given(scales, has_scales(form), bits);
-  if (scales.given()) require_extent(scales, 1, form.group ? job.group_count() : 2);
+  if (scales.given()) require_extent(scales, 1, job.scale_count());
   const bool may_lack = form.group && form.bits == 4 && form.codes == kIntegers;
   if (!may_lack) require_given(group_bytes, bits == 4, bits);
   if (!group_bytes.given()) return;
@@ -148,8 +149,8 @@ Linear read_packed(const Operands& in, int weight, int scales, const Form& form,
   job.scales = in.data<const float>(scales);
   if (!form.group)
     job.multipliers = in.data<const uint8_t>(group_bytes);
-  else if (form.codes == kE2m1)
-    job.exponents = in.data<const uint8_t>(group_bytes);
+  else if (form.codes == kE2m1 || form.codes == kNvfp4)
+    job.byte_scales = in.data<const uint8_t>(group_bytes);
   else if (form.codes == kIntegers)
     job.offsets = in.data<const int8_t>(group_bytes);
   job.bias = in.data<const float>(bias);
@@ -160,9 +161,9 @@ Linear read_packed(const Operands& in, int weight, int scales, const Form& form,
 Linear of_expert(Linear job, int64_t expert) {
   const int64_t panels = expert * job.panels, groups = job.group_count();
   job.lines += panels * job.panel_bytes();
-  if (job.scales) job.scales += panels * (job.group ? groups : 2) * kColumns;
+  if (job.scales) job.scales += panels * job.scale_count() * kColumns;
   if (job.multipliers) job.multipliers += panels * groups * (kColumns / 2);
-  if (job.exponents) job.exponents += panels * groups * kColumns;
+  if (job.byte_scales) job.byte_scales += panels * groups * kColumns;
   if (job.offsets) job.offsets += panels * groups * kColumns;
   if (job.bias) job.bias += panels * kColumns;
   return job;

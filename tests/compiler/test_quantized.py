@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,17 @@ def put(name: str, number: float) -> Edit:
             "nvfp4",
             lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(96, 2)}),
             f"{LAYER}.weight: expected NVFP4, MXFP4, FP8 or MXFP8, got U8 with scales in F32; ",
+        ),
+        ("nvfp4", put(f"{LAYER}.weight_scale", math.nan), "expected a finite scale, got nan"),
+        (
+            "nvfp4-packed",
+            lambda t: t[f"{LAYER}.weight_global_scale"].zero_(),
+            "weight_global_scale[0]: expected a finite scale, got inf",
+        ),
+        (
+            "nvfp4-packed",
+            lambda t: t.update({f"{LAYER}.weight_global_scale": torch.ones(96)}),
+            "weight_global_scale: expected [] or [1] from the tensors beside it, got [96]",
         ),
         ("mxfp8", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
         ("mxfp4-packed", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
@@ -337,7 +349,7 @@ def refused(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("given", "bits"),
     [
-        ({"quant_algo": "NVFP4"}, 8),
+        ({"quant_algo": "NVFP4"}, 4),
         ({"quant_algo": "mxfp4"}, 4),
         ({"quant_algo": "FP8"}, 8),
         ({"quant_algo": "W4A16_AWQ"}, 16),

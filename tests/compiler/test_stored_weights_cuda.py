@@ -199,23 +199,31 @@ def test_larger_groups_repeat_their_scales(group: int, inputs: int) -> None:
     assert np.array_equal(decoded.astype(np.float32), wanted)
 
 
-@pytest.mark.parametrize(("form", "bits"), [("gptq-act-order", 4), ("gptq-8", 8)])
+@pytest.mark.parametrize(("form", "bits"), [("gptq-act-order", 4), ("gptq-8", 8), ("nvfp4", 8)])
 def test_layers_without_a_form_are_rounded(
     form: str, bits: int, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Inputs out of order, and 8 bits with zero points."""
+    """Inputs out of order, 8 bits with zero points, and groups of 16."""
     folder = quantized.make(form, plain("llama"), tmp_path / "model")
     program, _ = kept(plain("llama"), folder, rounded=14)
     assert {form_of(node) for node in nodes(program)} == {(bits, 0, INTEGERS)}
 
 
-def test_artifacts(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_without_a_form_are_rounded(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("nvfp4", plain("qwen3_moe"), tmp_path / "model")
+    program, _ = kept(plain("qwen3_moe"), folder, rounded=12)
+    assert {form_of(node) for node in nodes(program, FUSED)} == {(8, 0, INTEGERS)}
+
+
+@pytest.mark.parametrize("form", ["fp8-channel", "nvfp4"])
+def test_artifacts(form: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
     """`stored` is the default, and a plan counts the same; compile's own check runs."""
-    folder = quantized.make("fp8-channel", plain("llama"), tmp_path / "model")
+    folder = quantized.make(form, plain("llama"), tmp_path / "model")
     out = tmp_path / "a.kvg"
     manifest = kvgraph.compile(folder, out, target="cuda:sm_80", dtype="bfloat16", page_size=16)
     assert (manifest.weights, manifest.dtype) == ("stored", "bfloat16")
     assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+    assert any("rounded to int8" in note for note in manifest.notes) == (form == "nvfp4")
     held = read_layout(out / "weights.safetensors")
     nbytes = sum(at.nbytes for name, at in held.items() if "inv_freq" not in name)
     planned = plan(folder, target="cuda:sm_80", dtype="bfloat16", memory=1 << 30, max_seq_len=None)

@@ -13,7 +13,7 @@ from kvgraph.compiler.packed_weights import Packed, Stored, keep, shapes
 from kvgraph.ops import EXPERTS, LINEAR, native
 from kvgraph.ops._experts import experts
 from kvgraph.ops._linear import linear
-from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, Form, decode
+from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, NVFP4, Form, decode
 from tests.support.isa import forced_isa
 from tests.support.linears import refusals, require_equal_rows
 
@@ -29,6 +29,7 @@ FORMS = {
     "groups of 32": Form(4, 32, INTEGERS, True),
     "a group a row": Form(4, 288),
     "MXFP4": Form(4, 32, E2M1),
+    "NVFP4": Form(4, 16, NVFP4),
     "FP8": Form(8, 128, E4M3),
     "FP8 rows": Form(8, 288, E4M3),
     "int8": Form(8, 32, INT8),
@@ -44,6 +45,10 @@ def stored_of(form: Form, columns: int, inputs: int, seed: int = 0) -> Stored:
         numbers[(numbers & 127) == 127] = 0  # a NaN
     if form.codes == E2M1:
         return Stored(numbers, random.integers(118, 130, (columns, groups)).astype(np.uint8))
+    if form.codes == NVFP4:
+        scales = random.integers(0, 127, (columns, groups)).astype(np.uint8)  # subnormals too
+        factors = random.uniform(1e-4, 1e-3, (columns, 1)).astype(np.float32)
+        return Stored(numbers, scales, factors=factors)
     scales = random.uniform(0.01, 0.1, (columns, groups)).astype(np.float32)
     offsets = random.integers(-8, 9, (columns, groups)).astype(np.int8)
     return Stored(numbers, scales, offsets if form.has_offsets else None)
@@ -54,6 +59,8 @@ def meant(stored: Stored, form: Form) -> Array:
     scales = stored.scales.astype(np.float64)
     if form.codes == E2M1:
         scales = np.ldexp(1.0, stored.scales.astype(np.int64) - 127)
+    if stored.factors is not None:
+        scales = stored.scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * stored.factors
     numbers = LEVELS[form.codes][stored.numbers].astype(np.float64)
     if stored.offsets is not None:
         numbers += stored.offsets.repeat(form.group, 1)[:, : numbers.shape[1]]
@@ -118,14 +125,14 @@ def test_is_the_reference(isa: str, name: str) -> None:
                     np.testing.assert_allclose(expected, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8", "int8"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "NVFP4", "FP8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, name: str) -> None:
     given, attributes, _ = call_of(name, (41,), 384, 40)
     require_equal_rows(isa, given, attributes, (1, 5, 7, 13))
 
 
-@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "FP8", "int8"])
+@pytest.mark.parametrize("name", ["AWQ", "MXFP4", "NVFP4", "FP8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_experts(isa: str, name: str) -> None:
     """Gate and up, then down, of each row's experts."""
@@ -156,7 +163,7 @@ def test_experts(isa: str, name: str) -> None:
 
 
 def test_a_row_with_a_nan_is_nan_and_others_are_not() -> None:
-    for name in ("AWQ", "GPTQ", "MXFP4", "FP8"):
+    for name in ("AWQ", "GPTQ", "MXFP4", "NVFP4", "FP8"):
         given, attributes, _ = call_of(name, (16,), 128, 12)
         x = given[0]
         assert x is not None
@@ -176,7 +183,7 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
         {},
         "linear: group: expected 0 for 16 bits, got 128",
     ),
-    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0 or 1 for 4 bits, got 2"),
+    "codes": ("AWQ", {"codes": 2}, {}, "linear: codes: expected 0, 1 or 4 for 4 bits, got 2"),
     "codes without groups": (
         "MXFP4",
         {"group": 0},
@@ -218,6 +225,36 @@ REFUSED: dict[str, tuple[str, dict[str, float], dict[int, Any], str]] = {
         {},
         {2: np.zeros((1, 4, 16), np.float32)},
         "linear: scales: expected none for 4 bits, got some",
+    ),
+    "group of NVFP4": (
+        "NVFP4",
+        {"group": 8},
+        {},
+        "linear: group: expected a multiple of 16, got 8",
+    ),
+    "group of MXFP4": (
+        "MXFP4",
+        {"group": 16},
+        {},
+        "linear: group: expected a multiple of 32, got 16",
+    ),
+    "no factors": (
+        "NVFP4",
+        {},
+        {2: None},
+        "linear: scales: expected some for 4 bits, got none",
+    ),
+    "factors of groups": (
+        "NVFP4",
+        {},
+        {2: np.zeros((1, 8, 16), np.float32)},
+        "linear: scales: dim num_scales: expected 1, got 8",
+    ),
+    "no bytes of scales": (
+        "NVFP4",
+        {},
+        {3: None},
+        "linear: group_bytes: expected some for 4 bits, got none",
     ),
     "offsets of groups": (
         "AWQ",

@@ -129,10 +129,12 @@ class _Made(Values):
     def open_coded(self) -> CodedRows:
         def merged(chosen: Sequence[int]) -> Coded:
             parts = {p: self._sources[p].open_coded()(0, self._sources[p].count) for p in chosen}
+            has_factors = any(part.factors is not None for part in parts.values())
             return Coded(
                 self._merge(chosen, lambda place: parts[place].numbers),
                 self._merge(chosen, lambda place: parts[place].scales),
                 self._merge(chosen, lambda place: _offsets(parts[place])),
+                self._merge(chosen, lambda place: _factors(parts[place])) if has_factors else None,
             )
 
         return self._open(merged, lambda whole, a, b: whole.map(lambda part: _rows(part, a, b)))
@@ -162,6 +164,11 @@ def _offsets(coded: Coded) -> torch.Tensor:
     if coded.offsets is None:
         return torch.zeros_like(coded.scales, dtype=torch.int8)
     return coded.offsets
+
+
+def _factors(coded: Coded) -> torch.Tensor:
+    assert coded.factors is not None  # of all that have one form
+    return coded.factors
 
 
 def of_parameters(model: PreTrainedModel, stored: Mapping[str, Values]) -> dict[str, Values]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, Form
+from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, NVFP4, NVFP4_GROUP, Form
 
 MXFP4_GROUP = 32
 GGUF_BLOCKS = {"Q4_0": Form(4, 32), "Q8_0": Form(8, 32, INT8)}
@@ -22,9 +22,11 @@ MODELOPT = {
     **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), Form(8, 128, E4M3)),
     "MXFP8": Form(8, 32, E4M3),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), Form(4, MXFP4_GROUP, E2M1)),
-    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ"), Form(8)),
+    **dict.fromkeys(
+        ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ"), Form(4, NVFP4_GROUP, NVFP4)
+    ),
 }
-"""`quant_algo` of modelopt; NVFP4 is rounded, as no kernel takes groups of 16."""
+"""`quant_algo` of modelopt."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def _of_modelopt(given: Config) -> Form:
 def _form(given: Config, packing: str) -> Form:
     if packing.startswith("mxfp4"):
         return Form(4, MXFP4_GROUP, E2M1)
+    if packing.startswith("nvfp4"):
+        return Form(4, NVFP4_GROUP, NVFP4)
     if given.get("type") == "float":
         bits = given.get("num_bits")
         return Form(8) if bits == 4 else _float8(given) if bits == 8 else PLAIN

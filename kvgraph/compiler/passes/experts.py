@@ -103,13 +103,16 @@ class Mixture:
     down: Layer
     total: Node
 
-    def form(self, weights: Weights, bits: int) -> tuple[Form, bool]:
+    def sources(self, weights: Weights) -> list[Values]:
+        """Numbers of both layers."""
+        return [layer.source(weights) for layer in (self.up, self.down)]
+
+    def form(self, weights: Weights, bits: int, *, can_keep: bool = True) -> tuple[Form, bool]:
         """As `Weights.form_of`, of both layers."""
-        layers = self.up, self.down
-        sources = [layer.source(weights) for layer in layers]
+        layers, sources = (self.up, self.down), self.sources(weights)
         transposed = [source.is_coded_transposed for source in sources]
         fits = transposed == [layer.is_transposed for layer in layers]
-        return weights.form_of(sources, bits, can_keep=fits)
+        return weights.form_of(sources, bits, can_keep=fits and can_keep)
 
 
 def rewrite_mixtures(

@@ -12,7 +12,7 @@ from torch.fx import Node
 from kvgraph.compiler import gpu_weights
 from kvgraph.compiler.packed_weights import OPERANDS, Packed, Stored
 from kvgraph.compiler.passes.operands import value
-from kvgraph.compiler.values import Coded
+from kvgraph.compiler.values import Coded, parts_of
 from kvgraph.compiler.weights import Piece, Weights
 from kvgraph.contract.dims import Array
 from kvgraph.ops.torch_arrays import tensor_over
@@ -126,8 +126,7 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 def stored_of(coded: Coded) -> Stored:
     """Rows of a checkpoint, as they are packed."""
-    offsets = None if coded.offsets is None else coded.offsets.numpy()
-    return Stored(coded.numbers.numpy(), coded.scales.numpy(), offsets)
+    return Stored(**{name: part.numpy() for name, part in parts_of(coded)})
 
 
 def tensor_of(array: Array) -> torch.Tensor:

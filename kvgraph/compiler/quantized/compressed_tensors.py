@@ -70,6 +70,8 @@ def _packed(parts: Parts, stem: str) -> Values:
     scales = parts.take(f"{stem}.weight_scale", packed.stored.name)
     if packed.dtype == torch.uint8:
         whole = parts.find(f"{stem}.weight_global_scale")
+        if whole is not None:
+            parts.require_shape(whole, (), (1,))
         groups = packed.shape[-1] * 2 // max(1, scales.shape[-1])
         parts.require_shape(scales, (*packed.shape[:-1], packed.shape[-1] * 2 // max(1, groups)))
         parts.kinds.add(f"4 bits in groups of {groups}")

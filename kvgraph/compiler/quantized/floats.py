@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvgraph.compiler.quantized.parts import Parts, read_finite
+from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
 from kvgraph.compiler.values import Coded, CodedRows, Plain, Rows, Values
 from kvgraph.errors import ModelError
-from kvgraph.ops.packed import E2M1, E4M3, GROUP, LEVELS, Form
+from kvgraph.ops.packed import E2M1, E4M3, GROUP, LEVELS, NVFP4, Form, least_group
 
 FLOAT8 = "F8_E4M3"
 Block = tuple[int, int]
@@ -131,8 +131,8 @@ class FourBits(Values):
     def open(self) -> Rows:
         numbers = self._numbers.open()
         scales = read_finite(self._scales)
-        if self._whole is not None:
-            whole = read_finite(self._whole)
+        whole = self._read_whole()
+        if whole is not None:
             scales = scales * whole if self._is_factor else scales / whole
         levels = torch.from_numpy(LEVELS[E2M1])
 
@@ -148,21 +148,35 @@ class FourBits(Values):
 
     @property
     def form(self) -> Form | None:
-        """Of exponents alone."""
-        fits = self._is_exponents and self._whole is None and self._group % GROUP == 0
-        return Form(4, self._group, E2M1) if fits else None
+        """Of exponents alone, or of E4M3 and one factor."""
+        if self._scales.dtype == torch.uint8 and self._whole is None:
+            codes = E2M1
+        elif self._scales.stored.dtype == FLOAT8 and self._whole is not None:
+            codes = NVFP4
+        else:
+            return None
+        return None if self._group % least_group(codes) else Form(4, self._group, codes)
 
     def open_coded(self) -> CodedRows:
-        numbers, scales = self._numbers.open(), self._scales.read()
+        numbers, scales = self._numbers.open(), self._scales.read().view(torch.uint8)
         read_finite(self._scales)  # that none is a NaN
+        whole = self._read_whole()
+        factor = whole if whole is None or self._is_factor else 1 / whole
 
         def rows(start: int, stop: int) -> Coded:
             bytes_, of_rows = numbers(start, stop), scales[start:stop]
             nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], -1)
-            return Coded(nibbles.reshape(*of_rows.shape[:-1], -1), of_rows)
+            leading = of_rows.shape[:-1]
+            factors = None if factor is None else factor.expand(*leading, 1)
+            return Coded(nibbles.reshape(*leading, -1), of_rows, factors=factors)
 
         return rows
 
-    @property
-    def _is_exponents(self) -> bool:
-        return self._scales.dtype == torch.uint8
+    def _read_whole(self) -> torch.Tensor | None:
+        """`[1]`. ModelError where it is not finite, or would be divided by as 0."""
+        if self._whole is None:
+            return None
+        whole = read_finite(self._whole).reshape(1)
+        if not self._is_factor:
+            require_finite(self._whole, 1 / whole)
+        return whole

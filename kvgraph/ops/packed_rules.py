@@ -1,0 +1,166 @@
+"""Weights packed for the CPU (packed.py): operands of ops, and what must hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvgraph.ops import spec
+from kvgraph.ops.packed import (
+    CODE_BITS,
+    COLUMNS,
+    E2M1,
+    INTEGERS,
+    LINE_BYTES,
+    MOST_INPUTS,
+    PER_LINE,
+    least_group,
+    num_groups,
+    num_scales,
+    padded_depth,
+    stored_dtype,
+)
+
+
+def operands(name: str, stem: str = "", leading: tuple[str, ...] = ()) -> tuple[spec.Operand, ...]:
+    """A weight, and its scales, bytes of groups and bias, which are `stem`'s.
+
+    scales: of columns and the sums of their stored numbers; of groups, of each group; of NVFP4, of
+    columns.
+    group_bytes: of two levels, multipliers less one, two columns in a byte; of integers in groups,
+    what is added to each number; of E2M1, the exponent of a scale (bias 127); of NVFP4, a scale in
+    E4M3.
+    """
+    rows = (*leading, f"num_{stem}panels")
+    return (
+        spec.Operand(name, (*rows, f"num_{stem}lines", "line"), spec.WEIGHT),
+        spec.Operand(
+            f"{stem}scales", (*rows, f"num_{stem}scales", COLUMNS), spec.FLOAT32, optional=True
+        ),
+        spec.Operand(
+            f"{stem}group_bytes",
+            (*rows, f"num_{stem}groups", f"num_{stem}bytes"),
+            ("int8",),
+            optional=True,
+        ),
+        spec.Operand(f"{stem}bias", (*rows, COLUMNS), spec.FLOAT32, optional=True),
+    )
+
+
+ATTRIBUTES = (
+    spec.Attribute("bits", "int"),
+    spec.Attribute("group", "int", 0),
+    spec.Attribute("codes", "int", INTEGERS),
+)
+
+
+def known_codes(*without: int) -> spec.Rule:
+    """Of a group's bits, but for codes that an op has not."""
+
+    def fault(codes: int, group: int, bits: int) -> bool | str:
+        known = [INTEGERS]
+        if group:
+            known = [c for c, size in CODE_BITS.items() if size == bits and c not in without]
+        *rest, last = map(str, known)
+        said = f"{', '.join(rest)} or {last}" if rest else last
+        end = "" if group else " without groups"
+        return codes not in known and f"{said} for {bits} bits{end}"
+
+    return spec.Rule("codes", fault)
+
+
+def _group_fault(group: int, codes: int) -> bool | str:
+    least = least_group(codes)
+    return (group < 0 or group % least > 0) and f"a multiple of {least}"
+
+
+FORM = (
+    spec.Rule("bits", lambda bits: bits not in PER_LINE and "32, 16, 8 or 4"),
+    spec.Rule("group", _group_fault),
+    spec.Rule("group", lambda group: group > MOST_INPUTS and f"at most {MOST_INPUTS}"),
+    spec.Rule("group", lambda group, bits: group and bits > 8 and f"0 for {bits} bits"),
+    known_codes(),
+)
+"""Of how weights are stored."""
+
+
+def rules(weight: tuple[spec.Operand, ...], in_features: str, of: str) -> tuple[spec.Rule, ...]:
+    """Of the operands that `operands` made: what their form and `in_features`, "`of`'s", ask of
+    them."""
+    name, scales, group_bytes, _ = (operand.name for operand in weight)
+    lines, line = map(str, weight[0].dims[-2:])
+    num_scales = str(weight[1].dims[-2])
+    groups, num_bytes = map(str, weight[2].dims[-2:])
+    form = ("bits", "group", "codes")
+    return (
+        spec.Rule(name, _weight_fault, names=(name, *form)),
+        spec.Rule(f"{name}: dim {line}", _line_fault, names=(line, "bits")),
+        spec.Rule(f"{name}: dim {lines}", _lines_fault(of), names=(lines, in_features, "bits")),
+        spec.Rule(scales, _missing_scales, names=(scales, *form)),
+        spec.Rule(scales, _unwanted_scales, names=(scales, *form), got="some"),
+        spec.Rule(
+            f"{scales}: dim {num_scales}",
+            _scales_fault,
+            names=(num_scales, in_features, "group", "codes"),
+        ),
+        spec.Rule(group_bytes, _missing_bytes, names=(group_bytes, *form)),
+        spec.Rule(group_bytes, _unwanted_bytes, names=(group_bytes, "bits"), got="some"),
+        spec.Rule(
+            f"{group_bytes}: dim {groups}", _groups_fault, names=(groups, in_features, "group")
+        ),
+        spec.Rule(f"{group_bytes}: dim {num_bytes}", _bytes_fault, names=(num_bytes, "group")),
+    )
+
+
+def _weight_fault(weight: str, bits: int, group: int, codes: int) -> bool | str:
+    expected = stored_dtype(bits, codes if group else INTEGERS)
+    return weight != expected and f"{expected} for {bits} bits"
+
+
+def _line_fault(line: int, bits: int) -> bool | str:
+    expected = COLUMNS * PER_LINE[bits] if bits >= 16 else LINE_BYTES
+    return line != expected and str(expected)
+
+
+def _lines_fault(of: str) -> Callable[..., bool | str]:
+    def fault(num_lines: int, in_features: int, bits: int) -> bool | str:
+        expected = padded_depth(in_features) // PER_LINE[bits]
+        return num_lines != expected and f"{expected} for {in_features} {of}"
+
+    return fault
+
+
+def _has_scales(bits: int, group: int, codes: int) -> bool:
+    return bits < 16 and not (group and codes == E2M1)
+
+
+def _missing_scales(scales: str | None, bits: int, group: int, codes: int) -> bool | str:
+    return scales is None and _has_scales(bits, group, codes) and f"some for {bits} bits"
+
+
+def _unwanted_scales(scales: str | None, bits: int, group: int, codes: int) -> bool | str:
+    unwanted = scales is not None and not _has_scales(bits, group, codes)
+    return unwanted and f"none for {bits} bits"
+
+
+def _scales_fault(found: int, in_features: int, group: int, codes: int) -> bool | str:
+    expected = num_scales(in_features, group, codes)
+    return found != expected and str(expected)
+
+
+def _missing_bytes(group_bytes: str | None, bits: int, group: int, codes: int) -> bool | str:
+    needed = bits == 4 and not (group and codes == INTEGERS)
+    return group_bytes is None and needed and f"some for {bits} bits"
+
+
+def _unwanted_bytes(group_bytes: str | None, bits: int) -> bool | str:
+    return group_bytes is not None and bits != 4 and f"none for {bits} bits"
+
+
+def _groups_fault(groups: int, in_features: int, group: int) -> bool | str:
+    expected = num_groups(in_features, group)
+    return groups != expected and str(expected)
+
+
+def _bytes_fault(num_bytes: int, group: int) -> bool | str:
+    expected = COLUMNS if group else COLUMNS // 2
+    return num_bytes != expected and str(expected)
