@@ -13,6 +13,7 @@ from kvgraph.errors import GenerationError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.store import KEY_BYTES
+from kvgraph.runtime.arguments import token_ids
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.prefix_file import FORMAT, Prefix, is_prefix, save_prefix
 from kvgraph.runtime.sampling import SamplingParams
@@ -30,7 +31,7 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
     kv, path = engine.kv, Path(path)
     if not (isinstance(kv, PagedKVCacheManager) and kv.params.enable_prefix_caching):
         raise RequestError("prefix: expected a paged cache with prefix caching, got one without")
-    tokens = engine.tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+    tokens = engine.tokenize(prompt) if isinstance(prompt, str) else token_ids(prompt)
     size = kv.params.page_size
     if len(tokens) < size:
         raise RequestError(f"prefix: expected at least a page of {size} tokens, got {len(tokens)}")
@@ -52,15 +53,6 @@ def write_prefix(engine: Engine, prompt: str | Sequence[int], path: str | Path) 
         "fingerprint": kv.fingerprint.hex(),
     }
     return save_prefix(path, metadata, tensors)
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        return list(prompt)
-    except TypeError as error:
-        raise RequestError(
-            f"prefix: expected a text or token ids, got {type(prompt).__name__} {prompt!r}"
-        ) from error
 
 
 def _require_place(path: Path) -> None:

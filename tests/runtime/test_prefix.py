@@ -194,7 +194,7 @@ def test_what_is_no_prefix(artifact: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", [None, 5, True])
 def test_what_is_no_prompt(prompt: Any, artifact: Artifact, tmp_path: Path) -> None:
-    message = f"^prefix: expected a text or token ids, got {type(prompt).__name__} {prompt}$"
+    message = f"^prompt: expected text or token ids, got {type(prompt).__name__} {prompt}$"
     with pytest.raises(RequestError, match=message):
         write_prefix(Engine(artifact, num_pages=60), prompt, tmp_path / "a.kvp")
 

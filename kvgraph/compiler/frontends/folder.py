@@ -51,12 +51,12 @@ def read_config(folder: Path) -> Config:
         raise ModelError(f"{folder}: expected a model folder, got {_instead_of_a_folder(folder)}")
     if not path.is_file() or (folder / ADAPTER).is_file():
         raise ModelError(f"{folder}: expected {CONFIG} in a model folder, got {_instead(folder)}")
-    config = _read_json(path)
+    config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: expected a model_type, got none")
     beside = folder / MODELOPT_CONFIG
     if beside.is_file() and quantization(config) is None:
-        given = _read_json(beside)
+        given = read_json(beside)
         said = given.get("quantization") if isinstance(given, dict) else None
         if not isinstance(said, dict):
             raise ModelError(f"{beside}: expected quantization, an object, got none")
@@ -66,7 +66,8 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-def _read_json(path: Path) -> object:
+def read_json(path: Path) -> object:
+    """ModelError for a file that cannot be read, or holds something else."""
     try:
         with open_regular(path) as file:
             found: object = json.loads(file.read().decode())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from kvgraph.compiler.frontends.folder import Config, read_json
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError
 
@@ -75,7 +75,7 @@ def _added(path: Path) -> list[AddedToken]:
     if not path.is_file():
         return []
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = cast(Config, read_json(path))
         decoder = config.get("added_tokens_decoder") or {}
         given = [each for _, each in sorted(decoder.items(), key=lambda pair: int(pair[0]))]
         others = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
@@ -97,7 +97,7 @@ def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
     if not path.is_file():
         return (), None
     try:
-        config = json.loads(path.read_text())
+        config = cast(Config, read_json(path))
         bos = config.get("bos_token_id")
         return as_ids(config.get("eos_token_id")), None if bos is None else int(bos)
     except (ValueError, TypeError, AttributeError) as error:
