@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.values import PLAIN_BITS, Converted, Values
@@ -36,6 +37,8 @@ class Weights:
     checkpoint: Checkpoint | None = None
     made: dict[str, Make] = field(default_factory=dict)
     """Name -> what makes it, perhaps with others."""
+    placeholders: dict[Hashable, dict[str, Node]] = field(default_factory=dict)
+    """What a layer is packed of -> operands of its node, since a model may call it again."""
     rounded: Counter[int] = field(default_factory=Counter)
     """Layers that were to be kept as they are stored, and have no such form: bits -> how many."""
 

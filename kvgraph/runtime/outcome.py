@@ -138,7 +138,12 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
         try:
             decoder = stream.decoder or stream.start(row.context)
             if is_text:
-                text = decoder.step(stream.tokenizer, token) or ""
+                try:
+                    text = decoder.step(stream.tokenizer, token) or ""
+                except Exception as error:
+                    text = stream.recover(token, error)
+                if stream.pending and text:
+                    text = stream.own(text)
             if stream.stops is not None:
                 characters = len(text)
                 count = row.context.current_length + behind + 1 - row.prompt_length

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
+from kvgraph.contract.tokenizer import BYTE_TOKEN, NAME, encode, read_tokenizer
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.arguments import instance
@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
-SEEN_BY_DECODER = 8
-"""Tokens of the prompt that decide how the first generated ones read."""
+SEEN_BY_DECODER, MOST_CHARACTER_BYTES = 8, 4
+"""Tokens of the prompt that decide how the first generated ones read; bytes of one character."""
+
+INVALID_PREFIX = "Invalid prefix"
+"""How the message of a decoder begins whose earlier text is no longer that of its tokens."""
+
+REPLACEMENT = "\ufffd"
+"""What a text has for bytes that are no character."""
 
 
 class TextCodec:
@@ -69,36 +75,84 @@ class TextStream:
 
         decoder = stream.decoder or stream.start(context)
         piece = decoder.step(stream.tokenizer, token) or ""
+        if stream.pending and piece:
+            piece = stream.own(piece)
 
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
+    `pending`: what the prompt alone ends with of bytes that are no character, while no piece came.
     `stops` are given each piece by the caller, who hands over what they give.
     """
 
-    __slots__ = ("_first", "_prompt_length", "decoder", "stops", "tokenizer")
+    __slots__ = ("_prompt_length", "decoder", "pending", "stops", "tokenizer")
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_length: int, stops: StopStrings | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
+        self.pending = ""
         self._prompt_length = prompt_length
-        self._first = max(0, prompt_length - SEEN_BY_DECODER)
         self.decoder: DecodeStream | None = None
 
     def start(self, context: TextContext) -> DecodeStream:
         """The decoder of the tokens that come behind those of `context`; `stops` are there too."""
         from tokenizers.decoders import DecodeStream
 
-        decoder = DecodeStream(skip_special_tokens=True)
+        self.decoder, self.pending = DecodeStream(skip_special_tokens=True), ""
         if self.stops is not None:
             self.stops.rewind()
-        for at, token in enumerate(context.tokens[self._first :].tolist(), self._first):
-            piece = decoder.step(self.tokenizer, token)
-            if self.stops is not None and at >= self._prompt_length:
-                self.stops.step(piece or "", at + 1 - self._prompt_length)
-        self.decoder = decoder
-        return decoder
+        first = self._first_seen(context)
+        tokens = context.tokens[first:].tolist()
+        split = self._prompt_length - first
+        self._read_prompt(tokens[:split])
+        for count, token in enumerate(tokens[split:], 1):
+            piece = self.step(token)
+            if self.stops is not None:
+                self.stops.step(piece, count)
+        return self.decoder
+
+    def step(self, token: int) -> str:
+        """The piece that a token completes, of a stream that has a decoder."""
+        assert self.decoder is not None
+        try:
+            piece = self.decoder.step(self.tokenizer, token) or ""
+        except Exception as error:
+            piece = self.recover(token, error)
+        return self.own(piece) if self.pending and piece else piece
+
+    def recover(self, token: int, error: Exception) -> str:
+        """The piece of a token behind bytes that never became a character, which the decoder does
+        not go on from; else `error` is raised."""
+        from tokenizers.decoders import DecodeStream
+
+        if not str(error).startswith(INVALID_PREFIX):
+            raise error
+        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.decoder.step(self.tokenizer, token)  # the first of a text may lose its space
+        return REPLACEMENT + (self.decoder.step(self.tokenizer, token) or "")
+
+    def own(self, piece: str) -> str:
+        """The first piece without the prompt's bytes that it did not complete."""
+        pending, self.pending = self.pending, ""
+        return piece.removeprefix(pending)
+
+    def _first_seen(self, context: TextContext) -> int:
+        """Where the decoder begins: not within a character, since bytes (`<0xE6>`) that are none
+        spoil all those behind them."""
+        first = max(0, self._prompt_length - SEEN_BY_DECODER)
+        for at in range(first, max(-1, first - MOST_CHARACTER_BYTES), -1):
+            token = int(context.tokens[at])
+            byte = BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(token) or "")
+            if byte is None or int(byte[1], 16) & 0xC0 != 0x80:
+                return at
+        return first
+
+    def _read_prompt(self, seen: Sequence[int]) -> None:
+        """Its tokens from the first that the decoder sees."""
+        told = "".join([self.step(token) for token in seen])
+        rest = self.tokenizer.decode(seen).removeprefix(told)
+        self.pending = rest if set(rest) == {REPLACEMENT} else ""
 
     def rewind(self) -> None:
         """Go on behind the tokens that the context has, whatever was decoded."""

@@ -8,7 +8,7 @@ follow each other or take turns. A mixture that is anything else stays as it is,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,10 @@ class Layer:
     @property
     def inputs(self) -> int:
         return self.weight.shape[1 if self.is_transposed else 2]
+
+    def parts(self, columns: Sequence[slice]) -> tuple[Hashable, ...]:
+        """What weights of these `columns` are made of."""
+        return self.name, self.bias and self.bias[0], *map(str, columns)
 
     def each(
         self, weights: Weights, dtype: torch.dtype | None = None

@@ -84,7 +84,7 @@ def _add(
 
     each = shapes(layer.columns, layer.inputs, form, layer.weight.dtype, layer.bias is not None)
     stacked = {name: ((len(layer.weight), *shape), dtype) for name, (shape, dtype) in each.items()}
-    return add_matrix(program, weights, layer.name, stacked, make)
+    return add_matrix(program, weights, layer.name, (*layer.parts(parts), form), stacked, make)
 
 
 def _part(weight: torch.Tensor | Coded, columns: slice, form: Form) -> Part:

@@ -8,7 +8,7 @@ keeps its weights: a wrong expert costs more than its few bytes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,6 +105,12 @@ class Group:
     def widths(self) -> list[int]:
         """Of its outputs."""
         return [layer.features for layer in self.layers][: 1 if self.gated else None]
+
+    @property
+    def parts(self) -> tuple[Hashable, ...]:
+        """What its node's weights are made of."""
+        layers = ((one.name, one.half, one.bias and one.bias[0]) for one in self.layers)
+        return (*layers, self.gated is not None)
 
     @property
     def stem(self) -> str:

@@ -73,7 +73,7 @@ def _add(
             features, layer.inputs, form, layer.bias is not None
         ).items()
     }
-    return add_packed(program, weights, layer.name, forms, make)
+    return add_packed(program, weights, layer.name, (*layer.parts(halves), form), forms, make)
 
 
 def _section(weight: torch.Tensor | Coded, bias: torch.Tensor | None, half: slice) -> Section:

@@ -55,7 +55,7 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
         return pack_in_parts(sections, inputs, form, interleave=group.gated is not None)
 
     forms = shapes([layer.features for layer in group.layers], inputs, form, group.has_bias)
-    operands = add_packed(program, weights, group.stem, forms, make)
+    operands = add_packed(program, weights, group.stem, (*group.parts, form), forms, make)
     widths = group.widths
     attributes = dict(zip(OUTPUTS, widths, strict=False)) | form.attributes
     if group.gated is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.export import ExportedProgram
@@ -71,12 +71,14 @@ def add_packed(
     program: ExportedProgram,
     weights: Weights,
     stem: str,
+    of: Hashable,
     forms: Mapping[str, tuple[tuple[int, ...], str]],
     make: Callable[[], Iterable[Packed]],
 ) -> list[Node | None]:
     """weight, scales, bytes of groups and bias as new parameters `stem.packed` etc., of `forms`.
 
-    `make` gives their parts when they are written.
+    `make` gives their parts when they are written. A layer that a model calls again has those of
+    the first call: `of` says what they are made of.
     """
 
     def parts() -> Iterator[dict[str, torch.Tensor]]:
@@ -84,7 +86,7 @@ def add_packed(
             yield {operand: tensor_of(getattr(part, operand)) for operand in forms}
 
     typed = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in forms.items()}
-    made = _add_made(program, weights, stem, typed, parts)
+    made = _add_made(program, weights, stem, of, typed, parts)
     return [made.get(operand) for operand in OPERANDS]
 
 
@@ -92,11 +94,12 @@ def add_matrix(
     program: ExportedProgram,
     weights: Weights,
     stem: str,
+    of: Hashable,
     forms: Mapping[str, gpu_weights.Shaped],
     make: Callable[[], Iterable[gpu_weights.Part]],
 ) -> list[Node | None]:
     """weight, scales, bytes of groups and bias as new parameters, as `add_packed` names them."""
-    made = _add_made(program, weights, stem, forms, make)
+    made = _add_made(program, weights, stem, of, forms, make)
     return [made.get(operand) for operand in gpu_weights.OPERANDS]
 
 
@@ -104,9 +107,14 @@ def _add_made(
     program: ExportedProgram,
     weights: Weights,
     stem: str,
+    of: Hashable,
     forms: Mapping[str, gpu_weights.Shaped],
     parts: Callable[[], Iterable[Mapping[str, torch.Tensor]]],
 ) -> dict[str, Node]:
+    if (known := weights.placeholders.get(of)) is not None:
+        return known
+    while f"{stem}.{PARAMETERS['weight']}" in program.state_dict:  # it begins another node's layers
+        stem += "_again"
     names = {operand: f"{stem}.{PARAMETERS.get(operand, operand)}" for operand in forms}
 
     def pieces() -> Iterator[Piece]:
@@ -115,7 +123,9 @@ def _add_made(
                 yield names[operand], tensor
 
     weights.later(names.values(), pieces)
-    return {operand: add_parameter(program, names[operand], *forms[operand]) for operand in forms}
+    found = {operand: add_parameter(program, names[operand], *forms[operand]) for operand in forms}
+    weights.placeholders[of] = found
+    return found
 
 
 def array_of(tensor: torch.Tensor) -> Array:

@@ -72,6 +72,7 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
         program,
         weights,
         group.stem,
+        (*group.parts, form),
         shapes(columns, inputs, form, dtype, group.has_bias),
         make,
     )
