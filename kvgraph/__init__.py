@@ -28,6 +28,7 @@ _EXPORTS = {
     "ContinuousBatchingKVCacheManager": "kvgraph.kv.continuous",
     "Device": "kvgraph.contract.devices",
     "DeviceError": "kvgraph.errors",
+    "DeviceLostError": "kvgraph.errors",
     "Engine": "kvgraph.runtime.engine",
     "GenerationError": "kvgraph.errors",
     "GraphSignature": "kvgraph.contract.signature",
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from kvgraph.errors import CapacityError as CapacityError
     from kvgraph.errors import CheckError as CheckError
     from kvgraph.errors import DeviceError as DeviceError
+    from kvgraph.errors import DeviceLostError as DeviceLostError
     from kvgraph.errors import GenerationError as GenerationError
     from kvgraph.errors import InsufficientPagesError as InsufficientPagesError
     from kvgraph.errors import KernelError as KernelError

@@ -16,6 +16,7 @@
     |- KernelError (RuntimeError)            an op refused its operands, in a step or a trace
     |  `- KernelFaultError                    executed PTX did what no kernel may do
     |- DeviceError (RuntimeError)            a device cannot do this, such as a virtual one
+    |  `- DeviceLostError                    no step can run on it any more in this process
     |- RankError (RuntimeError)              a rank of an artifact is missing or has failed
     `- MissingDependencyError (ImportError)  an optional package is not installed
 
@@ -67,7 +68,10 @@ class InsufficientPagesError(CapacityError):
     `needed`, `free`, `used` and `total` are page counts of one replica.
     """
 
-    def __init__(self, message: str, *, needed: int, free: int, used: int, total: int) -> None:
+    # The defaults let another process make it again of its message, and fill in the counts.
+    def __init__(
+        self, message: str, *, needed: int = 0, free: int = 0, used: int = 0, total: int = 0
+    ) -> None:
         super().__init__(message)
         self.needed, self.free, self.used, self.total = needed, free, used, total
 
@@ -94,6 +98,10 @@ class KernelFaultError(KernelError):
 
 class DeviceError(KVGraphError, RuntimeError):
     """A device cannot do what was asked, such as memory on a virtual device."""
+
+
+class DeviceLostError(DeviceError):
+    """An error of a step ended the process's context on a device: start the process again."""
 
 
 class RankError(KVGraphError, RuntimeError):

@@ -34,6 +34,7 @@ PUBLIC = [
     "ContinuousBatchingKVCacheManager",
     "Device",
     "DeviceError",
+    "DeviceLostError",
     "Engine",
     "GenerationError",
     "GraphSignature",

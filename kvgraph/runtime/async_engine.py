@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvgraph.contract.tokenizer import LONG_TEXT
-from kvgraph.errors import GenerationError, RankError, RequestError
+from kvgraph.errors import DeviceLostError, GenerationError, RankError, RequestError
 from kvgraph.runtime.arguments import instance
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import SamplingParams, Token
@@ -30,6 +30,9 @@ T = TypeVar("T")
 WATCH_SECONDS = 1.0
 """How often an idle engine asks whether its ranks are there."""
 
+LOST = (RankError, DeviceLostError)
+"""After these no later step can run."""
+
 
 class AsyncEngine:
     """Runs an engine in a thread of its own, for the tasks of one event loop.
@@ -40,8 +43,8 @@ class AsyncEngine:
 
     The engine is its thread's from `start` (or `async with`) to `close`. Leaving a stream cancels
     its request. Where a step raises, it is tried again; where it raises twice, all open requests
-    end with finish_reason "error", and the engine goes on with those that come. A lost rank ends
-    it.
+    end with finish_reason "error", and the engine goes on with those that come. A lost rank, or a
+    lost device, ends it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -259,7 +262,7 @@ class AsyncEngine:
         """Steps while there is something to run; what the inbox holds goes first.
 
         What else raises than a step, as `after_step` may, ends the thread and all requests; so
-        does a rank that is lost.
+        does a rank or a device that is lost.
         """
         try:
             self._step_until_stopped()
@@ -279,7 +282,7 @@ class AsyncEngine:
             try:
                 tokens = self.engine.step()
                 raised = False
-            except RankError:  # no later step can run
+            except LOST:
                 raise
             except Exception as error:
                 tokens = self._fail_all(error) if raised else []
@@ -305,6 +308,8 @@ class AsyncEngine:
     def _begin(self, request: Request) -> None:
         try:
             self.engine._begin(request)
+        except LOST:
+            raise
         except Exception as error:
             self._post([failed(request.request_id, f"request {request.request_id!r}: {error}")])
 

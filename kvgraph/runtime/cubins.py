@@ -13,6 +13,7 @@ from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.variants import Parameter, Variant
 from kvgraph.ops.cuda_native import Kernel, launcher
 from kvgraph.runtime.machine import runnable
+from kvgraph.runtime.sessions.cuda_errors import opening_error
 from kvgraph.runtime.sessions.opening import opening
 
 MIN_DRIVER = (12, 0)
@@ -23,7 +24,8 @@ class Cubins:
     """Kernels by variant name, of the nearest architecture that GPU `ordinal` takes whole.
 
     `folder` is `kernels/` of an artifact. Loads into the thread's CUDA context, or the device's
-    primary one. ArtifactError with every architecture's reason where none fits.
+    primary one. ArtifactError with every architecture's reason where none fits; CapacityError and
+    DeviceLostError where that is not why.
     """
 
     def __init__(self, folder: Path, ordinal: int = 0) -> None:
@@ -55,6 +57,8 @@ class Cubins:
             try:
                 return arch, self._load_arch(self._folder / arch, ordinal)
             except KVGraphError as error:
+                if (told := opening_error(self._folder / arch, str(error))) is not None:
+                    raise told from error
                 refusals.append(f" ({arch}: {error})")
         major, minor = self._launcher.compute_capability(ordinal)
         raise ArtifactError(

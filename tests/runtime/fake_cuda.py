@@ -59,6 +59,7 @@ class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
 
 
@@ -86,6 +87,7 @@ class FakeDriver(types.ModuleType):
         self.pinned: dict[int, Any] = {}
         self.queue: list[Work] = []
         self.captured: list[Work] | None = None
+        self.contexts: list[int] = []  # the calling thread's stack
         self.graphs: dict[int, list[Work]] = {}
 
     def enqueue(self, work: Work) -> None:
@@ -99,6 +101,7 @@ class FakeDriver(types.ModuleType):
         raise AssertionError(f"{nbytes} bytes at {address:#x} are in no allocation")
 
     def _allocate(self, where: dict[int, Any], nbytes: int) -> tuple[CUresult, int]:
+        assert self.contexts, "memory of whatever context is current"
         if self.captured is not None:
             return CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 0
         if nbytes + sum(map(len, self.device.values())) > self.memory:
@@ -131,11 +134,21 @@ class FakeDriver(types.ModuleType):
     def cuDevicePrimaryCtxRetain(self, dev: int) -> Any:
         return CUresult.CUDA_SUCCESS, 5
 
-    def cuCtxSetCurrent(self, ctx: int) -> Any:
+    def cuCtxPushCurrent(self, ctx: int) -> Any:
+        self.contexts.append(ctx)
         return (CUresult.CUDA_SUCCESS,)
 
+    def cuCtxPopCurrent(self) -> Any:
+        return CUresult.CUDA_SUCCESS, self.contexts.pop()
+
     def cuStreamCreate(self, Flags: int) -> Any:
+        self._count("cuStreamCreate")
         return CUresult.CUDA_SUCCESS, self.STREAM
+
+    def cuStreamDestroy(self, hStream: int) -> Any:
+        self._count("cuStreamDestroy")
+        self._run()
+        return (CUresult.CUDA_SUCCESS,)
 
     def cuMemGetInfo(self) -> Any:
         free = self.memory - sum(map(len, self.device.values()))
@@ -188,7 +201,7 @@ class FakeDriver(types.ModuleType):
     def cuStreamEndCapture(self, hStream: int) -> Any:
         self._count("cuStreamEndCapture")
         work, self.captured = self.captured, None
-        handle = 1000 + len(self.graphs)
+        handle = 1000 + self.calls["cuStreamEndCapture"]
         self.graphs[handle] = work or []
         return CUresult.CUDA_SUCCESS, handle
 
@@ -202,6 +215,7 @@ class FakeDriver(types.ModuleType):
         return (CUresult.CUDA_SUCCESS,)
 
     def cuGraphDestroy(self, hGraph: int) -> Any:
+        self._count("cuGraphDestroy")
         return (CUresult.CUDA_SUCCESS,)
 
     def cuGraphExecDestroy(self, hGraphExec: int) -> Any:

@@ -313,12 +313,13 @@ def test_what_ends_the_thread_ends_all_requests(engine: Engine) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_lost_rank_ends_all(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RankError, kvgraph.DeviceLostError])
+def test_what_is_lost_ends_all(engine: Engine, monkeypatch: Any, kind: type[Exception]) -> None:
     """At once: no later step can run."""
     why = "rank 1: expected it to take part"
 
     def step() -> None:
-        raise RankError(why)
+        raise kind(why)
 
     async def main() -> None:
         shared, told = AsyncEngine(engine), []
@@ -327,7 +328,7 @@ def test_a_lost_rank_ends_all(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
         stream = await shared.submit(PROMPTS[0], TEN)
         monkeypatch.setattr(engine, "step", step)
         tokens = [token async for some in stream for token in some]
-        assert (tokens[-1].error or "").endswith(f"the engine's thread has ended: RankError: {why}")
+        assert (tokens[-1].error or "").endswith(f"thread has ended: {kind.__name__}: {why}")
         assert [str(error) for error in told] == [why]
         assert shared.is_closed
         await shared.close()

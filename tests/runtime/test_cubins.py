@@ -162,3 +162,14 @@ result = said(cubins.require, [variants.rms_norm_variant("float16", 77, 1e-5)])
     assert kind == "ArtifactError"
     assert "sm_90: expected kernel rms_norm-" in text
     assert text.endswith("of this kvgraph, got none; compile the model again")
+
+
+def test_memory_that_is_too_little_is_no_fault_of_the_kernels(drive: Drive, artifact: Path) -> None:
+    for number, name, then in (
+        (2, "CapacityError", "expected memory on the GPU for what the file holds, got too little"),
+        (700, "DeviceLostError", "cuModuleLoadData: "),
+    ):
+        code = 'result = said(Cubins, folder / "kernels")'
+        kind, text = drive(code, FAKE_FAIL=f"cuModuleLoadData={number}")
+        assert kind == name
+        assert text.startswith(f"{artifact}/kernels/sm_90: {then}")

@@ -28,6 +28,7 @@ from kvgraph.errors import (
     BindingError,
     CapacityError,
     DeviceError,
+    DeviceLostError,
     KernelError,
     MissingDependencyError,
 )
@@ -290,6 +291,50 @@ def test_a_refused_step_is_one_sentence(gpu: Machine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu.ort.sessions[0], "run_with_iobinding", refuses)
     with pytest.raises(KernelError, match=r"^onnxruntime: update_and_attend: expected image 12, g"):
         run_step(session, manager, context)
+
+
+ARENA = (
+    "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Non-zero status code returned while running "
+    "MatMul node. Status Message: bfc_arena.cc:359 Failed to allocate memory for requested buffer "
+    "of size 1073741824\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (ARENA, CapacityError),
+        ("CUDNN failure 4: CUDNN_STATUS_ALLOC_FAILED ; GPU=0", CapacityError),
+        ("CUDA failure 700: an illegal memory access was encountered ; GPU=0", DeviceLostError),
+    ],
+)
+def test_a_step_that_the_device_cannot_run(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]
+) -> None:
+    """The largest step says what to make smaller."""
+    session = gpu.artifact().session()
+
+    def refuses(binding: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(gpu.ort.sessions[0], "run_with_iobinding", refuses)
+    is_full = kind is CapacityError
+    said = r"^the largest step: .*; give a smaller max_b" if is_full else r"^onnxruntime: CUDA fail"
+    with pytest.raises(kind, match=said):
+        kvgraph.Engine(session.artifact, session=session, max_batch_tokens=16)
+
+
+def test_weights_that_do_not_fit(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = gpu.artifact()
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(ARENA)
+
+    monkeypatch.setattr(gpu.ort, "InferenceSession", refuses)
+    with pytest.raises(
+        CapacityError, match=r"model\.onnx: expected memory on the GPU for what the"
+    ):
+        artifact.session()
 
 
 # ---- the real thing -----------------------------------------------------------------------------

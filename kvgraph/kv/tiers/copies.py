@@ -34,7 +34,10 @@ class PageCopier(Protocol):
         """`buffer[pages[i]] = rows[i]`, before all steps that run after the call returned."""
 
     def pinned_host_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Host memory that the device copies from and to at full speed, `[nbytes]`."""
+        """Host memory that the device copies from and to at full speed, `[nbytes]`.
+
+        CapacityError or MemoryError where the system does not give it.
+        """
 
 
 class HostCopier:

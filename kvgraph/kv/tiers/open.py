@@ -81,7 +81,7 @@ def _host_store(
 ) -> HostStore:
     try:
         return HostStore(pages, staging, copier.pinned_host_bytes)
-    except (MemoryError, ValueError) as error:
+    except (CapacityError, MemoryError, ValueError) as error:
         nbytes = sum(size * count for of in (pages, staging) for size, count in of.items())
         raise CapacityError(
             f"host_memory: expected {size_text(nbytes)} for {sum(pages.values())} pages and what "

@@ -9,6 +9,7 @@ a bucket's sizes is captured on first sight and replayed after, without Python b
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.inputs import Buffer
-from kvgraph.errors import CapacityError, KernelError, KVGraphError
+from kvgraph.errors import CapacityError, KernelError
 from kvgraph.kernels import launch, variants
 from kvgraph.kv.pool.batch import Upload
 from kvgraph.kv.tiers.copies import Rows
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions import nccl
 from kvgraph.runtime.sessions.base import Session
+from kvgraph.runtime.sessions.cuda_errors import told_by_torch
 from kvgraph.runtime.sessions.cuda_pages import PageCopies
 from kvgraph.runtime.sessions.program import Gpu, load_program
 
@@ -32,7 +34,7 @@ LEAST_CAPACITY = 1 << 13
 """Elements of an index tensor's first memory: a decode step's tokens never outgrow it."""
 
 MAX_CAPTURED = 256
-"""Graphs kept; the one that was captured first goes first."""
+"""Graphs kept; the least recently run one goes first."""
 
 
 class CudaSession(Session):
@@ -46,7 +48,8 @@ class CudaSession(Session):
         if gpu is None:
             from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
 
-            gpu = CudaGpu(artifact.folder, artifact.rank)
+            with told_by_torch():
+                gpu = CudaGpu(artifact.folder, artifact.rank)
             if artifact.ranks > 1:
                 nccl.join(artifact.rank, artifact.ranks)
         self.gpu = gpu
@@ -58,17 +61,21 @@ class CudaSession(Session):
         self._upload, self._upload_captured = self.uploader(), self.uploader()
         self._logits = itertools.cycle([_Logits(gpu.device), _Logits(gpu.device)])
         self._captured: dict[tuple[object, ...], Callable[[], torch.Tensor]] = {}
+        self._records = True  # whether steps are captured from now on
 
     # -- memory
 
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
-        """Zeroed device memory. CapacityError where the device has too little."""
+        """Zeroed device memory, once this returns: pages are copied into it on another stream.
+        CapacityError where the device has too little."""
         self._require_known(symbol)
         shape = symbol.extents(sizes)
         dtype = getattr(torch, symbol.dtype)
         try:
-            handle = torch.zeros(shape, dtype=dtype, device=self.gpu.device)
-        except torch.OutOfMemoryError as error:
+            with told_by_torch():
+                handle = torch.zeros(shape, dtype=dtype, device=self.gpu.device)
+                self._pages.settle()
+        except (CapacityError, KernelError) as error:
             nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
             free = self.free_memory()
             raise CapacityError(
@@ -78,7 +85,8 @@ class CudaSession(Session):
         return Buffer(symbol.dtype, shape, symbol.device, handle)
 
     def free_memory(self) -> int | None:
-        return self.gpu.free_memory()
+        with told_by_torch():
+            return self.gpu.free_memory()
 
     def uploader(self) -> Upload:
         """Copies index tensors to the device, each symbol's to one address for life."""
@@ -86,50 +94,49 @@ class CudaSession(Session):
 
         def upload(symbol: TensorType, values: npt.NDArray[np.int32], capacity: int) -> Buffer:
             tensor = tensors.setdefault(symbol.name, _IndexTensor(self.gpu.device))
-            handle = tensor.upload(values, capacity)
+            with told_by_torch():
+                handle = tensor.upload(values, capacity)
             return Buffer(symbol.dtype, values.shape, symbol.device, handle)
 
         return upload
 
     def copy_pages_out(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
-        self._pages.out(buffer, pages, rows)
+        with told_by_torch():
+            self._pages.out(buffer, pages, rows)
 
     def copy_pages_in(self, buffer: Buffer, pages: Sequence[int], rows: Rows) -> None:
-        self._pages.into(buffer, pages, rows)
+        with told_by_torch():
+            self._pages.into(buffer, pages, rows)
 
     def pinned_host_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        return self._pages.pinned(nbytes)
+        with told_by_torch():
+            return self._pages.pinned(nbytes)
 
     def increment(self, cache_lengths: Buffer, row_offsets: Any) -> None:
         """`cache_lengths += row_offsets[1:] - row_offsets[:-1]` on the device; nothing waits."""
         offsets = row_offsets
-        if isinstance(row_offsets, np.ndarray):
-            offsets = torch.from_numpy(row_offsets.copy()).to(self.gpu.device)
-        operands = {"cache_lengths": cache_lengths.handle, "input_row_offsets": offsets}
-        self.gpu.launch(launch.plan_increment(cache_lengths.shape[0]), operands)
+        with told_by_torch():
+            if isinstance(row_offsets, np.ndarray):
+                offsets = torch.from_numpy(row_offsets.copy()).to(self.gpu.device)
+            operands = {"cache_lengths": cache_lengths.handle, "input_row_offsets": offsets}
+            self.gpu.launch(launch.plan_increment(cache_lengths.shape[0]), operands)
 
     # -- a step
 
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
-        return self._guarded(lambda: self._program(*self._place(arrays, self._upload))[0])
+        with told_by_torch(), torch.inference_mode():
+            step = self._program(*self._place(arrays, self._upload))
+            return next(self._logits).download(step[0])
 
     def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
-        return self._guarded(lambda: self._replay(self._place(arrays, self._upload_captured)))
+        with told_by_torch(), torch.inference_mode():
+            step = self._replay(self._place(arrays, self._upload_captured))
+            return next(self._logits).download(step)
 
     def _synchronize(self) -> None:
         if self.gpu.device.type == "cuda":
-            torch.cuda.synchronize(self.gpu.device)
-
-    def _guarded(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
-        try:
-            with torch.inference_mode():
-                return next(self._logits).download(step())
-        except KVGraphError:
-            raise
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(f"cuda: {str(error).splitlines()[0]}") from error
-        except RuntimeError as error:
-            raise KernelError(f"cuda: {str(error).splitlines()[0]}") from error
+            with told_by_torch():
+                torch.cuda.synchronize(self.gpu.device)
 
     def _place(self, arrays: Sequence[Any], upload: Upload) -> list[torch.Tensor]:
         """Every input where the program reads it; what is on the device already stays."""
@@ -149,14 +156,38 @@ class CudaSession(Session):
     def _replay(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         host = self._on_host
         key = tuple(_seen(t, on_host) for t, on_host in zip(tensors, host, strict=True))
-        step = self._captured.get(key)
+        step = self._captured.pop(key, None)
         if step is None:
-            if len(self._captured) >= MAX_CAPTURED:
-                del self._captured[next(iter(self._captured))]
-            # Values that decide grids are the captured step's own.
-            kept = [t.clone() if h else t for t, h in zip(tensors, host, strict=True)]
-            step = self._captured[key] = self.gpu.capture(lambda: self._program(*kept)[0])
+            step = self._capture(tensors) if self._records else None
+        if step is None:
+            logits: torch.Tensor = self._program(*tensors)[0]
+            return logits
+        if len(self._captured) >= MAX_CAPTURED:
+            del self._captured[next(iter(self._captured))]
+        self._captured[key] = step  # the youngest
         return step()
+
+    def _capture(self, tensors: list[torch.Tensor]) -> Callable[[], torch.Tensor] | None:
+        """None where memory is too little: what was captured stays, and nothing more is.
+
+        Not so with other ranks, which would wait for another number of collectives.
+        """
+        # Values that decide grids are the captured step's own.
+        kept = [t.clone() if h else t for t, h in zip(tensors, self._on_host, strict=True)]
+        try:
+            with told_by_torch():
+                return self.gpu.capture(lambda: self._program(*kept)[0])
+        except CapacityError as error:
+            if self.artifact.ranks > 1:
+                raise
+            self._records = False
+            warnings.warn(
+                f"{self.gpu.device}: expected memory for a CUDA graph beside {len(self._captured)},"
+                f" got {error}: from now on, steps that were not captured are launched one kernel "
+                "after the other",
+                stacklevel=2,
+            )
+            return None
 
 
 def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[object, ...]:

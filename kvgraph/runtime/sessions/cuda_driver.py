@@ -2,7 +2,9 @@
 
 Decision: `cuda-bindings` instead of torch, whose wheel is 300 times larger, and instead of more
 entry points in our launcher: every call here is one documented function of the driver.
-The device's primary context is used, which TensorRT and torch share.
+The device's primary context is used, which TensorRT and torch share: it is current while a method
+or a `with device.current()` of ours runs, and the caller's is again after it. It is never released:
+our launcher keeps modules in it.
 """
 
 from __future__ import annotations
@@ -11,21 +13,20 @@ import contextlib
 import ctypes
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dtypes import itemsize
-from kvgraph.errors import CapacityError, DeviceError, MissingDependencyError
+from kvgraph.errors import CapacityError, DeviceError, KVGraphError, MissingDependencyError
+from kvgraph.runtime.sessions.cuda_errors import of_number
 
-OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+REFUSALS = (DeviceError, CapacityError)
+"""What `CudaDevice.call` raises."""
 
-ENDS_THE_CONTEXT = (214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721)
-"""Errors after which every call in the context fails (CUDA driver API, CUresult)."""
-
-START_AGAIN = "; nothing runs on this device in this process any more: start it again"
 INSTALL = "pip install 'kvgraph[tensorrt]'"
 
 
@@ -38,19 +39,22 @@ class DeviceArray:
     def __init__(self, device: CudaDevice, dtype: str, shape: tuple[int, ...]) -> None:
         self.device, self.dtype, self.shape = device, dtype, shape
         self.nbytes = math.prod(shape) * itemsize(dtype)
-        self.address = int(device.call("cuMemAlloc", max(self.nbytes, 1)))
+        with device.current():
+            self.address = int(device.call("cuMemAlloc", max(self.nbytes, 1)))
         self._free = weakref.finalize(self, _free, device, "cuMemFree", self.address)
         self._free.atexit = False  # the driver frees all of a process that ends
 
 
 class PinnedArray:
-    """Host memory that the device copies from and to without staging, as bytes."""
+    """Host memory that the device copies from and to without staging, as bytes: freed when the
+    last view of them goes, whatever became of this object."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        self.address = int(device.call("cuMemHostAlloc", max(nbytes, 1), 0))
-        self._free = weakref.finalize(self, _free, device, "cuMemFreeHost", self.address)
+        with device.current():
+            self.address = int(device.call("cuMemHostAlloc", max(nbytes, 1), 0))
+        memory = (ctypes.c_uint8 * nbytes).from_address(self.address)  # the base of every view
+        self._free = weakref.finalize(memory, _free, device, "cuMemFreeHost", self.address)
         self._free.atexit = False
-        memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self.bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(memory)
 
 
@@ -67,11 +71,12 @@ class Graph:
 
 
 class CudaDevice:
-    """`ordinal` counts the devices that the driver shows. Methods enqueue on the one stream.
+    """`ordinal` counts the devices that the driver shows. Methods enqueue on the one stream, which
+    goes with the last reference; those that need the context take that the caller made it current.
 
     MissingDependencyError without cuda-bindings, which `install` brings; DeviceError where there is
     no driver or no such device, and for every call that the driver refuses (CapacityError: out of
-    memory).
+    memory; DeviceLostError: nothing runs in the context any more).
     """
 
     def __init__(self, ordinal: int = 0, *, install: str = INSTALL) -> None:
@@ -83,13 +88,17 @@ class CudaDevice:
             raise DeviceError(f"cuda:{ordinal}: expected one of {count} devices of this machine")
         self._device = self.call("cuDeviceGet", ordinal)
         self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
-        self.activate()
-        self.stream = self.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+        with self.current():
+            self.stream = self.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+        self._free = weakref.finalize(
+            self, _destroy_stream, self._driver, self._context, self.stream
+        )
+        self._free.atexit = False
 
     def _initialize(self) -> None:
         try:
             self.call("cuInit", 0)
-        except DeviceError:
+        except KVGraphError:
             raise
         except Exception as error:  # the bindings' own, where there is no libcuda
             raise DeviceError(
@@ -98,19 +107,23 @@ class CudaDevice:
             ) from error
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """One function of the driver: its result, or DeviceError with the driver's word
-        (CapacityError: out of memory)."""
+        """One function of the driver: its result, or one of REFUSALS with the driver's word."""
         status, *results = getattr(self._driver, name)(*arguments)
         if int(status):
             word = getattr(status, "name", str(status))
-            kind = CapacityError if word == OUT_OF_MEMORY else DeviceError
-            then = START_AGAIN if int(status) in ENDS_THE_CONTEXT else ""
-            raise kind(f"cuda:{self.ordinal}: {name}: expected CUDA_SUCCESS, got {word}{then}")
+            sentence = f"cuda:{self.ordinal}: {name}: expected CUDA_SUCCESS, got {word}"
+            raise of_number(int(status), sentence)
         return results[0] if results else None
 
-    def activate(self) -> None:
-        """Make the device's context the calling thread's."""
-        self.call("cuCtxSetCurrent", self._context)
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """The device's context is the calling thread's, then the one that was before."""
+        self.call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(*REFUSALS):  # told of earlier work; the next call tells it too
+                self.call("cuCtxPopCurrent")
 
     @property
     def arch(self) -> str:
@@ -133,8 +146,8 @@ class CudaDevice:
     @property
     def free_memory(self) -> int:
         """Bytes that no process has taken."""
-        self.activate()
-        return int(self.call("cuMemGetInfo"))
+        with self.current():
+            return int(self.call("cuMemGetInfo"))
 
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> DeviceArray:
         array = DeviceArray(self, dtype, shape)
@@ -161,8 +174,8 @@ class CudaDevice:
             enqueue()
             graph = self.call("cuStreamEndCapture", self.stream)
         except BaseException:
-            with contextlib.suppress(DeviceError):
-                self.call("cuStreamEndCapture", self.stream)
+            with contextlib.suppress(*REFUSALS):
+                self.call("cuGraphDestroy", self.call("cuStreamEndCapture", self.stream))
             raise
         try:
             return Graph(self, self.call("cuGraphInstantiate", graph, 0))
@@ -171,9 +184,16 @@ class CudaDevice:
 
 
 def _free(device: CudaDevice, name: str, handle: Any) -> None:
-    with contextlib.suppress(DeviceError):  # no caller is left to be told
-        device.activate()
+    with contextlib.suppress(*REFUSALS), device.current():  # no caller is left to be told
         device.call(name, handle)
+
+
+def _destroy_stream(driver: ModuleType, context: object, stream: object) -> None:
+    """The driver frees it once what is enqueued has run."""
+    (refused, *_) = driver.cuCtxPushCurrent(context)
+    if not int(refused):
+        driver.cuStreamDestroy(stream)
+        driver.cuCtxPopCurrent()
 
 
 def _import(install: str) -> Any:

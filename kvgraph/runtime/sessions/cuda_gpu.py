@@ -57,14 +57,16 @@ class CudaGpu:
         """
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            step()
-            # Errors of this thread alone: copies between tiers go on meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                result = step()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                step()
+                # Errors of this thread alone: copies between tiers go on meanwhile.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    result = step()
+        finally:  # a step that cannot be recorded has written to the pools all the same
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
         def replay() -> torch.Tensor:
             graph.replay()

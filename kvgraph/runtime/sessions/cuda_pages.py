@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvgraph.contract.inputs import Buffer
+from kvgraph.contract.sizes import size_text
+from kvgraph.errors import CapacityError
 from kvgraph.kv.tiers.copies import Rows
+
+PAGE = 4096
+"""Bytes; what is locked begins and ends at one."""
 
 
 class PageCopies:
@@ -35,9 +42,34 @@ class PageCopies:
 
         self._each(buffer, pages, rows, copy)
 
+    def settle(self) -> None:
+        """Wait for the steps' stream: what copies find is what was enqueued there before."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
-        return memory.numpy()
+        """Page-locked as long as a view of it lives. torch's own memory of this kind has a power of
+        two of bytes: up to twice of a slab."""
+        memory = np.empty(nbytes + 2 * PAGE, np.uint8)
+        if self._stream is None:
+            return memory[:nbytes]
+        start = -memory.ctypes.data % PAGE
+        address, length = memory.ctypes.data + start, -(-nbytes // PAGE) * PAGE
+        if nbytes:
+            cudart = torch.cuda.cudart()
+            self._require_locked(int(cudart.cudaHostRegister(address, length, 0)), nbytes)
+            free = weakref.finalize(memory, cudart.cudaHostUnregister, address)
+            free.atexit = False  # the driver unlocks all of a process that ends
+        return memory[start : start + nbytes]
+
+    def _require_locked(self, status: int, nbytes: int) -> None:
+        if status:
+            with suppress(RuntimeError):  # else torch tells the error of what it launches next
+                torch.zeros(1, device=self._device)
+            raise CapacityError(
+                f"host memory: expected {size_text(nbytes)} that the system locks for "
+                f"{self._device}, got error {status} of cudaHostRegister; take less"
+            )
 
     def _each(
         self,

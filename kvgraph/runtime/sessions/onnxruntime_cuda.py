@@ -33,11 +33,11 @@ from kvgraph.errors import (
     BindingError,
     CapacityError,
     DeviceError,
-    KernelError,
 )
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray
+from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
 from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
 from kvgraph.runtime.sessions.onnxruntime import (
     import_onnxruntime,
@@ -59,7 +59,7 @@ class OnnxRuntimeCudaSession(Session):
 
     MissingDependencyError: no ONNX Runtime, or one without the CUDA provider; DeviceError: no GPU,
     or the provider cannot be loaded; ArtifactError: ONNX Runtime refuses the model; KernelError: a
-    step.
+    step; CapacityError: the model or a step needs more memory than there is.
     """
 
     def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
@@ -67,6 +67,10 @@ class OnnxRuntimeCudaSession(Session):
         ort = import_onnxruntime()
         require_provider(ort, PROVIDER)
         self._device = CudaDevice(device, install=INSTALL)
+        with self._device.current():
+            self._open(ort, artifact)
+
+    def _open(self, ort: ModuleType, artifact: ArtifactFolder) -> None:
         self._session = _open(ort, artifact, self._device)
         self._binding = self._session.io_binding()
         self._inputs = self.signature.inputs
@@ -81,9 +85,9 @@ class OnnxRuntimeCudaSession(Session):
         """Zeroed device memory. CapacityError where the device has too little."""
         self._require_known(symbol)
         shape = symbol.extents(sizes)
-        self._device.activate()
         try:
-            pool = self._device.zeros(symbol.dtype, shape)
+            with self._device.current():
+                pool = self._device.zeros(symbol.dtype, shape)
         except CapacityError as error:
             raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
         return Buffer(symbol.dtype, shape, symbol.device, pool)
@@ -92,26 +96,26 @@ class OnnxRuntimeCudaSession(Session):
         return self._device.free_memory
 
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
-        self._device.activate()
-        rows = len(arrays[2])
-        pools = {s.name: self._pool(s, a) for s, a in self._given(arrays) if s.kind == "buffer"}
-        logits = self._logits.at_least(rows)
-        for symbol, array in self._given(arrays):
-            if symbol.kind == "buffer":
-                self._bind(symbol, array.shape, pools[symbol.name].address)
-            else:
-                self._bind_values(symbol, array)
-        place = ("cuda", self._device.ordinal, np.float32, (rows, self._vocab), logits.address)
-        self._binding.bind_output("logits", *place)
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes
-            raise KernelError(f"onnxruntime: {last_sentence(error)}") from error
-        return self._logits.download(logits, rows)
+        with self._device.current():
+            rows, given = len(arrays[2]), self._given(arrays)
+            pools = {s.name: self._pool(s, a) for s, a in given if s.kind == "buffer"}
+            logits = self._logits.at_least(rows)
+            for symbol, array in given:
+                if symbol.kind == "buffer":
+                    self._bind(symbol, array.shape, pools[symbol.name].address)
+                else:
+                    self._bind_values(symbol, array)
+            place = ("cuda", self._device.ordinal, np.float32, (rows, self._vocab), logits.address)
+            self._binding.bind_output("logits", *place)
+            try:
+                self._session.run_with_iobinding(self._binding)
+            except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes
+                raise step_error(f"onnxruntime: {last_sentence(error)}", str(error)) from error
+            return self._logits.download(logits, rows)
 
     def _synchronize(self) -> None:
-        self._device.activate()
-        self._device.synchronize()
+        with self._device.current():
+            self._device.synchronize()
 
     def _given(self, arrays: Sequence[Any]) -> list[tuple[TensorType, Any]]:
         return list(zip(self._inputs, arrays, strict=True))
@@ -156,7 +160,9 @@ def _open(ort: ModuleType, artifact: ArtifactFolder, device: CudaDevice) -> Infe
     path = artifact.folder / "model.onnx"
     try:
         return open_session(ort, path, options, PROVIDER, settings)
-    except ArtifactError:
+    except ArtifactError as error:
+        if (told := opening_error(path, str(error.__cause__))) is not None:
+            raise told from error
         _require_loaded(ort, device)
         raise
 

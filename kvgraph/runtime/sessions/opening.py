@@ -8,16 +8,20 @@ from pathlib import Path
 
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
+from kvgraph.runtime.sessions.cuda_errors import opening_error
 
 
 @contextmanager
 def opening(path: Path, framework: str) -> Iterator[None]:
-    """ArtifactError for what `framework` ("torch 2.13.0") raises while it opens `path`."""
+    """ArtifactError for what `framework` ("torch 2.13.0") raises while it opens `path`, but
+    CapacityError where a GPU has too little memory, and DeviceLostError."""
     try:
         yield
     except (KVGraphError, MemoryError):
         raise
     except Exception as error:
+        if (told := opening_error(path, str(error))) is not None:
+            raise told from error
         lines = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         raise ArtifactError(

@@ -24,6 +24,7 @@ from kvgraph.errors import ArtifactError, KernelError, MissingDependencyError, U
 from kvgraph.ops.native import library_path
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice
+from kvgraph.runtime.sessions.cuda_errors import opening_error, step_error
 from kvgraph.runtime.sessions.tensorrt.bindings import require_bindings
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class LoadedEngine:
     """An engine of `artifact` on `device`, its bindings checked. `said()` is TensorRT's last word.
 
     MissingDependencyError, ArtifactError (another version or architecture: both named; an engine
-    that TensorRT refuses; bindings that are not the manifest's), KernelError (plugins),
-    UnsupportedError (a padded cache: plain operators promise nothing about one address).
+    that TensorRT refuses; bindings that are not the manifest's), CapacityError, KernelError
+    (plugins), UnsupportedError (a padded cache: plain operators promise nothing about one address).
     """
 
     def __init__(self, artifact: ArtifactFolder, device: CudaDevice) -> None:
@@ -65,9 +66,10 @@ class LoadedEngine:
             self._load_plugins()
         self.engine = runtime.deserialize_cuda_engine(_mapped(path))
         if self.engine is None:
-            raise ArtifactError(
+            said = self.said()
+            raise opening_error(path, said) or ArtifactError(
                 f"{path}: expected an engine that {info.module} {info.version} takes on "
-                f"{device.arch}, got one that it refuses: {self.said()}"
+                f"{device.arch}, got one that it refuses: {said}"
             )
         if info.refit:
             self._refit(artifact.folder / WEIGHTS_NAME)
@@ -95,7 +97,8 @@ class LoadedEngine:
             )
         context = engine.create_execution_context(config)
         if context is None or not context.set_optimization_profile_async(profile, stream):
-            raise KernelError(f"tensorrt: profile {profile}: {self.said()}")
+            said = self.said()
+            raise step_error(f"tensorrt: profile {profile}: {said}", said)
         return context
 
     def scratch_bytes(self) -> int:

@@ -28,10 +28,11 @@ from kvgraph.contract.dims import NUM_LOGITS, TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.manifest import ProfileInfo
 from kvgraph.contract.signature import output_name
-from kvgraph.errors import BindingError, CapacityError, DeviceError, KernelError
+from kvgraph.errors import BindingError, CapacityError, KernelError
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
+from kvgraph.runtime.sessions.cuda_errors import CaptureError, step_error
 from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
 from kvgraph.runtime.sessions.tensorrt.engine import LoadedEngine
 
@@ -40,8 +41,11 @@ if TYPE_CHECKING:
 
 Sizes = dict[str, int]
 
-MAX_GRAPHS = 64
-"""Captured steps that are kept; the engine pads decode batches to far fewer."""
+MAX_GRAPHS = 256
+"""Captured steps that are kept, the least recently run one goes first; an engine of 64 rows and
+131,072 tokens has steps of 81 sizes."""
+
+CAPTURABLE = "an engine that can be captured in a CUDA graph"
 
 
 class TensorRTSession(Session):
@@ -56,10 +60,17 @@ class TensorRTSession(Session):
     def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
         super().__init__(artifact)
         self._device = CudaDevice(device)
+        with self._device.current():
+            self._open(artifact)
+
+    def _open(self, artifact: ArtifactFolder) -> None:
         self._loaded = LoadedEngine(artifact, self._device)
         self._profiles = self._loaded.info.profiles
         self._tensor = self._loaded.info.tensor
         self._inputs = self.signature.inputs
+        # Before what holds the device, and so its stream: attributes go in this order.
+        self._contexts: dict[int, IExecutionContext] = {}
+        self._captured: dict[tuple[object, ...], _Captured] = {}
         self._index_tensors = {
             symbol.name: IndexTensor(self._device, symbol.dtype, self._largest(symbol))
             for symbol in self._inputs
@@ -67,9 +78,7 @@ class TensorRTSession(Session):
         }
         self._logits = Logits(self._device, self._vocab)
         self._scratch = self._device.zeros("int8", (self._loaded.scratch_bytes(),))
-        self._contexts: dict[int, IExecutionContext] = {}
-        self._captured: dict[tuple[object, ...], _Captured] = {}
-        self._capturable = True
+        self._records = True  # whether steps are captured from now on
 
     @property
     def limits(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -82,9 +91,9 @@ class TensorRTSession(Session):
         self._require_known(symbol)
         self._choose({dim: sizes[dim] for dim in symbol.symbolic_dims})
         shape = symbol.extents(sizes)
-        self._device.activate()
         try:
-            pool = self._device.zeros(symbol.dtype, shape)
+            with self._device.current():
+                pool = self._device.zeros(symbol.dtype, shape)
         except CapacityError as error:
             raise CapacityError(f"{symbol.name} {list(shape)}: {error}") from error
         return Buffer(symbol.dtype, shape, symbol.device, pool)
@@ -93,7 +102,10 @@ class TensorRTSession(Session):
         return self._device.free_memory
 
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
-        step = self._plan(arrays)
+        with self._device.current():
+            return self._run_step(self._plan(arrays))
+
+    def _run_step(self, step: _Step) -> npt.NDArray[np.float32]:
         context = self._contexts.get(step.profile)
         if context is None:
             context = self._contexts[step.profile] = self._context(step.profile, captured=False)
@@ -102,24 +114,23 @@ class TensorRTSession(Session):
         return self._take_logits(step)
 
     def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
-        if not self._capturable:
-            return self._run(arrays)
-        step = self._plan(arrays)
-        captured = self._captured.get(step.key)
-        if captured is None:
-            return self._capture(step)
-        captured.graph.launch()
-        return self._take_logits(step)
+        with self._device.current():
+            step = self._plan(arrays)
+            captured = self._captured.pop(step.key, None)
+            if captured is None:
+                return self._capture(step) if self._records else self._run_step(step)
+            self._captured[step.key] = captured  # the youngest
+            captured.graph.launch()
+            return self._take_logits(step)
 
     def _synchronize(self) -> None:
-        self._device.activate()
-        self._device.synchronize()
+        with self._device.current():
+            self._device.synchronize()
 
     # -- planning: what may fail comes first, then the index tensors are filled
 
     def _plan(self, arrays: Sequence[Any]) -> _Step:
         """Check the step against the profiles, and write its index tensors into pinned memory."""
-        self._device.activate()
         sizes = self.signature.bind(arrays)
         wanted = sizes[NUM_LOGITS]
         profile = self._choose(sizes)
@@ -200,41 +211,54 @@ class TensorRTSession(Session):
         return self._logits.download(step.logits, step.wanted)
 
     def _capture(self, step: _Step) -> npt.NDArray[np.float32]:
-        """Run the step once, as TensorRT asks before a capture, and record it for the next time."""
-        context = self._context(step.profile, captured=True)
+        """Run the step once, as TensorRT asks before a capture, and record it for the next time.
+
+        Where memory is too little for that, what was captured stays, and nothing more is.
+        """
+        try:
+            context = self._context(step.profile, captured=True)
+        except CapacityError as error:
+            self._stop_recording(f"memory for a CUDA graph beside {len(self._captured)}", error)
+            return self._run_step(step)
         self._bind(context, step)
         self._enqueue(context, step)
         logits = self._take_logits(step)
         graph = self._recorded(context, step)
-        if graph is None:
-            self._capturable = False
-            warnings.warn(
-                f"{self._loaded.path}: expected an engine that can be captured in a CUDA graph, "
-                "got one that cannot: every step is enqueued again",
-                stacklevel=2,
-            )
-            return logits
-        if len(self._captured) >= MAX_GRAPHS:
-            del self._captured[next(iter(self._captured))]
-        self._captured[step.key] = _Captured(graph, context)
+        if graph is not None:
+            if len(self._captured) >= MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]
+            self._captured[step.key] = _Captured(graph, context)
         return logits
 
     def _recorded(self, context: Any, step: _Step) -> Graph | None:
-        """None for an engine that cannot be captured. TensorRT-RTX says so before; TensorRT has no
-        such question, and its capture fails."""
+        """None where it cannot be: then nothing more is recorded. TensorRT-RTX says before that an
+        engine cannot be captured; TensorRT has no such question, and its capture fails."""
         asks = getattr(context, "is_stream_capturable", None)
         if asks is not None and not asks(int(self._device.stream)):
+            self._stop_recording(CAPTURABLE, "TensorRT's answer that it cannot be")
             return None
         try:
             return self._device.capture(lambda: self._enqueue(context, step))
-        except (DeviceError, KernelError):
+        except CapacityError as error:
+            self._stop_recording(f"memory for a CUDA graph beside {len(self._captured)}", error)
+        except (CaptureError, KernelError) as error:
             if asks is not None:
                 raise
-            return None
+            self._stop_recording(CAPTURABLE, error)
+        return None
+
+    def _stop_recording(self, expected: str, got: Exception | str) -> None:
+        self._records = False
+        warnings.warn(
+            f"{self._loaded.path}: expected {expected}, got {got}: "
+            "from now on, steps that were not captured are enqueued one kernel after the other",
+            stacklevel=2,
+        )
 
     def _require(self, done: bool, what: str) -> None:
         if not done:
-            raise KernelError(f"tensorrt: {what}: {self._loaded.said()}")
+            said = self._loaded.said()
+            raise step_error(f"tensorrt: {what}: {said}", said)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,108 @@
+"""What an error of CUDA means, whoever tells it: the driver, torch, TensorRT or ONNX Runtime.
+
+The driver has numbers. The others have sentences, in which its names or its descriptions stand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvgraph.errors import CapacityError, DeviceError, DeviceLostError, KernelError, KVGraphError
+
+OUT_OF_MEMORY = 2
+
+LOST = {
+    214: ("CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"),
+    220: ("CUDA_ERROR_NVLINK_UNCORRECTABLE", "uncorrectable NVLink error detected"),
+    700: ("CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"),
+    702: ("CUDA_ERROR_LAUNCH_TIMEOUT", "the launch timed out and was terminated"),
+    710: ("CUDA_ERROR_ASSERT", "device-side assert triggered"),
+    714: ("CUDA_ERROR_HARDWARE_STACK_ERROR", "hardware stack error"),
+    715: ("CUDA_ERROR_ILLEGAL_INSTRUCTION", "an illegal instruction was encountered"),
+    716: ("CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"),
+    717: ("CUDA_ERROR_INVALID_ADDRESS_SPACE", "operation not supported on global/shared address"),
+    718: ("CUDA_ERROR_INVALID_PC", "invalid program counter"),
+    719: ("CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"),
+    721: ("CUDA_ERROR_TENSOR_MEMORY_LEAK", "tensor memory not completely freed"),
+}
+"""Errors after which every call in the context fails (CUresult): name, and start of the text."""
+
+CAPTURES = range(900, 909)
+"""Errors of a capture, which leave the stream as it was."""
+
+START_AGAIN = "nothing runs on this device in this process any more: start it again"
+
+_LOST = re.compile(
+    "|".join([START_AGAIN, *(name for name, _ in LOST.values())])
+    + r"|\bcuda (error|failure \d+|runtime|driver)(: | \()("
+    + "|".join(re.escape(text) for _, text in LOST.values())
+    + ")",
+    re.IGNORECASE,
+)
+_FULL = re.compile(
+    r"out[ _]?of[ _]?memory|failed to allocate memory|ALLOC(ATION)?_FAILED"
+    r"|expected success of the CUDA driver, got .* \(2\):",
+    re.IGNORECASE,
+)
+"""The last one is our launcher's, under a driver that has no name for the number."""
+
+
+class CaptureError(DeviceError):
+    """What was enqueued cannot be captured; the device is as it was."""
+
+
+def of_number(number: int, sentence: str) -> DeviceError | CapacityError:
+    """The error for what the driver returned."""
+    if number == OUT_OF_MEMORY:
+        return CapacityError(sentence)
+    if number in LOST:
+        return _lost(sentence)
+    return (CaptureError if number in CAPTURES else DeviceError)(sentence)
+
+
+def of_text(text: str) -> type[CapacityError | DeviceLostError] | None:
+    """The kind of an error that a framework told in `text`; None: neither of these two."""
+    if _LOST.search(text):
+        return DeviceLostError
+    return CapacityError if _FULL.search(text) else None
+
+
+def step_error(sentence: str, text: str) -> KVGraphError:
+    """The error for a step that a framework refused with `text`."""
+    kind = of_text(text) or KernelError
+    return _lost(sentence) if kind is DeviceLostError else kind(sentence)
+
+
+def opening_error(path: Path, text: str) -> KVGraphError | None:
+    """The error for a file that was refused with `text`, where the GPU is why and not the file."""
+    kind, lines = of_text(text), text.strip().splitlines()
+    if kind is CapacityError:
+        return CapacityError(
+            f"{path}: expected memory on the GPU for what the file holds, got too little "
+            f"({lines[0]}); end what else runs there, or compile the model with a smaller --weights"
+        )
+    return None if kind is None else _lost(f"{path}: {lines[0]}")
+
+
+def _lost(sentence: str) -> DeviceLostError:
+    """With the next step, which the driver's callers may have said."""
+    return DeviceLostError(sentence if START_AGAIN in sentence else f"{sentence}; {START_AGAIN}")
+
+
+@contextmanager
+def told_by_torch() -> Iterator[None]:
+    """torch's errors as ours, and a launcher's that say more than that the device refused:
+    CapacityError, DeviceLostError, or KernelError."""
+    try:
+        yield
+    except KVGraphError as error:
+        kind = of_text(str(error)) if type(error) is DeviceError else None
+        if kind is None:
+            raise
+        raise (_lost if kind is DeviceLostError else kind)(str(error)) from error
+    except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError are, too
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise step_error(f"cuda: {lines[0]}", str(error)) from error
