@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Annotated
@@ -50,6 +51,7 @@ app.add_typer(cache.app, name="cache")
 
 def main() -> None:
     """Entry point: one sentence and exit code 2 for what a user can mend."""
+    _open_streams()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning  # type: ignore[assignment]
@@ -57,6 +59,13 @@ def main() -> None:
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {error}", soft_wrap=True)
         sys.exit(2)
+
+
+def _open_streams() -> None:
+    """A stream that the shell has closed, as `>&-` does, gives nothing and takes all."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 @app.callback(invoke_without_command=True)

@@ -228,7 +228,8 @@ class KVCacheManager(ABC):
         vars(self).pop("_slots", None)
 
     def close(self) -> None:
-        """Finish what is queued for the tiers, and let go of them. Idempotent."""
+        """Finish what is queued for the tiers, for 10 seconds at most, and let go of them.
+        Idempotent."""
         return
 
     # -- queries: they change nothing

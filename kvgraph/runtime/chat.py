@@ -33,9 +33,6 @@ MORE_TEMPLATES = "additional_chat_templates"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
-TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-"""Variables of a template that the tokenizer's files set."""
-
 PROBE = "a probe"
 """A message that shows what a template takes."""
 
@@ -103,10 +100,19 @@ class Chats(Prompts, ABC):
 
 
 class ChatTemplates:
-    """The chat templates of the artifact in `folder`, which are read when they are first used."""
+    """The chat templates of the artifact in `folder`, as they are when this is made.
+
+    ArtifactError for a file that is not text, or not JSON.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        path = folder / TEMPLATE
+        self._files = {"default": _text(path)} if path.exists() else {}
+        for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
+            self._files[path.stem] = _text(path)
+        self._config = self._read(CONFIG)
+        self._tokens = self._special_tokens()
 
     def render(
         self,
@@ -138,7 +144,7 @@ class ChatTemplates:
         variables["tools"] = tools
         variables["add_generation_prompt"] = flag("add_generation_prompt", add_generation_prompt)
         source = self._source(chat_template, tools is not None)
-        if has_parts(chat) and not self._renders_parts(source, variables):
+        if has_parts(chat) and not self._renders_parts(source, variables, chat):
             chat = joined_text(chat)
         try:
             return self._jinja.render(source, variables | {"messages": chat})
@@ -172,15 +178,19 @@ class ChatTemplates:
             raise ArtifactError(f"{self._folder}: chat template {given!r}: {failed}") from error
         return given if source is None else source
 
-    def _renders_parts(self, source: str, variables: Mapping[str, Any]) -> bool:
-        """Whether a list of one part is rendered as its text is, or text is not rendered at all."""
+    def _renders_parts(self, source: str, variables: Mapping[str, Any], chat: Messages) -> bool:
+        """Whether a list of one part is rendered as its text is, or text is not rendered at all:
+        in messages of the same roles, as a template may ask for some of them."""
+
+        def rendered(content: object) -> str:
+            messages = [
+                each if each.get("content") is None else {**each, "content": content}
+                for each in chat
+            ]
+            return self._jinja.render(source, {**variables, "messages": messages})
+
         try:
-            text, parts = (
-                self._jinja.render(
-                    source, {**variables, "messages": [{"role": "user", "content": content}]}
-                )
-                for content in (PROBE, [{"type": "text", "text": PROBE}])
-            )
+            text, parts = map(rendered, (PROBE, [{"type": "text", "text": PROBE}]))
         except ValueError:
             return False
         return parts == text or PROBE not in text
@@ -196,19 +206,11 @@ class ChatTemplates:
         return Jinja()
 
     @cached_property
-    def _config(self) -> JsonObject:
-        return self._read(CONFIG)
-
-    @cached_property
     def _sources(self) -> dict[str, str]:
         """Name -> template; files of their own come before those in the tokenizer's."""
-        path = self._folder / TEMPLATE
-        sources = {"default": _text(path)} if path.exists() else {}
-        for path in sorted((self._folder / MORE_TEMPLATES).glob("*.jinja")):
-            sources[path.stem] = _text(path)
         given = self._config.get("chat_template")
-        if sources or given is None:
-            return sources
+        if self._files or given is None:
+            return self._files
         try:
             sources = (
                 {"default": given}
@@ -224,16 +226,16 @@ class ChatTemplates:
             f"{said(given)}"
         )
 
-    @cached_property
-    def _tokens(self) -> dict[str, str]:
+    def _special_tokens(self) -> dict[str, str]:
         """Special tokens by their names, from where transformers takes them."""
         fields = self._config
         if "added_tokens_decoder" not in fields:
             fields = fields | self._read(SPECIAL_TOKENS)
+        extra = fields.get("extra_special_tokens")
+        named = {name: token for name, token in fields.items() if name.endswith("_token")}
         contents = {
             name: token.get("content") if isinstance(token, dict) else token
-            for name in TOKENS
-            if (token := fields.get(name)) is not None
+            for name, token in (named | (extra if isinstance(extra, dict) else {})).items()
         }
         return {name: token for name, token in contents.items() if isinstance(token, str)}
 

@@ -198,13 +198,13 @@ class Scheduler:
             return None
         self._settle_loads()
         rows, preempted = self._continue_running(self.max_batch_tokens)
+        is_asked = False
         if self.waiting and not preempted:
-            rows += self._admit(self._budget_left(rows), rows)
-        assert rows or self._is_held(), "the oldest always fits: submit() refused it otherwise"
+            admitted, is_asked = self._admit(self._budget_left(rows), rows)
+            rows += admitted
+        fits = rows or self.loading or is_asked
+        assert fits, "the oldest always fits: submit() refused it otherwise"
         return _batch(rows) if rows else None
-
-    def _is_held(self) -> bool:
-        return bool(self.loading) or not all(self.kv.prefetch([self.waiting[0].context]))
 
     def retire(self) -> list[Request]:
         """Release finished requests and return them."""
@@ -287,8 +287,9 @@ class Scheduler:
         insort(self.waiting, victim, key=_ARRIVAL)
         self.preemptions += 1
 
-    def _admit(self, budget: int, rows: Sequence[Request]) -> list[Request]:
-        """Waiting requests that join the `rows` of this step."""
+    def _admit(self, budget: int, rows: Sequence[Request]) -> tuple[list[Request], bool]:
+        """Waiting requests that join the `rows` of this step, and whether it stopped at one of
+        which tiers are asked: asked again, they may have answered."""
         admitted: list[Request] = []
         coming: set[bytes] | None = None
         held = 0
@@ -297,7 +298,7 @@ class Scheduler:
             request = self.waiting[held]
             context = request.context
             if not all(self.kv.prefetch([context])):
-                break
+                return admitted, True
             # Room for the whole prompt, not only its first chunk: else prompts evict each other.
             # Alone, a first chunk is enough: windows give pages back as the prompt goes on.
             if self._num_claimed and not self.kv.has_room(context):
@@ -329,7 +330,7 @@ class Scheduler:
             insort(self.running, request, key=_ARRIVAL)
             admitted.append(request)
             coming |= self.kv.coming_pages([context])
-        return admitted
+        return admitted, False
 
     @property
     def _num_claimed(self) -> int:

@@ -13,9 +13,11 @@ A thread of its own sends and answers; the engine's thread hands over what happe
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -73,7 +75,7 @@ class KVEventPublisher:
     def __init__(
         self, endpoint: str, replay: str | None, topic: str, page_size: int, medium: str | None
     ) -> None:
-        self._topic = topic.encode()
+        self._topic = _encoded(topic)
         self._page_size, self._medium = page_size, medium
         self._queue: SimpleQueue[tuple[float, list[Event]] | None] = SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
@@ -93,20 +95,27 @@ class KVEventPublisher:
         self._thread.start()
 
     def _bind(self, kind: int, endpoint: str, flag: str) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        self._sockets.append(socket)
+        made: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(made)
+        if kind == self._zmq.ROUTER:
+            made.sndhwm = KEPT + 1  # an answer, whole: a ROUTER drops what goes beyond
+        if _is_taken(endpoint):
+            raise RequestError(
+                f"{flag}: expected an endpoint of this server alone, got {endpoint!r}, where "
+                "another process answers; take another path"
+            )
         try:
-            socket.bind(endpoint)
+            made.bind(endpoint)
         except self._zmq.ZMQError as error:
             raise RequestError(
                 f"{flag}: expected an endpoint that can be bound, such as tcp://*:5557, got "
                 f"{endpoint!r} ({error})"
             ) from error
-        return socket
+        return made
 
     def _let_go(self) -> None:
-        for socket in self._sockets:
-            socket.close(linger=LINGER_MILLISECONDS)
+        for each in self._sockets:
+            each.close(linger=LINGER_MILLISECONDS)
         self._context.term()
 
     def publish(self, events: list[Event]) -> None:
@@ -177,6 +186,24 @@ class KVEventPublisher:
                 )
             before = event
         return made
+
+
+def _is_taken(endpoint: str) -> bool:
+    """Whether somebody listens at a path: ZeroMQ would take the path from them."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc":
+        return False
+    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+        probe.connect(path)
+        return True
+    return False
+
+
+def _encoded(topic: str) -> bytes:
+    try:
+        return topic.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"--kv-events-topic: expected text in UTF-8, got {error}") from error
 
 
 def block_hash(digest: bytes) -> int:

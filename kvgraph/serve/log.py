@@ -40,6 +40,8 @@ def log_refusal(path: str, status: int) -> None:
 
 
 def write_line(line: dict[str, object]) -> None:
-    """A reader of the log that has gone costs no answer, and no drain."""
+    """A reader of the log that has gone, or was never there, costs no answer, and no drain."""
+    if sys.stderr is None:
+        return
     with suppress(OSError, ValueError):
         sys.stderr.write(encoded(line).decode() + "\n")

@@ -1,4 +1,7 @@
-"""Listens, loads meanwhile, and ends as it is told: SIGTERM drains, a second one cuts."""
+"""Listens, loads meanwhile, and ends as it is told: SIGTERM drains, a second one cuts.
+
+Tiers have a few seconds for the pages that wait for them; after the second signal none.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def serve(
         timeout_graceful_shutdown=CLOSING_SECONDS,
         server_header=False,
     )
-    write_line({"event": "listening", "url": "http://{}:{}".format(*listening.getsockname()[:2])})
+    write_line({"event": "listening", "url": url_of(*listening.getsockname()[:2])})
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(config, service).main(listening))
 
@@ -64,6 +67,10 @@ def listen(host: str, port: int) -> socket.socket:
             f"{host}:{port}: expected an address to listen at, got {error}; "
             "choose another with --host and --port"
         ) from error
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Protocol(HttpToolsProtocol):
@@ -137,6 +144,7 @@ class _Server(uvicorn.Server):
         """uvicorn's, called in the event loop's thread at a signal."""
         if self._service.is_draining:
             self.should_exit = True
+            asyncio.get_running_loop().call_soon(self._service.hurry)
             return
         self._service.is_draining = True
         asyncio.get_running_loop().create_task(self._drain())

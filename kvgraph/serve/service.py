@@ -14,6 +14,7 @@ from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
+from kvgraph.runtime.text import TextStream
 from kvgraph.serve.answers import Spelling
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.facts import EngineFacts, facts_of
@@ -71,13 +72,15 @@ class Served:
         special token has a place where it is spelled out."""
         from tokenizers.decoders import DecodeStream
 
-        tokenizer, decoder = self._tokenizer(), DecodeStream(skip_special_tokens=True)
+        tokenizer = self._tokenizer()
+        stream = TextStream(tokenizer, 0)
+        stream.decoder = DecodeStream(skip_special_tokens=True)
         added = tokenizer.get_added_tokens_decoder().items()
         special = {token: known.content for token, known in added if known.special}
         offsets, at = [], 0
         for token in tokens:
             offsets.append(min(at, len(text)))  # one that normalizes gives other pieces
-            piece = decoder.step(tokenizer, token) or ""
+            piece = stream.step(token)
             spelled = special.get(token, "")
             at += len(spelled if spelled and text.startswith(spelled, at) else piece)
         return offsets
@@ -105,6 +108,10 @@ class Service(ABC):
 
     @abstractmethod
     async def close(self) -> None: ...
+
+    @abstractmethod
+    def hurry(self) -> None:
+        """Have `close` wait for nothing that can be done without."""
 
     def serve(
         self,
@@ -171,6 +178,12 @@ class EngineService(Service):
             await self.engine.close()
         if self._events is not None:
             await asyncio.to_thread(self._events.close)
+
+    def hurry(self) -> None:
+        """Pages that wait for tiers are dropped."""
+        kv = None if self.engine is None else self.engine.engine.kv
+        if isinstance(kv, PagedKVCacheManager) and kv._tiers is not None:
+            kv._tiers.connector.drop_queued()
 
 
 def _decoder(prompts: Prompts) -> Callable[[list[int]], str]:

@@ -19,6 +19,9 @@ MOST_TOOLS = 128
 SPACE = " \t\n\r"
 """What JSON allows between its parts."""
 
+SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+"""Keywords of JSON Schema whose value has a schema for each name."""
+
 
 class Tools:
     """The functions that a chat may call. ServeError for what is no function, or for a choice of
@@ -123,6 +126,8 @@ def _moved(schema: JsonObject, place: str) -> JsonObject:
     def moved_value(key: str, value: object) -> object:
         if key in ("const", "enum", "default", "examples"):  # values, not schemas
             return value
+        if key in SCHEMAS_BY_NAME and isinstance(value, dict):  # a name may be that of a keyword
+            return {name: moved(each) for name, each in value.items()}
         if key == "$ref" and isinstance(value, str):
             start = next((name for name in names if value.startswith(name)), None)
             return value if start is None else place + value[len(start) :]

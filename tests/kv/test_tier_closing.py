@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from kvgraph.errors import CapacityError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from kvgraph.kv.tiers import workers
 from kvgraph.kv.tiers.copies import HostCopier
 from kvgraph.kv.tiers.disk import tools
 from kvgraph.kv.tiers.tiered import TieredConnector
@@ -127,6 +129,59 @@ def test_an_interpreter_that_ends_finishes_what_is_queued(tmp_path: Path) -> Non
     ((_, pages, _, _),), _ = tools.describe(tmp_path)
     assert pages == 5
     assert not list(tmp_path.glob("*/*.owner"))
+
+
+class Slow(MemoryStore):
+    """Each write waits for a turn, at most for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.turns, self._seconds = threading.Semaphore(0), seconds
+        self.is_writing = threading.Event()
+
+    def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        self.is_writing.set()
+        self.turns.acquire(timeout=self._seconds)
+        return super().write(key, parts)
+
+
+def filled(store: MemoryStore) -> tuple[PagedKVCacheManager, TieredConnector]:
+    """Five pages on their way to the store."""
+    manager, connector = make_manager(store)
+    ctx = start(manager, "a", range(20))
+    ctx.update(1)
+    manager.step([ctx])
+    manager.release("a")
+    return manager, connector
+
+
+def test_what_a_slow_store_has_not_taken_in_time_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "CLOSE_SECONDS", 0.1)
+    store = Slow(1.0)
+    manager, connector = filled(store)
+    assert store.is_writing.wait(30)
+    manager.close()
+    require_ended(connector, store)
+    assert store.writes == 1, "a write that has begun ends"
+    assert connector.metrics().offload_dropped == 4
+    assert "4 pages are dropped" in caplog.text
+
+
+def test_a_close_that_is_hurried_waits_for_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "CLOSE_SECONDS", 60.0)
+    store = Slow(60.0)
+    manager, connector = filled(store)
+    assert store.is_writing.wait(30)
+    closing = threading.Thread(target=manager.close)
+    closing.start()
+    connector.drop_queued()
+    store.turns.release()
+    closing.join(30)
+    assert not closing.is_alive()
+    require_ended(connector, store)
+    assert store.writes == 1
 
 
 def test_more_host_memory_than_there_is_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,35 @@ def test_another_model_is_ignored_counted_and_never_mixed(
     other.close()
 
 
+def test_keys_of_others_are_counted_a_few_at_a_time(
+    server: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many they are; what a count found is told once it has come to its end."""
+    monkeypatch.setattr(remote, "SCAN_COUNT", 10)
+    client.mset({f"somebody's {i}": b"x" for i in range(500)})
+    one = RemoteStore(server.url(), MODEL, SIZE)
+    put(one, 0, 1, 2)
+    client.config_resetstat()
+    two = RemoteStore(server.url(), MODEL, SIZE)
+    flushes = 1
+    while two.stats().num_used_pages != 3:
+        scans = client.info("commandstats")["cmdstat_scan"]["calls"]
+        assert scans <= remote.SCANS_AT_ONCE * flushes
+        assert two.stats().num_used_pages == 0
+        monkeypatch.setattr(two, "_counted_at", 0.0)
+        two.flush()
+        flushes += 1
+    assert flushes > 3
+    client.config_resetstat()
+    client.client_kill_filter(skipme=True)
+    assert got(two, 0) is None
+    recover(two)
+    assert got(two, 0) == page(0)
+    assert "cmdstat_scan" not in client.info("commandstats"), "none as it connects again"
+    one.close()
+    two.close()
+
+
 @pytest.mark.parametrize("kind", ["flip", "cut", "empty", "longer", "key", "type"])
 def test_a_damaged_record_is_a_miss_and_is_removed(
     kind: str, server: RedisServer, client: redis.Redis
@@ -279,12 +308,18 @@ def test_wrong_credentials(
         "redis://user:secret@host:99999",
         "redis://user:secret@host/0?colour=red",
         "redis://user:secret@host/0?socket_timeout=soon",
+        "redis://host?protocol=9",
+        "redis://host?cache=x",
+        "redis://host?credential_provider=x&password=secret",
+        "redis://host?maint_notifications_config=x",
+        "rediss://host?ssl_cert_reqs=bogus",
     ],
 )
 def test_a_malformed_address(url: str) -> None:
     with pytest.raises(StoreError, match="expected an address such as redis://host") as caught:
         RemoteStore(url, MODEL, SIZE)
     assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:

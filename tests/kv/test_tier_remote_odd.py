@@ -153,6 +153,17 @@ def test_what_an_odd_server_said_is_passed_on() -> None:
         store.close()
 
 
+def test_a_refusal_is_logged_in_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    refusal = b"-OOM \x1b[31mred\x07" + b"x" * 5000 + b"\r\n"
+    with understanding(1 << 30, b"", SET=refusal) as url:
+        store = RemoteStore(url, MODEL, SIZE)
+        assert put(store, 0) == [False]
+        (line,) = caplog.messages
+        assert "takes no pages: \\x1b[31mred\\x07xxx" in line
+        assert len(line) < 300
+        store.close()
+
+
 def test_a_server_whose_keys_come_to_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "CLEAR_SECONDS", 0.2)
     with understanding(1 << 30, b"", SCAN=b"*2\r\n$1\r\n7\r\n*0\r\n") as url:

@@ -103,6 +103,17 @@ def test_tokens_of_an_older_folder(tmp_path: Path) -> None:
     assert ChatTemplates(tmp_path).render([USER]) == "<a>|<b>|"
 
 
+def test_tokens_of_other_names(tmp_path: Path) -> None:
+    config = {
+        "chat_template": "{{ image_token }}|{{ audio_token }}|{{ add_bos_token }}",
+        "audio_token": "<a>",
+        "add_bos_token": True,
+        "extra_special_tokens": {"image_token": "<i>"},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplates(tmp_path).render([USER]) == "<i>|<a>|"
+
+
 # -- messages
 
 
@@ -114,6 +125,10 @@ def test_parts_of_text(tmp_path: Path) -> None:
     assert saved(PARTS, tmp_path / "parts").render([message]) == theirs == "user: one two\n"
     text = saved(TURNS, tmp_path / "text").render([message], add_generation_prompt=False)
     assert text == "<s><turn>user\none\ntwo</turn>\n"
+    with_system = "{{ raise_exception('no system') if messages[0].role != 'system' }}" + PARTS
+    chat: list[Message] = [{"role": "system", "content": "s"}, message]
+    theirs = tokenizer(with_system).apply_chat_template(chat, tokenize=False)
+    assert saved(with_system, tmp_path / "system").render(chat) == theirs
 
 
 def test_arguments_in_json_are_rendered_as_objects(tmp_path: Path) -> None:
@@ -246,3 +261,17 @@ def test_an_artifact_without_a_template_of_use(
         ChatTemplates(tmp_path).render([USER])
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_templates_are_those_that_lay_there_at_the_opening(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("own {{ bos_token }}")
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"bos_token": "<s>"}')
+    chats = ChatTemplates(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("another one")
+    config.write_text("damaged")
+    assert chats.render([USER]) == "own <s>"
+    with pytest.raises(
+        ArtifactError, match=r"tokenizer_config\.json: expected JSON, got a damaged"
+    ):
+        ChatTemplates(tmp_path)

@@ -60,6 +60,16 @@ def test_admission_stops_at_the_batch_size() -> None:
     assert simulation.idle
 
 
+def test_tiers_that_answer_behind_the_question_are_asked_in_the_next_step() -> None:
+    """A look-up may end in its own thread at any time: between two questions of one step, too."""
+    simulation = Simulation(4)
+    simulation.submit(8, 1)
+    said = iter([False, False])
+    simulation.scheduler.kv.prefetch = lambda contexts: [next(said, True)]  # type: ignore[method-assign]
+    assert simulation.scheduler.schedule() is None
+    assert shape(simulation.step()) == [("r0", 8)]
+
+
 @pytest.mark.parametrize(("prompt", "new_tokens", "pages"), [(12, 6, 5), (17, 1, 5), (1, 400, 100)])
 def test_a_request_larger_than_the_pool_is_refused(
     prompt: int, new_tokens: int, pages: int

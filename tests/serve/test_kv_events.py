@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import msgspec  # noqa: E402
 
 from kvgraph import Engine, SamplingParams  # noqa: E402
 from kvgraph.errors import RequestError  # noqa: E402
-from kvgraph.serve.kv_events import END, KVEventPublisher, block_hash  # noqa: E402
+from kvgraph.kv.pool import journal  # noqa: E402
+from kvgraph.serve.kv_events import END, KEPT, KVEventPublisher, block_hash  # noqa: E402
 from tests.serve.running import COMMAND, Server  # noqa: E402
 from tests.support.command_line import run  # noqa: E402
 
@@ -79,11 +81,15 @@ def subscriber() -> Iterator[Any]:
         yield socket
 
 
-def replayed(endpoint: str, first: int) -> list[tuple[bytes, bytes]]:
-    """All batches from `first` on. A DEALER, as a REQ socket takes one answer to each question."""
+def replayed(endpoint: str, first: int, seconds: float = 0.0) -> list[tuple[bytes, bytes]]:
+    """All batches from `first` on, read so many seconds after the question.
+
+    A DEALER, as a REQ socket takes one answer to each question.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint)
         socket.send_multipart([b"", first.to_bytes(8, "big")])
+        time.sleep(seconds)
         found: list[tuple[bytes, bytes]] = []
         while True:
             assert socket.poll(10_000)
@@ -187,6 +193,35 @@ def test_a_replay_without_events(compiled: Callable[..., Path]) -> None:
 def test_an_endpoint_that_cannot_be_bound() -> None:
     with pytest.raises(RequestError, match=r"^--kv-events: expected an endpoint .* got 'nowhere' "):
         KVEventPublisher("nowhere", None, "", 16, None)
+
+
+def test_an_answer_is_as_long_as_it_has_to_be(tmp_path: Path) -> None:
+    """More batches than a socket of ZeroMQ queues by itself, to who reads late."""
+    endpoint = f"ipc://{tmp_path}/replay"
+    publisher = KVEventPublisher(f"ipc://{tmp_path}/events", endpoint, "kv-events", 16, None)
+    for i in range(KEPT + 10):
+        publisher.publish([journal.Stored(i.to_bytes(32, "big"), None, list(range(16)))])
+    while len(publisher._kept) < KEPT or publisher._kept[-1][0] < KEPT + 9:
+        time.sleep(0.01)
+    found = replayed(endpoint, 0, seconds=0.5)
+    assert [int.from_bytes(sequence, "big") for sequence, _ in found] == list(range(10, KEPT + 10))
+    publisher.close()
+
+
+def test_a_path_where_another_server_answers(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    first = KVEventPublisher(endpoint, None, "", 16, None)
+    message = r"^--kv-events: expected an endpoint of this server alone, got .*; take another path$"
+    with pytest.raises(RequestError, match=message):
+        KVEventPublisher(endpoint, None, "", 16, None)
+    first.close()
+    (tmp_path / "events").touch()  # one that was killed leaves its file
+    KVEventPublisher(endpoint, None, "", 16, None).close()
+
+
+def test_a_topic_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"^--kv-events-topic: expected text in UTF-8, got "):
+        KVEventPublisher(f"ipc://{tmp_path}/events", None, "\udcff", 16, None)
 
 
 def test_without_pyzmq(monkeypatch: pytest.MonkeyPatch) -> None:

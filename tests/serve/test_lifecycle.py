@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvgraph.serve.server import url_of
 from tests.serve.running import (
     COMMAND,
     LIMITED,
@@ -127,6 +128,33 @@ def test_a_log_that_nobody_reads_costs_no_answer(artifact: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_server_without_stderr(artifact: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [*COMMAND, str(artifact), "--port", str(port), "--threads", "1"]
+    process = subprocess.Popen(["sh", "-c", 'exec "$@" 2>&-', "sh", *command])
+    url = f"http://127.0.0.1:{port}/ready"
+    try:
+        wait_for(lambda: process.poll() is not None or is_ready(url), "it is not ready")
+        process.terminate()
+        assert process.wait(SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=SECONDS).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_addresses_of_ipv6_have_brackets() -> None:
+    assert url_of("::1", 8000) == "http://[::1]:8000"
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
 
 
 def test_a_long_text_does_not_stop_the_others(server: Server) -> None:

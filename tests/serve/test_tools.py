@@ -207,6 +207,7 @@ def test_definitions_of_several_functions() -> None:
 
 
 def test_references_are_the_tools_own(server: Server) -> None:
+    """Below names that are those of keywords, too."""
     digit = {"type": "integer", "minimum": 1, "maximum": 2}
     parameters = {
         "$id": "https://example.org/s",
@@ -216,17 +217,18 @@ def test_references_are_the_tools_own(server: Server) -> None:
             "w": {"$ref": "#/properties/v"},
             "u": {"$ref": "https://example.org/s#/$defs/U"},
             "t": {"enum": [{"$ref": "#"}]},
+            "default": {"$ref": "#/$defs/enum"},
         },
-        "required": ["v", "w", "u", "t"],
+        "required": ["v", "w", "u", "t", "default"],
         "additionalProperties": False,
-        "$defs": {"U": digit},
+        "$defs": {"U": digit, "enum": {"$ref": "#/$defs/U"}},
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 80}
+    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 120}
     message = answered(server.post(PATH, body))["choices"][0]["message"]
     arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
     assert arguments.pop("t") == {"$ref": "#"}
-    assert sorted(arguments) == ["u", "v", "w"]
+    assert sorted(arguments) == ["default", "u", "v", "w"]
     assert set(arguments.values()) <= {1, 2}
 
 

@@ -112,9 +112,12 @@ class Connector(Protocol):
     def close(self) -> None:
         """Finish what is queued, end the threads and close the stores. Idempotent.
 
-        From its start on look-ups find nothing, loads fail and offloads are refused. In a fork
-        it does nothing.
+        What is queued then has 10 seconds; what is left is dropped and counted. From its start on
+        look-ups find nothing, loads fail and offloads are refused. In a fork it does nothing.
         """
+
+    def drop_queued(self) -> None:
+        """Take no more pages down, and drop and count those that wait: `close` waits for none."""
 
     def abandon(self) -> None:
         """As `close`, but return at once: a finaliser may call it, wherever it runs."""

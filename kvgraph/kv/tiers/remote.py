@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 from kvgraph.errors import MissingDependencyError, StoreError
+from kvgraph.kv.tiers.address import require_address, said, server_of
 from kvgraph.kv.tiers.checksum import DIGEST_BYTES, checksum
 from kvgraph.kv.tiers.store import StoreStats
 
@@ -39,17 +39,15 @@ TIMEOUT_SECONDS = 1.0
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
-SCAN_COUNT, COUNT_SECONDS = 1000, 10.0
-"""Keys that a SCAN looks at, and how often the pages are counted."""
+SCAN_COUNT, SCANS_AT_ONCE, COUNT_SECONDS = 1000, 10, 10.0
+"""Keys that a SCAN looks at, and how many SCANs count pages, how often: 1,000 keys a second of each
+process, however many others share the server. A count of more keys goes on the next time."""
 
 CLEAR_SECONDS = 60.0
 """Longest time of a `clear`, of which each exchange removes about `SCAN_COUNT` keys."""
 
 MOST_BESIDE_A_PAGE = 4 << 20
 """Bytes that the answers of an exchange may have besides a page: of keys, and of figures."""
-
-MOST_REASON = 200
-"""Characters of what a server said that are passed on."""
 
 log = logging.getLogger("kvgraph.tiers")
 
@@ -58,8 +56,8 @@ class RemoteStore:
     """A `PageStore` (see there) at `url`: redis://, rediss:// (TLS) or unix://.
 
     An exchange with the server ends within `timeout` seconds. A call is one of them, a write two;
-    when the store connects again or counts, up to four more; `clear` one for 1,000 keys. Whatever
-    fails ends the call. Name resolution is the system's, and not bounded.
+    when the store connects again, one more; a count ends within two; `clear` is one for 1,000 keys.
+    Whatever fails ends the call. Name resolution is the system's, and not bounded.
 
     StoreError for a malformed address, a name that does not resolve, and credentials or a
     certificate that are refused. A server that does not answer, or answers oddly, is no error: the
@@ -79,16 +77,19 @@ class RemoteStore:
         self._usable_at = self._writable_at = self._counted_at = 0.0
         self._pause = PAUSE_SECONDS
         self._to_clear = False
+        self._cursor, self._own, self._others = b"0", 0, 0  # of the count, as far as it has come
         self._stats = StoreStats()
+        require_address(url)
         try:
             self._wire = Wire(url, timeout, page_bytes + MOST_BESIDE_A_PAGE)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, redis.RedisError) as error:
             raise StoreError(
                 f"remote tier: expected an address such as redis://host:6379/0, got one for "
-                f"{self._server} that is malformed: {error}"
+                f"{self._server} that is malformed: {said(error)}"
             ) from error
         try:
             self._connect()
+            self._count()
         except (redis.RedisError, OSError) as error:
             reason = _reason(error)
             if reason:
@@ -179,7 +180,7 @@ class RemoteStore:
         digest = checksum(self._fingerprint, key, parts)
         (answer,) = self._wire.ask(("SET", self._name(key), b"".join([*parts, digest])))
         if isinstance(answer, Exception):  # its memory is full, it is a replica, ...
-            log.warning("remote tier %s: takes no pages: %s", self._server, answer)
+            log.warning("remote tier %s: takes no pages: %s", self._server, said(answer))
             self._writable_at = time.monotonic() + LONGEST_PAUSE_SECONDS
             return False
         if answer != b"OK":
@@ -205,47 +206,50 @@ class RemoteStore:
     def _remove_all(self) -> None:
         """Raises redis.RedisError, also where the server does not let us."""
         deadline = time.monotonic() + CLEAR_SECONDS
-        for names in self._scan(self._prefix + b"*", is_required=True):
+        cursor = b""
+        while cursor != b"0":
+            cursor, names = self._scan(cursor or b"0", self._prefix + b"*")
             (answer,) = self._wire.ask(("UNLINK", *names)) if names else (0,)
             if isinstance(answer, Exception):
                 raise answer
             if time.monotonic() > deadline:
                 raise redis.TimeoutError("the keys come to no end")
         self._stats.num_used_pages = 0
-        self._to_clear = False
+        self._cursor, self._to_clear = b"0", False
 
     def _connect(self) -> None:
         self._wire.connect()
-        self._count()
         self._pause, self._stats.problem = PAUSE_SECONDS, ""
 
     def _count(self) -> None:
+        """Memory, and pages from where the last call came to; they are told at the end of all."""
         self._counted_at = time.monotonic()
         (found,) = self._wire.ask(("INFO", "memory"))
         if isinstance(found, bytes):
             self._stats.num_pages = _figure(b"maxmemory", found) // self._page_bytes
             self._stats.nbytes = _figure(b"used_memory", found)
-        own = others = 0
-        for names in self._scan(b"kvgraph-*"):
+        if self._cursor == b"0":
+            self._own = self._others = 0
+        for _ in range(SCANS_AT_ONCE):
+            try:
+                self._cursor, names = self._scan(self._cursor, b"kvgraph-*")
+            except redis.ResponseError:  # not allowed
+                return
             mine = sum(name.startswith(self._prefix) for name in names)
-            own, others = own + mine, others + len(names) - mine
-            if time.monotonic() > self._counted_at + self._timeout:  # the rest goes uncounted
-                break
-        self._stats.num_used_pages = own
-        self._stats.foreign = max(self._stats.foreign, others)
+            self._own, self._others = self._own + mine, self._others + len(names) - mine
+            self._stats.foreign = max(self._stats.foreign, self._others)
+            if self._cursor == b"0":
+                self._stats.num_used_pages = self._own
+                return
+            if time.monotonic() > self._counted_at + self._timeout:
+                return
 
-    def _scan(self, pattern: bytes, *, is_required: bool = False) -> Iterator[list[bytes]]:
-        cursor: object = b"0"
-        while True:
-            (found,) = self._wire.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT))
-            if is_required and isinstance(found, Exception):
-                raise found
-            if isinstance(found, Exception):  # not allowed
-                return
-            cursor, names = _keys(found)
-            yield names
-            if cursor == b"0":
-                return
+    def _scan(self, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
+        """Where to go on, and names. redis.ResponseError where the server does not let us."""
+        (found,) = self._wire.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT))
+        if isinstance(found, Exception):
+            raise found
+        return _keys(found)
 
     @contextmanager
     def _degrading(self) -> Iterator[None]:
@@ -259,7 +263,7 @@ class RemoteStore:
     def _fail(self, error: Exception) -> None:
         self._wire.close()
         self._usable_at = time.monotonic() + self._pause
-        why = " ".join(str(error).split()).rstrip(".")[:MOST_REASON] or type(error).__name__
+        why = said(error).rstrip(".") or type(error).__name__
         self._stats.problem = (
             f"remote tier {self._server}: expected the answers of a Valkey or Redis server, "
             f"got: {why}"
@@ -289,20 +293,11 @@ def _odd(answer: object) -> redis.InvalidResponse:
     return redis.InvalidResponse(f"an answer that nothing was asked for: {answer!r}")
 
 
-def server_of(url: str) -> str:
-    """What a message may say of an address: no credentials."""
-    try:
-        parts = urlsplit(url)
-        return f"{parts.hostname}:{parts.port or 6379}" if parts.hostname else parts.path
-    except ValueError:
-        return "a server"
-
-
 def _reason(error: Exception) -> str:
     """Why no retry will help; empty where one may."""
     cause = error.__cause__ or error.__context__
     if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
-        return f"credentials refused ({error})"
+        return f"credentials refused ({said(error)})"
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"a certificate that is not trusted ({cause.verify_message})"
     if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:

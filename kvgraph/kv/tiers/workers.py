@@ -32,6 +32,9 @@ GRACE_SECONDS, LEAST_RATE = 1.0, 64e6
 """A load from below the host that is slower than this many bytes per second, after so many
 seconds, is given up: computing would be faster."""
 
+CLOSE_SECONDS = 10.0
+"""For what is queued as the tiers close; then it is dropped."""
+
 Job = Callable[[], None]
 
 log = logging.getLogger("kvgraph.tiers")
@@ -61,8 +64,7 @@ class TierWorkers:
         self._stores = stores
         self._below: Sequence[PageStore] = [*sources, *stores]
         self._bounce = np.empty(largest if self._below else 0, np.uint8)
-        self._max_offloads = max_offloads
-        self._max_writes = max_writes
+        self._max_offloads, self._max_writes = max_offloads, max_writes
         # The step's thread takes the lock itself: a condition takes and frees it in Python, where
         # an interrupt may come between, and then the lock would stay taken.
         self._lock = threading.RLock()
@@ -99,8 +101,26 @@ class TierWorkers:
         self.abandon()
         # The collector may run a `close` in a thread of ours; and a fork has none of them.
         if self._process == os.getpid() and threading.current_thread() not in self._threads:
+            end = time.monotonic() + CLOSE_SECONDS
             for thread in self._threads:
-                thread.join()
+                thread.join(max(0.0, end - time.monotonic()))
+                if thread.is_alive():
+                    self.drop_queued()
+                    thread.join()
+
+    def drop_queued(self) -> None:
+        with self._lock:
+            dropped = len(self._offloads) + len(self._stores) * len(self._writes)
+            self._counts.offload_dropped += dropped
+            self._max_offloads = self._max_writes = 0
+            self._end_offloads()
+            while self._writes:
+                self._host.unpin(self._writes.popleft())
+            for transfer in (*self._loads, *self._loading):
+                transfer.is_cancelled = True
+            self._changed.notify_all()
+        if dropped:
+            log.warning("the tiers end: %d pages are dropped that were not written yet", dropped)
 
     def abandon(self) -> None:
         """As `close`, without waiting: the last of the threads closes the stores.
@@ -274,9 +294,7 @@ class TierWorkers:
         if self._touched:
             keys, self._touched = self._touched, []
             return partial(self._touch, keys)
-        if self._to_flush:
-            return self._flush
-        return None
+        return self._flush if self._to_flush else None
 
     def _clear(self) -> None:
         try:

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
+from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.latency import keep_heap, share_python
 from kvgraph.serve.load import Load
 from kvgraph.serve.options import ServeOptions
@@ -93,22 +94,42 @@ class FleetService(Service):
         self._prefill = prefill and prefill.prefill.options(stream=True, _by_reference=False)
         self._fleet: Fleet | None = None
         self._load: Load | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """`load`, while it answers already."""
+        self._tasks["load"] = asyncio.create_task(self.load())
+
+    def require_running(self) -> None:
+        """Raises what ended one of its tasks."""
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled():
+                task.result()
 
     async def load(self) -> None:
         """Wait for the first replica."""
         prompts = await asyncio.to_thread(Prompts, self._folder)
-        while not await self._look():
+        while (facts := await self._facts()) is None:
             await asyncio.sleep(LOOK_SECONDS)
-        facts = await self._index.facts.remote()
         prefill = None if self._prefill is None else self._compute
         self._fleet = Fleet(self._ask, _is_gone, facts.settings, prefill)
         self.serve(prompts, self._fleet, facts, self._last_load, self._state)
-        self._looking = asyncio.create_task(self._keep_looking())
+        self._tasks["look"] = asyncio.create_task(self._keep_looking())
+
+    async def _facts(self) -> EngineFacts | None:
+        """None before a replica has reported, or while the index is being restarted."""
+        with suppress(RayError):
+            if await self._look():
+                facts: EngineFacts | None = await self._index.facts.remote()
+                return facts
+        return None
+
+    def hurry(self) -> None:
+        """Nothing of it waits: Ray ends the replicas."""
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in self._tasks.values():
+            task.cancel()
         if self._fleet is not None:
             await self._fleet.close()
 
@@ -124,7 +145,7 @@ class FleetService(Service):
             order.chain
         )
         if order.num_tokens - cached >= PREFILL_TOKENS:
-            own = order._replace(request_id=f"{order.request_id}-prefill")
+            own = order._replace(request_id=f"prefill-{order.request_id}")
             async for message in _messages(self._prefill, own):
                 yield message
 
@@ -133,6 +154,18 @@ class FleetService(Service):
             await asyncio.sleep(LOOK_SECONDS)
             with suppress(RayError):
                 await self._look()
+                if not self.is_draining and await self._index.is_draining.remote():
+                    self.is_draining = True
+                    self._tasks["drain"] = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Requests that run go on for `drain_seconds`; then they end with an error."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.options.drain_seconds
+        while self.num_open and loop.time() < end:
+            await asyncio.sleep(0.05)
+        assert self._fleet is not None, "it looks once it has loaded"
+        await self._fleet.close()
 
     async def _look(self) -> bool:
         count, found = await self._index.load.remote()
@@ -183,12 +216,13 @@ def ingress_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        loading = asyncio.create_task(service.load())
+        service.start()
         yield
-        loading.cancel()
         await service.close()
 
-    return make_app(service, lifespan)
+    app = make_app(service, lifespan)
+    app.state.service = service
+    return app
 
 
 def start_index(name: str, namespace: str) -> ActorHandle:

@@ -30,7 +30,7 @@ from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_index
 from kvgraph.serve.replicas.report import DECODE, PREFILL
 from kvgraph.serve.replicas.router import PageRouter
-from kvgraph.serve.server import listen
+from kvgraph.serve.server import listen, url_of
 
 APPLICATION = "kvgraph"
 NAMESPACE = "kvgraph"
@@ -39,6 +39,9 @@ UNBOUNDED = 1 << 20
 
 START_SECONDS = 60
 """For Serve's proxy to start. Serve kills one that takes longer than 5, and starts it again."""
+
+CUT_SECONDS = 5.0
+"""For requests to say that they were cut, behind their own time; then Ray ends the processes."""
 
 HEALTH_SECONDS = 2.0
 LOOK_SECONDS = 0.5
@@ -110,12 +113,12 @@ def serve_replicas(
             host, port = free.getsockname()[:2]
         index = start_index(APPLICATION, NAMESPACE)
         _start_serve(host, port)
-        write_line({"event": "listening", "url": f"http://{host}:{port}"})
+        write_line({"event": "listening", "url": url_of(host, port)})
         ending.listen()
         application = _application(name, folder, make, options, replicas, index)
         target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
-        if _wait_until_ready(ending, f"http://{_own(host)}:{port}/ready"):
+        if _wait_until_ready(ending, f"{url_of(_own(host), port)}/ready"):
             write_line({"event": "ready", "model": name, "replicas": replicas.least})
             while not ending.first.wait(LOOK_SECONDS):
                 _require_ray()
@@ -198,7 +201,7 @@ def _application(
     ingress = serve.deployment(serve.ingress(app)(_Ingress), name="ingress").options(
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=options.drain_seconds,
+        graceful_shutdown_timeout_s=options.drain_seconds + CUT_SECONDS,
         health_check_period_s=HEALTH_SECONDS,
     )
     return ingress.bind([engines[role].bind(index, make_one, role) for role in roles])
@@ -216,7 +219,7 @@ def _deployment(
             request_router_class=PageRouter, request_router_kwargs=index
         ),
         health_check_period_s=HEALTH_SECONDS,
-        graceful_shutdown_timeout_s=options.drain_seconds,
+        graceful_shutdown_timeout_s=options.drain_seconds + CUT_SECONDS,
         max_constructor_retry_count=1,
     )
 
@@ -224,8 +227,15 @@ def _deployment(
 class _Ingress:
     """Serve gives it the routes; its argument makes Serve start the replicas first."""
 
+    app: Starlette
+    """Serve's."""
+
     def __init__(self, replicas: list[object]) -> None:
         pass
+
+    def check_health(self) -> None:
+        """Ray asks, and replaces an ingress that cannot be ready any more."""
+        self.app.state.service.require_running()
 
 
 def _wait_until_ready(ending: _Ending, url: str) -> bool:
@@ -242,7 +252,7 @@ def _wait_until_ready(ending: _Ending, url: str) -> bool:
 
 def _own(host: str) -> str:
     """Where this machine reaches a server of `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _require_ray() -> None:
@@ -269,6 +279,9 @@ def _stop(index: ActorHandle | None, options: ServeOptions, ending: _Ending) -> 
     """
 
     def stop() -> None:
+        if index is not None:
+            with suppress(Exception):
+                ray.get(index.drain.remote(), timeout=CUT_SECONDS)
         with suppress(Exception):
             serve.delete(APPLICATION)
             if os.environ.get("RAY_ADDRESS"):

@@ -8,7 +8,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -27,8 +27,31 @@ TRIES = 8
 ACCEPT_SECONDS = 1.0
 """For a replica to take a prompt that it computes for another one."""
 
+CLOSED = "the server was closed"
+
 RETRY_SECONDS = 0.1
 """Before the second try; each one after it waits twice as long."""
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """A request on its way; `answered` once a replica has taken or refused it."""
+
+    stream: TokenStream
+    answered: asyncio.Future[None]
+    task: asyncio.Task[None] | None = None
+
+    def refuse(self, why: str) -> None:
+        """RequestError for who submits it, or the end of the stream for who reads that already."""
+        request_id = self.stream.request_id
+        if not self.answered.done():
+            self.answered.set_exception(RequestError(why))
+        elif not self.stream.has_ended:
+            self.stream.give([failed(request_id, f"request {request_id!r}: {why}")])
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
 
 
 class Fleet:
@@ -52,7 +75,7 @@ class Fleet:
         self._ask = ask
         self._is_gone = is_gone
         self._settings = settings
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Run] = {}
         self.is_closed = False
 
     async def submit(
@@ -65,27 +88,29 @@ class Fleet:
         news: asyncio.Event | None = None,
     ) -> TokenStream:
         """Queue token ids at a replica. RequestError as of `Engine.submit`, at once."""
+        if self.is_closed:
+            raise RequestError(CLOSED)
         order = self._order(prompt, sampling or SamplingParams(), cache_salt)
         stats = RequestStats(prompt_tokens=len(prompt))
         stream = TokenStream(order.request_id, stats, self._cancel, most_unread, news)
-        answered = asyncio.get_running_loop().create_future()
-        self._running[order.request_id] = asyncio.create_task(self._run(order, stream, answered))
+        run = _Run(stream, asyncio.get_running_loop().create_future())
+        self._running[order.request_id] = run
+        run.task = asyncio.create_task(self._run(order, run))
         try:
-            await answered
+            await run.answered
         except BaseException:
             self._cancel(stream)
             raise
         return stream
 
     async def close(self) -> None:
-        """Cancel what runs."""
+        """End what runs with an error; the replicas are told."""
         self.is_closed = True
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        runs = list(self._running.values())
+        for run in runs:
+            run.refuse(CLOSED)
+            run.cancel()
+        await asyncio.gather(*(run.task for run in runs if run.task), return_exceptions=True)
 
     def _order(self, prompt: Sequence[int], sampling: SamplingParams, salt: bytes) -> Order:
         request_id = uuid.uuid4().hex
@@ -102,36 +127,39 @@ class Fleet:
             chain = self._settings.identities(context)[1]
         return Order(request_id, tokens.tobytes(), sampling, salt, packed(chain))
 
-    async def _run(self, order: Order, stream: TokenStream, answered: asyncio.Future[None]) -> None:
+    async def _run(self, order: Order, run: _Run) -> None:
+        stream, first = run.stream, order
         given: list[int] = []
         why = "no replica answered"
         try:
             for tried in range(TRIES):
                 if tried:
                     await asyncio.sleep(RETRY_SECONDS * 2 ** (tried - 1))
+                    order = first.tried_again(tried)
                 try:
                     if self._prefill is not None and not given:
                         await self._try_prefill(order, self._prefill)
-                    await self._attempt(order, stream, given, answered)
+                    await self._attempt(order, run, given)
                     return
                 except _DiffersError:
                     why = "its replica died, and another one gives other tokens"
                     break
                 except RequestError as error:
-                    if answered.done():
-                        raise
-                    answered.set_exception(error)
-                    return
+                    if not run.answered.done():
+                        run.answered.set_exception(error)
+                        return
+                    why = f"its replica died, and another one refused it: {error}"
+                    break
                 except Exception as error:
                     if not (isinstance(error, _CutError) or self._is_gone(error)):
                         why = f"{type(error).__name__}: {error}".split("\n")[0]
                         break
-            if not answered.done():
-                answered.set_result(None)
+            if not run.answered.done():
+                run.answered.set_result(None)
             stream.was_lost = True
-            stream.give([failed(order.request_id, f"request {order.request_id!r}: {why}")])
+            run.refuse(why)
         finally:
-            self._running.pop(order.request_id, None)
+            self._running.pop(first.request_id, None)
 
     async def _try_prefill(
         self, order: Order, prefill: Callable[[Order], AsyncIterator[Message]]
@@ -143,23 +171,20 @@ class Fleet:
             async for _ in messages:
                 pass
 
-    async def _attempt(
-        self,
-        order: Order,
-        stream: TokenStream,
-        given: list[int],
-        answered: asyncio.Future[None],
-    ) -> None:
+    async def _attempt(self, order: Order, run: _Run, given: list[int]) -> None:
         """All tokens from one replica; `given` are those that the stream had from others."""
-        known = list(given)
+        known, stream = list(given), run.stream
         async for message in self._ask(order):
             if isinstance(message, Refused):
                 raise RequestError(message.why)
             if isinstance(message, Accepted):
-                if not answered.done():
-                    answered.set_result(None)
+                if not run.answered.done():
+                    run.answered.set_result(None)
                 continue
-            tokens = _behind(known, message.tokens)
+            tokens = [
+                token._replace(request_id=stream.request_id)
+                for token in _behind(known, message.tokens)
+            ]
             _note(stream.stats, message)
             given += [token.token_id for token in tokens]
             if tokens:
@@ -170,8 +195,8 @@ class Fleet:
             raise _CutError
 
     def _cancel(self, stream: TokenStream) -> None:
-        if (task := self._running.pop(stream.request_id, None)) is not None:
-            task.cancel()
+        if (run := self._running.pop(stream.request_id, None)) is not None:
+            run.cancel()
 
 
 class _CutError(Exception):

@@ -21,6 +21,7 @@ from kvgraph.kv.pool.lookup import deepest_window
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.facts import EngineFacts
 from kvgraph.serve.load import Load
+from kvgraph.serve.replicas.messages import try_before
 from kvgraph.serve.replicas.report import DECODE, Report, unpacked
 
 ASSIGNED_SECONDS = 300.0
@@ -66,6 +67,7 @@ class RoutingIndex:
         self._known: dict[str, Known] = {}
         self._turns = itertools.count(1)
         self._gone: dict[bytes, EngineStats] = {}  # epoch -> counters of an engine that is no more
+        self._is_draining = False
 
     # -- from replicas
 
@@ -132,8 +134,9 @@ class RoutingIndex:
         last.
         """
         self._forget_old()
-        for other in self._known.values():
-            other.assigned.pop(request, None)  # it is routed again
+        for other in self._known.values():  # it is routed again
+            other.assigned.pop(request, None)
+            other.assigned.pop(try_before(request), None)
         known = {name: found for name in candidates if (found := self._known.get(name))}
         hits = self.hits(chain, known)
         costs = {name: _cost(known[name], hits[name], num_tokens) for name in known}
@@ -180,7 +183,16 @@ class RoutingIndex:
                     break
                 del known.assigned[request]
 
+    # -- from the command
+
+    def drain(self) -> None:
+        """All of it is to end: ingresses learn it here, as Ray tells them only at the very end."""
+        self._is_draining = True
+
     # -- for those who look
+
+    def is_draining(self) -> bool:
+        return self._is_draining
 
     def facts(self) -> EngineFacts | None:
         """Of one engine; all are alike. None before any has reported."""

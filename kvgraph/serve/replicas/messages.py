@@ -21,6 +21,18 @@ class Order(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.prompt) // 4
 
+    def tried_again(self, number: int) -> Order:
+        """With an id of its own: a replica may run the try before it still."""
+        return self._replace(request_id=f"{self.request_id}-{number}")
+
+
+def try_before(request_id: str) -> str:
+    """The id of the try before this one; of the first one, its own."""
+    first, _, number = request_id.rpartition("-")
+    if not number.isdigit() or not first:
+        return request_id
+    return first if number == "1" else f"{first}-{int(number) - 1}"
+
 
 class Accepted(NamedTuple):
     """The first message of a request that can complete."""

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgraph import Engine, RankError, RequestError, SamplingParams
+from kvgraph import DeviceLostError, Engine, RankError, RequestError, SamplingParams
 from kvgraph.runtime.sampling import Token
 from kvgraph.serve.replicas import fleet as fleet_module
+from kvgraph.serve.replicas.fleet import Fleet
 from kvgraph.serve.replicas.host import ReplicaClosedError
-from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece
-from tests.serve.replicas.in_process import DeadError, Local, with_replicas
+from kvgraph.serve.replicas.messages import Accepted, Message, Order, Piece, Refused, try_before
+from tests.serve.replicas.in_process import DeadError, Local, is_gone, with_replicas
 
 PROMPTS = [[5 + (7 * i + j) % 1000 for j in range(20 + 9 * i)] for i in range(8)]
 GREEDY = SamplingParams(max_new_tokens=64, ignore_eos=True)
@@ -111,13 +112,95 @@ def test_another_replica_that_differs_ends_the_stream(artifact: Path) -> None:
     with_replicas(artifact, 1, task, num_pages=100)
 
 
-def test_a_replica_that_loses_a_rank_says_that_it_is_gone(artifact: Path) -> None:
+def test_a_replica_that_refuses_what_another_one_began() -> None:
+    """The stream has an end, and says why; an answer that was not streamed is made again."""
+
+    async def task() -> None:
+        ids = []
+
+        async def ask(order: Order) -> AsyncIterator[Message]:
+            ids.append(order.request_id)
+            if len(ids) > 1:
+                yield Refused("request: expected less")
+                return
+            yield Accepted()
+            yield Piece([Token(order.request_id, 5, "a", None)], 0, 0.0)
+            raise DeadError("r0")
+
+        stream = await Fleet(ask, is_gone, None).submit([5, 6, 7])
+        async with asyncio.timeout(30):
+            tokens = await tokens_of(stream)
+        assert tokens[0].token_id == 5
+        assert "another one refused it: request: expected less" in str(tokens[-1].error)
+        assert stream.was_lost
+        assert ids == [stream.request_id, f"{stream.request_id}-1"]
+
+    asyncio.run(task())
+
+
+def test_a_connection_that_is_cut_while_the_replica_goes_on(artifact: Path, alone: Any) -> None:
+    """The request that it has still is another one to it."""
+
+    async def task(local: Local) -> None:
+        left: list[Any] = []
+
+        async def ask(order: Order) -> AsyncIterator[Message]:
+            messages, number = local.hosts["r0"].generate(order), 0
+            async for message in messages:
+                yield message
+                number += 1
+                if not left and number == 2:
+                    left.append(messages)
+                    raise DeadError("r0")
+
+        long = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+        stream = await Fleet(ask, is_gone, None).submit(PROMPTS[0], long)
+        tokens = await tokens_of(stream)
+        assert [token.token_id for token in tokens[:64]] == alone[GREEDY][0]
+        assert (tokens[-1].finish_reason, len(tokens)) == ("length", 1500)
+        assert {token.request_id for token in tokens} == {stream.request_id}
+        await left[0].aclose()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_what_runs_as_a_fleet_closes_ends_with_an_error() -> None:
+    async def task() -> None:
+        is_taken = True
+
+        async def ask(order: Order) -> AsyncIterator[Message]:
+            if is_taken:
+                yield Accepted()
+            await asyncio.get_running_loop().create_future()
+
+        fleet = Fleet(ask, is_gone, None)
+        stream = await fleet.submit([5, 6, 7])
+        is_taken = False
+        waiting = asyncio.create_task(fleet.submit([5, 6, 7]))
+        await asyncio.sleep(0)
+        await fleet.close()
+        async with asyncio.timeout(30):
+            (last,) = await tokens_of(stream)
+            assert last.error == f"request {stream.request_id!r}: the server was closed"
+            assert not stream.was_lost, "nobody is there to answer it"
+            with pytest.raises(RequestError, match=r"^the server was closed$"):
+                await waiting
+        with pytest.raises(RequestError, match=r"^the server was closed$"):
+            await fleet.submit([5, 6, 7])
+
+    asyncio.run(task())
+
+
+@pytest.mark.parametrize("kind", [RankError, DeviceLostError])
+def test_a_replica_whose_steps_have_ended_says_that_it_is_gone(
+    artifact: Path, kind: type[Exception]
+) -> None:
     async def task(local: Local) -> None:
         engine = local.hosts["r0"]._engine
         assert engine is not None
 
         def step() -> None:
-            raise RankError("rank 1: expected it to take part")
+            raise kind("rank 1: expected it to take part")
 
         local.hosts["r0"].require_running()
         engine.engine.step = step  # type: ignore[method-assign, assignment]
@@ -272,3 +355,11 @@ def test_a_prompt_that_cannot_be_computed_elsewhere(artifact: Path, tmp_path: Pa
             await fleet.submit([5, 10**6], GREEDY)
 
     with_replicas(artifact, 1, task, num_pages=100, disk=tmp_path / "pages")
+
+
+def test_tries_of_a_request() -> None:
+    first = Order("a1b2", b"", GREEDY, b"", b"")
+    assert try_before(first.request_id) == "a1b2"
+    assert try_before(first.tried_again(1).request_id) == "a1b2"
+    assert try_before(first.tried_again(10).request_id) == "a1b2-9"
+    assert try_before("prefill-a1b2-1") == "prefill-a1b2"

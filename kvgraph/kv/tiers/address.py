@@ -1,0 +1,67 @@
+"""The address of a remote tier: what it has to look like, and what a message may say of it."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+from kvgraph.errors import StoreError
+
+SCHEMES = ("redis", "rediss", "unix")
+DEFAULT_PORT = 6379
+
+MOST_SAID = 200
+"""Characters of what a server or a library said that are passed on."""
+
+
+def require_address(url: str) -> None:
+    """StoreError for an address that cannot be one; it says nothing of credentials."""
+    failed = "remote tier: expected an address such as redis://host:6379/0, got one "
+    scheme, authority, behind = _parts(url)
+    if scheme not in SCHEMES:
+        raise StoreError(f"{failed}that does not begin with redis://, rediss:// or unix://")
+    if "@" in behind:
+        raise StoreError(
+            f"{failed}with '@' behind its host; in a name, a password or a path write '@' as %40, "
+            "'/' as %2F, '?' as %3F and '#' as %23"
+        )
+    if scheme != "unix" and _host_and_port(authority) is None:
+        raise StoreError(f"{failed}whose host or port is malformed")
+
+
+def server_of(url: str) -> str:
+    """What a message may say of an address: no credentials."""
+    scheme, authority, behind = _parts(url)
+    if scheme not in SCHEMES or "@" in behind:
+        return "a server"
+    own = authority.rpartition("@")[2]
+    if scheme == "unix":
+        return said(own + re.split(r"[?#]", behind)[0]) or "a server"
+    host, port = _host_and_port(authority) or ("", None)
+    if not host:
+        return "a server"
+    host = f"[{host}]" if ":" in host else host
+    return said(f"{host}:{DEFAULT_PORT if port is None else port}")
+
+
+def said(what: object) -> str:
+    """One line of what somebody else said, cut, with escapes for what cannot be printed."""
+    line = " ".join(str(what).split())[:MOST_SAID]
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return "".join(escaped)[:MOST_SAID]
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    """Scheme, authority, and what is behind the authority; the scheme is empty without `://`."""
+    scheme, mark, rest = url.partition("://")
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    return (scheme if mark else ""), authority, rest[len(authority) :]
+
+
+def _host_and_port(authority: str) -> tuple[str, int | None] | None:
+    """None where they are malformed: urllib's own sentence may hold a piece of a password."""
+    try:
+        parts = urlsplit(f"redis://{authority}")
+        return parts.hostname or "", parts.port
+    except ValueError:
+        return None

@@ -1,0 +1,59 @@
+"""Addresses of a remote tier: no message says a piece of a password."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from kvgraph.errors import StoreError
+from kvgraph.kv.tiers.address import MOST_SAID, require_address, said, server_of
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:secret/x@host:6379",
+        "redis://:secret/word@host",
+        "redis://:secret#word@host:6379",
+        "redis://user:secret?word@host:6379",
+        "redis://user:123#secret@host:6379",
+        "redis://user:6390/secret@host:1",
+        "redis://user:secret",
+        "redis://user:1@[secret",
+        "unix://user:secret/x@/run/redis.sock",
+        "redis:secret@host",
+        "unix:secret@/run/redis.sock",
+        "secret@host:6379",
+        "//user:secret@host",
+    ],
+)
+def test_a_password_that_is_not_escaped(url: str) -> None:
+    with pytest.raises(StoreError, match=r"^remote tier: expected an address such as") as caught:
+        require_address(url)
+    assert "secret" not in "".join(traceback.format_exception(caught.value)[-2:])
+    assert caught.value.__context__ is None
+    assert server_of(url) == "a server"
+
+
+@pytest.mark.parametrize(
+    ("url", "server"),
+    [
+        ("redis://host", "host:6379"),
+        ("redis://user:secret@host:7000/1?db=2", "host:7000"),
+        ("redis://:secret@word@host", "host:6379"),
+        ("rediss://us%40er:sec%2Fret@host", "host:6379"),
+        ("redis://[::1]:7000", "[::1]:7000"),
+        ("redis://", "a server"),
+        ("unix:///run/redis.sock?db=1", "/run/redis.sock"),
+        ("unix://user:secret@/run/redis.sock", "/run/redis.sock"),
+    ],
+)
+def test_what_is_said_of_a_server(url: str, server: str) -> None:
+    require_address(url)
+    assert server_of(url) == server
+
+
+def test_what_others_said_is_one_line_that_can_be_printed() -> None:
+    assert said(" a\n b\x1b[0m\udcff ") == "a b\\x1b[0m\\udcff"
+    assert said("\0" * 9999) == ("\\x00" * MOST_SAID)[:MOST_SAID]

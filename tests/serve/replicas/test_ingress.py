@@ -1,0 +1,145 @@
+"""The service of an ingress, whose index Ray restarts, and which is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
+
+from kvgraph import ArtifactError, SamplingParams
+from kvgraph.serve.options import ServeOptions
+from kvgraph.serve.replicas.messages import Message, Order
+from tests.serve.replicas.in_process import Local, with_replicas
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
+    from ray.exceptions import RayActorError
+
+    from kvgraph.serve.replicas import actors, application
+
+
+class Handle:
+    """An actor's methods, asked as Ray's are; `before(name)` may raise."""
+
+    def __init__(self, actor: Any, before: Callable[[str], None] = lambda name: None) -> None:
+        self._actor, self._before = actor, before
+
+    def __getattr__(self, name: str) -> Any:
+        return Method(lambda *given: self._ask(name, given))
+
+    async def _ask(self, name: str, given: Any) -> Any:
+        await asyncio.sleep(0)
+        self._before(name)
+        return getattr(self._actor, name)(*given)
+
+
+class Method:
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self.remote = ask
+
+    def options(self, **given: Any) -> Method:
+        return self
+
+
+class Answer:
+    def __init__(self, messages: AsyncIterator[Message]) -> None:
+        self._messages = messages
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        return self._messages
+
+    def cancel(self) -> None:
+        pass
+
+
+class Replicas:
+    def __init__(self, local: Local) -> None:
+        self.generate = Method(lambda order: Answer(local.ask(order)))
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "LOOK_SECONDS", 0.01)
+
+
+def service(folder: Path, local: Local, index: Handle, **options: Any) -> Any:
+    handle: Any = index
+    replicas: Any = Replicas(local)
+    return actors.FleetService("m", folder, ServeOptions(**options), handle, replicas, None)
+
+
+def test_an_index_that_is_restarted_as_an_ingress_starts(artifact: Path) -> None:
+    """It dies at each of its questions, and knows no replica for a while."""
+
+    async def task(local: Local) -> None:
+        asked: list[str] = []
+        facts, local.index.facts = local.index.facts, lambda: None  # type: ignore[method-assign]
+
+        def before(name: str) -> None:
+            asked.append(name)
+            if len(asked) in (1, 3):
+                raise RayActorError
+            if len(asked) > 6:
+                local.index.facts = facts  # type: ignore[method-assign]
+
+        own = service(artifact, local, Handle(local.index, before))
+        own.start()
+        while own.served is None:
+            own.require_running()
+            await asyncio.sleep(0.01)
+        assert asked[:4] == ["load", "load", "facts", "load"]
+        assert len(asked) > 6
+        await own.close()
+        own.require_running()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_an_ingress_that_cannot_be_ready_is_unhealthy(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("damaged")
+
+    async def task(local: Local) -> None:
+        own = service(tmp_path, local, Handle(local.index))
+        ingress = application._Ingress([])
+        ingress.app = Starlette()
+        ingress.app.state.service = own
+        own.start()
+        ingress.check_health()
+        await asyncio.wait(own._tasks.values())
+        with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
+            ingress.check_health()
+        await own.close()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_what_runs_longer_than_a_drain_ends_with_an_error(artifact: Path) -> None:
+    async def task(local: Local) -> None:
+        own = service(artifact, local, Handle(local.index), drain_seconds=0.1)
+        await own.load()
+        served = own.require_ready()
+        served.admission.enter(3)
+
+        async def ask(order: Order) -> AsyncIterator[Message]:
+            async for message in local.hosts["r0"].generate(order):
+                yield message
+                await asyncio.sleep(0.01)  # it takes seconds
+
+        local.ask = ask  # type: ignore[method-assign, assignment]
+        long = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+        stream = await served.runner.submit([5, 6, 7], long)
+        local.index.drain()
+        tokens = [token async for tokens in stream for token in tokens]
+        assert "the server was closed" in str(tokens[-1].error)
+        assert own.is_draining
+        own.require_running()
+        await own.close()
+
+    with_replicas(artifact, 1, task, num_pages=100)

@@ -1,0 +1,94 @@
+"""A server whose remote tier is far away ends all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from kvgraph import Engine, SamplingParams
+from kvgraph.kv.tiers import workers
+from kvgraph.serve.app import make_app
+from kvgraph.serve.options import ServeOptions
+from kvgraph.serve.server import _Server
+from kvgraph.serve.service import EngineService
+from tests.serve.running import SECONDS, serving
+
+DELAY_SECONDS = 0.1
+
+
+class Far(socketserver.StreamRequestHandler):
+    """A Redis server that holds nothing, and takes each page a while after it was asked to."""
+
+    def handle(self) -> None:
+        with suppress(OSError, ValueError):
+            while line := self.rfile.readline():
+                command, *_ = [self.text() for _ in range(int(line[1:]))]
+                time.sleep(DELAY_SECONDS if command in (b"SET", b"TOUCH") else 0.0)
+                self.wfile.write(ANSWERS.get(command, b":0\r\n"))
+
+    def text(self) -> bytes:
+        return self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2]
+
+
+ANSWERS = {
+    b"PING": b"+PONG\r\n",
+    b"INFO": b"$12\r\nmaxmemory:99\r\n",
+    b"SCAN": b"*2\r\n$1\r\n0\r\n*0\r\n",
+    b"GET": b"$-1\r\n",
+    b"SET": b"+OK\r\n",
+}
+
+
+@contextmanager
+def far() -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Far) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+    thread.join()
+
+
+def test_a_signal_ends_a_server_whose_tier_is_slow(artifact: Path, tmp_path: Path) -> None:
+    """Pages wait for minutes; a few seconds are theirs."""
+    with far() as url, serving(tmp_path / "log", artifact, "--remote", url) as server:
+        for first in range(5, 9):
+            server.complete([first + i % 900 for i in range(1600)], max_tokens=1)
+        server.terminate()
+        assert server.process.wait(SECONDS) == 0
+        assert "pages are dropped that were not written yet" in server.log()
+
+
+def test_a_second_signal_waits_for_no_tier(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "CLOSE_SECONDS", 600.0)
+
+    async def task(url: str) -> None:
+        service = EngineService(
+            "m", lambda: Engine(artifact, num_threads=1, remote=url), ServeOptions(drain_seconds=0)
+        )
+        await service.load()
+        runner = service.require_loaded().runner
+        once = SamplingParams(max_new_tokens=1)
+        async for _ in await runner.submit([5 + i % 900 for i in range(1600)], once):
+            pass
+        server = _Server(uvicorn.Config(make_app(service), lifespan="off"), service)
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.3)
+        assert not server.should_exit, "it waits for the tier"
+        server.handle_exit(signal.SIGTERM, None)
+        async with asyncio.timeout(60):
+            await service.close()
+        assert server.should_exit
+
+    with far() as url:
+        asyncio.run(task(url))
