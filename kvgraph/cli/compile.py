@@ -90,6 +90,10 @@ def compile(
 ) -> None:
     """Compile a model folder into an artifact."""
     require_file("--quality-text", quality_text)
+    if quality_text is not None and quality_text.is_file():  # a pipe is read once
+        from kvgraph.quality.text import read_text
+
+        read_text(quality_text)
     is_small = weights not in (None, "fp32") and _runs_here("cpu" if target is None else target)
     if quality_text is not None or is_small:
         quality = quality is None or quality

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 COMPUTE_NICE = 10
-"""Python answers within 5 ms while all processors compute; other ranks would wait for these."""
+"""Answers then take about 5 ms while all processors compute. It is 0 with several ranks, since a
+slower one delays the others."""
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
 

@@ -61,7 +61,7 @@ OPERANDS = tuple(each.name for each in fields(Packed) if each.name != "bits")
 @dataclass(frozen=True)
 class Stored:
     """Rows `[n, K]` as a checkpoint stores them: int8, or uint8 codes; scales and offsets
-    of groups `[n, groups]`, scales of E2M1 as exponents, of NVFP4 as bytes of E4M3 beside factors
+    of groups `[n, groups]`, scales of E2M1 as exponents, of NVFP4 as bytes of E4M3 with factors
     `[n, 1]`."""
 
     numbers: Array

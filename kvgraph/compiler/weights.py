@@ -7,7 +7,7 @@ is written. So a compile has one layer's weights in memory at a time, of a model
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,8 +39,9 @@ class Weights:
     """Name -> what makes it, perhaps with others."""
     placeholders: dict[Hashable, dict[str, Node]] = field(default_factory=dict)
     """What a layer is packed of -> operands of its node, since a model may call it again."""
-    rounded: Counter[int] = field(default_factory=Counter)
-    """Layers that were to be kept as they are stored, and have no such form: bits -> how many."""
+    rounded: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Layers that were to be kept as they are stored, and have no such form: bits -> where they
+    are."""
 
     plain: str = NAMES[PLAIN_BITS]
     """What layers of PLAIN_BITS have."""
@@ -78,17 +79,17 @@ class Weights:
             if len(alike) == len(grouped) == 1 and one.group % least_group(one.codes) == 0:
                 return one, True
         nearest = max(source.bits for source in sources)
-        self.rounded[nearest] += sum(source.bits < PLAIN_BITS for source in sources)
+        self.rounded[nearest] |= {each.where for each in sources if each.bits < PLAIN_BITS}
         return Form(nearest), False
 
     def notes(self) -> list[str]:
         """A sentence for each number of bits that layers were rounded to."""
         names = NAMES | {PLAIN_BITS: self.plain}
         return [
-            f"weights: {count} of the layers that the checkpoint has in fewer bits are rounded to "
-            f"{names[bits]}, since no kernel takes their form, or that of a layer beside them"
-            for bits, count in sorted(self.rounded.items())
-            if count
+            f"weights: {len(layers)} of the layers that the checkpoint has in fewer bits are rounded "
+            f"to {names[bits]}, since no kernel takes their form, or that of a layer beside them"
+            for bits, layers in sorted(self.rounded.items())
+            if layers
         ]
 
     def later(self, names: Iterable[str], make: Make) -> None:

@@ -33,8 +33,8 @@ LINE_BYTES = 64
 PER_LINE = {32: 1, 16: 2, 8: 4, 4: 8}
 """bits -> consecutive inputs of each column in a line."""
 
-NVFP4_GROUP = 16
-"""Inputs under one scale of NVFP4."""
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
+"""Inputs under one scale of NVFP4, and of MXFP4."""
 
 INTEGERS, E2M1, E4M3, INT8, NVFP4 = range(5)
 """Codes of groups: whole numbers -8 to 7; FP4 (E2M1, OCP Microscaling Formats 1.0); FP8 (E4M3 of

@@ -24,8 +24,8 @@ class Cubins:
     """Kernels by variant name, of the nearest architecture that GPU `ordinal` takes whole.
 
     `folder` is `kernels/` of an artifact. Loads into the thread's CUDA context, or the device's
-    primary one. ArtifactError with every architecture's reason where none fits; CapacityError and
-    DeviceLostError where that is not why.
+    primary one. ArtifactError with every architecture's reason where none fits; CapacityError where
+    the GPU has too little memory; DeviceLostError.
     """
 
     def __init__(self, folder: Path, ordinal: int = 0) -> None:

@@ -136,14 +136,10 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
     characters: int | None = None
     if stream is not None and (is_text or stream.stops is not None):
         try:
-            decoder = stream.decoder or stream.start(row.context)
+            if stream.decoder is None:
+                stream.start(row.context)
             if is_text:
-                try:
-                    text = decoder.step(stream.tokenizer, token) or ""
-                except Exception as error:
-                    text = stream.recover(token, error)
-                if stream.pending and text:
-                    text = stream.own(text)
+                text = stream.step(token)
             if stream.stops is not None:
                 characters = len(text)
                 count = row.context.current_length + behind + 1 - row.prompt_length

@@ -73,14 +73,14 @@ class TextCodec:
 class TextStream:
     """The text of one request behind its prompt of `prompt_length` tokens.
 
-        decoder = stream.decoder or stream.start(context)
-        piece = decoder.step(stream.tokenizer, token) or ""
-        if stream.pending and piece:
-            piece = stream.own(piece)
+        if stream.decoder is None:
+            stream.start(context)
+        piece = stream.step(token)
 
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
-    `pending`: what the prompt alone ends with of bytes that are no character, while no piece came.
+    `pending`: what the prompt alone ends with of bytes that are no character, while no piece came;
+    it is no part of the first piece, unless that completes it.
     `stops` are given each piece by the caller, who hands over what they give.
     """
 
@@ -95,8 +95,8 @@ class TextStream:
         self._prompt_length = prompt_length
         self.decoder: DecodeStream | None = None
 
-    def start(self, context: TextContext) -> DecodeStream:
-        """The decoder of the tokens that come behind those of `context`; `stops` are there too."""
+    def start(self, context: TextContext) -> None:
+        """The decoder goes on behind the tokens of `context`; `stops` are there too."""
         from tokenizers.decoders import DecodeStream
 
         self.decoder, self.pending = DecodeStream(skip_special_tokens=True), ""
@@ -110,18 +110,19 @@ class TextStream:
             piece = self.step(token)
             if self.stops is not None:
                 self.stops.step(piece, count)
-        return self.decoder
 
     def step(self, token: int) -> str:
-        """The piece that a token completes, of a stream that has a decoder."""
+        """The piece that a token completes, once there is a decoder."""
         assert self.decoder is not None
         try:
             piece = self.decoder.step(self.tokenizer, token) or ""
         except Exception as error:
-            piece = self.recover(token, error)
-        return self.own(piece) if self.pending and piece else piece
+            piece = self._recover(token, error)
+        if self.pending and piece:
+            piece, self.pending = piece.removeprefix(self.pending), ""
+        return piece
 
-    def recover(self, token: int, error: Exception) -> str:
+    def _recover(self, token: int, error: Exception) -> str:
         """The piece of a token behind bytes that never became a character, which the decoder does
         not go on from; else `error` is raised."""
         from tokenizers.decoders import DecodeStream
@@ -130,12 +131,8 @@ class TextStream:
             raise error
         self.decoder = DecodeStream(skip_special_tokens=True)
         self.decoder.step(self.tokenizer, token)  # the first of a text may lose its space
-        return REPLACEMENT + (self.decoder.step(self.tokenizer, token) or "")
-
-    def own(self, piece: str) -> str:
-        """The first piece without the prompt's bytes that it did not complete."""
-        pending, self.pending = self.pending, ""
-        return piece.removeprefix(pending)
+        lost = self.pending or REPLACEMENT
+        return lost + (self.decoder.step(self.tokenizer, token) or "")
 
     def _first_seen(self, context: TextContext) -> int:
         """Where the decoder begins: not within a character, since bytes (`<0xE6>`) that are none
@@ -150,9 +147,10 @@ class TextStream:
 
     def _read_prompt(self, seen: Sequence[int]) -> None:
         """Its tokens from the first that the decoder sees."""
-        told = "".join([self.step(token) for token in seen])
-        rest = self.tokenizer.decode(seen).removeprefix(told)
-        self.pending = rest if set(rest) == {REPLACEMENT} else ""
+        for token in seen:
+            self.step(token)
+        text = self.tokenizer.decode(seen)
+        self.pending = text[len(text.rstrip(REPLACEMENT)) :]
 
     def rewind(self) -> None:
         """Go on behind the tokens that the context has, whatever was decoded."""

@@ -32,8 +32,8 @@ def keep_heap() -> None:
 
 
 async def make_behind(make: Callable[[], T], nice: int) -> T:
-    """What `make` gives, in a thread that ends with it: the threads that it starts, which compute,
-    have its niceness."""
+    """What `make` returns. It runs in a thread of its own with this niceness, which threads that it
+    starts (those that compute) inherit."""
     executor = ThreadPoolExecutor(1, "kvgraph-make", _add_niceness, (nice,))
     try:
         return await asyncio.get_running_loop().run_in_executor(executor, make)

@@ -173,6 +173,16 @@ def test_files_that_are_not_there_are_named_with_their_option(
         assert said == f"{option}: expected a file at {path}, got {got}"
 
 
+def test_a_text_for_quality_is_read_before_the_compile(
+    tmp_path: Path, model_folder: ModelFolder
+) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"\xff\xfe\x00")
+    given = ("compile", model_folder("llama"), "-o", tmp_path / "out", "--quality-text", text)
+    assert sentence(run(*given)).startswith(f"{text}: expected text in UTF-8, got ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_killed_in_the_middle(tmp_path: Path, model_folder: ModelFolder) -> None:
     """Nothing that reads as an artifact is left; the next compile works and removes the rest."""
     out = tmp_path / "model.kvg"

@@ -188,7 +188,9 @@ def test_a_graph_that_memory_is_too_little_for(
     graphs, replays = (gpu.driver.calls[n] for n in ("cuStreamEndCapture", "cuGraphLaunch"))
     assert graphs
     fails(monkeypatch, gpu.driver, "cuGraphInstantiate", FULL)
-    said = rf"expected memory for a CUDA graph beside {graphs}, got .*OUT_OF_MEMORY: from now on"
+    said = (
+        rf"expected memory for one more CUDA graph than {graphs}, got .*OUT_OF_MEMORY: from now on"
+    )
     with pytest.warns(UserWarning, match=said) as warned:
         assert tokens_of(engine, PROMPTS) == expected
     assert len(warned) == 1
@@ -211,7 +213,7 @@ def test_a_context_that_memory_is_too_little_for(
         return context(self, profile, stream, captured=captured)
 
     monkeypatch.setattr(LoadedEngine, "context", full)
-    with pytest.warns(UserWarning, match="expected memory for a CUDA graph beside 0, got tensorrt"):
+    with pytest.warns(UserWarning, match="expected memory for one more CUDA graph than 0, got ten"):
         assert tokens_of(engine, PROMPTS) == expected
 
 

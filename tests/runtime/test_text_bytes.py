@@ -71,7 +71,22 @@ def test_what_the_prompt_left_incomplete_is_not_of_the_completion(tokenizer: Tok
     assert text_of(tokenizer, [A, 0xE8, 0xAA], [THE, A]) == " the a"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "generated", "text"),
+    [
+        ([A, 0x0A, 0xE6], [A], " a"),
+        ([A, 0x0A, 0xE6, A, 0xE6], [THE], " the"),
+        ([0x0A, 0xE6], [0xE6, A], " a"),
+    ],
+)
+def test_a_lost_byte_that_changes_what_came_before(
+    tokenizer: Tokenizer, prompt: list[int], generated: list[int], text: str
+) -> None:
+    assert text_of(tokenizer, prompt, generated) == text
+
+
 def test_other_failures_of_a_decoder_are_raised(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, 1)
-    with pytest.raises(ValueError, match="of another kind"):
-        stream.recover(THE, ValueError("of another kind"))
+    stream.start(TextContext("a", [A]))
+    with pytest.raises(TypeError):
+        stream.step(1 << 40)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, NVFP4, NVFP4_GROUP, Form
+from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, MXFP4_GROUP, NVFP4, NVFP4_GROUP, Form
 
-MXFP4_GROUP = 32
 GGUF_BLOCKS = {"Q4_0": Form(4, 32), "Q8_0": Form(8, 32, INT8)}
 """Types of a GGUF file's blocks: 32 numbers behind a float16 scale."""
 

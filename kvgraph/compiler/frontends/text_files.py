@@ -74,8 +74,8 @@ def _added(path: Path) -> list[AddedToken]:
 
     if not path.is_file():
         return []
+    config = cast(Config, read_json(path))
     try:
-        config = cast(Config, read_json(path))
         decoder = config.get("added_tokens_decoder") or {}
         given = [each for _, each in sorted(decoder.items(), key=lambda pair: int(pair[0]))]
         others = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
@@ -96,8 +96,8 @@ def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
     """End tokens and the begin token that a generation_config.json names; ModelError if damaged."""
     if not path.is_file():
         return (), None
+    config = cast(Config, read_json(path))
     try:
-        config = cast(Config, read_json(path))
         bos = config.get("bos_token_id")
         return as_ids(config.get("eos_token_id")), None if bos is None else int(bos)
     except (ValueError, TypeError, AttributeError) as error:

@@ -18,9 +18,9 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.parts import LEFT, Parts
 from kvgraph.compiler.values import Values
+from kvgraph.ops.packed import MXFP4_GROUP, NVFP4_GROUP
 
 BLOCK = (128, 128)
-NVFP4_GROUP, MXFP4_GROUP = 16, 32
 REFUSED = {
     ".pre_quant_scale": "scales that activations are multiplied by",
     ".svdquant_lora_a": "a part of low rank",

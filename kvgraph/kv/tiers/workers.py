@@ -120,7 +120,7 @@ class TierWorkers:
                 transfer.is_cancelled = True
             self._changed.notify_all()
         if dropped:
-            log.warning("the tiers end: %d pages are dropped that were not written yet", dropped)
+            log.warning("the tiers end: %d copies of pages are dropped unwritten", dropped)
 
     def abandon(self) -> None:
         """As `close`, without waiting: the last of the threads closes the stores.

@@ -157,13 +157,13 @@ class CudaSession(Session):
         host = self._on_host
         key = tuple(_seen(t, on_host) for t, on_host in zip(tensors, host, strict=True))
         step = self._captured.pop(key, None)
-        if step is None:
-            step = self._capture(tensors) if self._records else None
+        if step is None and self._records:
+            if len(self._captured) >= MAX_CAPTURED:
+                del self._captured[next(iter(self._captured))]
+            step = self._capture(tensors)
         if step is None:
             logits: torch.Tensor = self._program(*tensors)[0]
             return logits
-        if len(self._captured) >= MAX_CAPTURED:
-            del self._captured[next(iter(self._captured))]
         self._captured[key] = step  # the youngest
         return step()
 
@@ -182,9 +182,9 @@ class CudaSession(Session):
                 raise
             self._records = False
             warnings.warn(
-                f"{self.gpu.device}: expected memory for a CUDA graph beside {len(self._captured)},"
-                f" got {error}: from now on, steps that were not captured are launched one kernel "
-                "after the other",
+                f"{self.gpu.device}: expected memory for one more CUDA graph than "
+                f"{len(self._captured)}, got {error}: from now on, steps that were not captured "
+                "are launched one kernel after the other",
                 stacklevel=2,
             )
             return None

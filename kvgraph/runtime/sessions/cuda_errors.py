@@ -30,9 +30,6 @@ LOST = {
 }
 """Errors after which every call in the context fails (CUresult): name, and start of the text."""
 
-CAPTURES = range(900, 909)
-"""Errors of a capture, which leave the stream as it was."""
-
 START_AGAIN = "nothing runs on this device in this process any more: start it again"
 
 _LOST = re.compile(
@@ -50,17 +47,11 @@ _FULL = re.compile(
 """The last one is our launcher's, under a driver that has no name for the number."""
 
 
-class CaptureError(DeviceError):
-    """What was enqueued cannot be captured; the device is as it was."""
-
-
 def of_number(number: int, sentence: str) -> DeviceError | CapacityError:
     """The error for what the driver returned."""
     if number == OUT_OF_MEMORY:
         return CapacityError(sentence)
-    if number in LOST:
-        return _lost(sentence)
-    return (CaptureError if number in CAPTURES else DeviceError)(sentence)
+    return _lost(sentence) if number in LOST else DeviceError(sentence)
 
 
 def of_text(text: str) -> type[CapacityError | DeviceLostError] | None:
@@ -94,8 +85,8 @@ def _lost(sentence: str) -> DeviceLostError:
 
 @contextmanager
 def told_by_torch() -> Iterator[None]:
-    """torch's errors as ours, and a launcher's that say more than that the device refused:
-    CapacityError, DeviceLostError, or KernelError."""
+    """Errors of torch as ours: CapacityError, DeviceLostError, KernelError. A plain DeviceError of
+    our launcher becomes one of the first two where its text says so."""
     try:
         yield
     except KVGraphError as error:

@@ -49,7 +49,7 @@ class PageCopies:
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Page-locked as long as a view of it lives. torch's own memory of this kind has a power of
-        two of bytes: up to twice of a slab."""
+        two of bytes: up to twice a slab's."""
         memory = np.empty(nbytes + 2 * PAGE, np.uint8)
         if self._stream is None:
             return memory[:nbytes]

@@ -293,7 +293,8 @@ def _stop(index: ActorHandle | None, options: ServeOptions, ending: _Ending) -> 
 
     stopping = threading.Thread(target=stop, daemon=True)
     stopping.start()
-    end = time.monotonic() + 2 * options.drain_seconds + STOP_SECONDS
+    longest = options.drain_seconds + CUT_SECONDS
+    end = time.monotonic() + 2 * longest + CUT_SECONDS + STOP_SECONDS
     while stopping.is_alive() and time.monotonic() < end:
         if ending.second.is_set() or _has_lost_ray():
             break

@@ -28,11 +28,17 @@ from kvgraph.contract.dims import NUM_LOGITS, TensorType
 from kvgraph.contract.inputs import Buffer
 from kvgraph.contract.manifest import ProfileInfo
 from kvgraph.contract.signature import output_name
-from kvgraph.errors import BindingError, CapacityError, KernelError
+from kvgraph.errors import (
+    BindingError,
+    CapacityError,
+    DeviceError,
+    DeviceLostError,
+    KernelError,
+)
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_driver import CudaDevice, DeviceArray, Graph
-from kvgraph.runtime.sessions.cuda_errors import CaptureError, step_error
+from kvgraph.runtime.sessions.cuda_errors import step_error
 from kvgraph.runtime.sessions.device_arrays import IndexTensor, Logits
 from kvgraph.runtime.sessions.tensorrt.engine import LoadedEngine
 
@@ -218,7 +224,7 @@ class TensorRTSession(Session):
         try:
             context = self._context(step.profile, captured=True)
         except CapacityError as error:
-            self._stop_recording(f"memory for a CUDA graph beside {len(self._captured)}", error)
+            self._stop_recording(self._one_more, error)
             return self._run_step(step)
         self._bind(context, step)
         self._enqueue(context, step)
@@ -240,12 +246,18 @@ class TensorRTSession(Session):
         try:
             return self._device.capture(lambda: self._enqueue(context, step))
         except CapacityError as error:
-            self._stop_recording(f"memory for a CUDA graph beside {len(self._captured)}", error)
-        except (CaptureError, KernelError) as error:
+            self._stop_recording(self._one_more, error)
+        except DeviceLostError:
+            raise
+        except (DeviceError, KernelError) as error:
             if asks is not None:
                 raise
             self._stop_recording(CAPTURABLE, error)
         return None
+
+    @property
+    def _one_more(self) -> str:
+        return f"memory for one more CUDA graph than {len(self._captured)}"
 
     def _stop_recording(self, expected: str, got: Exception | str) -> None:
         self._records = False
