@@ -86,8 +86,8 @@ class Weights:
         """A sentence for each number of bits that layers were rounded to."""
         names = NAMES | {PLAIN_BITS: self.plain}
         return [
-            f"weights: {len(layers)} of the layers that the checkpoint has in fewer bits are rounded "
-            f"to {names[bits]}, since no kernel takes their form, or that of a layer beside them"
+            f"weights: {len(layers)} of the layers that the checkpoint has in fewer bits are "
+            f"rounded to {names[bits]}, since no kernel takes their form, or that of a layer beside them"
             for bits, layers in sorted(self.rounded.items())
             if layers
         ]

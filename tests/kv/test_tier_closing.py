@@ -166,7 +166,7 @@ def test_what_a_slow_store_has_not_taken_in_time_is_dropped_and_counted(
     require_ended(connector, store)
     assert store.writes == 1, "a write that has begun ends"
     assert connector.metrics().offload_dropped == 4
-    assert "4 pages are dropped" in caplog.text
+    assert "4 copies of pages are dropped" in caplog.text
 
 
 def test_a_close_that_is_hurried_waits_for_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
