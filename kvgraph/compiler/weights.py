@@ -87,7 +87,8 @@ class Weights:
         names = NAMES | {PLAIN_BITS: self.plain}
         return [
             f"weights: {len(layers)} of the layers that the checkpoint has in fewer bits are "
-            f"rounded to {names[bits]}, since no kernel takes their form, or that of a layer beside them"
+            f"rounded to {names[bits]}, since no kernel takes their form, or that of a layer "
+            "beside them"
             for bits, layers in sorted(self.rounded.items())
             if layers
         ]
