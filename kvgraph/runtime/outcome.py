@@ -138,8 +138,14 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
         try:
             if stream.decoder is None:
                 stream.start(row.context)
+            assert stream.decoder is not None
             if is_text:
-                text = stream.step(token)
+                try:
+                    text = stream.decoder.step(stream.tokenizer, token) or ""
+                except Exception as error:
+                    text = stream.recover(token, error)
+                if stream.pending and text:
+                    text = stream.own(text)
             if stream.stops is not None:
                 characters = len(text)
                 count = row.context.current_length + behind + 1 - row.prompt_length

@@ -77,6 +77,7 @@ class TextStream:
             stream.start(context)
         piece = stream.step(token)
 
+    A decode step has `step` in its own file, so that it visits no other.
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
     `pending`: what the prompt alone ends with of bytes that are no character, while no piece came;
@@ -117,12 +118,15 @@ class TextStream:
         try:
             piece = self.decoder.step(self.tokenizer, token) or ""
         except Exception as error:
-            piece = self._recover(token, error)
-        if self.pending and piece:
-            piece, self.pending = piece.removeprefix(self.pending), ""
-        return piece
+            piece = self.recover(token, error)
+        return self.own(piece) if self.pending and piece else piece
 
-    def _recover(self, token: int, error: Exception) -> str:
+    def own(self, piece: str) -> str:
+        """The first piece without what the prompt alone ends with."""
+        pending, self.pending = self.pending, ""
+        return piece.removeprefix(pending)
+
+    def recover(self, token: int, error: Exception) -> str:
         """The piece of a token behind bytes that never became a character, which the decoder does
         not go on from; else `error` is raised."""
         from tokenizers.decoders import DecodeStream
