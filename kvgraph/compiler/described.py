@@ -173,7 +173,7 @@ def _gpu_bytes(linear: Linear, form: Form, dtype: str) -> int:
     if form.bits == PLAIN.bits:
         return _elements(linear) * itemsize(dtype)
     inputs = linear.in_features
-    form = form if matrices.are_kept([form]) else Form(8)
+    form = form if matrices.takes(form) else Form(8)
     made = matrices.of_kernels(replace(form, group=min(form.group, inputs)))
     of_group = 4 * made.has_scales + made.has_group_bytes
     groups = matrices.groups_of(inputs, made.bits, made.group)

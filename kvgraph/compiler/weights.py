@@ -58,16 +58,22 @@ class Weights:
         return Converted(name, held.shape, held.dtype, lambda: held)
 
     def form_of(
-        self, sources: Sequence[Values], bits: int, *, can_keep: bool = True
+        self,
+        sources: Sequence[Values],
+        bits: int,
+        *,
+        can_keep: bool = True,
+        takes: Callable[[Form], bool] = lambda form: True,
     ) -> tuple[Form, bool]:
-        """How layers that become one node are packed, and whether as they are stored.
+        """How layers that become one node are packed, and whether as they are stored, in a form
+        that the target's kernels take.
 
         `bits` AS_STORED: in one form that holds all of theirs, else in the bits nearest to theirs.
         """
         if bits != AS_STORED:
             return Form(bits), False
         forms = [source.form if can_keep else None for source in sources]
-        known = [form for form in forms if form is not None]
+        known = [form for form in forms if form is not None and takes(form)]
         if len(known) == len(forms):
             one = replace(
                 known[0],

@@ -11,7 +11,7 @@ Legend: M rows, N output columns, K inputs, S spans, H bytes of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import gcd
 
 import numpy as np
@@ -38,9 +38,9 @@ def of_kernels(form: Form) -> Form:
     return Form(form.bits, group if form.group else 0, form.codes, form.has_offsets)
 
 
-def are_kept(forms: Iterable[Form | None]) -> bool:
-    """Whether kernels take all of them as they are stored; none have scales of groups of 16."""
-    return not any(form is not None and form.codes == NVFP4 for form in forms)
+def takes(form: Form) -> bool:
+    """Whether kernels read what is stored so; none have scales of groups of 16."""
+    return form.codes != NVFP4
 
 
 def group_of(bits: int, group: int = 0) -> int:

@@ -96,11 +96,15 @@ class TextStream:
         self._prompt_length = prompt_length
         self.decoder: DecodeStream | None = None
 
-    def start(self, context: TextContext) -> None:
-        """The decoder goes on behind the tokens of `context`; `stops` are there too."""
+    def begin(self) -> None:
+        """The decoder is at the first token of a text."""
         from tokenizers.decoders import DecodeStream
 
         self.decoder, self.pending = DecodeStream(skip_special_tokens=True), ""
+
+    def start(self, context: TextContext) -> None:
+        """The decoder goes on behind the tokens of `context`; `stops` are there too."""
+        self.begin()
         if self.stops is not None:
             self.stops.rewind()
         first = self._first_seen(context)

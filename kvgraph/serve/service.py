@@ -70,11 +70,9 @@ class Served:
     def offsets_in(self, text: str, tokens: list[int]) -> list[int]:
         """Where each token of a prompt begins in `text`. A character begins with its last byte; a
         special token has a place where it is spelled out."""
-        from tokenizers.decoders import DecodeStream
-
         tokenizer = self._tokenizer()
         stream = TextStream(tokenizer, 0)
-        stream.decoder = DecodeStream(skip_special_tokens=True)
+        stream.begin()
         added = tokenizer.get_added_tokens_decoder().items()
         special = {token: known.content for token, known in added if known.special}
         offsets, at = [], 0

@@ -1,4 +1,4 @@
-"""Layers that a model calls more than once: packed once, whatever stands beside them."""
+"""Layers that a model calls more than once: packed once, whatever stands next to them."""
 
 from __future__ import annotations
 

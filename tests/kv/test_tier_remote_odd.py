@@ -15,6 +15,7 @@ import pytest
 from kvgraph.kv.tiers import remote
 from kvgraph.kv.tiers.remote import RemoteStore
 from tests.kv.remote_pages import KEYS, MODEL, SIZE, got, put, recover
+from tests.support.redis_server import answering
 
 
 @contextmanager
@@ -100,13 +101,8 @@ def understanding(count: int, answer: bytes, **others: bytes) -> Iterator[str]:
         def text(self) -> bytes:
             return self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2]
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield f"redis://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-    thread.join()
+    with answering(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)

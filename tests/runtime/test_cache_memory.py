@@ -13,12 +13,7 @@ from kvgraph import Engine
 from kvgraph.errors import CapacityError
 from kvgraph.kv.memory import DEVICE_CACHE_SHARE
 from kvgraph.runtime.cache_memory import HOST_BYTES
-from tests.runtime.tensorrt_machine import PROMPTS, Machine, fake_machine, tokens_of
-
-
-@pytest.fixture
-def gpu(compiled: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return fake_machine(compiled, tmp_path, monkeypatch)
+from tests.runtime.tensorrt_machine import PROMPTS, Machine, tokens_of
 
 
 def test_of_a_gpu_most_of_what_is_free_beside_weights_and_a_step(

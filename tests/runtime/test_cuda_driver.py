@@ -40,11 +40,6 @@ CALLER = 4711
 """The context that a caller made current."""
 
 
-@pytest.fixture
-def gpu(compiled: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return fake_machine(compiled, tmp_path, monkeypatch)
-
-
 Opened = tuple[FakeDriver, Callable[[], Any]]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,10 @@ from kvgraph.runtime.sessions.cuda_errors import (
 )
 from kvgraph.runtime.sessions.opening import opening
 from tests.runtime.fake_cuda import CUresult, FakeDriver, install
-from tests.runtime.tensorrt_machine import Machine, fake_machine, tokens_of
+from tests.runtime.tensorrt_machine import Machine, tokens_of
 
 FULL = CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
 GONE = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, None
-
-
-@pytest.fixture
-def gpu(compiled: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return fake_machine(compiled, tmp_path, monkeypatch)
 
 
 def test_the_numbers_are_the_drivers() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,7 @@ from kvgraph.errors import (
 )
 from tests.runtime.drive import prefill
 from tests.runtime.fake_tensorrt import FakeContext
-from tests.runtime.tensorrt_machine import ONE_TOKEN, Machine, fake_machine, manager_of, weights_of
-
-
-@pytest.fixture
-def gpu(compiled: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return fake_machine(compiled, tmp_path, monkeypatch)
+from tests.runtime.tensorrt_machine import ONE_TOKEN, Machine, manager_of, weights_of
 
 
 def test_an_engine_of_another_version(gpu: Machine) -> None:

@@ -30,16 +30,9 @@ from tests.runtime.tensorrt_machine import (
     ONE_TOKEN,
     PROMPTS,
     Machine,
-    fake_machine,
     manager_of,
     tokens_of,
 )
-
-
-@pytest.fixture
-def gpu(compiled: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return fake_machine(compiled, tmp_path, monkeypatch)
-
 
 # -- tokens
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socketserver
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.server import _Server
 from kvgraph.serve.service import EngineService
 from tests.serve.running import SECONDS, serving
+from tests.support.redis_server import answering
 
 DELAY_SECONDS = 0.1
 
@@ -48,20 +47,9 @@ ANSWERS = {
 }
 
 
-@contextmanager
-def far() -> Iterator[str]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Far) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield f"redis://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-    thread.join()
-
-
 def test_a_signal_ends_a_server_whose_tier_is_slow(artifact: Path, tmp_path: Path) -> None:
     """Pages wait for minutes; a few seconds are theirs."""
-    with far() as url, serving(tmp_path / "log", artifact, "--remote", url) as server:
+    with answering(Far) as url, serving(tmp_path / "log", artifact, "--remote", url) as server:
         for first in range(5, 9):
             server.complete([first + i % 900 for i in range(1600)], max_tokens=1)
         server.terminate()
@@ -90,5 +78,5 @@ def test_a_second_signal_waits_for_no_tier(artifact: Path, monkeypatch: pytest.M
             await service.close()
         assert server.should_exit
 
-    with far() as url:
+    with answering(Far) as url:
         asyncio.run(task(url))

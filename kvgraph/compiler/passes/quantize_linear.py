@@ -30,7 +30,7 @@ from kvgraph.compiler.values import PLAIN_BITS
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import AS_STORED
 from kvgraph.ops import torch_fusions
-from kvgraph.ops.matrices import are_kept, of_kernels
+from kvgraph.ops.matrices import of_kernels, takes
 
 QUANTIZED = torch_fusions.quantized_linear.default
 
@@ -57,8 +57,7 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
     x = any_node(first.node.args[0], "rows")
     dtype = value(x).dtype
     sources = [layer.source(weights) for layer in group.layers]
-    can_keep = are_kept(source.form for source in sources)
-    found, is_kept = weights.form_of(sources, bits, can_keep=can_keep)
+    found, is_kept = weights.form_of(sources, bits, takes=takes)
     form = of_kernels(found)
 
     def make() -> Iterator[dict[str, torch.Tensor]]:

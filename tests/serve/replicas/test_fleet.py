@@ -182,7 +182,7 @@ def test_what_runs_as_a_fleet_closes_ends_with_an_error() -> None:
         async with asyncio.timeout(30):
             (last,) = await tokens_of(stream)
             assert last.error == f"request {stream.request_id!r}: the server was closed"
-            assert not stream.was_lost, "nobody is there to answer it"
+            assert not stream.was_lost, "no replica is there to answer it"
             with pytest.raises(RequestError, match=r"^the server was closed$"):
                 await waiting
         with pytest.raises(RequestError, match=r"^the server was closed$"):
