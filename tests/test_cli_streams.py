@@ -1,7 +1,8 @@
-"""Commands whose streams the shell has closed."""
+"""Commands whose streams the shell has closed, and signals to them."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -34,3 +35,25 @@ def test_a_stream_that_is_closed(
 def test_a_log_without_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     log.write_line({"event": "ready"})
+
+
+LOST = """
+import os, time, weakref
+from kvgraph.cli.console import terminable
+
+class Module: ...
+
+module = Module()
+seen = weakref.ref(module, lambda gone: os.kill(os.getpid(), {number}))
+with terminable():
+    del module
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_callback_is_not_lost(number: int, code: int) -> None:
+    """As one that meets a callback of Python's import, where exceptions are ignored."""
+    program = LOST.format(number=int(number))
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
+    assert ended.returncode == code

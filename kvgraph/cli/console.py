@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,15 +48,29 @@ class Stages:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """A scope that SIGTERM ends as Ctrl-C does: what is half made is removed."""
+    """A scope that SIGTERM ends as Ctrl-C does: what is half made is removed.
+
+    Python ignores an exception in a callback, and each import has some: the signal is sent again.
+    """
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    def send_again(ignored: sys.UnraisableHookArgs) -> None:
+        number = {SystemExit: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(
+            ignored.exc_type
+        )
+        if number is None:
+            hook(ignored)
+        else:  # later, and from another thread: what the hook itself raises is ignored too
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+
+    hook, before = sys.unraisablehook, signal.signal(signal.SIGTERM, stop)
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, before)
 
 
