@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate | constraints
+# make demo | test | test-fast | test-ci | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate | constraints
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
@@ -18,14 +18,18 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
-.PHONY: demo test test-fast test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate constraints clean
+.PHONY: demo test test-fast test-ci test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate constraints clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.installed
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
 	$(BIN)/kvgraph generate $(DEMO) "The import statement" --max-new-tokens 64
 
+# Of costly tests a sample: tests/support/costs.py.
 test: $(VENV)/.installed
+	$(PYTEST) -m "not slow" --sample
+
+test-ci: $(VENV)/.installed
 	$(PYTEST) -m "not slow"
 
 # Without torch, within a minute.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvgraph
-from tests.support import artifacts, remembered
+from tests.support import artifacts, costs, remembered
 from tests.support.artifacts import Compiled
 from tests.support.models import make_model
 
@@ -45,37 +45,6 @@ NOT_FAST = (
 )
 """Files of those folders that need torch, or half a minute."""
 
-SLOWEST = (
-    "kernels/test_products",
-    "compiler/test_stored_weights",
-    "executed/test_hosts",
-    "test_ladder",
-    "compiler/test_pack_linear",
-    "compiler/test_check",
-    "compiler/test_shared_caches",
-    "runtime/test_cuda_session",
-    "serve/replicas/test_on_ray",
-    "plugins/test_amx",
-    "compiler/test_weightless",
-    "runtime/test_cache_kinds",
-    "test_docs",
-    "compiler/test_tensorrt_target",
-    "kernels/test_matrix",
-    "runtime/test_faults",
-    "compiler/test_fuse_rope",
-    "test_deploy",
-    "compiler/test_probed_models",
-    "ranks/test_running",
-    "kernels/test_aot",
-    "compiler/test_cuda_target",
-    "kernels/test_ptx",
-    "test_bench",
-    "compiler/test_quantize_linear",
-    "compiler/test_onnx_cuda_target",
-    "test_backends",
-)
-"""Files that begin first, so that no process waits at the end for another one's."""
-
 # Tests run one process for each core, and their models are tiny.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The wrappers of AOTInductor's packages call kernels and compute nothing.
@@ -94,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="only quick tests without torch; importing it fails"
     )
+    parser.addoption(
+        "--sample", action="store_true", help="of costly tests a sample (tests/support/costs.py)"
+    )
+    parser.addoption(
+        "--write-costs", action="store_true", help="write tests/costs.json, for --sample"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -102,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--fast"):
         sys.modules |= dict.fromkeys(("torch", "transformers"))  # type: ignore[arg-type]
+    if config.getoption("--write-costs"):
+        config.pluginmanager.register(costs.Recorder())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,12 +97,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return not name.startswith(FAST) or name.startswith(NOT_FAST)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        name = item.path.relative_to(TESTS).with_suffix("").as_posix()
-        return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
-
-    items.sort(key=place)
+@pytest.hookimpl(trylast=True)  # of what is selected by marks and names
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sample"):
+        kept = costs.in_sample(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = (item for item in items if item in kept)
+    # Costly files begin first, so that no process waits at the end for another one's.
+    seconds = costs.of_files()
+    items.sort(key=lambda item: -seconds[costs.file_of(item.nodeid)])
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
