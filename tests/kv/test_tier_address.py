@@ -36,6 +36,12 @@ def test_a_password_that_is_not_escaped(url: str) -> None:
     assert server_of(url) == "a server"
 
 
+@pytest.mark.parametrize("option", ["retry=3", "decode_responses=1", "socket_timeout=1", "cache"])
+def test_an_option_that_changes_how_a_tier_connects(option: str) -> None:
+    with pytest.raises(StoreError, match=r"option other than db, username, password, client_name"):
+        require_address(f"redis://host//[0?db=1&{option}")
+
+
 @pytest.mark.parametrize(
     ("url", "server"),
     [
@@ -44,6 +50,7 @@ def test_a_password_that_is_not_escaped(url: str) -> None:
         ("redis://:secret@word@host", "host:6379"),
         ("rediss://us%40er:sec%2Fret@host", "host:6379"),
         ("redis://[::1]:7000", "[::1]:7000"),
+        ("redis://host?username=u&password=secret&ssl_ca_certs=/etc/ca.pem", "host:6379"),
         ("redis://", "a server"),
         ("unix:///run/redis.sock?db=1", "/run/redis.sock"),
         ("unix://user:secret@/run/redis.sock", "/run/redis.sock"),

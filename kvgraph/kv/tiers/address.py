@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from kvgraph.errors import StoreError
 
 SCHEMES = ("redis", "rediss", "unix")
 DEFAULT_PORT = 6379
+
+OPTIONS = ("db", "username", "password", "client_name")
+"""Of the client, behind '?': others change how a tier connects, which its own settings do."""
 
 MOST_SAID = 200
 """Characters of what a server or a library said that are passed on."""
@@ -27,6 +30,9 @@ def require_address(url: str) -> None:
         )
     if scheme != "unix" and _host_and_port(authority) is None:
         raise StoreError(f"{failed}whose host or port is malformed")
+    options = {name for name, _ in parse_qsl(behind.partition("?")[2], keep_blank_values=True)}
+    if any(name not in OPTIONS and not name.startswith("ssl_") for name in options):
+        raise StoreError(f"{failed}with an option other than {', '.join(OPTIONS)} and ssl_...")
 
 
 def server_of(url: str) -> str:
