@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -298,10 +299,11 @@ def test_an_id_that_is_used_again_gets_its_own_tokens(engine: Engine) -> None:
 
 def test_what_ends_the_thread_ends_all_requests(engine: Engine) -> None:
     async def main() -> None:
-        shared = AsyncEngine(engine)
-        shared.after_step = lambda tokens: 1 // 0  # type: ignore[assignment, return-value]
+        shared, submitted = AsyncEngine(engine), threading.Event()
+        shared.after_step = lambda tokens: 1 // (not submitted.wait(60))  # type: ignore
         await shared.start()
         streams = [await shared.submit(prompt, TEN) for prompt in PROMPTS[:2]]
+        submitted.set()
         for stream in streams:
             (last,) = [tokens[-1] async for tokens in stream]
             assert "the engine's thread has ended: ZeroDivisionError" in (last.error or "")
