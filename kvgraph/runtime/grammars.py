@@ -1,15 +1,19 @@
 """What a caller says a text must look like: types and limits, checked before anything is compiled.
 
 A grammar is compiled on the engine's thread, and some of few bytes take minutes or all memory
-there. The compiler bounds most of them by itself (`guide.LIMITS`). The rest is refused here: a
-"multipleOf" compiles to as many states as its number; patterns that must hold together are
-multiplied; the time of an object is quadratic in its keys.
+there, or end the process. The compiler bounds most of them by itself (`guide.LIMITS`). The rest is
+refused here: a "multipleOf" compiles to as many states as its digits say; patterns that must hold
+together are multiplied; the time of an object is quadratic in its keys; rules are followed on the
+stack. The compiler holds whole numbers as float64, so larger ones would come out as others.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import NamedTuple, cast
 
 from kvgraph.errors import RequestError
@@ -19,7 +23,11 @@ MOST_BYTES = 1 << 16
 MOST_DEPTH = 64
 MOST_KEYS = 512
 MOST_MULTIPLE = 10_000
+"""Digits of a "multipleOf" as a number: 1 for 0.01. Of all together where schemas are combined."""
 MOST_COMBINED = 4
+MOST_RULES = 1000
+MOST_INTEGER = 1 << 53
+"""Whole numbers up to it are exact as float64."""
 
 KINDS = ("guided_json", "guided_regex", "guided_grammar")
 """Fields of SamplingParams of which at most one is given."""
@@ -30,6 +38,11 @@ COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 """Keywords whose schemas hold together with what stands next to them."""
 
 COSTLY = ("pattern", "format", "multipleOf")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+VALUES = ("const", "enum")
+
+RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n|\"]*:", re.MULTILINE)
+"""Where a rule or a terminal begins, of Lark's form and of GBNF."""
 
 
 class Grammar(NamedTuple):
@@ -52,8 +65,11 @@ def grammar_of(given: Mapping[str, object]) -> Grammar | None:
     instance(name, given[name], str, "text")
     text = cast(str, given[name])
     _require_size(name, text)
-    if name == "guided_grammar" and "%json" in text:
-        raise RequestError(f"{name}: expected no %json, got one; use guided_json for a schema")
+    if name == "guided_grammar":
+        if "%json" in text:
+            raise RequestError(f"{name}: expected no %json, got one; use guided_json for a schema")
+        if (rules := len(RULE.findall(text))) > MOST_RULES:
+            raise RequestError(f"{name}: expected at most {MOST_RULES} rules, got {rules}")
     return Grammar(name, text)
 
 
@@ -87,17 +103,20 @@ def _require_size(name: str, text: str) -> None:
 
 def _require_bounded(name: str, schema: dict[str, object]) -> None:
     """RequestError for what no other limit bounds."""
-    combines, costly = False, 0
+    combines, costly, multiples = False, 0, 1
     for part in _objects(name, schema):
         if len(part) > MOST_KEYS:
             raise RequestError(
                 f"{name}: expected at most {MOST_KEYS} keys in an object, got {len(part)}"
             )
-        multiple = part.get("multipleOf")
-        if isinstance(multiple, int | float) and multiple > MOST_MULTIPLE:
+        _require_exact(name, part)
+        multiple = _digits(part.get("multipleOf"))
+        if multiple > MOST_MULTIPLE:
             raise RequestError(
-                f'{name}: expected "multipleOf" of at most {MOST_MULTIPLE}, got {multiple}'
+                f'{name}: expected "multipleOf" with digits of at most {MOST_MULTIPLE}, '
+                f"got {part['multipleOf']}"
             )
+        multiples *= multiple
         own = sum(key in part for key in COSTLY)
         joined = sum(key in part for key in COMBINING)
         every = part.get("allOf")
@@ -109,6 +128,41 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
             f"{name}: expected at most {MOST_COMBINED} of {', '.join(COSTLY)} in a schema that "
             f"combines others, got {costly}"
         )
+    if combines and multiples > MOST_MULTIPLE:
+        raise RequestError(
+            f'{name}: expected values of "multipleOf" with digits that multiply to at most '
+            f"{MOST_MULTIPLE} in a schema that combines others, got {multiples}"
+        )
+
+
+def _digits(multiple: object) -> int:
+    """A number without its point: 25 for 0.25. 1 for what is no number."""
+    if not isinstance(multiple, int | float) or not math.isfinite(multiple):
+        return 1
+    _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    return int("".join(map(str, digits))) * 10 ** max(exponent, 0) or 1
+
+
+def _require_exact(name: str, part: dict[str, object]) -> None:
+    """RequestError for whole numbers that the compiler would take for others."""
+    for key in (*BOUNDS, *VALUES):
+        for number in _numbers(part.get(key)):
+            if abs(number) > MOST_INTEGER and (key in BOUNDS or isinstance(number, int)):
+                raise RequestError(
+                    f'{name}: expected numbers of at most 2**53 in "{key}", since larger ones are '
+                    f"not exact in JSON, got {said(number)}; take a string with a pattern"
+                )
+
+
+def _numbers(value: object) -> Iterator[int | float]:
+    """`value`, or those in it."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, int | float):
+            yield one
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 
 
 def _objects(name: str, schema: object) -> Iterator[dict[str, object]]:

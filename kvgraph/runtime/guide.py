@@ -7,6 +7,7 @@ in native threads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,9 @@ LIMITS: JsonObject = {
     "verbose_errors": False,
 }
 """Of llguidance's parser: a first mask takes 50 ms at most, and a grammar 40 MB."""
+
+GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+"""A rule of it; of Lark's form, a colon is followed by no other one."""
 
 MOST_COMPILED = 32
 MOST_REASON = 200
@@ -244,7 +248,7 @@ def set_masks(guides: Sequence[Guide]) -> None:
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """The matcher before any text. RequestError with llguidance's reason."""
-    from llguidance import LLMatcher, LLParserLimits, grammar_from
+    from llguidance import LLMatcher, LLParserLimits
 
     def refusal(why: object) -> RequestError:
         return RequestError(
@@ -256,19 +260,36 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         if grammar.kind == "guided_json":
             options: Any = {"whitespace_flexible": False}
             source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+        elif grammar.kind == "guided_regex":
+            source = LLMatcher.grammar_from_regex(grammar.text)
         else:
-            kind: Any = "regex" if grammar.kind == "guided_regex" else "ebnf"
-            source = grammar_from(kind, grammar.text)
+            source = LLMatcher.grammar_from_lark(_lark(grammar.text))
     except ValueError as error:
         raise refusal(error) from error
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
     if not matcher.is_error():
         matcher.compute_bitmask()  # of what is too complex, the first mask says so
-    if matcher.is_error():
-        raise refusal(matcher.get_error())
+    first = matcher.deep_copy()
+    if not first.is_error():
+        first.consume_tokens(first.compute_ff_tokens())  # or what it forces
+    for reached in (matcher, first):
+        if reached.is_error():
+            raise refusal(reached.get_error())
     if matcher.is_stopped():
         raise refusal("no text is possible")
     return matcher
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's form. ValueError for a GBNF that has none."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if not GBNF.search(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # its parser's own, and deep recursion
+        raise ValueError(f"GBNF: {error}") from error
 
 
 def _reason(error: object) -> str:

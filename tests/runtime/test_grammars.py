@@ -1,0 +1,102 @@
+"""Grammars that are refused before a request runs, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvgraph import RequestError
+from kvgraph.runtime.grammars import Grammar, grammar_of
+from kvgraph.runtime.guide import _compile
+
+BIG = 2**53 + 1
+ENDLESS = '{"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}'
+MOST = "guided_grammar: expected at most 1000 rules"
+
+
+def rules(count: int, sign: str) -> str:
+    """A chain of `count` rules, and the last one."""
+    return "".join(f'r{i}{sign} r{i + 1} "x"\n' for i in range(count)) + f'r{count}{sign} "a"\n'
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, '2\\*\\*53 in "minimum"'),
+        ({"type": "integer", "exclusiveMaximum": 1e30}, '2\\*\\*53 in "exclusiveMaximum"'),
+        ({"const": BIG}, f'2\\*\\*53 in "const".*{BIG}'),
+        ({"properties": {"id": {"enum": ["a", [{"b": -BIG}]]}}}, '2\\*\\*53 in "enum"'),
+        ({"multipleOf": 9999.9999}, '"multipleOf" with digits of at most 10000, got 9999.9999'),
+        ({"multipleOf": 1e300}, '"multipleOf" with digits of at most 10000'),
+        ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "at most 10000 .*, got 988027"),
+    ],
+)
+def test_numbers(schema: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=f"guided_json: expected .*{reason}"):
+        grammar_of({"guided_json": schema})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(2**53), "exclusiveMaximum": 2**53},
+        {"type": "number", "multipleOf": 0.01},
+        {"type": "number", "multipleOf": 2500.0},
+        {"const": 1e300},
+        {"properties": {"minimum": {"title": "a name, no bound"}, "const": {"type": "null"}}},
+        {"type": "integer", "default": BIG},
+        {"allOf": [{"multipleOf": 97}, {"multipleOf": 101}]},
+    ],
+)
+def test_numbers_that_are_exact(schema: Any) -> None:
+    assert grammar_of({"guided_json": schema}) is not None
+
+
+@pytest.mark.parametrize("sign", [":", " ::="])
+def test_rules(sign: str) -> None:
+    """Three thousand in a chain would end the process."""
+    with pytest.raises(RequestError, match=f"{MOST}, got 3001"):
+        grammar_of({"guided_grammar": rules(3000, sign)})
+    assert grammar_of({"guided_grammar": rules(999, sign)}) is not None
+    assert grammar_of({"guided_grammar": "start: A\nA: /b/\n" + ' | "a: b"\n' * 2000}) is not None
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return pytest.importorskip("llguidance").LLTokenizer("byte")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: "a"',
+        '?start: "a" | "b"',
+        '!start: "a"',
+        'start[capture="x"]: "a"',
+        'start: "x ::= y"',
+        'root ::= "a: b" | [0-9]+',
+        "start: " + rules(990, ":").removeprefix("r0: "),
+    ],
+)
+def test_forms_of_a_grammar(text: str, tokenizer: Any) -> None:
+    assert not _compile(tokenizer, Grammar("guided_grammar", text)).is_stopped()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("guided_grammar", 'start: "a" start', "Too many items"),
+        ("guided_json", ENDLESS, "Too many items"),
+        ("guided_regex", "(a?){5000}a{5000}", "too many expressions"),
+        (
+            "guided_grammar",
+            "start: " + "|".join(f'"label {i}"' for i in range(2500)),
+            "max is 2000",
+        ),
+        ("guided_grammar", "root ::= " + "(" * 9999 + '"a"' + ")" * 9999, "GBNF: "),
+    ],
+)
+def test_what_cannot_be_followed(kind: str, text: str, reason: str, tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match=rf"{kind}: expected what llguidance takes.*{reason}"):
+        _compile(tokenizer, Grammar(kind, text))
