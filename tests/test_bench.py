@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +17,10 @@ from unittest import mock
 import pytest
 
 import kvgraph
+from kvgraph import RequestError
 from kvgraph.bench import machine
 from kvgraph.bench.limits import Gemm, Limits
-from kvgraph.bench.protocol import Case, make_prompts
+from kvgraph.bench.protocol import Case, Settings, check_lengths, make_prompts, plan_cases
 from tests.support.command_line import Outcome, run
 
 Compiled = Callable[..., Path]
@@ -206,6 +209,14 @@ def test_several_artifacts(compiled: Compiled, tmp_path: Path) -> None:
     assert "vs class" not in outcome.out  # there are no peers
 
 
+def test_ragged_prompts_that_are_not_run_are_not_checked() -> None:
+    settings = Settings(threads=1, prompt=1400, new_tokens=16, contexts=(), prefix_caching=True)
+    check_lengths(settings, 2048)
+    assert [case.kind for case in plan_cases(settings)] == ["batch", "batch"]
+    with pytest.raises(RequestError, match="requests: expected at most 2048 tokens"):
+        check_lengths(replace(settings, prefix_caching=False), 2048)
+
+
 def test_prompts_computed_once(artifact: Path, tmp_path: Path) -> None:
     """`--prefix-caching`: decode alone, and a cold start all the same."""
     path = tmp_path / "out.json"
@@ -220,6 +231,8 @@ def test_prompts_computed_once(artifact: Path, tmp_path: Path) -> None:
 
 
 # -- bad input
+
+SECONDS = f"expected more than 0 and at most {threading.TIMEOUT_MAX:.0f} seconds"
 
 
 def refused(artifact: Path, *options: Any) -> str:
@@ -266,6 +279,12 @@ def test_beyond_max_seq_len(artifact: Path, options: Any, name: str, got: str) -
         (("--new-tokens", 1), "new_tokens: expected >= 2, got 1"),
         (("--repeats", 0), "repeats: expected >= 1, got 0"),
         (("--requests", -1), "requests: expected >= 0, got -1"),
+        (("--batches", 10**10), "batches: expected each at most 4096 rows, got 10000000000"),
+        (("--requests", 10**9), "requests: expected at most 65536 ragged ones, got 1000000000"),
+        *(
+            (("--timeout", given), f"timeout: {SECONDS}, got {given}")
+            for given in ("-1", "0", "nan", "inf")
+        ),
     ],
 )
 def test_settings_out_of_range(artifact: Path, options: Any, expected: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -227,6 +228,23 @@ def test_a_reader_that_leaves_early_sees_no_traceback(artifact: Path) -> None:
 def plain(text: str) -> str:
     """Without the colours that some CI services ask for."""
     return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "memory: expected enough for this command on this machine, got too little"),
+        (MemoryError("memory: expected 3, got 2"), "memory: expected 3, got 2"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_an_error_without_a_text_is_a_sentence_too(
+    error: Exception, text: str, artifact: Path
+) -> None:
+    with mock.patch("kvgraph.runtime.artifact.verify", side_effect=error):
+        outcome = run("verify", artifact)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"kvgraph: {text}")
 
 
 def test_help_lists_the_commands() -> None:

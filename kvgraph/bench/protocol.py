@@ -16,10 +16,17 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvgraph.contract.dims import BATCH_SIZE
 from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.errors import RequestError
 
 Kind = Literal["batch", "context", "ragged"]
+
+MOST_ROWS = MAX_EXTENTS[BATCH_SIZE]
+"""Of a step."""
+MOST_REQUESTS = 1 << 16
+"""Ragged ones, whose prompts are all in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,17 @@ class Settings:
             for value in values:
                 if value < bound:
                     raise RequestError(f"{name}: expected each >= {bound}, got {value}")
+        if (most := max(self.batches)) > MOST_ROWS:
+            raise RequestError(f"batches: expected each at most {MOST_ROWS} rows, got {most}")
+        if self.requests > MOST_REQUESTS:
+            raise RequestError(
+                f"requests: expected at most {MOST_REQUESTS} ragged ones, got {self.requests}"
+            )
+
+    @property
+    def ragged(self) -> int:
+        """Requests of the ragged case; 0: it is not run."""
+        return 0 if self.prefix_caching else self.requests
 
 
 QUICK: JsonObject = {
@@ -103,17 +121,17 @@ def plan_cases(settings: Settings) -> list[Case]:
         for context in dict.fromkeys(settings.contexts)
         if context != prompt
     ]
-    if settings.requests and prefills:
+    if settings.ragged:
         chosen = random.Random(f"{settings.seed} lengths")
-        lengths = [chosen.randint(prompt // 2, prompt * 3 // 2) for _ in range(settings.requests)]
-        name = f"{settings.requests} ragged"
+        lengths = [chosen.randint(prompt // 2, prompt * 3 // 2) for _ in range(settings.ragged)]
+        name = f"{settings.ragged} ragged"
         cases.append(Case(name, "ragged", tuple(lengths), n, repeats))
     return cases
 
 
 def check_lengths(settings: Settings, max_seq_len: int) -> None:
     """RequestError naming the setting whose prompts leave no room for the new tokens."""
-    ragged = settings.prompt * 3 // 2 if settings.requests else 0
+    ragged = settings.prompt * 3 // 2 if settings.ragged else 0
     asked = {
         "prompt": (settings.prompt, ""),
         "context": (max(settings.contexts, default=0), ""),

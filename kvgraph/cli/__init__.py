@@ -57,8 +57,18 @@ def main() -> None:
             warnings.showwarning = _print_warning  # type: ignore[assignment]
             app()
     except (KVGraphError, OSError, MemoryError) as error:
-        stderr.print(f"kvgraph: {error}", soft_wrap=True)
+        stderr.print(f"kvgraph: {_said(error)}", soft_wrap=True)
         sys.exit(2)
+
+
+def _said(error: Exception) -> str:
+    """Its sentence; Python's own MemoryError has none."""
+    if isinstance(error, MemoryError) and not str(error):
+        return (
+            "memory: expected enough for this command on this machine, got too little; "
+            "give smaller sizes, or fewer at once"
+        )
+    return str(error) or type(error).__name__
 
 
 def _open_streams() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -100,6 +101,7 @@ def bench(
         step_tokens=step_tokens,
         prefix_caching=prefix_caching,
     )
+    _require_seconds(timeout)
     if save is not None:
         require_replaceable(save, is_report, "an earlier report of kvgraph bench")
     if plot is not None:
@@ -137,6 +139,15 @@ def make_settings(quick: bool, threads: int | None, **given: Any) -> Settings:
 
     defaults = Settings(threads=check_threads(threads), **(QUICK if quick else {}))
     return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+
+
+def _require_seconds(timeout: float) -> None:
+    """RequestError for a time that no process can have."""
+    if not 0 < timeout <= threading.TIMEOUT_MAX:  # nor is a NaN between these
+        raise RequestError(
+            f"timeout: expected more than 0 and at most {threading.TIMEOUT_MAX:.0f} seconds, "
+            f"got {timeout:g}"
+        )
 
 
 def _integers(name: str, text: str | None) -> tuple[int, ...] | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvgraph.compiler.cache import LayerNeed
+from kvgraph.compiler.frontends.left_plain import Rule
 from kvgraph.compiler.frontends.stored_forms import PLAIN, StoredForms
 from kvgraph.compiler.packed_weights import shapes
 from kvgraph.compiler.passes import TABLE_BYTES
@@ -18,13 +19,18 @@ from kvgraph.ops.packed import Form
 @dataclass(frozen=True, order=True)
 class Linear:
     """A linear layer; `is_tied` where its weight is an embedding table's, `is_head` where its
-    outputs are logits."""
+    outputs are logits, `is_plain` where a checkpoint in fewer bits leaves it as it was.
+
+    `name`: of its module, where that is known.
+    """
 
     out_features: int
     in_features: int
     has_bias: bool
     is_tied: bool = False
     is_head: bool = False
+    is_plain: bool = False
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, order=True)
@@ -38,6 +44,8 @@ class Experts:
     inner_features: int
     has_bias: bool
     ranks: int = 1
+    is_plain: bool = False
+    name: str = field(default="", compare=False)
 
     @property
     def held(self) -> int:
@@ -78,6 +86,8 @@ class Described:
     experts: tuple[Experts, ...] = ()
     stored: StoredForms | None = None
     """Where weights may be kept as they are stored."""
+    notes: tuple[str, ...] = ()
+    """What a plan tells of it."""
 
     @property
     def parameters(self) -> int:
@@ -100,23 +110,35 @@ class Described:
                 experts=each.count,
                 active=each.active,
                 parameters=each.elements,
-                bytes=_expert_bytes(each, dtype, self._form_of_experts(bits), on_cpu),
+                bytes=_expert_bytes(each, dtype, self._form_of_experts(each, bits), on_cpu),
             )
             for each in self.experts
         )
 
-    def _form_of_experts(self, bits: int | None) -> Form | None:
+    def _form_of_experts(self, experts: Experts, bits: int | None) -> Form | None:
         """None: the activations' dtype."""
         if bits == AS_STORED:
             assert self.stored is not None
-            return self.stored.experts
+            return PLAIN if experts.is_plain else self.stored.experts
         return None if bits is None else Form(bits)
 
     def _form_of(self, linear: Linear, bits: int) -> Form:
         if bits != AS_STORED:
             return Form(bits)
         assert self.stored is not None
+        if linear.is_plain:
+            return PLAIN
         return self.stored.head if linear.is_head else self.stored.linears
+
+    def kept_as(self, forms: StoredForms, linears: Rule, experts: Rule) -> Described:
+        """With the forms in which a checkpoint in fewer bits stores it, and what it leaves plain by
+        its name."""
+        return replace(
+            self,
+            stored=forms,
+            linears=tuple(replace(each, is_plain=linears(each.name)) for each in self.linears),
+            experts=tuple(replace(each, is_plain=experts(each.name)) for each in self.experts),
+        )
 
     def weight_bytes(self, dtype: str, bits: int | None, on_cpu: bool = False) -> int:
         """With rotary tables: of `dtype`, or with linear layers packed and, on a CPU, tables in

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvgraph.compiler.cache import plan_cache, pool_types
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.reserve import Reserve, reserve_of
-from kvgraph.contract.devices import virtual_devices
+from kvgraph.contract.devices import Target, virtual_devices
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import SMALL_WEIGHTS, WEIGHT_BITS
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.shards import MOST_SHARDS
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import MissingDependencyError, ParamsError
-from kvgraph.kv.memory import DEVICE_CACHE_SHARE, LeafPlan, plan_leaves
+from kvgraph.kv.memory import DEVICE_CACHE_SHARE, LeafPlan, most_logits, plan_leaves
 
 LEAST_TOKENS = 16
 """Of a step that a hint names."""
@@ -54,7 +55,7 @@ class Wanted:
 
     @property
     def on_cpu(self) -> bool:
-        return self.target == "cpu"
+        return Target.parse(self.target).kind == "cpu"
 
     @property
     def bits(self) -> int | None:
@@ -81,15 +82,15 @@ def fit(of: OfRanks, wanted: Wanted) -> Fit:
         model,
         wanted.dtype,
         tokens=wanted.max_batch_tokens,
-        rows=wanted.max_batch_size,
+        rows=most_logits(wanted.max_batch_size, wanted.max_batch_tokens),
         ranks=ranks,
         on_cpu=wanted.on_cpu,
     )
     rest = wanted.memory - weights - reserve.nbytes
     if rest <= 0:
         raise ParamsError(
-            f"memory: expected more than {weights} bytes of weights and {reserve.nbytes} of a "
-            f"step of {reserve.tokens} tokens, got {wanted.memory}"
+            f"memory: expected more than {weights} bytes of weights and {reserve.nbytes} of "
+            f"{reserve.said}, got {wanted.memory}"
         )
     available = rest if wanted.on_cpu else int(rest * DEVICE_CACHE_SHARE)
     dtype, quantization = pool_types(wanted.dtype, wanted.cache_dtype)
@@ -132,9 +133,7 @@ def would_fit(
     fitting = [choice for choice in smaller if _fits(of, choice)]
     for choice in fitting:
         yield f"--weights {choice.weights} ({size_text(weight_bytes(of, choice))})"
-    tokens = _most_tokens(of, wanted)
-    if tokens:
-        yield f"--max-batch-tokens {tokens}"
+    yield from _smaller_steps(of, wanted)
     for choice in [wanted, *smaller] if ranks else []:
         least = None if choice in fitting else _least_ranks(choice, describe, of.ranks + 1)
         if least is not None:
@@ -149,14 +148,27 @@ def _smaller_weights(wanted: Wanted) -> Iterator[Wanted]:
             yield replace(wanted, weights=name)
 
 
-def _most_tokens(of: OfRanks, wanted: Wanted) -> int:
-    """Of a step with which it fits, by halves; 0: there is none."""
-    tokens = wanted.max_batch_tokens // 2
-    while tokens >= LEAST_TOKENS:
-        if _fits(of, replace(wanted, max_batch_tokens=tokens)):
-            return tokens
-        tokens //= 2
-    return 0
+def _smaller_steps(of: OfRanks, wanted: Wanted) -> Iterator[str]:
+    """A flag of fewer tokens, and one of fewer rows, with which it fits, by halves."""
+    tokens = wanted.max_batch_tokens
+    rows = min(wanted.max_batch_size, tokens)  # more have no part in a step
+    shorter = (replace(wanted, max_batch_tokens=n) for n in _halves(tokens, LEAST_TOKENS))
+    for choice in _first_fitting(of, shorter):
+        yield f"--max-batch-tokens {choice.max_batch_tokens}"
+    narrower = (replace(wanted, max_batch_size=n) for n in _halves(rows, 1))
+    for choice in _first_fitting(of, narrower):
+        yield f"--max-batch-size {choice.max_batch_size}"
+
+
+def _first_fitting(of: OfRanks, choices: Iterator[Wanted]) -> Iterator[Wanted]:
+    """The first that fits, if any does."""
+    return islice((choice for choice in choices if _fits(of, choice)), 1)
+
+
+def _halves(most: int, least: int) -> Iterator[int]:
+    """Half of `most`, half of that, down to `least`."""
+    while (most := most // 2) >= least:
+        yield most
 
 
 def _fits(of: OfRanks, wanted: Wanted) -> bool:

@@ -13,19 +13,19 @@ from kvgraph.compiler.fitting import Fit, OfRanks, Wanted, fit, would_fit
 from kvgraph.compiler.frontends import stored
 from kvgraph.compiler.frontends.folder import checkpoint_dtype, quantization, read_config
 from kvgraph.compiler.frontends.gguf import as_folder
-from kvgraph.compiler.frontends.stored_forms import stored_forms
+from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
+from kvgraph.compiler.frontends.stored_forms import doubts_of, stored_forms
 from kvgraph.compiler.options import (
     check_weights,
     computes_in_float32,
     default_weights,
     require_quantized,
-    require_ranks,
+    resolve,
 )
 from kvgraph.compiler.reserve import Reserve
-from kvgraph.contract.backends import default_backend
-from kvgraph.contract.devices import Target
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
+from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
 
 ROWS = (1, 64)
@@ -62,14 +62,15 @@ class DeploymentPlan:
     concurrent_requests: int
     """Requests of `max_seq_len` tokens that fit at once."""
     longest_context: int
-    """Tokens of a lone request, at most the model's own limit."""
+    """Tokens of a lone request, at most `max_seq_len`."""
     parameters: int
     active_parameters: int
     """Those that work on a token: of a mixture of experts, its active ones."""
     read_by_step: dict[str, int]
     """Of a mixture of experts: rows of a step -> bytes of weights that it reads."""
     warnings: list[str]
-    """What compile refuses of this, and what a step takes beyond the reserve."""
+    """What compile refuses of this, what it computes of more than a model needs, and what of the
+    sizes is in doubt."""
     ranks: int = 1
 
 
@@ -96,14 +97,23 @@ def plan_deployment(
     `compile` refuses it a warning says so and sizes are of equal parts. Weights are
     counted by the headers of the safetensors, or their index; without them, and for other than the
     best-known architectures, transformers is asked. ParamsError where weights, the largest step and
-    a page do not fit, with what would; UnsupportedError for weights that the target cannot have, as
-    `compile` raises it; MissingDependencyError where transformers is needed.
+    a page do not fit, with what would; UnsupportedError for a target, a cache or weights that no
+    graph has, as `compile` raises it; MissingDependencyError where transformers is needed.
     """
-    parsed = Target.parse(target)
+    request = resolve(
+        target,
+        None,
+        cache=KVCacheStrategy.PAGED,
+        cache_dtype=cache_dtype,
+        page_size=page_size,
+        params=None,
+        max_batch=None,
+        max_tokens=None,
+        tp=tp,
+    )
     _require_steps(max_batch_size, max_batch_tokens)
-    backend = default_backend(parsed.kind)
-    support = backend.targets[parsed.kind]
-    check_weights(weights, parsed, backend, dtype)
+    parsed, support = request.target, request.support
+    check_weights(weights, parsed, request.backend, dtype)
     with as_folder(folder) as opened:
         config = read_config(opened)
         dtype = dtype or checkpoint_dtype(config)
@@ -114,7 +124,6 @@ def plan_deployment(
         if float32:
             dtype = "float32"
         require_quantized(weights, is_quantized=is_quantized)
-        require_ranks(tp, backend, parsed)
         bits = WEIGHT_BITS.get(weights or "")
         describe = cache(_Describing(opened, config, dtype, bits is not None, progress))
         of = describe(tp)
@@ -177,7 +186,7 @@ def _made(of: OfRanks, wanted: Wanted, found: Fit) -> DeploymentPlan:
         bytes_per_page={path: leaf.bytes_per_page // ranks for path, leaf in leaves.items()},
         max_seq_len=wanted.max_seq_len,
         concurrent_requests=pages.max_concurrent_requests,
-        longest_context=min([model.max_seq_len, *held]),
+        longest_context=min([wanted.max_seq_len, *held]),
         parameters=model.parameters,
         active_parameters=model.active_parameters,
         read_by_step={
@@ -193,6 +202,7 @@ def _made(of: OfRanks, wanted: Wanted, found: Fit) -> DeploymentPlan:
 def _warnings(of: OfRanks) -> Iterator[str]:
     if of.refusal:
         yield f"compile refuses this: {of.refusal}; sizes are those of {of.ranks} equal parts"
+    yield from of.model.notes
 
 
 @dataclass(frozen=True)
@@ -211,8 +221,8 @@ class _Describing:
             try:
                 whole = stored.describe(self.folder, self.config, by_shape=self.by_shape)
             except stored.InDoubtError as error:
-                whole = self._ask(str(error), 1)
-            return OfRanks(replace(whole, stored=stored_forms(self.config)), 1)
+                return OfRanks(self._ask(str(error), 1), 1)
+            return OfRanks(self._as_stored(whole, {}), 1)
         try:
             return OfRanks(self._ask("its model has the plan for tensor parallelism", ranks), ranks)
         except UnsupportedError as refusal:
@@ -230,5 +240,13 @@ class _Describing:
         self.progress(f"asking transformers, since {why}")
         from kvgraph.compiler.frontends import measured
 
-        found = measured.describe(self.folder, self.dtype, ranks)
-        return replace(found, stored=stored_forms(self.config))
+        plain = measured.plain_weights(self.folder, self.config)
+        return self._as_stored(measured.describe(self.folder, self.dtype, ranks), plain)
+
+    def _as_stored(self, found: Described, plain: Mapping[str, bool]) -> Described:
+        """With what its configuration, and its `plain` weights, say of those in fewer bits."""
+        config = self.config
+        rules = left_plain(config, plain), left_plain_experts(config, plain)
+        doubts = doubts_of(config, has_experts=bool(found.experts))
+        kept = found.kept_as(stored_forms(config), *rules)
+        return replace(kept, notes=(*kept.notes, *doubts))

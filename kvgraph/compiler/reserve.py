@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvgraph.compiler.described import Described
 from kvgraph.contract.dtypes import itemsize
+from kvgraph.contract.sizes import size_text
 
 HIDDEN_VALUES, WIDEST_VALUES = 2, 4
 """Of a token, at once: of the hidden size, and of the widest layer."""
@@ -33,6 +34,13 @@ class Reserve:
     logits_per_row: int
     experts_bytes: int
     """Scratch of experts, in all."""
+
+    @property
+    def said(self) -> str:
+        """Of which step it is, and what of it no shorter step saves."""
+        held = size_text(self.experts_bytes)
+        fixed = f" ({held} of it for experts, of any step)" if self.experts_bytes else ""
+        return f"a step of {self.tokens} tokens and {self.rows} rows of logits{fixed}"
 
 
 def reserve_of(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from kvgraph.contract.dims import ceildiv
-from kvgraph.contract.files import inside
+from kvgraph.contract.files import inside, kind_of
 from kvgraph.errors import ArtifactError
 from kvgraph.progress import Advance, task
 
@@ -71,7 +71,8 @@ def verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
     for name, entry in sorted(files.items()):
         path = inside_folder(folder, name)
         if not path.is_file():
-            raise ArtifactError(f"{path}: expected {entry.size} bytes from the manifest, got none")
+            got = kind_of(path) or "none"
+            raise ArtifactError(f"{path}: expected {entry.size} bytes from the manifest, got {got}")
         if path.stat().st_size != entry.size:
             raise ArtifactError(
                 f"{path}: expected {entry.size} bytes from the manifest, got {path.stat().st_size}"
@@ -93,8 +94,20 @@ def inside_folder(folder: Path, name: str) -> Path:
     """The path of an artifact's file. ArtifactError where it is outside the folder."""
     path = inside(folder, name)
     if path is None:
-        raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}")
+        how = ", a link that leads out" if _is_link(folder, name) else ""
+        raise ArtifactError(f"{folder}: expected files inside the folder, got {name!r}{how}")
     return path
+
+
+def _is_link(folder: Path, name: str) -> bool:
+    """Whether an artifact's name that says nothing else is a link, or goes through one."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return False
+    try:
+        return any((folder / each).is_symlink() for each in (path, *path.parents[:-1]))
+    except OSError:  # too long a name
+        return False
 
 
 def _check_chunk(job: tuple[Path, int, str]) -> tuple[str | None, int]:

@@ -65,8 +65,8 @@ def whole(
 
 def size_text(count: float) -> str:
     """`count` bytes in the unit that a reader takes in at once."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} TiB"

@@ -43,6 +43,16 @@ class MemoryPlan:
         return self.num_pages // self.pages_per_request
 
 
+SCORED_TOKENS = 128
+"""Tokens of prompts that get logits in a step: 16 MB at a vocabulary of 32,000."""
+
+
+def most_logits(rows: int, tokens: int) -> int:
+    """Rows of logits of a step of at most `tokens` new tokens: one for each of `rows` requests, and
+    those of scored prompts. A token has one row at most."""
+    return min(rows + SCORED_TOKENS, tokens)
+
+
 def most_pages(leaf: KVCacheParams, tokens: int, chunk: int) -> int:
     """Pages of `leaf` that one request of `tokens` tokens can hold at once.
 
@@ -56,7 +66,8 @@ def most_pages(leaf: KVCacheParams, tokens: int, chunk: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LeafPlan:
-    """Pages of each leaf of one replica, by path, and the requests of maximum length they hold."""
+    """Pages of each leaf of one replica, by path, and the requests of maximum length they hold:
+    0 to `max_batch_size`."""
 
     pages: dict[str, int]
     nbytes: int
@@ -111,7 +122,11 @@ def plan_leaves(
     return LeafPlan(
         {path: pages[path] for path in leaves},
         sum(n * leaves[path].bytes_per_page for path, n in pages.items()),
-        min(max_batch_size, *((pages[p] - extra[p]) // steady[p] for p in leaves)),
+        min(
+            # At `whole`, a leaf holds all that the batch can have: it limits nothing.
+            max_batch_size if n >= whole else max(0, (n - extra[path]) // steady[path])
+            for path, n in pages.items()
+        ),
     )
 
 

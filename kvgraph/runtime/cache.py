@@ -14,7 +14,7 @@ from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import RequestError
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
 from kvgraph.kv.manager import KVCacheManager
-from kvgraph.kv.memory import plan_leaves
+from kvgraph.kv.memory import SCORED_TOKENS, most_logits, plan_leaves
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers.open import StoreOpener
@@ -22,7 +22,6 @@ from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
 from kvgraph.runtime.cache_memory import default_bytes
 from kvgraph.runtime.config import BatchConfig, CacheConfig, TierConfig
-from kvgraph.runtime.logprobs import SCORED_TOKENS
 from kvgraph.runtime.prefix_file import Prefix, PrefixStore, read_prefix
 from kvgraph.runtime.scheduler import Scheduler
 from kvgraph.runtime.sessions.base import Session
@@ -60,7 +59,7 @@ def make_cache(
         if pages is None:
             nbytes = cache.nbytes
             if nbytes is None:
-                logits = min(rows + SCORED_TOKENS, session.limits.get(NUM_LOGITS, tokens))
+                logits = min(most_logits(rows, tokens), session.limits.get(NUM_LOGITS, tokens))
                 nbytes = default_bytes(params, session, tokens, logits, longest)
             planned = plan_leaves(params, nbytes, rows, longest, tokens).pages
             pages = {path: min(n, _most_pages(session, path)) for path, n in planned.items()}

@@ -12,9 +12,6 @@ import numpy.typing as npt
 from kvgraph.kv.requests import TextContext
 from kvgraph.ops import native
 
-SCORED_TOKENS = 128
-"""Tokens of prompts that get logits in a step: 16 MB at a vocabulary of 32,000."""
-
 
 class Logprob(NamedTuple):
     """One token, the natural logarithm of its probability (to 1e-5), and its rank: 1 the likeliest,

@@ -27,9 +27,10 @@ import numpy as np
 from kvgraph.contract.inputs import ModelInputs
 from kvgraph.errors import InsufficientPagesError
 from kvgraph.kv.manager import KVCacheManager
+from kvgraph.kv.memory import SCORED_TOKENS
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.guide import Guide
-from kvgraph.runtime.logprobs import SCORED_TOKENS, PromptScores
+from kvgraph.runtime.logprobs import PromptScores
 from kvgraph.runtime.sampling import FinishReason, TokenSource
 from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import TextStream

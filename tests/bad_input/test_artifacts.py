@@ -81,6 +81,18 @@ def test_a_missing_file(artifact: Path, name: str) -> None:
     assert sentence(run("verify", artifact)) == expected
 
 
+def test_something_else_in_place_of_a_file(artifact: Path) -> None:
+    path = artifact / "weights.safetensors"
+    size = path.stat().st_size
+    path.unlink()
+    os.mkfifo(path)
+    expected = f"{path}: expected {size} bytes from the manifest, got "
+    assert sentence(run("verify", artifact)) == f"{expected}a pipe"
+    path.unlink()
+    path.mkdir()
+    assert sentence(run("verify", artifact)) == f"{expected}a folder"
+
+
 @pytest.mark.parametrize("change", [-1, 1, 1000])
 def test_a_file_of_another_size(artifact: Path, change: int) -> None:
     path = artifact / "weights.safetensors"
@@ -102,7 +114,8 @@ def test_a_path_that_leaves_the_folder(
     (artifact / "folder").symlink_to(tmp_path)
     entry = {"size": 6, "chunks": [hashlib.sha256(b"secret").hexdigest()]}
     edit_manifest(artifact, lambda fields: fields["files"].update({name: entry}))
-    expected = f"{artifact}: expected files inside the folder, got {name!r}"
+    how = "" if "outside" in name and "folder" not in name else ", a link that leads out"
+    expected = f"{artifact}: expected files inside the folder, got {name!r}{how}"
     assert sentence(run(command, artifact)) == expected
 
 
@@ -110,8 +123,10 @@ def test_a_file_replaced_by_a_link_to_the_outside(artifact: Path, tmp_path: Path
     path = artifact / "weights.safetensors"
     path.rename(tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
-    expected = f"{artifact}: expected files inside the folder, got 'weights.safetensors'"
-    assert sentence(run("verify", artifact)) == expected
+    assert sentence(run("verify", artifact)) == (
+        f"{artifact}: expected files inside the folder, got 'weights.safetensors', a link that "
+        "leads out"
+    )
 
 
 # -- artifacts: the manifest

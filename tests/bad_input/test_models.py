@@ -37,6 +37,17 @@ def test_folder_without_config(tmp_path: Path) -> None:
     assert refused(model, tmp_path) == expected
 
 
+def test_an_artifact_in_place_of_a_model(tmp_path: Path) -> None:
+    artifact = tmp_path / "tiny.kvg"
+    artifact.mkdir()
+    (artifact / "manifest.json").write_text("{}")
+    expected = (
+        f"{artifact}: expected config.json in a model folder, got a compiled artifact; "
+        f"kvgraph inspect {artifact} shows it"
+    )
+    assert either(tmp_path, artifact) == expected
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgraph.contract.sizes import parse_bytes
+from kvgraph.contract.sizes import parse_bytes, size_text
 from kvgraph.errors import RequestError
 
 
@@ -37,3 +37,18 @@ def test_what_is_no_size(size: Any) -> None:
     message = f"memory: expected a size such as 80GiB or 512MB, got {size!r}"
     with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
         parse_bytes("memory", size)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        ("1023B", "1023 B"),
+        ("1KiB", "1.0 KiB"),
+        ("1.5MiB", "1.5 MiB"),
+        ("1023GiB", "1023.0 GiB"),
+        ("1TiB", "1.0 TiB"),
+        ("5000TiB", "5000.0 TiB"),
+    ],
+)
+def test_a_size_is_shown_in_its_own_unit(size: str, text: str) -> None:
+    assert size_text(parse_bytes("memory", size)) == text

@@ -8,8 +8,9 @@ import pytest
 
 from kvgraph.contract.devices import Device
 from kvgraph.contract.params import KVCacheParams
+from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import ParamsError
-from kvgraph.kv.memory import plan_memory
+from kvgraph.kv.memory import most_logits, plan_leaves, plan_memory
 from kvgraph.kv.paged import PagedKVCacheManager
 
 LLAMA_8B = KVCacheParams("bfloat16", n_kv_heads=8, head_dim=128, num_layers=32, page_size=128)
@@ -61,3 +62,33 @@ def test_errors_show_the_arithmetic() -> None:
 def test_sizes_are_whole_numbers(given: tuple[Any, Any, Any]) -> None:
     with pytest.raises(ParamsError, match="expected an integer, got "):
         plan_memory(LLAMA_8B, *given)
+
+
+SLIDING = KVCacheParams("float32", 2, 16, 3, page_size=128, window_size=128)
+FULL = KVCacheParams("float32", 2, 16, 3, page_size=128)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("length", [1, 100, 128, 129, 1024])
+@pytest.mark.parametrize("chunk", [16, 128, 2048])
+def test_a_leaf_that_holds_the_whole_batch_limits_nothing(
+    batch: int, length: int, chunk: int
+) -> None:
+    """However large a step is next to the window's pages."""
+    params = MultiKVCacheParams.from_params({"sliding": SLIDING, "full": FULL})
+    assert plan_leaves(params, GIB, batch, length, chunk).max_concurrent_requests == batch
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+@pytest.mark.parametrize("pages", range(10, 90, 7))
+def test_requests_that_fit_are_none_or_more(batch: int, pages: int) -> None:
+    """A window takes 3 pages of a request, and 4 of a chunk; the other leaf 8 of a request."""
+    params = MultiKVCacheParams.from_params({"sliding": SLIDING, "full": FULL})
+    plan = plan_leaves(params, pages * FULL.bytes_per_page, batch, 1024, 512)
+    held = min(batch, plan.pages["full"] // 8)
+    assert 0 <= plan.max_concurrent_requests <= held
+    assert sum(plan.pages.values()) <= pages
+
+
+def test_rows_of_logits_of_a_step() -> None:
+    assert [most_logits(*given) for given in ((256, 2048), (256, 16), (1, 128))] == [384, 16, 128]

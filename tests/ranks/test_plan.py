@@ -54,12 +54,12 @@ def refused(folder: Path, memory: int, **options: Any) -> str:
 
 
 def test_plan_says_what_would_fit(model_folder: Callable[[str], Path]) -> None:
-    """3.9 MiB of weights, 13.1 of a step of 2,048 tokens."""
+    """3.9 MiB of weights, 14.1 of a step of 2,048 tokens."""
     tiny = model_folder("tiny-llama")
     assert refused(tiny, 17 << 20) == (
-        "memory: expected more than 4133376 bytes of weights and 13697024 of a step of 2048 "
-        "tokens, got 17825792; what fits: --weights int8 (1.7 MiB), --weights int4 (1.2 MiB), "
-        "--max-batch-tokens 1024, --tp 2 (2.0 MiB on each device)"
+        "memory: expected more than 4133376 bytes of weights and 14745600 of a step of 2048 "
+        "tokens and 136 rows of logits, got 17825792; what fits: --weights int8 (1.7 MiB), "
+        "--weights int4 (1.2 MiB), --max-batch-tokens 1024, --tp 2 (2.0 MiB on each device)"
     )
     assert refused(tiny, 17 << 20, target="cuda:sm_90").partition("what fits: ")[2] == (
         "--weights int8 (2.1 MiB), --weights int4 (1.6 MiB), --max-batch-tokens 1024, --tp 2 "
@@ -67,9 +67,9 @@ def test_plan_says_what_would_fit(model_folder: Callable[[str], Path]) -> None:
     )
     assert "what fits" not in refused(tiny, 1)
     # A page alone does not fit.
-    assert "one page of 32768 bytes, got 10 bytes" in refused(tiny, 4133376 + 13697024 + 10)
+    assert "one page of 32768 bytes, got 10 bytes" in refused(tiny, 4133376 + 14745600 + 10)
     # Fewer bits need fewer ranks.
-    assert refused(tiny, 800 << 10, max_batch_tokens=16).partition("what fits: ")[2] == (
+    assert refused(tiny, 930 << 10, max_batch_tokens=16).partition("what fits: ")[2] == (
         "--tp 8 (652.5 KiB on each device), --weights int8 --tp 4 (568.5 KiB on each device), "
         "--weights int4 --tp 4 (429.0 KiB on each device)"
     )

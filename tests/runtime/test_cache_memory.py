@@ -34,11 +34,11 @@ def test_of_a_gpu_most_of_what_is_free_beside_weights_and_a_step(
 
 def test_a_gpu_without_room_for_a_step_is_refused(gpu: Machine) -> None:
     session = gpu.artifact().session()
-    gpu.driver.memory = gpu.driver.memory - session.free_memory() + (1 << 20)
+    gpu.driver.memory = gpu.driver.memory - session.free_memory() + (1 << 18)
     with pytest.raises(
         CapacityError,
-        match=r"^the largest step: expected memory for 16 new tokens and 96 rows of logits in "
-        r"1048576 bytes .*CUDA_ERROR_OUT_OF_MEMORY\); give a smaller max_batch_tokens",
+        match=r"^the largest step: expected memory for 16 new tokens and 16 rows of logits in "
+        r"262144 bytes .*CUDA_ERROR_OUT_OF_MEMORY\); give a smaller max_batch_tokens",
     ):
         Engine(session.artifact, session=session, max_batch_tokens=16)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraph.compiler.frontends.left_plain import LANGUAGE_PARTS
 from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values
 from kvgraph.ops.packed import Form
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 ROW_OPERATIONS = ("Chunk", "Concatenate", "MergeModulelist")
 """Of transformers' converters, those that keep a row of inputs as it is."""
 STACK = "MergeModulelist"
-
-LANGUAGE_PARTS = ("language_model.", "text_model.")
-"""What a larger model calls its language part, before or behind `model.`."""
 
 
 @dataclass

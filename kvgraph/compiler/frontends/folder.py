@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.contract.files import open_regular
+from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError, UnsupportedError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -101,6 +102,8 @@ def _instead(folder: Path) -> str:
             "a LoRA adapter; merge it into its base model (peft: merge_and_unload, then "
             "save_pretrained) and compile that folder"
         )
+    if (folder / MANIFEST_NAME).is_file():
+        return f"a compiled artifact; kvgraph inspect {folder} shows it"
     packed = sorted(folder.glob("*.gguf"))
     return f"the GGUF file {packed[0].name}; give that file" if packed else "none"
 

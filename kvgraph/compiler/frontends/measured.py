@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from kvgraph.compiler.described import Described, Experts, Linear
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.decoder import Decoder
+from kvgraph.compiler.frontends.folder import Config, quantization
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.compiler.model import Model
+from kvgraph.compiler.quantized import weights_of
+from kvgraph.compiler.shards import shard_paths, stored_tensors
+from kvgraph.compiler.values import Plain
 
 FREQUENCIES = "inv_freq"
 """How the name of a rotary embedding's frequencies ends in transformers."""
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 """Names of how many experts a token takes."""
+
+ROTATED_OTHERWISE = ("hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "nanochat")
+"""By complex numbers, or before a norm of q and k: fuse_rope leaves these as they are."""
+ROTATED_FURTHER = ("llama_4_scaling_beta", "mrope_section")
+"""Rope parameters of what it leaves too: queries scaled by position, and several axes."""
 
 
 def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
@@ -28,22 +39,20 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
     """
     model = huggingface.describe(folder, dtype)
     module = _of_rank(model, dtype, ranks) if ranks > 1 else model.module
-    modules = list(module.modules())
-    layers = [module for module in modules if isinstance(module, nn.Linear)]
-    tables = {module.weight for module in modules if isinstance(module, nn.Embedding)}
-    mixtures = [module for module in modules if _has_kernel(module)]
+    modules = dict(module.named_modules())
+    layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear)}
+    tables = {each.weight for each in modules.values() if isinstance(each, nn.Embedding)}
+    mixtures = {name: each for name, each in modules.items() if _has_kernel(each)}
     rows, hidden = _table(model.module).weight.shape
+    head = module.get_output_embeddings()  # type: ignore[operator]
     made = sorted(
-        _linear(
-            layer,
-            is_tied=layer.weight in tables,
-            is_head=rows in (len(layer.weight), len(layer.weight) * ranks),
-        )
-        for layer in layers
+        _linear(name, layer, is_tied=layer.weight in tables, is_head=layer is head)
+        for name, layer in layers.items()
     )
     widths = [each.out_features for each in made if not each.is_head]
-    widths += [max(module.weight.shape) for module in modules if isinstance(module, Conv1D)]
-    counted = tables | {p for layer in [*layers, *mixtures] for p in layer.parameters()}
+    widths += [max(each.weight.shape) for each in modules.values() if isinstance(each, Conv1D)]
+    held = [*layers.values(), *mixtures.values()]
+    counted = tables | {parameter for layer in held for parameter in layer.parameters()}
     return Described(
         architecture=model.architecture,
         layers=model.layers,
@@ -54,9 +63,24 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
         linears=tuple(made),
         table_elements=sum(table.numel() for table in tables),
         other_elements=sum(p.numel() for p in set(module.parameters()) - counted),
-        rotary_dims=tuple(dim for module in modules for dim in _rotary_dims(module)),
-        experts=tuple(map(_experts, mixtures)),
+        rotary_dims=_rotary_dims(model.module),
+        experts=tuple(_experts(name, mixture) for name, mixture in mixtures.items()),
+        notes=tuple(dict.fromkeys(_notes(modules.values()))),
     )
+
+
+def plain_weights(folder: Path, config: Config) -> dict[str, bool]:
+    """Weights of a checkpoint in fewer bits, by the headers that a compile reads -> whether they
+    are plain; none where the files are not there.
+
+    Raises as `weights_of` does.
+    """
+    given, paths = quantization(config), shard_paths(folder)
+    at_hand = paths and all(path.is_file() for path in paths)
+    if given is None or given["quant_method"] == "gguf" or not at_hand:
+        return {}
+    found, _ = weights_of(folder, config, stored_tensors(folder))
+    return {name: isinstance(each, Plain) for name, each in found.items()}
 
 
 def _table(module: nn.Module) -> nn.Embedding:
@@ -79,12 +103,25 @@ def _has_kernel(module: nn.Module) -> bool:
     return has_gate and not getattr(module, "has_post_expert_norm", False)
 
 
-def _experts(module: Any) -> Experts:
+def _experts(name: str, module: Any) -> Experts:
     held, *sizes = module.down_proj.shape
     inner, width = sizes if module.is_transposed else sizes[::-1]
     count = len(module.own_experts) if hasattr(module, "own_experts") else held
     active = _active(module.config) or count
-    return Experts(count, active, width, inner, module.has_bias, count // held)
+    return Experts(count, active, width, inner, module.has_bias, count // held, name=name)
+
+
+def _notes(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Of experts that get all tokens, each scaled by its router: they have no choice to follow."""
+    for module in modules:
+        weight = getattr(module, "gate_up_proj", None)
+        if not isinstance(weight, nn.Parameter) or weight.dim() != 3:
+            continue
+        if len(signature(module.forward).parameters) == 1:
+            yield (
+                f"experts: a step computes all {len(weight)} of a layer for each token, as "
+                f"transformers' {type(module).__name__} does, so all parameters work on a token"
+            )
 
 
 def _active(config: object) -> int | None:
@@ -93,15 +130,38 @@ def _active(config: object) -> int | None:
     return next((number for number in found if isinstance(number, int)), None)
 
 
-def _linear(layer: nn.Linear, *, is_tied: bool, is_head: bool) -> Linear:
+def _linear(name: str, layer: nn.Linear, *, is_tied: bool, is_head: bool) -> Linear:
     rows, columns = layer.weight.shape  # of a rank's part
-    return Linear(rows, columns, layer.bias is not None, is_tied, is_head)
+    return Linear(rows, columns, layer.bias is not None, is_tied, is_head, name=name)
 
 
-def _rotary_dims(embedding: nn.Module) -> Iterator[int]:
-    """Of each set of frequencies that a module holds."""
+def _rotary_dims(model: nn.Module) -> tuple[int, ...]:
+    """Of each table that fuse_rope makes: equal frequencies share one."""
+    if not _has_tables(model.config):
+        return ()
+    found = {
+        (tuple(frequencies.tolist()), scale): 2 * frequencies.numel()
+        for module in model.modules()
+        for frequencies, scale in _frequencies(module)
+    }
+    return tuple(found.values())
+
+
+def _has_tables(config: object) -> bool:
+    """Whether a head's first elements are rotated, and nothing comes between that and attention."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    is_latent = bool(getattr(config, "kv_lora_rank", None))  # MLA: a head's last elements
+    return (
+        not is_latent
+        and getattr(config, "model_type", "") not in ROTATED_OTHERWISE
+        and not any(parameters.get(name) for name in ROTATED_FURTHER)
+    )
+
+
+def _frequencies(embedding: nn.Module) -> Iterator[tuple[torch.Tensor, float]]:
+    """Each set that a module holds, and the factor of its cosines and sines."""
     for name, frequencies in embedding.named_buffers(recurse=False):
-        layer_type = name.removesuffix(FREQUENCIES).removesuffix("_")
-        is_original = layer_type.endswith("original")
+        prefix = name.removesuffix(FREQUENCIES)
+        is_original = prefix.removesuffix("_").endswith("original")
         if name.endswith(FREQUENCIES) and not is_original:
-            yield 2 * frequencies.numel()
+            yield frequencies, getattr(embedding, f"{prefix}attention_scaling", 1.0)

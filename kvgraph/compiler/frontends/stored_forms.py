@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvgraph.compiler.frontends.folder import Config, quantization
@@ -49,9 +50,7 @@ def stored_forms(config: Config) -> StoredForms:
         head = given.get("head") or {}
         return StoredForms(_of_blocks(given), Form(given["bits"] or PLAIN.bits), _of_blocks(head))
     if str(given.get("quant_method")).startswith("modelopt"):
-        mixed = given.get("quantized_layers")
-        each = list(mixed.values()) if isinstance(mixed, dict) else [given]
-        forms = [_of_modelopt(one) for one in each if isinstance(one, dict)]
+        forms = [_of_modelopt(one) for one in _each_of_modelopt(given)]
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
         return StoredForms(widest, widest)
     groups = given.get("config_groups")
@@ -61,6 +60,31 @@ def stored_forms(config: Config) -> StoredForms:
     forms = [_form(one, str(given.get("format"))) for one in each]
     widest = max(forms, key=lambda form: form.bits, default=PLAIN)
     return StoredForms(widest, widest)
+
+
+def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
+    """Why layers of a checkpoint in fewer bits are counted as plain ones."""
+    given = quantization(config) or {}
+    method = str(given.get("quant_method"))
+    if method == "mxfp4" and not has_experts:
+        yield (
+            "quantization_config: quant_method: expected a model with experts for 'mxfp4', got "
+            "one without; its weights are counted as plain"
+        )
+    if method.startswith("modelopt"):
+        said = [str(one.get("quant_algo")) for one in _each_of_modelopt(given)]
+        for algorithm in dict.fromkeys(one for one in said if one.upper() not in MODELOPT):
+            yield (
+                f"quantization_config: quant_algo: expected one of {list(MODELOPT)}, got "
+                f"{algorithm!r}; its weights are counted as plain, and compile may refuse them"
+            )
+
+
+def _each_of_modelopt(given: Config) -> list[Config]:
+    """What says an algorithm: one for all, or one for each layer."""
+    mixed = given.get("quantized_layers")
+    each = list(mixed.values()) if isinstance(mixed, dict) else [given]
+    return [one for one in each if isinstance(one, dict)]
 
 
 def _of_modelopt(given: Config) -> Form:

@@ -1,0 +1,272 @@
+"""What a plan counts of weights, layer by layer, against what a compile stores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+import kvgraph
+from kvgraph import UnsupportedError
+from kvgraph.compiler.frontends import measured
+from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
+from kvgraph.compiler.passes.fuse_rope import fuse_rope
+from kvgraph.compiler.passes.pair_complex import pair_complex
+from kvgraph.contract.safetensors import read_layout
+from tests.support import quantized
+from tests.support.models import COMMON, make_model
+from tests.support.plans import LLAMA_8B, plan
+from tests.support.programs import program_of
+from tools.models import page
+from tools.models.judge import make
+
+ATTENTION = "self_attn."
+GROUPS: dict[str, Any] = {
+    "group_0": {
+        "targets": ["Linear"],
+        "weights": quantized.integer(4, strategy="group", group_size=128),
+    }
+}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": GROUPS,
+}
+ONLY_MLP = {"group_0": GROUPS["group_0"] | {"targets": [r"re:.*mlp\..*"]}}
+LEFT: dict[str, dict[str, Any]] = {
+    "a pattern": COMPRESSED | {"ignore": ["lm_head", r"re:.*self_attn\..*"]},
+    "names": COMPRESSED
+    | {"ignore": [f"model.layers.{i}.self_attn.{n}_proj" for i in range(32) for n in "qkvo"]},
+    "targets": COMPRESSED | {"config_groups": ONLY_MLP},
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "modules_to_not_convert": ["self_attn"],
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "dynamic": {r"-:.*\.self_attn\.": {}},
+    },
+    "blocks of gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "modules_in_block_to_quantize": [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]],
+    },
+    "fp8": {
+        "quant_method": "fp8",
+        "modules_to_not_convert": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "exclude_modules": ["lm_head", "model.layers.*.self_attn*"],
+    },
+    "some layers": {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            f"model.layers.{i}.mlp.{n}_proj": {"quant_algo": "NVFP4"}
+            for i in range(32)
+            for n in ("gate", "up", "down")
+        },
+    },
+}
+PLAIN_ATTENTION = 32 * 2 * 4096 * (4096 + 1024) * 2
+"""Bytes of Llama-3-8B's in bfloat16."""
+
+
+def of_8b(folder: Path, given: Mapping[str, Any]) -> Any:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": given}))
+    return plan(folder)
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_layers_that_lists_leave_plain_are_counted_so(case: str, tmp_path: Path) -> None:
+    given = LEFT[case]
+    lists = ("ignore", "exclude_modules", "modules_to_not_convert", "dynamic")
+    whole = {name: value for name, value in given.items() if name not in lists}
+    whole.pop("modules_in_block_to_quantize", None)
+    if case == "targets":
+        whole["config_groups"] = GROUPS
+    if case == "some layers":
+        whole = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    found, packed = of_8b(tmp_path, given), of_8b(tmp_path, whole)
+    share = 8 if case in ("fp8", "modelopt", "some layers") else 4  # no kernel takes NVFP4 as it is
+    more = found.weights - packed.weights
+    assert more == pytest.approx(PLAIN_ATTENTION * (1 - share / 16), rel=0.1)
+    assert found.warnings == []
+
+
+def test_a_gate_is_no_gate_proj() -> None:
+    given = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["gate", "layers.1"]}
+    is_plain = left_plain({"quantization_config": given}, {})
+    names = ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "model.layers.1.a.b")
+    assert [is_plain(name) for name in (*names, "model.layers.11.a.b")] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_tensors_go_before_lists() -> None:
+    config = {
+        "quantization_config": {"quant_method": "compressed-tensors", "ignore": ["re:.*up.*"]}
+    }
+    stored = {"model.language_model.layers.0.mlp.up_proj.weight": False}
+    rule = left_plain(config, stored)
+    found = [rule(f"model.layers.{i}.mlp.{n}_proj") for i in (0, 1) for n in ("up", "down")]
+    assert found == [False, False, True, False]
+    experts = left_plain_experts(config, {"model.layers.0.mlp.experts.gate_up_proj": True})
+    assert experts("model.layers.0.mlp.experts")
+
+
+def test_names_in_a_larger_model_and_of_experts() -> None:
+    config = {
+        "quantization_config": COMPRESSED | {"ignore": ["re:model.language_model.layers.0.*"]}
+    }
+    assert left_plain(config, {})("model.layers.0.mlp.up_proj")
+    assert not left_plain(config, {})("model.layers.1.mlp.up_proj")
+    mixed = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"}}
+    given = {"quant_method": "modelopt", "quantized_layers": mixed}
+    experts = left_plain_experts({"quantization_config": given}, {})
+    assert not experts("model.layers.0.mlp.experts")
+    assert experts("model.layers.1.mlp.experts")
+
+
+def held_bytes(artifact: Path) -> int:
+    held = read_layout(artifact / "weights.safetensors").items()
+    return sum(at.nbytes for name, at in held if "inv_freq" not in name)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90"])
+def test_layers_whose_tensors_are_plain(
+    target: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Whatever lists say: as a compile reads them."""
+    folder = quantized.make("w4a16", plain("llama"), tmp_path / "packed")
+    packed = plan(folder, target=target, max_seq_len=None)
+    for layer in (0, 1):
+        for name in "qkvo":
+            quantized.mixed(folder, plain("llama"), f"model.layers.{layer}.self_attn.{name}_proj.")
+    found = plan(folder, target=target, max_seq_len=None)
+    out = tmp_path / "out"
+    kvgraph.compile(folder, out, target=target, backend="torch", weights="stored", check=False)
+    assert found.weights > packed.weights
+    assert found.weights == pytest.approx(held_bytes(out), rel=0.003)
+
+
+def test_what_a_compile_cannot_read_is_refused_with_its_sentence(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make("nvfp4", plain("llama"), tmp_path / "packed")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 8}
+    path.write_text(json.dumps(config))
+    sentences = []
+    for attempt in (
+        lambda: plan(folder, max_seq_len=None),
+        lambda: kvgraph.compile(folder, tmp_path / "out"),
+    ):
+        with pytest.raises(UnsupportedError) as raised:
+            attempt()
+        sentences.append(str(raised.value))
+    assert sentences[0] == sentences[1]
+    assert "awq: bits: expected 4, got 8" in sentences[0]
+
+
+def test_forms_that_are_not_known_are_said(tmp_path: Path) -> None:
+    (said,) = of_8b(tmp_path, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}).warnings
+    assert said.startswith("quantization_config: quant_algo: expected one of ['FP8', ")
+    assert said.endswith(
+        "got 'W4A8_AWQ'; its weights are counted as plain, and compile may refuse them"
+    )
+    assert of_8b(tmp_path, {"quant_method": "mxfp4"}).warnings == [
+        "quantization_config: quant_method: expected a model with experts for 'mxfp4', got one "
+        "without; its weights are counted as plain"
+    ]
+
+
+# -- rotary tables, the head, experts
+
+RESULTS = json.loads(page.GOLDEN.read_text())["cases"]
+
+
+def configured(folder: Path, architecture: str, **fields: Any) -> Path:
+    AutoConfig.for_model(architecture, **COMMON | fields).save_pretrained(folder)
+    return folder
+
+
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+LATENT |= {"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+LATENT |= {"topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+FOUR = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("deepseek_v3", LATENT | {"num_key_value_heads": 4}),
+        ("llama4_text", FOUR),
+        ("hunyuan_v1_dense", {}),
+    ],
+)
+def test_no_table_is_counted_where_none_is_stored(
+    architecture: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_model(architecture, tmp_path / "model", **fields)
+    out = tmp_path / "out"
+    kvgraph.compile(folder, out, target="cuda:sm_90", check=False)
+    made = plan(folder, max_seq_len=None)
+    assert measured.describe(folder, "float32").rotary_dims == ()
+    assert made.weights == pytest.approx(held_bytes(out), rel=0.003)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, said in RESULTS.items() if said == "right"])
+def test_tables_are_those_that_a_trace_makes(name: str, tmp_path: Path) -> None:
+    """Of every model of transformers that is compiled."""
+    make(name, tmp_path / "model")
+    model = measured.describe(tmp_path / "model", "float32")
+    program, signature = program_of(tmp_path / "model", "float32")
+    pair_complex(program.graph)
+    fuse_rope(program, signature, model.max_seq_len)
+    tables = [t for each, t in program.state_dict.items() if "kvgraph.cos_sin_" in each]
+    assert sorted(model.rotary_dims) == sorted(table.shape[1] for table in tables)
+
+
+def test_equal_frequencies_share_a_table(tmp_path: Path) -> None:
+    layers = ["full_attention", "sliding_attention"]
+    folder = configured(tmp_path, "olmo3", layer_types=layers, sliding_window=24)
+    assert measured.describe(folder, "float32").rotary_dims == (16,)
+
+
+def test_a_layer_as_tall_as_the_vocabulary_is_no_head(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model", intermediate_size=160)
+    found = measured.describe(folder, "float32")
+    assert sum(each.is_head for each in found.linears) == 1
+    assert found.widest == 160
+    shutil.rmtree(folder)
+    folder = make_model("llama", folder, intermediate_size=160, vocab_size=320)
+    found = measured.describe(folder, "float32", 2)  # of a rank: 160 rows of the head
+    assert sum(each.is_head for each in found.linears) == 1
+
+
+def test_experts_that_are_all_computed_are_said(tmp_path: Path) -> None:
+    made = plan(configured(tmp_path, "llama4_text", **FOUR), max_seq_len=None)
+    assert made.active_parameters == made.parameters
+    assert made.warnings == [
+        "experts: a step computes all 4 of a layer for each token, as transformers' "
+        "Llama4TextExperts does, so all parameters work on a token"
+    ]
