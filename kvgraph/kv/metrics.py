@@ -14,7 +14,8 @@ class KVCacheMetrics:
     Of a request that waits for a tier `cache_tokens` is counted when its pages have landed.
     The rest counts pages (blocks; `offload_dropped` too, once for each tier that did not get one),
     but for `load_failures`, which are requests, and `inflight_ops`, the copies and writes that are
-    queued or running now.
+    queued or running now. `disk_*` and `remote_*` count the stores of these names; a manager's
+    `tier_stats()` has the figures of every store by its name.
     """
 
     input_tokens: int = 0

@@ -265,6 +265,17 @@ def test_promotion_fills_the_host(gate: Gate) -> None:
     second.close()
 
 
+def test_a_store_is_counted_by_its_own_name(gate: Gate) -> None:
+    pools, stores = make_pools(gate), [MemoryStore(name) for name in ("disk", "remote", "own")]
+    connector = connect(pools, 4, *stores)
+    connector.offload([move(pools, page) for page in range(3)])
+    wait_for(connector, 3)
+    connector.close()
+    metrics, stats = connector.metrics(), connector.stats()
+    assert (metrics.disk_blocks_written, metrics.remote_blocks_written) == (3, 3)
+    assert [stats[store.name].written for store in stores] == [3, 3, 3]
+
+
 @pytest.mark.parametrize("with_store", [False, True], ids=["host", "store"])
 def test_after_close_nothing_is_found_taken_or_waited_for(with_store: bool, gate: Gate) -> None:
     pools = make_pools(gate)

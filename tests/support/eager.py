@@ -10,15 +10,15 @@ import numpy.typing as npt
 import torch
 
 from kvgraph.compiler.targets import Lowered
-from kvgraph.compiler.targets.torch import count_ops
-from kvgraph.compiler.targets.weights import save_weights
+from kvgraph.compiler.targets.cuda import save_program
+from kvgraph.compiler.targets.torch import MODEL_NAME, count_ops
 from kvgraph.compiler.trace import Traced
 from kvgraph.contract.backends import Backend, Runner, Support
 from kvgraph.ops.torch_arrays import tensor_over
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sessions.base import Session
-
-MODEL_NAME = "model.eager"
+from kvgraph.runtime.sessions.opening import opening
+from kvgraph.runtime.sessions.program import read_program
 
 BACKEND = Backend(
     name="eager",
@@ -27,6 +27,7 @@ BACKEND = Backend(
             lower="eager:lower",
             sessions=(Runner(name="eager", entry="eager:EagerSession"),),
             tools=("torch",),
+            weightless=True,
         )
     },
     files=(MODEL_NAME, "weights.safetensors"),
@@ -35,18 +36,22 @@ BACKEND = Backend(
 
 
 def lower(traced: Traced, folder: Path) -> Lowered:
-    """Write `model.eager` and `weights.safetensors`."""
-    save_weights(traced.program, folder)
-    torch.export.save(traced.program, folder / MODEL_NAME)
+    """Write `model.pt2`, which has no weights and no pickles, and `weights.safetensors`.
+
+    torch.export.load takes a program for an older one if its name does not end in .pt2.
+    """
+    save_program(traced, folder, lambda text: None)
     return Lowered(ops=count_ops(traced.program), passes=traced.passes)
 
 
 class EagerSession(Session):
-    """Runs `model.eager`, operator by operator."""
+    """Runs `model.pt2`, operator by operator. Refuses one that torch would unpickle."""
 
     def __init__(self, artifact: Artifact) -> None:
         super().__init__(artifact)
-        self._step = torch.export.load(artifact.folder / MODEL_NAME).module()
+        with opening(artifact.file(MODEL_NAME), f"torch {torch.__version__}"):
+            program = read_program(artifact, torch.device("cpu"))
+        self._step = program.module(check_guards=False)  # sessions check every value
 
     def _run(self, arrays: list[Any]) -> npt.NDArray[np.float32]:
         pairs = zip(self.signature.inputs, arrays, strict=True)

@@ -151,7 +151,7 @@ class TieredConnector(TierWorkers):
             if store.name == "disk":
                 counts.disk_blocks_read += found.read
                 counts.disk_blocks_written += found.written
-            else:
+            elif store.name == "remote":
                 counts.remote_blocks_read += found.read
                 counts.remote_blocks_written += found.written
         return counts
