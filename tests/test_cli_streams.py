@@ -57,3 +57,25 @@ def test_a_signal_in_a_callback_is_not_lost(number: int, code: int) -> None:
     program = LOST.format(number=int(number))
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
     assert ended.returncode == code
+
+
+REPLACED = """
+import os
+from kvgraph.cli.console import terminable
+
+with terminable():
+    try:
+        os.kill(os.getpid(), {number})
+        [each for each in range(9)]
+    except BaseException:
+        pass
+    raise TypeError("expected a message argument")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])
+def test_a_signal_whose_exception_is_replaced_is_not_lost(number: int, code: int) -> None:
+    """As one that comes while Python formats the message of an ImportError."""
+    program = REPLACED.format(number=int(number))
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert ended.returncode == code

@@ -51,27 +51,36 @@ def terminable() -> Iterator[None]:
     """A scope that SIGTERM ends as Ctrl-C does: what is half made is removed.
 
     Python ignores an exception in a callback, and each import has some: the signal is sent again.
+    Python puts another exception in the place of one that comes while it formats a message: the
+    scope ends as the signal says.
     """
+    came: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        came.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def send_again(ignored: sys.UnraisableHookArgs) -> None:
-        number = {SystemExit: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(
-            ignored.exc_type
-        )
-        if number is None:
+        if not came or ignored.exc_type not in (SystemExit, KeyboardInterrupt):
             hook(ignored)
         else:  # later, and from another thread: what the hook itself raises is ignored too
-            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+            threading.Timer(0.01, os.kill, (os.getpid(), came.pop())).start()
 
-    hook, before = sys.unraisablehook, signal.signal(signal.SIGTERM, stop)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    hook, before = sys.unraisablehook, [signal.signal(number, stop) for number in numbers]
     sys.unraisablehook = send_again
     try:
         yield
+    except Exception:
+        if came:
+            stop(came.pop(), None)
+        raise
     finally:
         sys.unraisablehook = hook
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextmanager
