@@ -26,6 +26,8 @@ MOST_MULTIPLE = 10_000
 """Digits of a "multipleOf" as a number: 1 for 0.01. Of all together where schemas are combined."""
 MOST_COMBINED = 4
 MOST_RULES = 1000
+MOST_REPEATS = 1000
+"""Of a part of a grammar: a terminal of 10,000 that must be another one too takes for ever."""
 MOST_INTEGER = 1 << 53
 """Whole numbers up to it are exact as float64."""
 
@@ -43,6 +45,8 @@ VALUES = ("const", "enum")
 
 RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n|\"]*:", re.MULTILINE)
 """Where a rule or a terminal begins, of Lark's form and of GBNF."""
+REPEATS = re.compile(r"(?:\{\s*(?:\d*\s*,)?|~)\s*(\d+)")
+"""The last number of `{m,n}` and of `~n`."""
 
 
 class Grammar(NamedTuple):
@@ -70,6 +74,8 @@ def grammar_of(given: Mapping[str, object]) -> Grammar | None:
             raise RequestError(f"{name}: expected no %json, got one; use guided_json for a schema")
         if (rules := len(RULE.findall(text))) > MOST_RULES:
             raise RequestError(f"{name}: expected at most {MOST_RULES} rules, got {rules}")
+        if (most := max(map(int, REPEATS.findall(text)), default=0)) > MOST_REPEATS:
+            raise RequestError(f"{name}: expected at most {MOST_REPEATS} repeats, got {most}")
     return Grammar(name, text)
 
 

@@ -12,12 +12,16 @@ from kvgraph.runtime.arguments import instance, said, sequence
 
 Message: TypeAlias = dict[str, object]
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, the first one that is given counts; templates read the first
+two. As transformers has them."""
+
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Copies of the messages, of plain JSON values, as templates take them.
 
-    Fields that are None are left out, and arguments of tool calls are objects: templates write
-    them as JSON.
+    Fields that are None are left out, reasoning is there under the names that templates read, and
+    arguments of tool calls are objects: templates write them as JSON.
     """
     listed = sequence("messages", "message", messages)
     if not listed:
@@ -70,7 +74,12 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
         instance(f"{where}.content", content, str, "text or a list of text parts")
     if "tool_calls" in message:
         _read_arguments(f"{where}.tool_calls", message["tool_calls"])
-    return message
+    return _with_reasoning(message)
+
+
+def _with_reasoning(message: Message) -> Message:
+    given = [message[name] for name in REASONING if name in message]
+    return {"thinking": given[0]} | message | {"reasoning_content": given[0]} if given else message
 
 
 def _require_text(where: str, part: object) -> None:

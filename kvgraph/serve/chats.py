@@ -11,7 +11,7 @@ from kvgraph.serve.answers import DONE, chat_logprobs, event, failure, text_of, 
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
 from kvgraph.serve.jobs import Job, require_output_room
-from kvgraph.serve.protocol import ChatRequest, sampling_of
+from kvgraph.serve.protocol import ChatRequest, Shape, brief, refusal, sampling_of
 from kvgraph.serve.service import Served, Service
 from kvgraph.serve.tools import Tools
 
@@ -26,6 +26,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
         raise ServeError(400, f"n: expected at most {most}, got {given.num_each}", param="n")
     served.admission.require_room(given.num_each, 0)  # before any text is rendered
     tools = Tools(given)
+    shape = _shape(given, tools)
     prompt = await _rendered(served, given, tools)
     wanted = given.max_completion_tokens
     wanted = given.max_tokens if wanted is None else wanted
@@ -35,7 +36,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
         max_tokens=fits,
         logprobs=(given.top_logprobs or 0) if given.logprobs else None,
         prompt_logprobs=None,
-        schema=tools.schema() or given.schema(),
+        shape=shape,
     )
     return Job(
         "chatcmpl",
@@ -52,6 +53,21 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     )
 
 
+def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
+    """What the text must be. ServeError where two fields say so."""
+    call, asked = tools.schema(), given.schema()
+    if call is None:
+        return None if asked is None else Shape("response_format", asked)
+    if asked is None:
+        return Shape("tools", call)
+    got = brief(given.response_format)
+    raise ServeError(
+        400,
+        f"response_format: expected none besides a tool_choice that asks for a call, got {got}",
+        param="response_format",
+    )
+
+
 async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[int]:
     """In a thread: a template is the artifact's own program."""
     try:
@@ -63,7 +79,9 @@ async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[in
             chat_template_kwargs=given.chat_template_kwargs,
         )
     except (RequestError, ArtifactError) as error:
-        raise ServeError(400, str(error), param="messages") from error
+        refused = refusal(error)
+        refused.param = refused.param or "messages"
+        raise refused from error
 
 
 async def answer_chat(job: Job, generation: Generation) -> dict[str, object]:
@@ -76,13 +94,14 @@ async def answer_chat(job: Job, generation: Generation) -> dict[str, object]:
 def _whole(job: Job, choice: Choice, tokens: list[Token]) -> dict[str, object]:
     text, reason = text_of(tokens), tokens[-1].finish_reason
     message: dict[str, object] = {"role": "assistant", "content": text}
-    if job.tools and (call := job.tools.call_in(text)):
+    call, why = job.tools.read(text, reason) if job.tools else (None, reason)
+    if call:
         message |= {"content": None, "tool_calls": [call]}
     return {
         "index": choice.index,
         "message": message,
         "logprobs": _logprobs(job, tokens),
-        "finish_reason": "tool_calls" if "tool_calls" in message else reason,
+        "finish_reason": why,
     }
 
 
@@ -105,13 +124,12 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
             if error := tokens[-1].error:
                 yield failure(error)
                 continue
-            text, reason = text_of(tokens), tokens[-1].finish_reason
-            delta = {"content": text} if text else {}
+            text = text_of(tokens)
+            delta, why = {"content": text} if text else {}, choice.finish_reason
             if choice.index in held:
-                delta = _held(job, held, choice.index, text, reason is not None)
-            if not (delta or reason or job.logprobs):
+                delta, why = _held(job, held, choice.index, text, why)
+            if not (delta or why or job.logprobs):
                 continue
-            why = "tool_calls" if "tool_calls" in delta else reason
             piece = _piece(choice.index, delta, _logprobs(job, tokens), why)
             yield event({**head, "choices": [piece]})
     if job.sends_usage:
@@ -120,18 +138,20 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
 
 
 def _held(
-    job: Job, held: dict[int, str], index: int, text: str, is_over: bool
-) -> dict[str, object]:
-    """What a client gets of a text that may be a call: nothing, until it is known."""
+    job: Job, held: dict[int, str], index: int, text: str, reason: str | None
+) -> tuple[dict[str, object], str | None]:
+    """What a client gets of a text that may be a call: nothing, until it is known; and why it
+    ended."""
     text = held[index] + text
     assert job.tools is not None
-    if not is_over and job.tools.may_be_call(text):
+    if reason is None and job.tools.may_be_call(text):
         held[index] = text
-        return {}
+        return {}, None
     del held[index]
-    if is_over and (call := job.tools.call_in(text)):
-        return {"tool_calls": [{"index": 0, **call}]}
-    return {"content": text} if text else {}
+    call, why = job.tools.read(text, reason) if reason else (None, None)
+    if call:
+        return {"tool_calls": [{"index": 0, **call}]}, why
+    return {"content": text} if text else {}, why
 
 
 def _piece(

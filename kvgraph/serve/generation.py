@@ -18,6 +18,7 @@ from kvgraph.runtime.token_stream import TokenStream
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.load import Admission
 from kvgraph.serve.metrics import Metrics
+from kvgraph.serve.protocol import ShapedParams, refusal
 
 
 class Runner(Protocol):
@@ -100,7 +101,7 @@ class Generation:
             self.close()
             if self._runner.is_closed:
                 raise ServeError(503, "the server ends", retry_after=1) from error
-            raise ServeError(400, str(error)) from error
+            raise _refusal(error, params[0]) from error
         except BaseException:
             self.close()
             raise
@@ -212,6 +213,13 @@ class Generation:
     @property
     def generated_tokens(self) -> int:
         return sum([choice.num_generated for choice in self.choices])
+
+
+def _refusal(error: Exception, params: SamplingParams) -> ServeError:
+    """All params of a request have one origin."""
+    if isinstance(params, ShapedParams):
+        return refusal(error, params.origin)
+    return refusal(error)
 
 
 def salt_of(text: str | None) -> bytes:

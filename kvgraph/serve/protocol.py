@@ -6,13 +6,16 @@ listed as such (`Ignored`).
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+import re
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
+from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
 from kvgraph.serve.errors import ServeError
 
@@ -133,9 +136,12 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         raise ServeError(
             400,
             "response_format: expected type text, json_object, or json_schema with a schema, "
-            f"got {str(given)[:100]}",
+            f"got {brief(given)}",
             param="response_format",
         )
+
+
+FIELDS = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -167,25 +173,35 @@ def decoded(body: bytes, kind: type[Body]) -> Body:
         raise ServeError(400, "body: expected JSON that nests less deeply") from error
 
 
+class Shape(NamedTuple):
+    """What a text must be, and the field of the request that says so."""
+
+    field: str
+    schema: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedParams(SamplingParams):
+    """SamplingParams whose `guided_json` is what field `origin` of a request says."""
+
+    origin: str = "guided_json"
+
+
 def sampling_of(
     request: Sampled,
     *,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    schema: JsonObject | None = None,
+    shape: Shape | None = None,
 ) -> SamplingParams:
-    """`schema`: what the text must be. ServeError where a value is out of its range."""
+    """ServeError where a value is out of its range, or besides a `shape` that excludes it."""
     given: JsonObject = {
         "max_tokens": max_tokens,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
-    if schema is not None:
-        if request.guided_json is not None:
-            raise ServeError(400, "guided_json: expected none besides response_format or tools")
-        given["guided_json"] = schema
     for name in COPIED:
         if (value := getattr(request, name)) is not None:
             given[name] = value
@@ -193,13 +209,40 @@ def sampling_of(
         given["top_k"] = 0
     if request.logit_bias is not None:
         given["logit_bias"] = {_token_id(name): by for name, by in request.logit_bias.items()}
+    origin = "guided_json"
+    if shape is not None:
+        for name in KINDS:
+            if name in given:
+                sentence = f"{name}: expected none besides {shape.field}, got one"
+                raise ServeError(400, sentence, param=name)
+        origin, given["guided_json"] = shape
     try:
-        return SamplingParams(**given)
+        return ShapedParams(**given, origin=origin)
     except RequestError as error:
-        message = str(error)
-        for name, own in ALIASES.items():
-            message = message.replace(own, name)
-        raise ServeError(400, message, param=message.partition(":")[0]) from error
+        raise refusal(error, origin) from error
+
+
+def refusal(error: Exception, origin: str = "guided_json") -> ServeError:
+    """What the runtime refuses, under the names of the request's own fields.
+
+    `origin`: the field that `guided_json` is of.
+    """
+    message = str(error)
+    for name, own in ALIASES.items():
+        message = message.replace(own, name)
+    if message.startswith("guided_json:"):
+        message = message.replace("guided_json", origin, 1)
+    head = re.split("[:,]", message, maxsplit=1)[0]
+    known = head.partition("[")[0] in FIELDS
+    return ServeError(400, message, param=head if known else None)
+
+
+def brief(value: object) -> str:
+    """The beginning of a value that is refused, on one line, however deep it is."""
+    try:
+        return repr(value)[:100]
+    except RecursionError:
+        return f"a {type(value).__name__} that nests deeply"
 
 
 COPIED = (

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
+from urllib.parse import urljoin
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.serve.errors import ServeError
-from kvgraph.serve.protocol import ChatRequest
+from kvgraph.serve.protocol import ChatRequest, brief
 
 MOST_TOOLS = 128
 
 SPACE = " \t\n\r"
 """What JSON allows between its parts."""
 
-SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-"""Keywords of JSON Schema whose value has a schema for each name."""
+NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
+"""What a function without `parameters` takes, as OpenAI says."""
 
 
 class Tools:
@@ -36,6 +38,7 @@ class Tools:
         if len(self._schemas) > MOST_TOOLS:
             raise _refused("tools", f"at most {MOST_TOOLS} functions", str(len(self._schemas)))
         self._forced = self._forced_by(choice)
+        self._is_named = isinstance(choice, dict)
 
     def _forced_by(self, choice: str | JsonObject | None) -> list[str]:
         """Names of which one must be called."""
@@ -49,30 +52,34 @@ class Tools:
             found = [known for known in self._schemas if known == name]
         if not found:
             expected = '"none", "auto", "required", or a function of the tools'
-            raise _refused("tool_choice", expected, str(choice)[:100])
+            raise _refused("tool_choice", expected, brief(choice))
         return found
 
     def __bool__(self) -> bool:
         return bool(self._schemas)
 
-    @property
-    def is_forced(self) -> bool:
-        """Whether the text is a call."""
-        return bool(self._forced)
-
     def schema(self) -> JsonObject | None:
         """Of a text that must be a call; None where it may be another one."""
         if not self._forced:
             return None
-        own: JsonObject = {}
+        own = {str(i): _resource(self._schemas[name], i) for i, name in enumerate(self._forced)}
+        _require_own_names(list(own.values()))
         calls = []
-        for number, name in enumerate(self._forced):
-            place = f"#/$defs/{number}"
-            own[str(number)] = _moved(self._schemas[name], place)
-            fields = {"name": {"const": name}, "arguments": {"$ref": place}}
+        for number, name in zip(own, self._forced, strict=True):
+            fields = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{number}"}}
             required = {"required": ["name", "arguments"], "additionalProperties": False}
             calls.append({"type": "object", "properties": fields, **required})
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": own}
+
+    def read(self, text: str, reason: str | None) -> tuple[JsonObject | None, str | None]:
+        """The call that a text is which ended for a `reason`, and what a client is told of why.
+
+        As OpenAI has it: "stop" for the call of a function that the request names, "tool_calls" for
+        another one; of one that was cut, the reason stays.
+        """
+        if call := self.call_in(text):
+            return call, "stop" if self._is_named else "tool_calls"
+        return self._cut_call_in(text), reason
 
     def call_in(self, text: str) -> JsonObject | None:
         """The call that a whole text is, as OpenAI's clients read it; None of another text.
@@ -86,54 +93,89 @@ class Tools:
         arguments, written = fields.get("arguments", fields.get("parameters", (None, "")))
         if not isinstance(arguments, dict):
             return None
-        function = {"name": name, "arguments": written}
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return _call(name, written)
+
+    def _cut_call_in(self, text: str) -> JsonObject | None:
+        """The beginning of a forced call, as its grammar writes it, if its name is whole."""
+        start, rest = '{"name":', ',"arguments":'
+        if not self._forced or not text.startswith(start):
+            return None
+        try:
+            name, end = _Decoder().raw_decode(text, len(start))
+        except ValueError:
+            return None
+        return _call(name, text[end + len(rest) :] if text.startswith(rest, end) else "")
 
     def may_be_call(self, text: str) -> bool:
         """Whether a text that goes on may turn out to be a call."""
         return bool(self._schemas) and (not text.strip() or text.lstrip().startswith("{"))
 
 
+def _call(name: str, arguments: str) -> JsonObject:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
 def _function(tool: JsonObject) -> tuple[str, JsonObject]:
-    """Name, and schema of the arguments; any object where there is none."""
+    """Name, and schema of the arguments."""
     function = tool.get("function") if tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise _refused("tools", "functions with a name", str(tool)[:100])
+        raise _refused("tools", "functions with a name", brief(tool))
     schema = function.get("parameters")
     if schema is None:
-        return name, {"type": "object"}
+        return name, NO_ARGUMENTS
     if not isinstance(schema, dict):
-        raise _refused("tools", f"a JSON schema as parameters of {name!r}", str(schema)[:100])
+        raise _refused("tools", f"a JSON schema as parameters of {name!r}", brief(schema))
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise _refused("tools", f"parameters of type 'object' of {name!r}", repr(kind)[:100])
+        raise _refused("tools", f"parameters of type 'object' of {name!r}", brief(kind))
     return name, {**schema, "type": "object"}
 
 
-def _moved(schema: JsonObject, place: str) -> JsonObject:
-    """A schema whose references to its own parts hold when it stands at `place` of another one."""
-    root = schema.get("$id")
-    names = ("#", f"{root}#") if isinstance(root, str) else ("#",)
+def _resource(schema: JsonObject, number: int) -> JsonObject:
+    """A schema that may stand in another one: by its `$id` its references are its own.
 
-    def moved(part: object) -> object:
-        if isinstance(part, list):
-            return [moved(each) for each in part]
-        if not isinstance(part, dict):
-            return part
-        return {key: moved_value(key, value) for key, value in part.items()}
+    Without `$schema`: every version is read as the newest.
+    """
+    rest = {key: value for key, value in schema.items() if key != "$schema"}
+    return rest | {"$id": _resolved(f"https://kvgraph.invalid/{number}/", schema.get("$id"))}
 
-    def moved_value(key: str, value: object) -> object:
-        if key in ("const", "enum", "default", "examples"):  # values, not schemas
-            return value
-        if key in SCHEMAS_BY_NAME and isinstance(value, dict):  # a name may be that of a keyword
-            return {name: moved(each) for name, each in value.items()}
-        if key == "$ref" and isinstance(value, str):
-            start = next((name for name in names if value.startswith(name)), None)
-            return value if start is None else place + value[len(start) :]
-        return moved(value)
 
-    return {key: moved_value(key, value) for key, value in schema.items() if key != "$id"}
+def _require_own_names(schemas: list[JsonObject]) -> None:
+    """ServeError for two different schemas of one `$id`: a reference would find either."""
+    known: dict[str, object] = {}
+    for schema in schemas:
+        for name, part in _resources(schema):
+            try:
+                is_own = known.setdefault(name, part) == part
+            except RecursionError:
+                is_own = False
+            if not is_own:
+                raise _refused("tools", "schemas of which each has its own $id", f"{name!r} twice")
+
+
+def _resources(schema: JsonObject) -> Iterator[tuple[str, JsonObject]]:
+    """The parts of a schema that have an `$id`, itself among them, with the whole of it."""
+    left: list[tuple[str, object]] = [("", schema)]
+    while left:
+        base, part = left.pop()
+        if isinstance(part, dict):
+            named = part.get("$id")
+            if isinstance(named, str) and named.partition("#")[0]:
+                base = _resolved(base, named)
+                yield base, part
+            left += [(base, each) for each in part.values()]
+        elif isinstance(part, list):
+            left += [(base, each) for each in part]
+
+
+def _resolved(base: str, name: object) -> str:
+    """An `$id` below `base`, without a fragment; `base` where it says nothing."""
+    try:
+        return urljoin(base, name).partition("#")[0] if isinstance(name, str) else base
+    except ValueError as error:
+        raise _refused("tools", "an $id that is a URI", brief(name)) from error
 
 
 class _Decoder(json.JSONDecoder):

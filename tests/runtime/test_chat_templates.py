@@ -142,6 +142,30 @@ def test_arguments_in_json_are_rendered_as_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"reasoning": "r"},
+        {"reasoning_content": "c"},
+        {"thinking": "t"},
+        {"reasoning": "r", "reasoning_content": None, "thinking": ""},
+        {"thinking": "t", "reasoning_content": "c", "reasoning": "r"},
+        {"reasoning": None},
+        {"reasoning": [{"text": "r"}]},
+        {},
+    ],
+)
+def test_reasoning_is_there_under_the_names_that_templates_read(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    names = ("reasoning_content", "thinking", "reasoning", "content")
+    source = "".join([f"{{{{ messages[1].{name} }}}}|" for name in names]) + "{{ messages|tojson }}"
+    chat: list[Message] = [USER, {"role": "assistant", **given, "content": "a"}]
+    theirs = tokenizer(source).apply_chat_template(chat, tokenize=False)
+    assert saved(source, tmp_path).render(chat) == theirs
+    assert chat[1] == {"role": "assistant", **given, "content": "a"}
+
+
+@pytest.mark.parametrize(
     ("messages", "message"),
     [
         ("hello", r"messages: expected a sequence, got one message; use \[message\]"),

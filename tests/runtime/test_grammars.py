@@ -62,6 +62,13 @@ def test_rules(sign: str) -> None:
     assert grammar_of({"guided_grammar": "start: A\nA: /b/\n" + ' | "a: b"\n' * 2000}) is not None
 
 
+@pytest.mark.parametrize("repeat", ["{1001}", "{5000,}", "{0,65000}", "{ , 2000 }", "~1001"])
+def test_repeats(repeat: str) -> None:
+    with pytest.raises(RequestError, match=r"guided_grammar: expected at most 1000 repeats, got "):
+        grammar_of({"guided_grammar": f"start: T{repeat}\nT: /a{{9}}/ & /a*/"})
+    assert grammar_of({"guided_grammar": "start: T{0,1000}\nT: /2000/{3}"}) is not None
+
+
 @pytest.fixture
 def tokenizer() -> Any:
     return pytest.importorskip("llguidance").LLTokenizer("byte")

@@ -75,7 +75,11 @@ def test_a_completion_that_cannot_be(
 )
 def test_a_chat_that_cannot_be(server: Server, fields: dict[str, Any], sentence: str) -> None:
     body = {"messages": MESSAGES, "max_tokens": 4, **fields}
-    assert sentence in refusal(server.post("/v1/chat/completions", body), 400)
+    answer = server.post("/v1/chat/completions", body)
+    assert sentence in refusal(answer, 400)
+    head, is_said, _ = sentence.partition(":")
+    if is_said:
+        assert answer.json()["error"]["param"] == head
 
 
 @pytest.mark.parametrize("stream", [False, True])

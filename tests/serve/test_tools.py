@@ -32,6 +32,7 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
 ONE_OF_TWO: Any = {
     "type": "function",
     "function": {
@@ -44,6 +45,14 @@ ONE_OF_TWO: Any = {
         },
     },
 }
+
+
+OBJECT = {"type": "json_object"}
+FORCED = {"tools": [WEATHER], "tool_choice": "required"}
+
+
+def form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
 
 
 def require_call(call: dict[str, Any]) -> None:
@@ -59,29 +68,91 @@ def require_call(call: dict[str, Any]) -> None:
         assert arguments in ({"which": 1}, {"which": 2})
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
-)
+@pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_forced_call_fits_its_schema(server: Server, choice: Any) -> None:
     body = {"messages": MESSAGES, "tools": [WEATHER, ONE_OF_TWO], "tool_choice": choice}
     for seed in range(4):
         choices = answered(server.post(PATH, body | {"seed": seed, "max_tokens": 60}))["choices"]
-        assert choices[0]["finish_reason"] == "tool_calls"
+        is_named = choice != "required"
+        assert choices[0]["finish_reason"] == ("stop" if is_named else "tool_calls")
         assert choices[0]["message"]["content"] is None
         (call,) = choices[0]["message"]["tool_calls"]
         require_call(call)
         assert choice == "required" or call["function"]["name"] == "weather"
 
 
-def test_a_call_comes_as_one_piece_of_a_stream(server: Server) -> None:
-    body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 60}
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_comes_as_one_piece_of_a_stream(server: Server, choice: Any) -> None:
+    body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 60}
     first, *frames = [frame["choices"][0] for frame in server.events(PATH, body)]
     assert first["delta"]["role"] == "assistant"
     (call,) = [call for frame in frames for call in frame["delta"].get("tool_calls", [])]
     assert call.pop("index") == 0
     require_call(call)
-    assert frames[-1]["finish_reason"] == "tool_calls"
+    assert frames[-1]["finish_reason"] == ("stop" if choice == NAMED else "tool_calls")
     assert not any(frame["delta"].get("content") for frame in frames)
+
+
+def pieces(frames: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]], str]:
+    """Text, calls and reason of a stream of one choice."""
+    choices = [frame["choices"][0] for frame in frames]
+    text = "".join([one["delta"].get("content", "") for one in choices])
+    calls = [call["function"] for one in choices for call in one["delta"].get("tool_calls", [])]
+    return text, calls, choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize(
+    ("cut", "arguments"),
+    [
+        ({"stop": "city"}, '{"'),
+        ({"stop": ":{"}, ""),
+        ({"stop": "}"}, None),
+        ({"stop": "ments", "include_stop_str_in_output": True}, ""),
+        ({"stop": ":", "min_tokens": 12}, None),
+    ],
+)
+def test_a_call_that_is_cut_is_one_as_far_as_it_goes(
+    server: Server, choice: Any, cut: dict[str, Any], arguments: str | None
+) -> None:
+    body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "seed": 1}
+    body |= {"max_tokens": 80, **cut}
+    (answer,) = answered(server.post(PATH, body))["choices"]
+    assert answer["finish_reason"] == "stop"
+    (call,) = answer["message"]["tool_calls"]
+    assert answer["message"]["content"] is None
+    assert call["function"]["name"] == "weather"
+    assert arguments is None or call["function"]["arguments"] == arguments
+    assert '{"city":"Rome","day":31}'.startswith(call["function"]["arguments"][:9])
+    assert pieces(server.events(PATH, body)) == ("", [call["function"]], "stop")
+
+
+def test_a_call_ends_at_any_token(server: Server) -> None:
+    """It is text until its name is whole."""
+    body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required", "seed": 2}
+    whole = answered(server.post(PATH, body | {"max_tokens": 80}))
+    (known,) = whole["choices"][0]["message"]["tool_calls"]
+    whole_text = '{"name":"weather","arguments":' + known["function"]["arguments"] + "}"
+    kinds = set()
+    for most in range(1, whole["usage"]["completion_tokens"]):
+        cut = body | {"max_tokens": most}
+        (answer,) = answered(server.post(PATH, cut))["choices"]
+        message = answer["message"]
+        assert answer["finish_reason"] == "length"
+        kinds.add("tool_calls" in message)
+        if "tool_calls" in message:
+            (call,) = message["tool_calls"]
+            assert call["function"]["name"] == "weather"
+            assert known["function"]["arguments"].startswith(
+                call["function"]["arguments"].strip("}")
+            )
+            expected = ("", [call["function"]], "length")
+        else:
+            assert whole_text.startswith(message["content"])
+            assert not message["content"].startswith('{"name":"weather"')
+            expected = (message["content"], [], "length")
+        assert pieces(server.events(PATH, cut)) == expected
+    assert kinds == {True, False}
 
 
 def test_openais_client_reads_calls_and_schemas(server: Server) -> None:
@@ -127,12 +198,28 @@ def test_a_completion_may_be_guided(server: Server) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"guided_regex": "("}, "guided_regex: "),
+        ({"guided_regex": "("}, "guided_regex: expected "),
+        ({"guided_json": {"type": "strin"}}, "guided_json: expected "),
+        ({"response_format": OBJECT, "guided_regex": "a"}, "guided_regex: expected none besides r"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json, guided_regex: expected at most"),
+        ({"response_format": form({"type": "strin"})}, "response_format: expected what llguidance"),
+        ({"response_format": form({"a": [[]] * 70000})}, "response_format: expected 1 to 65536 by"),
+        ({"response_format": form({"$ref": "#/a"})}, "response_format: expected what llguidance "),
+        (FORCED | {"guided_regex": "a"}, "guided_regex: expected none besides tools, got one"),
+        (FORCED | {"guided_grammar": "a"}, "guided_grammar: expected none besides tools, got one"),
+        (FORCED | {"response_format": OBJECT}, "response_format: expected none besides a tool_cho"),
+        (FORCED | {"response_format": form({})}, "response_format: expected none besides a tool_c"),
+        (FORCED | {"response_format": {"type": "x"}}, "response_format: expected type text, json_"),
+        (
+            {"tools": [WEATHER], "tool_choice": NAMED, "response_format": OBJECT},
+            "response_format: ",
+        ),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs: expected no 'tools', got "),
         ({"response_format": {"type": "other"}}, "response_format: expected type text, json_"),
         ({"response_format": {"type": "json_schema"}}, "response_format: expected type text"),
         (
             {"tools": [WEATHER], "tool_choice": "required", "guided_json": {}},
-            "guided_json: expected none besides response_format or tools",
+            "guided_json: expected none besides tools",
         ),
         (
             {"tools": [WEATHER], "tool_choice": {"function": {"name": "clock"}}},
@@ -141,7 +228,8 @@ def test_a_completion_may_be_guided(server: Server) -> None:
         ({"tool_choice": "required"}, "tool_choice: expected "),
         (
             {"tool_choice": "\n"},
-            'tool_choice: expected "none", "auto", "required", or a function of the tools, got \\n',
+            'tool_choice: expected "none", "auto", "required", or a function of the tools, got '
+            "'\\n'",
         ),
         ({"tools": [{"type": "other"}]}, "tools: expected functions with a name, got "),
         ({"tools": [{"type": "function"}]}, "tools: expected functions with a name, got "),
@@ -150,7 +238,15 @@ def test_a_completion_may_be_guided(server: Server) -> None:
 def test_what_is_refused(server: Server, fields: dict[str, Any], sentence: str) -> None:
     answer = server.post(PATH, {"messages": MESSAGES, "max_tokens": 4} | fields)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(sentence)
+    error = answer.json()["error"]
+    assert error["message"].startswith(sentence)
+    assert error["param"] == sentence.partition(":")[0].partition(",")[0]
+
+
+def test_a_format_of_text_excludes_no_call(server: Server) -> None:
+    body = {"messages": MESSAGES, **FORCED, "response_format": {"type": "text"}, "max_tokens": 80}
+    (answer,) = answered(server.post(PATH, body))["choices"]
+    assert answer["message"]["tool_calls"]
 
 
 def tools(*given: dict[str, Any], choice: Any = None) -> Tools:
@@ -192,55 +288,3 @@ def test_arguments_are_as_they_were_written(arguments: str) -> None:
 )
 def test_texts_that_are_no_calls(text: str) -> None:
     assert tools(CLOCK).call_in(text) is None
-
-
-def test_definitions_of_several_functions() -> None:
-    other = json.loads(json.dumps(WEATHER))
-    other["function"]["name"] = "climate"
-    other["function"]["parameters"]["$defs"]["City"] = {"enum": ["Bonn"]}
-    schema = tools(WEATHER, other, choice="required").schema()
-    assert schema is not None
-    assert len(schema["anyOf"]) == 2
-    assert [own["$defs"]["City"] for own in schema["$defs"].values()] == [CITY, {"enum": ["Bonn"]}]
-    for number, own in schema["$defs"].items():
-        assert own["properties"]["city"] == {"$ref": f"#/$defs/{number}/$defs/City"}
-
-
-def test_references_are_the_tools_own(server: Server) -> None:
-    """Below names that are those of keywords, too."""
-    digit = {"type": "integer", "minimum": 1, "maximum": 2}
-    parameters = {
-        "$id": "https://example.org/s",
-        "type": "object",
-        "properties": {
-            "v": digit,
-            "w": {"$ref": "#/properties/v"},
-            "u": {"$ref": "https://example.org/s#/$defs/U"},
-            "t": {"enum": [{"$ref": "#"}]},
-            "default": {"$ref": "#/$defs/enum"},
-        },
-        "required": ["v", "w", "u", "t", "default"],
-        "additionalProperties": False,
-        "$defs": {"U": digit, "enum": {"$ref": "#/$defs/U"}},
-    }
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 120}
-    message = answered(server.post(PATH, body))["choices"][0]["message"]
-    arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
-    assert arguments.pop("t") == {"$ref": "#"}
-    assert sorted(arguments) == ["default", "u", "v", "w"]
-    assert set(arguments.values()) <= {1, 2}
-
-
-def test_parameters_are_objects(server: Server) -> None:
-    limited = {"properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
-    tool = {"type": "function", "function": {"name": "f", "parameters": limited}}
-    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 40}
-    message = answered(server.post(PATH, body))["choices"][0]["message"]
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-    tool["function"]["parameters"] = {"type": "string"}  # type: ignore[index]
-    answer = server.post(PATH, body)
-    assert answer.status_code == 400
-    assert "expected parameters of type 'object' of 'f', got 'string'" in answer.text
-    tool["function"]["parameters"] = {"type": "object", "$defs": [1]}  # type: ignore[index]
-    assert server.post(PATH, body).status_code in (200, 400)
