@@ -40,6 +40,9 @@ LIMITS: JsonObject = {
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 """A rule of it; of Lark's form, a colon is followed by no other one."""
 
+NOT_FOLLOWED = "expected a grammar that can be followed"
+"""Begins what a token's error says of its request's own grammar."""
+
 MOST_COMPILED = 32
 MOST_REASON = 200
 
@@ -230,7 +233,7 @@ class Guide:
         """Why no token can be drawn, as far as the grammar knows."""
         assert self.matcher is not None
         why = self.matcher.get_error()
-        return f"expected a grammar that can be followed, got {_reason(why)}" if why else ""
+        return f"{NOT_FOLLOWED}, got {_reason(why)}" if why else ""
 
 
 def set_masks(guides: Sequence[Guide]) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.generation import Generation
+from kvgraph.serve.generation import Generation, status_of
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,7 +22,9 @@ def event(body: object) -> bytes:
 
 def failure(why: str) -> bytes:
     """The event of a choice that failed on its own."""
-    return event({"error": {"message": why, "type": "server_error", "code": 500}})
+    status = status_of(why)
+    kind = "server_error" if status == 500 else "invalid_request_error"
+    return event({"error": {"message": why, "type": kind, "code": status}})
 
 
 def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, object]:

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Protocol
 
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
+from kvgraph.runtime.guide import NOT_FOLLOWED
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
@@ -172,14 +173,14 @@ class Generation:
             self._metrics.ended(choice.stream.stats, last.finish_reason)
 
     async def all_tokens(self) -> list[list[Token]]:
-        """Of each choice, once all have ended. ServeError (500) where one failed on its own."""
+        """Of each choice, once all have ended. ServeError where one failed on its own."""
         found: dict[int, list[Token]] = {choice.index: [] for choice in self.choices}
         async for fresh in self:
             for choice in fresh:
                 found[choice.index] += choice.tokens
         for tokens in found.values():
             if error := tokens[-1].error:
-                raise ServeError(500, error)
+                raise ServeError(status_of(error), error)
         return list(found.values())
 
     def close(self) -> None:
@@ -220,6 +221,11 @@ def _refusal(error: Exception, params: SamplingParams) -> ServeError:
     if isinstance(params, ShapedParams):
         return refusal(error, params.origin)
     return refusal(error)
+
+
+def status_of(error: str) -> int:
+    """Of what a token says of its choice's failure: the request's own fault is its grammar."""
+    return 400 if NOT_FOLLOWED in error else 500
 
 
 def salt_of(text: str | None) -> bytes:

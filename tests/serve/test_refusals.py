@@ -135,3 +135,15 @@ def test_a_refused_request_harms_no_other_one(server: Server) -> None:
             refusal(server.post("/v1/completions", bad), 400)
         pieces = [frame["choices"][0]["text"] for frame in frames(stream.iter_lines())]
     assert "".join(pieces) == whole
+
+
+def test_a_grammar_that_fails_behind_its_first_token(server: Server) -> None:
+    """llguidance takes 2,000 alternatives at one place; the last sentence is of the client."""
+    labels = " | ".join(f'"label {i}"' for i in range(2500))
+    asked = {"prompt": "The", "guided_grammar": f'start: ("a" | "b") label\nlabel: {labels}'}
+    sentence = "expected a grammar that can be followed, got "
+    assert sentence in refusal(server.post("/v1/completions", asked), 400)
+    events = server.events("/v1/completions", asked)
+    (error,) = [event["error"] for event in events if "error" in event]
+    assert sentence in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", 400)
