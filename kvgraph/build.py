@@ -5,7 +5,9 @@ It needs the compiler and the session that runs what was made, so it stands abov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +52,7 @@ def compile(
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
     tokenizer: str | Path | None = None,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: int | Sequence[int] | None = None,
     bos_token_id: int | None = None,
     max_batch: int | None = None,
     max_tokens: int | None = None,
@@ -106,7 +108,7 @@ def compile(
     require_free(out, force=force)
     dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
 
-    with pipeline.opened(model) as source:
+    with pipeline.opened(model) as source, _on_host():
         progress("reading the model")
         options.check_weights(weights, request.target, request.backend, dtype)
         float32 = options.computes_in_float32(request.support, request.target, weights)
@@ -216,6 +218,17 @@ def _write_ranks(
             listed = [f"rank{rank}/{name}" for name in lowered.nondeterministic_files]
             made[0][1].nondeterministic_files += [name for name in listed if name in kept]
     return made[0]
+
+
+@contextmanager
+def _on_host() -> Iterator[None]:
+    """What a model's code makes without a device is in host memory, whatever torch's default is."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
 
 
 def _optional_whole(name: str, value: int | None) -> int | None:

@@ -153,9 +153,7 @@ def _agrees_at_ones(program: ExportedProgram, model: Model, signature: GraphSign
     run = ProgramRun(program, weights=Weights(model.checkpoint))
     try:
         with streamed.within(model.module) if streamed else contextlib.nullcontext():
-            found, expected = (
-                step(*_one_token(signature))[0] for step in (run, model.module.forward)
-            )
+            found, expected = (step(*_one_token(signature))[0] for step in (run, model.module))
     except Exception:  # one of them runs on more rows only
         return False
     return bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True))
@@ -241,17 +239,23 @@ class _NoGradNodes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
-    """`module.forward` over positional inputs, which also returns the inputs at `returned`.
+    """`module` over positional inputs, which also returns the inputs at `returned`.
 
-    Logits of a floating type are float32, whatever the module computes in.
+    Logits of a floating type are float32, whatever the module computes in. They are packed behind
+    the module's own hooks, which see what its forward returns.
 
     The module is not wrapped, so parameters keep its own names.
     """
+    own = vars(module).get("forward")
     forward = module.forward
 
-    def positional(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def positional(*inputs: torch.Tensor) -> object:
         with _NoGradNodes():
-            logits = forward(*inputs)
+            return forward(*inputs)
+
+    def packed(
+        _: nn.Module, inputs: tuple[torch.Tensor, ...], logits: object
+    ) -> tuple[torch.Tensor, ...]:
         if not isinstance(logits, torch.Tensor):
             raise UnsupportedError(
                 f"logits: expected one tensor from the module, got {type(logits).__name__}"
@@ -261,7 +265,12 @@ def _positional(module: nn.Module, returned: list[int]) -> Iterator[None]:
         return (logits, *(inputs[i] for i in returned))
 
     module.forward = positional
+    packing = module.register_forward_hook(packed)
     try:
         yield
     finally:
-        module.forward = forward
+        packing.remove()
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

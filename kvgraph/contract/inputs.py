@@ -16,9 +16,11 @@ from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import BindingError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory that a session allocated, or a dummy: dtype, shape, logical device, opaque handle.
+
+    Equal to itself alone: two buffers are two places.
 
     `handle` is the framework's own object (a NumPy array, a torch tensor), None for a dummy.
     `np.asarray(buffer)` reads a host value.
@@ -299,9 +301,9 @@ class BatchCharacteristics:
     max_cache_valid_length: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ModelInputs:
-    """A graph's own inputs of one step, int32 on the host.
+    """A graph's own inputs of one step, int32 on the host. Equal to itself alone.
 
     `tokens [total_seq_len]`; `input_row_offsets [batch_size + 1]`: row b owns tokens
     `[offsets[b], offsets[b+1])`; `logits_indices [num_logits]`: rows of `tokens` that get logits.

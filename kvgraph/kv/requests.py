@@ -42,7 +42,7 @@ class TextContext:
     Plain slots, because the managers read them in their innermost loops. `request_id` must not
     change while the request is claimed. `cache_salt` and `adapter` keep prefixes of different
     tenants and adapters apart. RequestError for an argument of another type, and if `tokens` is
-    empty, not one-dimensional or not int32.
+    empty, not one-dimensional, not int32 or has a negative one.
     """
 
     __slots__ = (
@@ -125,10 +125,13 @@ class TextContext:
     def _append(self, start: int, tokens: tuple[int, ...]) -> None:
         try:
             for place, token in enumerate(tokens, start):  # mostly one: no array of it
-                self._tokens[place] = index(token)
+                value = index(token)
+                if value < 0:  # a table of embeddings would give its last row
+                    raise ValueError(value)
+                self._tokens[place] = value
         except (OverflowError, ValueError, TypeError) as error:
             raise RequestError(
-                f"update of {self.request_id!r}: expected int32 tokens, got {tokens}"
+                f"update of {self.request_id!r}: expected non-negative int32 tokens, got {tokens}"
             ) from error
 
     def _grow(self, least: int) -> None:
@@ -168,8 +171,10 @@ def _as_int32(
     if given.dtype.kind not in "iu":
         raise RequestError(f"tokens of {request_id!r}: expected integers, got {given.dtype}")
     low, high = int(given.min()), int(given.max())
-    if low < _INT32.min or high > _INT32.max:
-        raise RequestError(f"tokens of {request_id!r}: expected int32 values, got {low} to {high}")
+    if low < 0 or high > _INT32.max:
+        raise RequestError(
+            f"tokens of {request_id!r}: expected non-negative int32 values, got {low} to {high}"
+        )
     return given.astype(np.int32)  # always a copy: the caller's array stays the caller's
 
 

@@ -115,7 +115,7 @@ def test_prompts_of_another_kind(loaded: Artifact, prompt: Any) -> None:
         (["The", "--disk", ""], "disk: expected a folder, got an empty name"),
         (["The", "--host-memory", ""], "host_memory: expected a size such as .*, got ''"),
         (["The", "--num-pages", 8, "--disk-bytes", "1GiB"], "disk_bytes: expected a folder, .*"),
-        (["The", "--num-pages", 1 << 30], "kv_blocks: expected .* GiB of host memory for .*"),
+        (["The", "--num-pages", 1 << 30], "kv_blocks: expected .* [GT]iB of host memory for .*"),
         (
             ["The", "--session", "tensorrt"],
             r"session: expected one of \['onnxruntime', 'reference'\] for an artifact of backend "

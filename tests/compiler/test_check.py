@@ -232,6 +232,18 @@ def test_error_of_a_token() -> None:
     assert not compare.difference([shifted], [expected], compare.EXACT).fits
 
 
+@pytest.mark.filterwarnings("error")
+def test_equal_infinities_do_not_differ() -> None:
+    masked = np.array([[1.0, 3.0, -np.inf], [-np.inf] * 3], np.float32)
+    assert compare.errors_of(masked, masked).tolist() == [0, 0]
+    found = np.array([[1.0, 2.0, -np.inf], [-np.inf, 0.0, -np.inf]], np.float32)
+    errors = compare.errors_of(found, masked)
+    assert errors[0] == pytest.approx(1 / 2**0.5)
+    for other in (found[1:], -masked[1:], np.full((1, 3), np.nan, np.float32)):
+        assert compare.errors_of(other, masked[1:]).tolist() == [np.inf]
+        assert compare.errors_of(masked[1:], other).tolist() == [np.inf]
+
+
 def test_tolerance_is_that_of_the_coarsest_part() -> None:
     assert compare.tolerance(["float32", "fp32", "float32"]) == compare.EXACT
     assert compare.tolerance(["float32", "int4", "int8"]) == compare.ROUNDED["int4"]

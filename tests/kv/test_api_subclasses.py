@@ -75,7 +75,8 @@ def test_records_of_a_users_own() -> None:
         scales: Buffer | None = None
 
     assert len(Fewer(host(0)).flatten()) == 1
-    assert Fewer(host(0)).unflatten([host(3)]) == Fewer(host(3))
+    other = host(3)
+    assert Fewer(host(0)).unflatten([other]) == Fewer(other)
 
     class Plain(KVCacheInputs):
         def __init__(self) -> None:

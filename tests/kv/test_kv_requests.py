@@ -67,6 +67,7 @@ def test_tokens_grow_and_are_a_copy() -> None:
         ([[1, 2]], r"one dimension.*shape \[1, 2\]"),
         ([1.5], "integers, got float64"),
         ([2**31], "int32 values, got 2147483648"),
+        ([3, -1], "non-negative int32 values, got -1 to 3"),
         ([True], "integers, got bool"),
         ([[1], [1, 2]], "integers, got setting an array element"),
     ],
@@ -94,7 +95,7 @@ def test_bad_types(fields: dict[str, Any], message: str) -> None:
 def test_bad_generated_token_changes_nothing() -> None:
     ctx = TextContext("a", [1])
     token: Any
-    for token in (2**31, 1.7, "x", None):
+    for token in (2**31, 1.7, "x", None, -1):
         with pytest.raises(RequestError, match="int32 tokens, got"):
             ctx.update(token)
         assert lengths(ctx) == (0, 1, 1)

@@ -323,7 +323,7 @@ def test_request_ids(roomy: Engine) -> None:
         ({"max_batch_size": 0}, r"max_batch_size: expected >= 1, got 0"),
         ({"num_pages": 0}, r"^num_pages: expected >= 1 or None, got 0"),
         ({"num_pages": None, "cache_memory": 1000}, r"at least one page of 32768 .*got 1000"),
-        ({"num_pages": 1 << 30}, r"kv_blocks: expected 32768.0 GiB of host memory .* fewer pages"),
+        ({"num_pages": 1 << 30}, r"kv_blocks: expected 32.0 TiB of host memory .* fewer pages"),
         ({"session": "tensorrt"}, r"\['onnxruntime', 'reference'\] .*'onnx', got 'tensorrt'"),
         ({"session": "torch"}, r"\['onnxruntime', 'reference'\] .*'onnx', got 'torch'"),
     ],

@@ -61,7 +61,8 @@ class Difference(NamedTuple):
 def difference(
     found: Sequence[Logits], expected: Sequence[Logits], allowed: Tolerance
 ) -> Difference:
-    """Over all tokens of all rows. Logits that are not finite differ by infinity."""
+    """Over all tokens of all rows. Logits that are not finite differ by infinity, unless both are
+    the same infinity: a mask of the vocabulary."""
     pairs = zip(found, expected, strict=True)
     errors = np.sort(np.concatenate([errors_of(ours, theirs) for ours, theirs in pairs]))
     at = int(np.ceil(allowed.share * len(errors))) - 1
@@ -70,8 +71,12 @@ def difference(
 
 def errors_of(found_TV: Logits, expected_TV: Logits) -> npt.NDArray[np.float64]:
     """`[T]`: the error of each token."""
-    spread_TV = expected_TV - expected_TV.mean(-1, keepdims=True)
-    scale_T = np.maximum(np.linalg.norm(spread_TV.astype(np.float64), axis=-1), 1e-30)
+    masked_TV = np.isinf(expected_TV) & (found_TV == expected_TV)
+    count_T1 = np.maximum(np.sum(~masked_TV, -1, keepdims=True), 1)
     with np.errstate(invalid="ignore", over="ignore"):
-        apart_T = np.linalg.norm(found_TV.astype(np.float64) - expected_TV, axis=-1)
+        mean_T1 = np.sum(expected_TV, -1, keepdims=True, where=~masked_TV) / count_T1
+        spread_TV = np.where(masked_TV, 0.0, expected_TV - mean_T1)
+        scale_T = np.maximum(np.linalg.norm(spread_TV, axis=-1), 1e-30)
+        apart_TV = np.where(masked_TV, 0.0, found_TV.astype(np.float64) - expected_TV)
+        apart_T = np.linalg.norm(apart_TV, axis=-1)
     return np.where(np.isfinite(apart_T), apart_T / scale_T, np.inf)

@@ -45,11 +45,11 @@ def load(
     if vocab_size is None or max_seq_len is None:
         missing = "vocab_size" if vocab_size is None else "max_seq_len"
         raise UnsupportedError(f"{missing}: expected a value to compile an nn.Module, got None")
+    _require_python(module)
     _require_values(module)
-    dtypes = [p.dtype for p in module.parameters() if p.dtype.is_floating_point]
-    own = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
+    own, first = _dtype(module)
     if dtype and dtype != own:
-        raise UnsupportedError(f"dtype: expected {own} from the module's parameters, got {dtype}")
+        raise UnsupportedError(f"dtype: expected {own} from the module's {first}, got {dtype}")
     files = _files(tokenizer, vocab_size)
     generation = files.get(GENERATION)
     eos, bos = end_tokens(generation if isinstance(generation, Path) else Path())
@@ -89,6 +89,23 @@ def _files(tokenizer: str | Path | None, vocab_size: int) -> Files:
     if TOKENIZER not in files:
         raise ModelError(f"{path}: expected {TOKENIZER} or a folder that has one, got none")
     return files
+
+
+def _dtype(module: nn.Module) -> tuple[str, str]:
+    """Of the first floating parameter, and which one that is."""
+    for name, parameter in module.named_parameters():
+        if parameter.dtype.is_floating_point:
+            return str(parameter.dtype).removeprefix("torch."), f"first parameter {name!r}"
+    return "float32", "parameters"
+
+
+def _require_python(module: nn.Module) -> None:
+    """UnsupportedError for code that is TorchScript's already: no trace follows it."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{name or 'model'}: expected an nn.Module in Python, got a torch.jit.ScriptModule"
+            )
 
 
 def _require_values(module: nn.Module) -> None:

@@ -67,11 +67,15 @@ def require_fused(
             found[leaf, given["layer"]] += 1
             _require_window(given, leaf, plan.params.leaves[leaf].window_size)
     expected = Counter((ref.leaf, ref.index) for ref in plan.layers)
-    if found != expected:
-        raise UnsupportedError(
-            f"{report.name}: expected one update_and_attend for each of {len(plan.layers)} "
-            f"layers of the cache, got {dict(found)} by (leaf, layer)"
-        )
+    for leaf, layer in sorted(expected | found):
+        wanted, got = expected[leaf, layer], found[leaf, layer]
+        if got != wanted:
+            of = f"leaf {leaf!r}" if leaf else "the cache"
+            raise UnsupportedError(
+                f"layer {layer} of {of}: expected {wanted} attention{'s' * (wanted != 1)} that "
+                f"read{'s' * (wanted == 1)} it, got {got}; a module of your own reads each layer "
+                "once"
+            )
 
 
 def buffer_leaves(program: ExportedProgram, signature: GraphSignature) -> dict[str, str]:

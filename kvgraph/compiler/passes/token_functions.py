@@ -45,6 +45,14 @@ ELEMENTWISE = (
 OUTER = (aten.matmul, aten.bmm, aten.mm)
 """Of a column by a row."""
 
+REDUCED = (
+    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.argmax),
+    *(aten.argmin, aten.var, aten.std, aten.var_mean, aten.norm, aten.linalg_vector_norm),
+    *(aten.logsumexp, aten.any, aten.all, aten.count_nonzero, aten.median),
+)
+BATCH_NORM = (aten._native_batch_norm_legit_no_training,)
+"""In its eval form, by numbers of earlier batches: no token meets another."""
+
 CREATED = (aten.arange, aten.full, aten.ones, aten.zeros, aten.scalar_tensor, aten.linspace)
 ROW_OPS = (
     *(*CASTS, aten.arange, aten.unsqueeze, aten.slice, aten.sum, aten.sub),

@@ -17,14 +17,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from kvgraph.compiler.passes.labels import (
-    NONE,
-    Labels,
-    Value,
-    join,
-    nothing,
-)
-from kvgraph.compiler.passes.token_functions import CREATED, LAYOUT, packet
+from kvgraph.compiler.passes.labels import NONE, Labels, Value, join, nothing
+from kvgraph.compiler.passes.token_functions import BATCH_NORM, CREATED, LAYOUT, REDUCED, packet
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
@@ -45,11 +39,6 @@ MOVED = (
 )
 VIEWS = (aten.view, aten._unsafe_view, aten.view_as)
 SIZES = (aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset)
-REDUCED = (
-    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.argmax),
-    *(aten.argmin, aten.var, aten.std, aten.var_mean, aten.norm, aten.linalg_vector_norm),
-    *(aten.logsumexp, aten.any, aten.all, aten.count_nonzero, aten.median),
-)
 ALONG = (
     *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod),
     *(aten.sort, aten.argsort, aten.topk, torch_ops.all_gather),
@@ -210,6 +199,13 @@ class TokenLabels:
             self[x].whole() for x in node.all_input_nodes if x is not first and _is_tensor(x)
         ]
         return self._filled(made, join([found, *weights]))
+
+    def _normalised_by_constants(self, node: Node) -> Value:
+        """By numbers of earlier batches; what it makes besides is empty."""
+        first: Any = node.args[0]
+        others = [self[x].whole() for x in node.all_input_nodes if x is not first]
+        rest = [self._fill(part, nothing(())) for part in node.meta["val"][1:]]
+        return [join([self[first], *others]), *rest]
 
     def _contracted(self, node: Node) -> Value | None:
         """A product over the last dim of `a` and the last but one of `b`, and what is added."""
@@ -386,6 +382,7 @@ RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     (REDUCED, TokenLabels._reduced),
     (ALONG, TokenLabels._along),
     (NORMS, TokenLabels._normalised),
+    (BATCH_NORM, TokenLabels._normalised_by_constants),
     ((torch_ops.all_reduce,), TokenLabels._pointwise),
     (
         (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm),

@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.lists import PASSES, run_passes
 from kvgraph.compiler.targets import Lowered
-from kvgraph.compiler.targets.weights import save_weights
+from kvgraph.compiler.targets.weights import dense_in_place, save_weights
 from kvgraph.compiler.traced import Traced
 from kvgraph.errors import UnsupportedError
 
@@ -53,6 +54,7 @@ def lower(
     program.graph_module.recompile()
     ops = count_ops(program)
     traced.weights.fill(program)
+    _bind_late(program)
     save_weights(program, folder)
     _package(program, folder / MODEL_NAME)
     return Lowered(
@@ -70,6 +72,15 @@ def count_ops(program: ExportedProgram) -> dict[str, int]:
         if node.op == "call_function"
     )
     return {name: n for name, n in sorted(counts.items()) if "_assert_" not in name}
+
+
+def _bind_late(program: ExportedProgram) -> None:
+    """Weights as the file will have them: AOTInductor compiles their strides in, and binds by name
+    what is a parameter or a buffer, not a module's plain tensor."""
+    dense_in_place(program)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            spec.kind, spec.persistent = InputKind.BUFFER, False
 
 
 def _package(program: ExportedProgram, path: Path) -> None:

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
@@ -67,8 +68,7 @@ def dense_weights(
     aliases: dict[str, str] = {}
     storages: set[int] = set()
     for name, tensor in sorted(state.items()):
-        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        owner = owners.setdefault(view, name)
+        owner = owners.setdefault(_view(tensor), name)
         if owner != name:
             aliases[name] = owner
             continue
@@ -78,6 +78,24 @@ def dense_weights(
         tensors[name] = dense.clone() if storage in storages else dense
         storages.add(storage)
     return tensors, aliases
+
+
+def dense_in_place(program: ExportedProgram) -> None:
+    """The program's weights are row-major, as the file will have them; ties stay ties."""
+    dense: dict[tuple[object, ...], torch.Tensor] = {}
+    for held in (program.state_dict, program.constants):
+        for name, tensor in held.items():
+            if not isinstance(tensor, torch.Tensor) or _is_elsewhere(tensor):
+                continue
+            if not tensor.is_contiguous():
+                made = dense.setdefault(_view(tensor), tensor.detach().contiguous())
+                is_parameter = isinstance(tensor, nn.Parameter)
+                held[name] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+
+
+def _view(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are the same memory read in the same way."""
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def write_safetensors(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
+from kvgraph.contract.signature import Typed
 from kvgraph.errors import BindingError
 from kvgraph.kv.pool.leaf import too_little
 from kvgraph.runtime.folder import ArtifactFolder
@@ -49,6 +51,7 @@ class Session(ABC):
         self.signature = artifact.signature
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[Any, tuple[int, ...]]] = []
+        self._pools: list[tuple[int, ref[Array]]] = []  # whose memory is what their buffers say
         self._turns = Turns("Session")
         self._has_ended = True  # the last run: False where it raised
 
@@ -147,18 +150,28 @@ class Session(ABC):
                 f"inputs: expected {len(self.signature.inputs)} values "
                 f"({', '.join(s.name for s in self.signature.inputs)}), got {len(values)}"
             )
-        self._check(values)
-        pairs = zip(self.signature.inputs, values, strict=True)
-        return [_dense(symbol, getattr(value, "handle", value)) for symbol, value in pairs]
+        arrays = [getattr(value, "handle", value) for value in values]
+        self._check(values, arrays)
+        return list(map(_dense, self.signature.inputs, arrays))
 
-    def _check(self, values: list[Any]) -> None:
+    def _check(self, values: list[Any], arrays: Sequence[object]) -> None:
         """BindingError unless dtypes and shapes fit; what fitted at the last step is not asked."""
         try:
             kinds = [(value.dtype, value.shape) for value in values]
         except AttributeError as error:
             raise self._no_array(values) from error
-        if kinds != self._checked:
+        if kinds != self._checked or any(arrays[at] is not pool() for at, pool in self._pools):
+            self._checked = []
             self.signature.bind(values)
+            for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
+                _require_said(symbol, value, array)
+            self._pools = [
+                (at, ref(array))
+                for at, (symbol, array) in enumerate(
+                    zip(self.signature.inputs, arrays, strict=True)
+                )
+                if symbol.kind == "buffer" and isinstance(array, np.ndarray)
+            ]
             self._checked = kinds
 
     def _no_array(self, values: list[Any]) -> BindingError:
@@ -203,8 +216,31 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:
     return raw[start : start + nbytes].view(kind).reshape(shape)
 
 
-def _dense(symbol: TensorType, array: Array) -> Array:
+def _require_said(symbol: TensorType, value: Typed, array: object) -> None:
+    """BindingError for a dummy, and for a buffer whose array is not what it says."""
+    if array is None:
+        raise _no_memory(symbol)
+    if array is value or not isinstance(array, np.ndarray):
+        return
+    said, held = ((str(x.dtype), tuple(x.shape)) for x in (value, array))
+    if said != held:
+        raise BindingError(
+            f"{symbol.name}: expected memory of {said[0]} {list(said[1])} from its buffer, "
+            f"got {held[0]} {list(held[1])}"
+        )
+
+
+def _no_memory(symbol: TensorType) -> BindingError:
+    return BindingError(
+        f"{symbol.name}: expected a value with memory, got a dummy of a manager that allocates "
+        "nothing"
+    )
+
+
+def _dense(symbol: TensorType, array: Array | None) -> Array:
     """What may cross by its address: a row-major array; a buffer is never copied to make it so."""
+    if array is None:
+        raise _no_memory(symbol)
     if not isinstance(array, np.ndarray):
         return array  # memory that a session allocated on its device
     if array.flags.c_contiguous and (array.flags.writeable or symbol.kind == "tensor"):

@@ -1,0 +1,207 @@
+"""What a module of a user's own holds beside plain weights: views, plain tensors, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import kvgraph
+from kvgraph import ops
+from tests.compiler.test_own_module import VOCAB, Decoder, compile_module
+
+
+def strided(*shape: int) -> nn.Parameter:
+    """Every second number of a table's rows: its memory is not that of an array of this shape."""
+    return nn.Parameter(torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2] * 0.2)
+
+
+class Views(Decoder):
+    """No weight is row-major; two are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv.weight = nn.Parameter(torch.randn(32, 64).t() * 0.2)
+        self.qkv.bias = nn.Parameter(torch.randn(1).expand(64))
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.up.weight = self.down.weight = strided(32, 32)
+        self.register_buffer("order", torch.randn(32, VOCAB).t())
+        self.register_buffer("kept", torch.randn(32, VOCAB).t(), persistent=False)
+
+    def forward(self, tokens: Any, offsets: Any, rows: Any, *cache: Any) -> torch.Tensor:
+        every = torch.arange(tokens.shape[0])
+        x = super().forward(tokens, offsets, every, *cache)[rows.long()] @ self.order
+        x = x + self.down(self.up(x)) @ self.kept.T  # type: ignore[operator]
+        return x @ self.embed.weight.T
+
+
+class Plain(Decoder):
+    """Tensors that are neither parameters nor buffers, here and in a part, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(VOCAB, VOCAB)
+        self.part = nn.Identity()
+        self.part.order = torch.arange(VOCAB).flip(0)
+        self.part.scale = torch.randn(VOCAB, VOCAB).t()
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        logits = super().forward(*inputs) @ self.table * torch.tensor(2.0)
+        return logits[:, self.part.order] @ self.part.scale  # type: ignore[index,operator]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_weights_that_are_not_row_major(check: bool, tmp_path: Path) -> None:
+    """AOTInductor would read them by the strides that they had when it compiled."""
+    torch.manual_seed(3)
+    module = Views()
+    strides = {name: tensor.stride() for name, tensor in module.state_dict().items()}
+    compile_module(module, tmp_path / "torch", backend="torch", check=check)
+    compile_module(module, tmp_path / "onnx", backend="onnx")
+    with safe_open(tmp_path / "torch" / "weights.safetensors", framework="pt") as file:
+        assert file.metadata() == {"up.weight": "down.weight"}
+    tokens = [
+        kvgraph.Engine(tmp_path / name, num_pages=16).generate([[1, 2, 3, 4, 5]])[0].token_ids
+        for name in ("torch", "onnx")
+    ]
+    assert tokens[0] == tokens[1]
+    assert {name: tensor.stride() for name, tensor in module.state_dict().items()} == strides
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnx"])
+def test_plain_tensors(backend: str, tmp_path: Path) -> None:
+    manifest = compile_module(Plain(), tmp_path / "out", backend=backend)
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+
+
+def tripled(_: nn.Module, given: Any, logits: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return logits * 3
+
+
+def clamped(_: nn.Module, given: Any) -> Any:
+    return (given[0].clamp(max=3), *given[1:])
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnx"])
+def test_hooks_see_what_the_module_returns(backend: str, tmp_path: Path) -> None:
+    module, seen = Decoder(), []
+    module.register_forward_hook(lambda module, given, logits: seen.append(logits.ndim))
+    module.register_forward_hook(tripled)
+    module.register_forward_pre_hook(clamped)
+    hooks = [*module._forward_hooks.values()]
+    compile_module(module, tmp_path / "out", backend=backend)
+    assert {*seen} == {2}
+    assert [*module._forward_hooks.values()] == hooks
+
+
+def test_the_module_is_as_before(tmp_path: Path) -> None:
+    module, other = Decoder(), Decoder()
+    own = other.forward
+    other.forward = own  # type: ignore[method-assign]
+    for each in (module, other):
+        before = dict(vars(each))
+        compile_module(each, tmp_path / "out", force=True)
+        assert vars(each) == before | {"training": True}
+    assert "forward" not in vars(module)
+
+
+def test_a_module_that_is_refused_is_as_before(tmp_path: Path) -> None:
+    module = Decoder(VOCAB + 1)
+    with pytest.raises(kvgraph.UnsupportedError):
+        compile_module(module, tmp_path / "out")
+    assert "forward" not in vars(module)
+    assert not module._forward_hooks
+
+
+class Masked(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        real = torch.arange(VOCAB) < VOCAB - 3
+        return torch.where(real, super().forward(*inputs), -torch.inf)
+
+
+def test_a_vocabulary_that_is_padded(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    compile_module(Masked(), tmp_path / "out")
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+    tokens = kvgraph.Engine(tmp_path / "out", num_pages=16).generate([[1, 2, 3]])[0].token_ids
+    assert max(tokens) < VOCAB - 3
+
+
+class Twice(Decoder):
+    """Both layers have one cache."""
+
+    def forward(self, tokens: Any, offsets: Any, rows: Any, pool: Any, *index: Any) -> torch.Tensor:
+        lengths, table, most = index
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x).view(x.shape[0], -1, 8).split((4, 2, 2), dim=1)
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        for _ in range(2):
+            q = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
+        return (x + q.reshape(x.shape[0], -1))[rows.long()] @ self.embed.weight.T
+
+
+@pytest.mark.parametrize(
+    ("module", "layers", "message"),
+    [
+        (Twice, 1, "layer 0 of the cache: expected 1 attention that reads it, got 2; a module of"),
+        (Decoder, 2, "layer 1 of the cache: expected 1 attention that reads it, got 0; a module"),
+    ],
+)
+def test_each_layer_is_read_once(
+    module: Callable[[], Decoder], layers: int, message: str, tmp_path: Path
+) -> None:
+    params = kvgraph.KVCacheParams("float32", 2, 8, num_layers=layers, page_size=4)
+    with pytest.raises(kvgraph.UnsupportedError, match=message):
+        compile_module(module(), tmp_path / "out", params=params)
+
+
+class Normed(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(VOCAB)
+        assert self.norm.running_mean is not None
+        self.norm.running_mean.normal_()
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(super().forward(*inputs))
+        return normed
+
+
+def test_batch_norm_by_the_numbers_of_its_training(tmp_path: Path) -> None:
+    module = Normed()
+    compile_module(module, tmp_path / "out")
+    assert module.norm.training
+    module.norm = nn.BatchNorm1d(VOCAB, track_running_stats=False)
+    with pytest.raises(kvgraph.UnsupportedError, match=r"other tokens through _native_batch_norm_"):
+        compile_module(module, tmp_path / "out2")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_named(tmp_path: Path) -> None:
+    module = Decoder()
+    part = torch.jit.script(nn.Linear(2, 2))
+    for given, name in ((part, "model"), (module, "qkv")):
+        module.qkv = part
+        with pytest.raises(
+            kvgraph.UnsupportedError, match=f"{name}: expected an nn.Module in Python, got a torch."
+        ):
+            compile_module(given, tmp_path / "out")
+
+
+def test_another_default_device(tmp_path: Path) -> None:
+    """What the module makes itself, and what we give it, is in host memory all the same."""
+    module = Masked()
+    with torch.device("meta"):
+        compile_module(module, tmp_path / "out")
+        assert torch.empty(1).is_meta
+
+
+def test_a_dtype_is_that_of_a_parameter_with_a_name(tmp_path: Path) -> None:
+    expected = r"expected bfloat16 from the module's first parameter 'embed\.weight', got float32"
+    with pytest.raises(kvgraph.UnsupportedError, match=expected):
+        compile_module(Decoder(dtype=torch.bfloat16), tmp_path / "out", dtype="float32")

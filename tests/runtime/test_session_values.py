@@ -1,0 +1,93 @@
+"""Values that a session is given and that are not what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvgraph
+from kvgraph import BindingError, Buffer
+from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
+from kvgraph.kv.null import NullKVCacheManager
+from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.requests import TextContext
+from tests.runtime.drive import inputs_of
+
+Compiled = Callable[..., Path]
+Step = tuple[Any, ModelInputs, KVCacheInputs]
+
+
+@pytest.fixture(params=["onnx", "torch"])
+def step(compiled: Compiled, request: pytest.FixtureRequest) -> Step:
+    """A session that ran a step, and the values of that."""
+    session = kvgraph.load(compiled("tiny-llama", request.param)).session()
+    kv = PagedKVCacheManager(session.artifact.params(), session, 4, max_batch_size=1)
+    context = TextContext("a", [1, 2, 3])
+    kv.claim("a")
+    kv.alloc(context)
+    inputs, record = inputs_of([context]), kv.runtime_inputs([[context]]).inputs[0]
+    session.run(inputs, record)
+    return session, inputs, record
+
+
+def with_pool(record: KVCacheInputs, handle: object) -> KVCacheInputs:
+    """The record over another pool, of which its buffer says the same."""
+    return record.unflatten([replace(record[0], handle=handle), *record[1:]])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda pool: pool.astype(np.float16), "float16"),
+        (lambda pool: pool[:1].copy(), "float32 [1, "),
+        (lambda pool: pool.astype(">f4"), ">f4"),
+    ],
+)
+def test_memory_that_is_not_what_its_buffer_says(
+    step: Step, change: Callable[[Any], Any], got: str
+) -> None:
+    """Dtype and shape are those of the step before: the array is another."""
+    session, inputs, record = step
+    pool = np.asarray(record[0])
+    for _ in range(2):
+        with pytest.raises(BindingError) as refused:
+            session.run(inputs, with_pool(record, change(pool)))
+        shape = list(pool.shape)
+        assert str(refused.value).startswith(
+            f"kv_blocks: expected memory of float32 {shape} from its buffer, got {got}"
+        )
+    expected = session.run(inputs, record).copy()
+    np.testing.assert_array_equal(session.run(inputs, with_pool(record, pool.copy())), expected)
+
+
+def test_dummies_have_no_memory(step: Step) -> None:
+    session, inputs, record = step
+    null = NullKVCacheManager(session.artifact.params(), 1, 64)
+    null.claim("a")
+    dummies = null.runtime_inputs([[TextContext("a", [1, 2, 3])]]).inputs[0]
+    index = record.unflatten([*record[:1], *dummies[1:]])  # type: ignore[misc]
+    for given, name in (
+        (dummies, "kv_blocks"),
+        (with_pool(record, None), "kv_blocks"),
+        (index, "cache_lengths"),
+    ):
+        with pytest.raises(BindingError) as refused:
+            session.run(inputs, given)
+        assert str(refused.value) == (
+            f"{name}: expected a value with memory, got a dummy of a manager that allocates nothing"
+        )
+    assert session.run(inputs, record).shape[0] == 1
+
+
+def test_values_are_equal_to_themselves_alone(step: Step) -> None:
+    _, inputs, record = step
+    pool: Buffer = record[0]
+    for value in (inputs, pool):
+        assert value == value
+        assert value != replace(value)
+        assert value in {value}
