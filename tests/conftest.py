@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import kvgraph
+from kvgraph.kv.tiers import lookup, workers
 from tests.support import artifacts, costs, remembered
 from tests.support.artifacts import Compiled
 from tests.support.models import make_model
@@ -54,6 +56,9 @@ os.environ["XDG_CACHE_HOME"] = str(artifacts.STORE.with_name("cache"))
 # An export makes many objects that live on: collecting at every 700 is 10 % of a compile's time.
 gc.set_threshold(100_000, 50, 50)
 remembered.remember_kernels()
+# How long an example takes says more of the machine than of what is tested.
+settings.register_profile("kvgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvgraph")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -111,6 +116,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         artifacts.remove_old()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_tiers() -> None:
+    """Engines of this process wait for their tiers on a slow machine too, and compute nothing that
+    is there. Tests of that patience set their own."""
+    lookup.PATIENCE_SECONDS = workers.GRACE_SECONDS = 30.0
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 import kvgraph
-from tests.support.command_line import COMMAND, Outcome, run
+from tests.support.command_line import COMMAND, Outcome, run, wait_until_it_writes
 
 PROMPT = "The import statement"
 
@@ -219,7 +219,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(artifact: Path) -> None:
     ) as running:
         assert running.stdout is not None
         assert running.stderr is not None
-        assert len(running.stdout.read(3)) == 3
+        wait_until_it_writes(running)
         running.stdout.close()
         assert running.stderr.read() == ""
         assert running.wait() not in (0, 2)

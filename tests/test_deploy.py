@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -12,6 +13,9 @@ ROOT = Path(__file__).parents[1]
 
 QUICK = ("cmake.build-type=None", "cmake.define.CMAKE_CXX_FLAGS=-O1 -DNDEBUG")
 """Half the time of a release's build."""
+
+PATIENT = {"PIP_RETRIES": "10", "PIP_DEFAULT_TIMEOUT": "60"}
+"""Also of the pip that brings what builds the wheel."""
 
 PROBE = """
 import importlib.util, json
@@ -33,7 +37,7 @@ def test_generate_without_torch_onnx_transformers(
     python = environment / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
     build = [f"-C{name}" for name in (f"build-dir={tmp_path / 'build'}", *QUICK)]
-    subprocess.run([*pip, *build, f"{ROOT}[onnx]"], check=True)
+    subprocess.run([*pip, *build, f"{ROOT}[onnx]"], check=True, env=os.environ | PATIENT)
 
     def run(*command: str, stdin: str = "") -> str:
         done = subprocess.run(

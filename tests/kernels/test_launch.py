@@ -43,7 +43,7 @@ def tokens_of(step: launch.Launch, new: list[int], block: int, kv_heads: int) ->
     return owners
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     new=st.lists(st.integers(0, 90), min_size=1, max_size=9),
     slack=st.integers(0, 40),

@@ -49,7 +49,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 # ---- plans
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     slots=st.lists(st.integers(0, 11), min_size=1, max_size=90),
     block=st.sampled_from([16, 32, 64]),

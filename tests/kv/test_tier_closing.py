@@ -159,9 +159,16 @@ def test_what_a_slow_store_has_not_taken_in_time_is_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(workers, "CLOSE_SECONDS", 0.1)
-    store = Slow(1.0)
+    store = Slow(60.0)
     manager, connector = filled(store)
     assert store.is_writing.wait(30)
+    drop = connector.drop_queued
+
+    def drop_and_let_go() -> None:
+        drop()
+        store.turns.release()
+
+    monkeypatch.setattr(connector, "drop_queued", drop_and_let_go)
     manager.close()
     require_ended(connector, store)
     assert store.writes == 1, "a write that has begun ends"

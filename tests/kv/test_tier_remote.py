@@ -34,6 +34,12 @@ def server(shared: RedisServer) -> RedisServer:
     return shared
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers late is not taken for one that hangs."""
+    monkeypatch.setitem(RemoteStore.__init__.__kwdefaults__, "timeout", 30.0)
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[RedisServer]:
     """One to freeze and to kill, not started yet."""
@@ -176,7 +182,8 @@ def test_a_server_that_is_full_drops(own: RedisServer) -> None:
         store.close()
 
 
-def test_a_server_that_is_dead_at_first(own: RedisServer) -> None:
+def test_a_server_that_is_dead_at_first(own: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 60.0)
     store = RemoteStore(own.url(), MODEL, SIZE)
     assert put(store, 0) == [False]
     assert got(store, 0) is None
@@ -224,12 +231,23 @@ def test_pauses_grow_and_end(own: RedisServer) -> None:
     store.close()
 
 
+def freeze(server: RedisServer, store: RemoteStore) -> None:
+    """And let the store wait for it for a moment only, and pause for long."""
+    server.freeze()
+    store._wire._timeout, store._pause = 0.1, 60.0
+
+
+def thaw(server: RedisServer, store: RemoteStore) -> None:
+    server.thaw()
+    store._wire._timeout = 30.0
+
+
 @pytest.mark.parametrize("call", ["contains", "read", "write", "touch"])
 def test_a_server_that_hangs_is_given_up(call: str, own: RedisServer) -> None:
     own.start()
-    store = RemoteStore(own.url(), MODEL, SIZE, timeout=0.1)
+    store = RemoteStore(own.url(), MODEL, SIZE)
     put(store, 0)
-    own.freeze()
+    freeze(own, store)
     calls = {
         "contains": lambda: store.contains(KEYS[:1]) == [False],
         "read": lambda: got(store, 0) is None,
@@ -238,7 +256,7 @@ def test_a_server_that_hangs_is_given_up(call: str, own: RedisServer) -> None:
     }
     assert calls[call]()
     assert store._usable_at > time.monotonic(), "left alone for a while"
-    own.thaw()
+    thaw(own, store)
     recover(store)
     assert got(store, 0) == page(0), "not the answer to an earlier question"
     store.close()
@@ -246,11 +264,11 @@ def test_a_server_that_hangs_is_given_up(call: str, own: RedisServer) -> None:
 
 def test_a_clear_that_fails_is_done_before_the_store_answers_again(own: RedisServer) -> None:
     own.start()
-    store = RemoteStore(own.url(), MODEL, SIZE, timeout=0.1)
+    store = RemoteStore(own.url(), MODEL, SIZE)
     put(store, 0, 1)
-    own.freeze()
+    freeze(own, store)
     store.clear()
-    own.thaw()
+    thaw(own, store)
     assert got(store, 0) is None, "it pauses"
     recover(store)
     assert store.contains(KEYS[:2]) == [False, False]

@@ -47,7 +47,7 @@ def listening(answer: bytes, pace: float = 0.0) -> Iterator[tuple[str, list[int]
 
 def test_a_server_that_trickles_is_given_up() -> None:
     with listening(b"$1000000\r\n" + bytes(3000), pace=0.02) as (url, sent):
-        store = RemoteStore(url, MODEL, SIZE, timeout=0.2)
+        store = RemoteStore(url, MODEL, SIZE, timeout=1.0)
         assert got(store, 0) is None
         assert 0 < sent[0] < 1000, "every byte came in time, all of them would not have"
         store.close()
@@ -163,7 +163,7 @@ def test_a_refusal_is_logged_in_one_short_line(caplog: pytest.LogCaptureFixture)
 def test_a_server_whose_keys_come_to_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "CLEAR_SECONDS", 0.2)
     with understanding(1 << 30, b"", SCAN=b"*2\r\n$1\r\n7\r\n*0\r\n") as url:
-        store = RemoteStore(url, MODEL, SIZE, timeout=0.3)
+        store = RemoteStore(url, MODEL, SIZE, timeout=30)
         store.clear()
         assert "the keys come to no end" in store.stats().problem
         recover(store)

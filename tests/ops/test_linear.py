@@ -116,7 +116,7 @@ def test_packing_loses_as_much_as_the_bits_say(bits: int, most: float) -> None:
     assert np.abs(found - exact).mean() < most * np.abs(exact).mean()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 200), st.floats(1e-6, 1e6), st.integers(0, 99))
 def test_int4_stores_every_weight_to_half_a_step(
     columns: int, inputs: int, size: float, seed: int

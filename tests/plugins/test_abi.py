@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,7 @@ def test_a_forked_child_has_its_own_threads() -> None:
     check(LONG, *_run(LONG))
     child = os.fork()
     if child == 0:  # no pytest in here: the status is the answer
+        signal.alarm(120)  # ends a child that hangs
         gc.freeze()  # sessions of other tests would wait for their threads, which are not here
         try:
             check(LONG, *_run(LONG))

@@ -190,7 +190,7 @@ def test_sizes_that_no_step_has_are_refused(sizes: Sizes, sentence: str) -> None
 # ---- memory -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=st.integers(1, 300), total=st.integers(1, 4000), pages=st.integers(1, 3000),
        fewer=st.tuples(st.integers(1, 300), st.integers(1, 4000), st.integers(1, 3000)),
 )  # fmt: skip

@@ -15,6 +15,7 @@ import kvgraph
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import RankError
 from kvgraph.runtime.artifact import Artifact
+from tests.support.ports import free_port
 from tests.support.ranks import environment
 
 pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
@@ -153,14 +154,10 @@ dist.destroy_process_group()  # its threads cannot end with the interpreter
 
 def test_collectives_of_torch_distributed() -> None:
     """The functions behind the ops on CUDA, with gloo in place of NCCL."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = str(free_port())
     command = [sys.executable, "-c", GLOO]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), port], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     for rank in ranks:

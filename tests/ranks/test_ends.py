@@ -23,7 +23,8 @@ from kvgraph.runtime.ranks.follower import Follower
 from kvgraph.runtime.ranks.launched import Launched
 from kvgraph.runtime.ranks.wire import Wire
 from tests.ranks.test_running import FACTS, met
-from tests.support.ranks import environment, free_port
+from tests.support.ports import free_port
+from tests.support.ranks import environment
 
 PROMPT = [5, 9, 33, 120, 7]
 GREEDY = kvgraph.SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -51,7 +52,7 @@ def processes(code: str, folder: Path, **given: str) -> list[subprocess.Popen[st
     return [
         subprocess.Popen(
             [sys.executable, "-c", code, str(folder)],
-            env=os.environ | environment(rank, 2, f"run {port}", port, **given),
+            env=os.environ | environment(rank, 2, f"run {port} {os.getpid()}", port, **given),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -193,6 +194,13 @@ def test_a_stranger_is_not_taken_for_a_rank(
             stranger.shutdown(socket.SHUT_WR)
         return listener
 
+    def hello_of_stranger(connection: socket.socket, seconds: float) -> Any:
+        monkeypatch.setattr(meeting, "HELLO_SECONDS", 10.0)  # the rank may take its time
+        monkeypatch.setattr(meeting, "_hello", hello)
+        return hello(connection, seconds)
+
+    hello = meeting._hello
+    monkeypatch.setattr(meeting, "_hello", hello_of_stranger)
     monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.2)
     monkeypatch.setattr(meeting, "_listener", with_stranger)
     (group, wires), (_, wire) = met(f"stranger {said!r}", [FACTS, FACTS])

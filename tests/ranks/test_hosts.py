@@ -26,7 +26,8 @@ from kvgraph.runtime.ranks.open import open_leader
 from kvgraph.runtime.ranks.wire import Wire
 from tests.ranks.test_collectives import together
 from tests.ranks.test_gathered import reduced
-from tests.support.ranks import ended, environment, free_port, started
+from tests.support.ports import free_port
+from tests.support.ranks import ended, environment, started
 
 FACTS = {"artifact": "a", "ABI version": 1}
 PROMPT = "The import statement"
@@ -105,10 +106,10 @@ def test_ranks_that_differ_are_refused_on_all_sides() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    found = met([FACTS, None, FACTS], size=4, timeout=2.0)
+    found = met([FACTS, None, FACTS], size=4, timeout=5.0)
     for error in (found[0], found[2]):
         assert isinstance(error, RankError)
-    assert "ranks: expected 4 at the start, got none of [1, 3] in 2 s" in str(found[0])
+    assert "ranks: expected 4 at the start, got none of [1, 3] in 5 s" in str(found[0])
 
 
 def test_others_at_the_port_are_not_taken_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +157,8 @@ def test_a_rank_that_does_not_call_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         return call(rank, address, b"", end)
 
     monkeypatch.setattr(connections, "_call", say_nothing)
-    error, _ = met([FACTS, FACTS], timeout=1.0)
-    assert str(error) == "rank 1: expected a connection from it in 1 s, got none"
+    error, _ = met([FACTS, FACTS], timeout=5.0)
+    assert str(error) == "rank 1: expected a connection from it in 5 s, got none"
     own = Launched(1, 2, "run", 1, HERE, 1)
     monkeypatch.undo()
     with socket.socket() as listener, pytest.raises(RankError, match="rank 0: expected it to take"):

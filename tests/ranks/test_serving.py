@@ -38,7 +38,7 @@ def test_a_server_ends_with_its_rank(is_idle: bool, hosts: bool, two: Path) -> N
                 json.dumps(body).encode(),
                 {"Content-Type": "application/json"},
             )
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=180) as answer:
                 assert answer.readline().startswith(b"data: ")
                 follower.kill()
                 assert b"rank 1: expected it to take part" in answer.read()
@@ -47,4 +47,4 @@ def test_a_server_ends_with_its_rank(is_idle: bool, hosts: bool, two: Path) -> N
     assert said.splitlines()[-1].startswith("kvgraph: rank 1: expected it to take part")
     assert "Traceback" not in said
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"{url}/ready", timeout=30)
+        urllib.request.urlopen(f"{url}/ready", timeout=180)

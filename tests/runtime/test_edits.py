@@ -55,7 +55,7 @@ FIELDS = st.fixed_dictionaries(
     density=st.sampled_from([None, 0.01, 0.5, 0.99]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_rows_are_edited_as_by_definition(
     kind: str,
     fields: list[dict[str, Any]],

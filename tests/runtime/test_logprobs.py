@@ -41,7 +41,7 @@ def by_definition(row: Any) -> tuple[Any, Any]:
     isa=st.sampled_from(["avx2", "avx512"]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_entries_are_those_of_log_softmax(
     kind: str, vocab: int, most: list[int], isa: str, seed: int
 ) -> None:

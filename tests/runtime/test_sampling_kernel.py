@@ -71,7 +71,7 @@ def long_rows(kind: str, vocab: int, count: int, seed: int) -> Any:
     ),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_long_rows_are_sampled_as_if_sorted_whole(
     kind: str, vocab: int, fields: list[dict[str, Any]], seed: int
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvgraph.errors import RequestError
@@ -337,7 +337,7 @@ actions = st.lists(
     prefix=True,
     windows=(None,),
 )
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(
     actions=actions,
     pages=st.integers(3, 9),

@@ -114,6 +114,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
     """Look-ups hang until the end of the test: everything is computed all the same."""
     asked = prompts(4, 60)
     wanted = answers(Engine(artifact, num_pages=200, num_threads=1), asked)
+    monkeypatch.setattr("kvgraph.kv.tiers.lookup.PATIENCE_SECONDS", 0.25)
     store = MemoryStore(fails=lambda call: call == "contains" and not gate.wait(60))
     with engine_over(artifact, store, monkeypatch) as engine:
         assert answers(engine, asked) == wanted
@@ -123,7 +124,12 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
         gate.set()
 
 
-def test_a_server_that_dies_freezes_and_comes_back(artifact: Artifact, server: RedisServer) -> None:
+def test_a_server_that_dies_freezes_and_comes_back(
+    artifact: Artifact, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvgraph.kv.tiers.remote import RemoteStore
+
+    monkeypatch.setitem(RemoteStore.__init__.__kwdefaults__, "timeout", 30.0)
     asked = prompts(4, 100)
     wanted = answers(Engine(artifact, num_pages=200, num_threads=1), asked)
     with Engine(artifact, num_pages=24, num_threads=1, remote=server.url()) as engine:
@@ -133,6 +139,8 @@ def test_a_server_that_dies_freezes_and_comes_back(artifact: Artifact, server: R
         evict_device(kv)
         assert answers(engine, asked) == wanted
         assert kv.get_metrics_aggregated().remote_blocks_read >= 4 * 6
+        kv._tiers.connector._stores[0]._wire._timeout = 1.0
+        monkeypatch.setattr("kvgraph.kv.tiers.lookup.PATIENCE_SECONDS", 0.25)
         for break_it in (server.freeze, server.thaw, server.kill, server.start):
             break_it()
             settle(kv)
@@ -244,9 +252,10 @@ def test_cancelled_while_loading(
 
 
 def test_pages_that_tiers_hold_are_given_up_where_a_request_needs_them(
-    artifact: Artifact, gate: threading.Event
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
     """Offloads that wait for a stuck store are dropped and counted; `alloc` never fails of them."""
+    monkeypatch.setattr("kvgraph.kv.tiers.lookup.PATIENCE_SECONDS", 0.25)
     store = MemoryStore(fails=lambda call: call == "write" and not gate.wait(30))
     manager = tiered(artifact, 24, 0, store)
     for turn in range(6):

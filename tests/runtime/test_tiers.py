@@ -81,7 +81,7 @@ def tier_arguments(
     if tier == "remote":
         from kvgraph.kv.tiers.remote import RemoteStore
 
-        return {"stores": [partial(RemoteStore, server().url())]}
+        return {"stores": [partial(RemoteStore, server().url(), timeout=30)]}
     engine = Engine(artifact, num_pages=60, num_threads=1)
     prefix = write_prefix(engine, tokens, tmp_path / "prefix.kvp")
     return {"sources": [lambda fingerprint, nbytes: PrefixStore(prefix, fingerprint, nbytes)]}

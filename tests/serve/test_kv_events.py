@@ -18,7 +18,7 @@ from kvgraph import Engine, SamplingParams  # noqa: E402
 from kvgraph.errors import RequestError  # noqa: E402
 from kvgraph.kv.pool import journal  # noqa: E402
 from kvgraph.serve.kv_events import END, KEPT, KVEventPublisher, block_hash  # noqa: E402
-from tests.serve.running import COMMAND, Server  # noqa: E402
+from tests.serve.running import COMMAND, SECONDS, Server  # noqa: E402
 from tests.support.command_line import run  # noqa: E402
 
 
@@ -160,25 +160,28 @@ def test_a_router_follows_a_server(
         server.complete(prompt, max_tokens=4)
         for other in range(80, 120):  # what is told before a subscriber is there, it has to ask for
             server.complete([other] * 40, max_tokens=1)
-            if socket.poll(250):
+            if socket.poll(2_000):
                 break
-        live = []
-        while socket.poll(250):
-            topic, *message = socket.recv_multipart()
+        told, index = [], Index()
+        end = time.monotonic() + SECONDS
+        while [tokens for _, tokens in index.blocks.values()][-1:] != [[other] * 16]:
+            assert time.monotonic() < end, "the last prompt's pages are not told"
+            told, index = replayed(replay, 0), Index()
+            for message in told:
+                index.apply(*message)
+        live: list[tuple[bytes, ...]] = []
+        while live[-1:] != told[-1:]:
+            assert socket.poll(SECONDS * 1000)
+            topic, *parts = socket.recv_multipart()
             assert topic == b"kv-events"
-            live.append(tuple(message))
-        told = replayed(replay, 0)
+            live.append(tuple(parts))
         assert told[-len(live) :] == live
-        index = Index()
-        for message in told:
-            index.apply(*message)
         assert index.sequences == list(range(len(told)))
         blocks = list(index.blocks.items())
         assert [tokens for _, (_, tokens) in blocks[:4]] == [
             prompt[i : i + 16] for i in range(0, 64, 16)
         ]
         assert [parent for _, (parent, _) in blocks[:4]] == [None, *(one for one, _ in blocks[:3])]
-        assert blocks[-1][1][1] == [other] * 16
         assert replayed(replay, len(told) - 1) == told[-1:]
     finally:
         server.close()

@@ -30,6 +30,7 @@ from tests.serve.running import (
     wait_for,
 )
 from tests.support.command_line import run
+from tests.support.ports import free_port
 
 LONG = {"prompt": "The import", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 WAITING = {**LONG, "stream": True}
@@ -131,8 +132,7 @@ def test_a_log_that_nobody_reads_costs_no_answer(artifact: Path) -> None:
 
 
 def test_a_server_without_stderr(artifact: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [*COMMAND, str(artifact), "--port", str(port), "--threads", "1"]
     process = subprocess.Popen(["sh", "-c", 'exec "$@" 2>&-', "sh", *command])
     url = f"http://127.0.0.1:{port}/ready"
@@ -208,7 +208,7 @@ def test_a_slow_reader_is_cut(artifact: Path, tmp_path: Path) -> None:
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stalled.connect(address(server))
             stalled.sendall(head.encode() + body)
-            wait_for(lambda: server.state()["num_running"] > 0, "it does not run")
+            wait_for(lambda: server.state()["generated_tokens"] > 0, "it does not run")
             server.complete("The")
             server.wait_until_idle()
         assert server.state()["generated_tokens"] < 40 * 2000

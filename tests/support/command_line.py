@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
+import os
+import subprocess
 import sys
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,3 +35,14 @@ def run(*arguments: Any) -> Outcome:
     ):
         cli.main()
     return Outcome(stop.value.code, out.getvalue(), err.getvalue())
+
+
+SMALL_PIPE = 4096
+"""Bytes that a process writes before somebody reads them."""
+
+
+def wait_until_it_writes(process: subprocess.Popen[str]) -> None:
+    """To stdout, of which a byte is read: it does not end before the rest is read too."""
+    assert process.stdout is not None
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, SMALL_PIPE)
+    assert os.read(process.stdout.fileno(), 1), "it ended"

@@ -94,7 +94,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS, st.lists(st.permutations(range(13)), min_size=1, max_size=3), st.integers(0, 3))
 def test_the_index_holds_what_the_pools_hold(
     steps: list[tuple[int, str, tuple[int, ...], tuple[int, ...]]],
