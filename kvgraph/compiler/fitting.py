@@ -151,7 +151,7 @@ def _smaller_weights(wanted: Wanted) -> Iterator[Wanted]:
 def _smaller_steps(of: OfRanks, wanted: Wanted) -> Iterator[str]:
     """A flag of fewer tokens, and one of fewer rows, with which it fits, by halves."""
     tokens = wanted.max_batch_tokens
-    rows = min(wanted.max_batch_size, tokens)  # more have no part in a step
+    rows = min(wanted.max_batch_size, tokens)  # a step has no more rows than tokens
     shorter = (replace(wanted, max_batch_tokens=n) for n in _halves(tokens, LEAST_TOKENS))
     for choice in _first_fitting(of, shorter):
         yield f"--max-batch-tokens {choice.max_batch_tokens}"

@@ -69,8 +69,8 @@ class DeploymentPlan:
     read_by_step: dict[str, int]
     """Of a mixture of experts: rows of a step -> bytes of weights that it reads."""
     warnings: list[str]
-    """What compile refuses of this, what it computes of more than a model needs, and what of the
-    sizes is in doubt."""
+    """What compile refuses of this, what it computes that the model does not need, and which sizes
+    are uncertain."""
     ranks: int = 1
 
 

@@ -43,10 +43,18 @@ COSTLY = ("pattern", "format", "multipleOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 VALUES = ("const", "enum")
 
-RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n|\"]*:", re.MULTILINE)
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has a schema for each name."""
+PLAIN = (*VALUES, "default", "examples")
+"""Keywords whose values are no schemas."""
+
+# Each takes linear time: they run on a server's event loop.
+RULE = re.compile(r"^[^\S\n]*[?!]?[\w-][^:\n|]*:", re.MULTILINE)
 """Where a rule or a terminal begins, of Lark's form and of GBNF."""
-REPEATS = re.compile(r"(?:\{\s*(?:\d*\s*,)?|~)\s*(\d+)")
+REPEATS = re.compile(r"(?:\{\s*+(?:\d*+\s*+,\s*+)?|~\s*+)(\d+)")
 """The last number of `{m,n}` and of `~n`."""
+LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|(/(?:[^/\\\n]|\\.)++/?)')
+"""A fixed text, or a regular expression."""
 
 
 class Grammar(NamedTuple):
@@ -72,10 +80,7 @@ def grammar_of(given: Mapping[str, object]) -> Grammar | None:
     if name == "guided_grammar":
         if "%json" in text:
             raise RequestError(f"{name}: expected no %json, got one; use guided_json for a schema")
-        if (rules := len(RULE.findall(text))) > MOST_RULES:
-            raise RequestError(f"{name}: expected at most {MOST_RULES} rules, got {rules}")
-        if (most := max(map(int, REPEATS.findall(text)), default=0)) > MOST_REPEATS:
-            raise RequestError(f"{name}: expected at most {MOST_REPEATS} repeats, got {most}")
+        _require_few(name, LITERAL.sub(lambda found: found[1] or '""', text))
     return Grammar(name, text)
 
 
@@ -101,6 +106,17 @@ def schema_text(name: str, value: object) -> str:
     return text if schema else ANY_OBJECT
 
 
+def _require_few(name: str, rules: str) -> None:
+    """RequestError for a grammar, without its fixed texts, that is too large a one."""
+    if (count := len(RULE.findall(rules))) > MOST_RULES:
+        raise RequestError(f"{name}: expected at most {MOST_RULES} rules, got {count}")
+    for number in REPEATS.findall(rules):
+        digits = number.lstrip("0") or "0"
+        if len(digits) > 4 or int(digits) > MOST_REPEATS:
+            got = digits if len(digits) <= 20 else f"a number of {len(digits)} digits"
+            raise RequestError(f"{name}: expected at most {MOST_REPEATS} repeats, got {got}")
+
+
 def _require_size(name: str, text: str) -> None:
     size = len(text.encode(errors="surrogatepass"))
     if not 0 < size <= MOST_BYTES:
@@ -109,18 +125,18 @@ def _require_size(name: str, text: str) -> None:
 
 def _require_bounded(name: str, schema: dict[str, object]) -> None:
     """RequestError for what no other limit bounds."""
+    _require_exact(name, schema)
     combines, costly, multiples = False, 0, 1
     for part in _objects(name, schema):
         if len(part) > MOST_KEYS:
             raise RequestError(
                 f"{name}: expected at most {MOST_KEYS} keys in an object, got {len(part)}"
             )
-        _require_exact(name, part)
         multiple = _digits(part.get("multipleOf"))
         if multiple > MOST_MULTIPLE:
             raise RequestError(
                 f'{name}: expected "multipleOf" with digits of at most {MOST_MULTIPLE}, '
-                f"got {part['multipleOf']}"
+                f"got {said(part['multipleOf'])}"
             )
         multiples *= multiple
         own = sum(key in part for key in COSTLY)
@@ -143,30 +159,47 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
 
 def _digits(multiple: object) -> int:
     """A number without its point: 25 for 0.25. 1 for what is no number."""
-    if not isinstance(multiple, int | float) or not math.isfinite(multiple):
+    if isinstance(multiple, int):
+        return abs(multiple) or 1
+    if not isinstance(multiple, float) or not math.isfinite(multiple):
         return 1
     _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
     assert isinstance(exponent, int)
     return int("".join(map(str, digits))) * 10 ** max(exponent, 0) or 1
 
 
-def _require_exact(name: str, part: dict[str, object]) -> None:
+def _require_exact(name: str, schema: dict[str, object]) -> None:
     """RequestError for whole numbers that the compiler would take for others."""
-    for key in (*BOUNDS, *VALUES):
-        for number in _numbers(part.get(key)):
-            if abs(number) > MOST_INTEGER and (key in BOUNDS or isinstance(number, int)):
-                raise RequestError(
-                    f'{name}: expected numbers of at most 2**53 in "{key}", since larger ones are '
-                    f"not exact in JSON, got {said(number)}; take a string with a pattern"
-                )
+    left: list[tuple[object, bool]] = [(schema, False)]
+    while left:
+        part, is_by_name = left.pop()
+        if isinstance(part, list):
+            left += [(each, False) for each in part]
+        elif isinstance(part, dict) and is_by_name:
+            left += [(each, False) for each in part.values()]
+        elif isinstance(part, dict):
+            for key in BOUNDS:
+                _require_float(name, key, part.get(key))
+            for key in VALUES:
+                for number in _integers(part.get(key)):
+                    _require_float(name, key, number)
+            left += [(each, key in NAMED) for key, each in part.items() if key not in PLAIN]
 
 
-def _numbers(value: object) -> Iterator[int | float]:
+def _require_float(name: str, key: str, number: object) -> None:
+    if isinstance(number, int | float) and abs(number) > MOST_INTEGER:
+        raise RequestError(
+            f'{name}: expected numbers of at most 2**53 in "{key}", since llguidance keeps numbers '
+            f"as float64, got {said(number)}; use a string with a pattern"
+        )
+
+
+def _integers(value: object) -> Iterator[int]:
     """`value`, or those in it."""
     left = [value]
     while left:
         one = left.pop()
-        if isinstance(one, int | float):
+        if isinstance(one, int):
             yield one
         left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 

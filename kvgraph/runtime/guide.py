@@ -37,7 +37,7 @@ LIMITS: JsonObject = {
 }
 """Of llguidance's parser: a first mask takes 50 ms at most, and a grammar 40 MB."""
 
-GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+GBNF = re.compile(r"^[^\S\n]*[\w-]+[^\S\n]*::=", re.MULTILINE)
 """A rule of it; of Lark's form, a colon is followed by no other one."""
 
 NOT_FOLLOWED = "expected a grammar that can be followed"

@@ -13,8 +13,8 @@ from kvgraph.runtime.arguments import instance, said, sequence
 Message: TypeAlias = dict[str, object]
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, the first one that is given counts; templates read the first
-two. As transformers has them."""
+"""Names of a message's reasoning; the first that is given counts. Templates read the first two. As
+in transformers."""
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:

@@ -63,7 +63,7 @@ def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
     got = brief(given.response_format)
     raise ServeError(
         400,
-        f"response_format: expected none besides a tool_choice that asks for a call, got {got}",
+        f"response_format: expected none together with a tool_choice for a call, got {got}",
         param="response_format",
     )
 

@@ -141,7 +141,8 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-FIELDS = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+REQUEST_FIELDS = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+"""Names that a client may have sent: an error's `param` is one of them."""
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -195,7 +196,7 @@ def sampling_of(
     prompt_logprobs: int | None,
     shape: Shape | None = None,
 ) -> SamplingParams:
-    """ServeError where a value is out of its range, or besides a `shape` that excludes it."""
+    """ServeError where a value is out of its range, or `shape` and a `guided_*` field are given."""
     given: JsonObject = {
         "max_tokens": max_tokens,
         "temperature": 1.0 if request.temperature is None else request.temperature,
@@ -213,7 +214,7 @@ def sampling_of(
     if shape is not None:
         for name in KINDS:
             if name in given:
-                sentence = f"{name}: expected none besides {shape.field}, got one"
+                sentence = f"{name}: expected none together with {shape.field}, got one"
                 raise ServeError(400, sentence, param=name)
         origin, given["guided_json"] = shape
     try:
@@ -233,7 +234,7 @@ def refusal(error: Exception, origin: str = "guided_json") -> ServeError:
     if message.startswith("guided_json:"):
         message = message.replace("guided_json", origin, 1)
     head = re.split("[:,]", message, maxsplit=1)[0]
-    known = head.partition("[")[0] in FIELDS
+    known = head.partition("[")[0] in REQUEST_FIELDS
     return ServeError(400, message, param=head if known else None)
 
 

@@ -102,7 +102,7 @@ class _Protocol(HttpToolsProtocol):
 
 
 _UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
-_BEGUN = re.compile(rb"\r[\r\n]*(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)
+_BEGUN = re.compile(rb"\r[\r\n]{0,3}(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)
 
 
 class _Server(uvicorn.Server):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from urllib.parse import urljoin
 
 from kvgraph.contract.plain import JsonObject
+from kvgraph.runtime.grammars import PLAIN
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.protocol import ChatRequest, brief
 
@@ -72,7 +73,8 @@ class Tools:
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": own}
 
     def read(self, text: str, reason: str | None) -> tuple[JsonObject | None, str | None]:
-        """The call that a text is which ended for a `reason`, and what a client is told of why.
+        """The call that a whole text is, if any, and the finish reason for the client; `reason` is
+        why the text ended.
 
         As OpenAI has it: "stop" for the call of a function that the request names, "tool_calls" for
         another one; of one that was cut, the reason stays.
@@ -165,7 +167,7 @@ def _resources(schema: JsonObject) -> Iterator[tuple[str, JsonObject]]:
             if isinstance(named, str) and named.partition("#")[0]:
                 base = _resolved(base, named)
                 yield base, part
-            left += [(base, each) for each in part.values()]
+            left += [(base, each) for key, each in part.items() if key not in PLAIN]
         elif isinstance(part, list):
             left += [(base, each) for each in part]
 

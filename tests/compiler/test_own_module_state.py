@@ -148,8 +148,8 @@ class Twice(Decoder):
 @pytest.mark.parametrize(
     ("module", "layers", "message"),
     [
-        (Twice, 1, "layer 0 of the cache: expected 1 attention that reads it, got 2; a module of"),
-        (Decoder, 2, "layer 1 of the cache: expected 1 attention that reads it, got 0; a module"),
+        (Twice, 1, "layer 0 of the cache: expected 1 calls of attention, got 2; a module of"),
+        (Decoder, 2, "layer 1 of the cache: expected 1 calls of attention, got 0"),
     ],
 )
 def test_each_layer_is_read_once(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from kvgraph import RequestError
 from kvgraph.runtime.grammars import Grammar, grammar_of
-from kvgraph.runtime.guide import _compile
+from kvgraph.runtime.guide import GBNF, _compile
 
 BIG = 2**53 + 1
 ENDLESS = '{"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}'
@@ -27,7 +28,11 @@ def rules(count: int, sign: str) -> str:
         ({"type": "integer", "exclusiveMaximum": 1e30}, '2\\*\\*53 in "exclusiveMaximum"'),
         ({"const": BIG}, f'2\\*\\*53 in "const".*{BIG}'),
         ({"properties": {"id": {"enum": ["a", [{"b": -BIG}]]}}}, '2\\*\\*53 in "enum"'),
-        ({"multipleOf": 9999.9999}, '"multipleOf" with digits of at most 10000, got 9999.9999'),
+        (
+            {"multipleOf": 9999.9999},
+            '"multipleOf" with digits of at most 10000, got float 9999.9999',
+        ),
+        ({"multipleOf": 10**4000}, '"multipleOf" with digits of at most 10000'),
         ({"multipleOf": 1e300}, '"multipleOf" with digits of at most 10000'),
         ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "at most 10000 .*, got 988027"),
     ],
@@ -47,6 +52,9 @@ def test_numbers(schema: Any, reason: str) -> None:
         {"properties": {"minimum": {"title": "a name, no bound"}, "const": {"type": "null"}}},
         {"type": "integer", "default": BIG},
         {"allOf": [{"multipleOf": 97}, {"multipleOf": 101}]},
+        {"properties": {"minimum": {"default": BIG}, "enum": {"examples": [{"minimum": BIG}]}}},
+        {"default": {"const": BIG}},
+        {"multipleOf": True},
     ],
 )
 def test_numbers_that_are_exact(schema: Any) -> None:
@@ -67,6 +75,26 @@ def test_repeats(repeat: str) -> None:
     with pytest.raises(RequestError, match=r"guided_grammar: expected at most 1000 repeats, got "):
         grammar_of({"guided_grammar": f"start: T{repeat}\nT: /a{{9}}/ & /a*/"})
     assert grammar_of({"guided_grammar": "start: T{0,1000}\nT: /2000/{3}"}) is not None
+
+
+@pytest.mark.parametrize("repeat", ["9" * 5000, "0" * 5000 + "1001"])
+def test_repeats_of_many_digits(repeat: str) -> None:
+    with pytest.raises(RequestError, match=r"guided_grammar: expected at most 1000 repeats, got "):
+        grammar_of({"guided_grammar": f'start: /"/ "a"{{{repeat}}}'})
+
+
+def test_repeats_in_a_fixed_text_are_none() -> None:
+    assert grammar_of({"guided_grammar": 'start: "year{2024}" "~5000" /"/'}) is not None
+
+
+@pytest.mark.parametrize("part", ["\n", " ", "a", "{ ", '"', '\\"', "/", "~", "{1,", "a:", "/\\"])
+def test_any_text_takes_linear_time(part: str) -> None:
+    """It is checked on a server's event loop: this takes minutes where the time is quadratic."""
+    for start in ('start: "a"', "start: {", 'start: "', "root"):
+        text = start + part * (65_000 // len(part))
+        with suppress(RequestError):
+            grammar_of({"guided_grammar": text})
+        GBNF.search(text)
 
 
 @pytest.fixture

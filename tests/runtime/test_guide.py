@@ -333,7 +333,7 @@ def test_tokens_that_the_tokenizer_lacks_are_not_allowed(artifact: Artifact) -> 
         ({"guided_json": {"enum": [{1}]}}, "guided_json: expected a JSON schema, got no JSON "
          "(Object of type set"),
         ({"guided_json": {"multipleOf": 1e6}},
-         'guided_json: expected "multipleOf" with digits of at most 10000, got 1000000.0'),
+         'guided_json: expected "multipleOf" with digits of at most 10000, got float 1000000.0'),
         ({"guided_json": {"allOf": [{"pattern": f"a{{{i}}}"} for i in range(5)]}}, "guided_json: "
          "expected at most 4 of pattern, format, multipleOf in a schema that combines others, "
          "got 5"),

@@ -76,6 +76,14 @@ def test_a_client_that_offers_http_2_is_answered_in_http_1(server: Server, frami
     assert "pgrade" not in server.log()
 
 
+def test_a_packet_of_line_breaks_does_not_stop_the_server(server: Server) -> None:
+    """The search for a header that may be cut took a minute for 65,000 of them."""
+    url = server.client.base_url
+    with socket.create_connection((url.host, url.port)) as to:
+        to.sendall(b"\r" * 60_000 + b"x")
+        assert server.client.get("/health", timeout=20).status_code == 200
+
+
 def test_tokens_of_messages(server: Server, engine: Engine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     for asks in (True, False):

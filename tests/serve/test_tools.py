@@ -200,15 +200,30 @@ def test_a_completion_may_be_guided(server: Server) -> None:
     [
         ({"guided_regex": "("}, "guided_regex: expected "),
         ({"guided_json": {"type": "strin"}}, "guided_json: expected "),
-        ({"response_format": OBJECT, "guided_regex": "a"}, "guided_regex: expected none besides r"),
+        (
+            {"response_format": OBJECT, "guided_regex": "a"},
+            "guided_regex: expected none together with r",
+        ),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_json, guided_regex: expected at most"),
         ({"response_format": form({"type": "strin"})}, "response_format: expected what llguidance"),
         ({"response_format": form({"a": [[]] * 70000})}, "response_format: expected 1 to 65536 by"),
         ({"response_format": form({"$ref": "#/a"})}, "response_format: expected what llguidance "),
-        (FORCED | {"guided_regex": "a"}, "guided_regex: expected none besides tools, got one"),
-        (FORCED | {"guided_grammar": "a"}, "guided_grammar: expected none besides tools, got one"),
-        (FORCED | {"response_format": OBJECT}, "response_format: expected none besides a tool_cho"),
-        (FORCED | {"response_format": form({})}, "response_format: expected none besides a tool_c"),
+        (
+            FORCED | {"guided_regex": "a"},
+            "guided_regex: expected none together with tools, got one",
+        ),
+        (
+            FORCED | {"guided_grammar": "a"},
+            "guided_grammar: expected none together with tools, got one",
+        ),
+        (
+            FORCED | {"response_format": OBJECT},
+            "response_format: expected none together with a tool_cho",
+        ),
+        (
+            FORCED | {"response_format": form({})},
+            "response_format: expected none together with a tool_c",
+        ),
         (FORCED | {"response_format": {"type": "x"}}, "response_format: expected type text, json_"),
         (
             {"tools": [WEATHER], "tool_choice": NAMED, "response_format": OBJECT},
@@ -219,7 +234,7 @@ def test_a_completion_may_be_guided(server: Server) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format: expected type text"),
         (
             {"tools": [WEATHER], "tool_choice": "required", "guided_json": {}},
-            "guided_json: expected none besides tools",
+            "guided_json: expected none together with tools",
         ),
         (
             {"tools": [WEATHER], "tool_choice": {"function": {"name": "clock"}}},

@@ -71,10 +71,9 @@ def require_fused(
         wanted, got = expected[leaf, layer], found[leaf, layer]
         if got != wanted:
             of = f"leaf {leaf!r}" if leaf else "the cache"
+            hint = "; a module of your own reads each layer once" if got > wanted else ""
             raise UnsupportedError(
-                f"layer {layer} of {of}: expected {wanted} attention{'s' * (wanted != 1)} that "
-                f"read{'s' * (wanted == 1)} it, got {got}; a module of your own reads each layer "
-                "once"
+                f"layer {layer} of {of}: expected {wanted} calls of attention, got {got}{hint}"
             )
 
 

@@ -201,7 +201,7 @@ class TokenLabels:
         return self._filled(made, join([found, *weights]))
 
     def _normalised_by_constants(self, node: Node) -> Value:
-        """By numbers of earlier batches; what it makes besides is empty."""
+        """By numbers of earlier batches; its other outputs are empty."""
         first: Any = node.args[0]
         others = [self[x].whole() for x in node.all_input_nodes if x is not first]
         rest = [self._fill(part, nothing(())) for part in node.meta["val"][1:]]

@@ -88,7 +88,8 @@ def dense_in_place(program: ExportedProgram) -> None:
             if not isinstance(tensor, torch.Tensor) or _is_elsewhere(tensor):
                 continue
             if not tensor.is_contiguous():
-                made = dense.setdefault(_view(tensor), tensor.detach().contiguous())
+                if (made := dense.get(_view(tensor))) is None:
+                    made = dense[_view(tensor)] = tensor.detach().contiguous()
                 is_parameter = isinstance(tensor, nn.Parameter)
                 held[name] = nn.Parameter(made, requires_grad=False) if is_parameter else made
 

@@ -11,7 +11,8 @@ SCHEMES = ("redis", "rediss", "unix")
 DEFAULT_PORT = 6379
 
 OPTIONS = ("db", "username", "password", "client_name")
-"""Of the client, behind '?': others change how a tier connects, which its own settings do."""
+"""Options behind '?' that an address may have, with those that begin with ssl_. Time limits and
+retries are the tier's own."""
 
 MOST_SAID = 200
 """Characters of what a server or a library said that are passed on."""

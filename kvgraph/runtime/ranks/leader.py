@@ -154,9 +154,11 @@ class LeaderSession(Session):
 
 
 def _end(wires: Sequence[Wire], group: Group, ended: Callable[[], None]) -> None:
-    group.close()  # with the run's store, where a rank that follows the next engine would look
-    for wire in wires:
-        with suppress(RankError):
-            wire.send({"close": 1})
-        wire.close()
-    ended()
+    try:
+        group.close()  # with the run's store, where a rank that follows the next engine would look
+    finally:
+        for wire in wires:
+            with suppress(RankError):
+                wire.send({"close": 1})
+            wire.close()
+        ended()
