@@ -52,6 +52,8 @@ def test_some_functions_are_always_in_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _sample(seconds: dict[str, float], patch: pytest.MonkeyPatch, *names: str) -> list[str]:
     patch.setattr(costs, "costs", lambda: seconds)
+    patch.setattr(costs, "OF_A_FUNCTION", 3.0)
+    patch.setattr(costs, "OF_A_CASE", 8.0)
     items: list[Any] = [_Item(name) for name in names]
     kept = costs.in_sample(items)
     return [item.nodeid for item in items if item in kept]

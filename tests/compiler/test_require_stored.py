@@ -164,7 +164,7 @@ def test_a_graph_is_for_one_shard_of_any_deployment(
 
 def test_a_layer_that_is_never_stored(tmp_path: Path) -> None:
     two = replace(PARAMS, num_layers=2)
-    with pytest.raises(kvgraph.UnsupportedError, match="one update_and_attend for each of 2 layer"):
+    with pytest.raises(kvgraph.UnsupportedError, match="layer 1 of the cache: expected 1 calls"):
         compile_module(Decoder(), tmp_path / "out", params=two)
 
 

@@ -19,10 +19,10 @@ from tools.seeded_bugs import BUGS
 
 FILE = Path(__file__).parents[1] / "costs.json"
 
-OF_A_FUNCTION = 3.0
+OF_A_FUNCTION = 2.0
 """Seconds of a function's cases in the sample: one case at least."""
 
-OF_A_CASE = 8.0
+OF_A_CASE = 6.0
 """Functions whose cases take longer are left out, but a file keeps its cheapest one."""
 
 ALWAYS = frozenset(
