@@ -47,9 +47,9 @@ def resolve(
     cache: str,
     cache_dtype: str | None,
     page_size: int,
-    params: KVCacheParams | MultiKVCacheParams | None,
-    max_batch: int | None,
-    max_tokens: int | None,
+    params: KVCacheParams | MultiKVCacheParams | None = None,
+    max_batch: int | None = None,
+    max_tokens: int | None = None,
     tp: int = 1,
 ) -> Request:
     """The request, its defaults filled in; UnsupportedError or ParamsError for what no graph for

@@ -106,9 +106,6 @@ def plan_deployment(
         cache=KVCacheStrategy.PAGED,
         cache_dtype=cache_dtype,
         page_size=page_size,
-        params=None,
-        max_batch=None,
-        max_tokens=None,
         tp=tp,
     )
     _require_steps(max_batch_size, max_batch_tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from copy import copy
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import RequestError
@@ -147,10 +148,17 @@ class SamplingParams:
 
     def each(self) -> list[SamplingParams]:
         """Of each of the `n` completions of a prompt: number i has seed + i."""
-        one = replace(self, n=1)
+        one = self._with(n=1)
         if self.seed is None:
             return [one] * self.n
-        return [replace(one, seed=self.seed + i) for i in range(self.n)]
+        return [one._with(seed=self.seed + i) for i in range(self.n)]
+
+    def _with(self, **given: object) -> SamplingParams:
+        """A copy with fields that fit: the others are not checked again, a grammar least of all."""
+        made = copy(self)
+        for name, value in given.items():
+            object.__setattr__(made, name, value)
+        return made
 
     @property
     def grammar(self) -> Grammar | None:

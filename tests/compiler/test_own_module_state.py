@@ -1,4 +1,4 @@
-"""What a module of a user's own holds beside plain weights: views, plain tensors, hooks."""
+"""What a module of a user's own holds in addition to plain weights: views, plain tensors, hooks."""
 
 from __future__ import annotations
 

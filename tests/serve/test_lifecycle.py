@@ -115,29 +115,30 @@ def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
 
 def test_a_log_that_nobody_reads_costs_no_answer(artifact: Path) -> None:
     command = [*COMMAND, str(artifact), "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
+    with ended_by_sigterm(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
         url = json.loads(process.stderr.readline())["url"]
         assert json.loads(process.stderr.readline())["event"] == "ready"
         process.stderr.close()
         body = {"prompt": "The", "max_tokens": 2}
         for path, status in (("/v1/completions", 200), ("/v1/chat/completions", 400)):
             assert httpx.post(url + path, json=body, timeout=SECONDS).status_code == status
-        process.terminate()
-        assert process.wait(SECONDS) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_server_without_stderr(artifact: Path) -> None:
     port = free_port()
     command = [*COMMAND, str(artifact), "--port", str(port), "--threads", "1"]
-    process = subprocess.Popen(["sh", "-c", 'exec "$@" 2>&-', "sh", *command])
     url = f"http://127.0.0.1:{port}/ready"
-    try:
+    with ended_by_sigterm(["sh", "-c", 'exec "$@" 2>&-', "sh", *command]) as process:
         wait_for(lambda: process.poll() is not None or is_ready(url), "it is not ready")
+
+
+@contextmanager
+def ended_by_sigterm(command: list[str], **streams: Any) -> Iterator[subprocess.Popen[str]]:
+    """A server that SIGTERM ends with 0 at the end of the scope."""
+    process = subprocess.Popen(command, **streams)
+    try:
+        yield process
         process.terminate()
         assert process.wait(SECONDS) == 0
     finally:

@@ -7,7 +7,7 @@ import os
 import socket
 
 FIRST, COUNT = 20_000, 12_000
-"""All below those that Linux gives to sockets that ask for any: nobody else gets one meanwhile."""
+"""Below those that Linux gives to sockets that ask for any, so that none of these gets one."""
 
 NUMBERS = itertools.count(os.getpid() * 1009)  # processes next to each other begin far apart
 
