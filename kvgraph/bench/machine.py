@@ -6,23 +6,19 @@ import os
 import platform
 from pathlib import Path
 
+from kvgraph.contract.devices import processors
 from kvgraph.errors import RequestError
+from kvgraph.runtime.machine import TOPOLOGY, default_threads
 
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-
-
-def processors() -> int:
-    """That this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_threads(threads: int | None) -> int:
-    """`threads`, or all processors; RequestError beyond those that this process may use."""
-    most = processors()
+    """`threads`, or the default of a session; RequestError beyond the processors that this process
+    may use."""
+    most = len(processors())
     if threads is None:
-        return most
+        return default_threads()
     if not 1 <= threads <= most:
         raise RequestError(
             f"threads: expected 1 to {most} from the processors of this machine, got {threads}"
@@ -36,14 +32,35 @@ def thread_environment(threads: int) -> dict[str, str]:
     return dict(os.environ) | dict.fromkeys(names, str(threads))
 
 
-def last_level_cache() -> int:
-    """Bytes of processor 0's largest cache; 0 where the system does not say."""
-    sizes = [0]
-    for path in CACHES.glob("index*/size"):
+def last_level_cache(topology: Path = TOPOLOGY) -> int:
+    """Bytes of the largest caches of the processors that this process may run on, those that
+    several share once; 0 where the system does not say."""
+    found: dict[str, int] = {}
+    for number in processors():
+        if caches := _caches(topology / f"cpu{number}"):
+            size, sharing = max(caches)
+            found[sharing] = size
+    return sum(found.values())
+
+
+def _caches(processor: Path) -> list[tuple[int, str]]:
+    """Bytes of each cache of a processor, and the processors that share it."""
+    found = []
+    for path in processor.glob("cache/index*/size"):
         text = path.read_text().strip()
         factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1], 1)
-        sizes.append(int(text.rstrip("KMG")) * factor)
-    return max(sizes)
+        sharing = path.with_name("shared_cpu_list").read_text().strip()
+        found.append((int(text.rstrip("KMG")) * factor, sharing))
+    return found
+
+
+def memory(limit: Path = CGROUP) -> int:
+    """Bytes of the machine, or of the container where that has fewer."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(limit.read_text()))
+    except (OSError, ValueError):  # none, or "max"
+        return whole
 
 
 def describe() -> dict[str, object]:
@@ -52,9 +69,9 @@ def describe() -> dict[str, object]:
     return {
         "processor": fields.get("model name") or platform.processor() or platform.machine(),
         "flags": (fields.get("flags") or fields.get("Features") or "").split(),
-        "processors": processors(),
+        "processors": len(processors()),
         "last_level_cache_bytes": last_level_cache(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory(),
         "system": platform.platform(),
         "python": platform.python_version(),
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
+
+from kvgraph.contract.devices import processors
 
 MOST = 8
 """One thread writes, and takes no more than so many make."""
@@ -32,5 +33,5 @@ def in_order(calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
 
 @cache
 def _threads() -> tuple[ThreadPoolExecutor, int]:
-    count = min(MOST, len(os.sched_getaffinity(0)))
+    count = min(MOST, len(processors()))
     return ThreadPoolExecutor(count, "kvgraph-pack"), count

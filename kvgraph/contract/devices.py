@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +13,15 @@ CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "
 CPU_ISAS = ("avx2", "avx512")
 PORTABLE = "portable"
 """Instead of architectures: code that an engine's own compiler finishes where it runs."""
+
+
+def code_of(arch: str) -> str:
+    """What Triton makes kernels of `arch` for: "sm_90a" for "sm_90", and so on for newer ones.
+
+    Such code runs on that compute capability alone, where "sm_80" runs on any 8.x.
+    """
+    number = arch.removeprefix("sm_")
+    return f"{arch}a" if number.isdecimal() and int(number) >= 90 else arch
 
 
 class LogicalDevice(NamedTuple):
@@ -25,6 +35,13 @@ class LogicalDevice(NamedTuple):
 
 
 HOST = LogicalDevice("host")
+
+
+def processors() -> list[int]:
+    """Numbers of those that this process may run on; of all, where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def parse_logical(text: str) -> LogicalDevice:

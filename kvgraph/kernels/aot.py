@@ -34,6 +34,9 @@ HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
 MOST_REGISTERS, SPILL_STEP = 255, 16
 """Of a thread; and how many more than the assembler chose a kernel gets that spills."""
 
+REGISTERS, REGISTER_UNIT = 65536, 8
+"""Of a multiprocessor, which one block may take; and a thread has a multiple of so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -160,11 +163,14 @@ def _without_spills(
     triton: ModuleType, variant: Variant, arch: str, target: GPUTarget
 ) -> tuple[CompiledKernel, Resources]:
     """Compiled as the assembler likes it; where it spills a little to fit more blocks with each
-    other, with as many registers more as end that."""
+    other, with as many registers more as end that. A block of more does not launch."""
+    threads = 32 * variant.num_warps
+    most = min(MOST_REGISTERS, REGISTERS // threads // REGISTER_UNIT * REGISTER_UNIT)
+    asked = 0
     compiled, used = _compile(triton, variant, arch, target, None)
-    while used.spill_stores > 0 and used.registers + SPILL_STEP <= MOST_REGISTERS:
-        most = used.registers + SPILL_STEP
-        compiled, used = _compile(triton, variant, arch, target, most)
+    while used.spill_stores > 0 and asked < used.registers + SPILL_STEP <= most:
+        asked = used.registers + SPILL_STEP
+        compiled, used = _compile(triton, variant, arch, target, asked)
     return compiled, used
 
 

@@ -128,7 +128,8 @@ class KVCacheManager(ABC):
         batch_characteristics: BatchCharacteristics | None = None,
         num_steps: int = 1,
     ) -> KVCacheInputs:
-        """Values that bind to the symbols, valid until the next call but one. Changes no page.
+        """Values that bind to the symbols, valid until the next call but one; with a session that
+        copies them to a GPU (backend `torch` on `cuda`) until the next call. Changes no page.
 
         Here what `fetch` gives for each replica: UnsupportedError for one of the two bounds.
         """

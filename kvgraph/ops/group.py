@@ -175,6 +175,12 @@ class Group:
         return int(self._group.moved_bytes)
 
 
+def entered() -> Group | None:
+    """The group that the calling thread entered last."""
+    group: Group | None = getattr(_entered, "group", None)
+    return group
+
+
 def _close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

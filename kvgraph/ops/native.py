@@ -33,7 +33,7 @@ Draw = tuple[float, float, float, int, float, int]
 NativeOperand = tuple[int, str, tuple[int, ...]] | None
 """(address, dtype name, shape) of dense row-major memory; None: left out."""
 
-INSTALL = "pip install --force-reinstall kvgraph"
+INSTALL = "pip install --force-reinstall --no-deps . in a clone of kvgraph"
 MAX_RANK = max(len(o.dims) for spec in ALL_SPECS for o in spec.inputs + spec.outputs)
 MESSAGE_BYTES = 512
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvgraph.contract.devices import PORTABLE, Target
+from kvgraph.contract.devices import CUDA_ARCHS, PORTABLE, Target, code_of, processors
 from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, RequestError, UnsupportedError
 from kvgraph.ops.cuda_native import launcher
 
@@ -37,7 +36,7 @@ def runnable(archs: Sequence[str], ordinal: int = 0) -> list[str]:
 
 def require_threads(asked: int | None) -> None:
     """RequestError for more threads than processors that this process may run on."""
-    most = len(os.sched_getaffinity(0))
+    most = len(processors())
     if asked is not None and not 0 <= asked <= most:
         raise RequestError(f"num_threads: expected 1 to {most} from this machine, got {asked}")
 
@@ -48,7 +47,7 @@ def default_threads(topology: Path = TOPOLOGY) -> int:
     Two threads of a core share its vector units, and one that has to wait holds up all others.
     A processor that says nothing about its core counts as one.
     """
-    cores = {_core(topology / f"cpu{number}", number) for number in os.sched_getaffinity(0)}
+    cores = {_core(topology / f"cpu{number}", number) for number in processors()}
     return len(cores)
 
 
@@ -67,13 +66,13 @@ def _require_gpu(archs: Sequence[str], target: str, where: str) -> None:
     if not found:
         raise ArtifactError(
             f"{where}: target: expected code for sm_{major}{minor} of this machine's GPU, "
-            f"got {target!r}{_why(archs)}"
+            f"got {target!r}{_why(archs)}{_remedy()}"
         )
 
 
 def _runs(arch: str, ordinal: int) -> bool:
     try:
-        launcher().check_arch(arch, ordinal)
+        launcher().check_arch(code_of(arch), ordinal)
     except DeviceError:
         return False
     return True
@@ -82,10 +81,16 @@ def _runs(arch: str, ordinal: int) -> bool:
 def _why(archs: Sequence[str]) -> str:
     """What the driver says of the newest: an old driver is another matter than another GPU."""
     try:
-        launcher().check_arch(max(archs, key=_number))
+        launcher().check_arch(code_of(max(archs, key=_number)))
     except DeviceError as error:
         return f" ({error})"
     return ""
+
+
+def _remedy() -> str:
+    """A target whose code this machine's GPU and driver run, where there is one."""
+    found = runnable(CUDA_ARCHS)
+    return f"; compile with --target cuda:{found[0]}" if found else ""
 
 
 def _number(arch: str) -> int:

@@ -135,10 +135,19 @@ void read_kernel(const kvg_op& op, kvg_kernel& kernel) {
   if (foreign) kernel = {};
 }
 
+// Triton makes code of 9.0 and newer for that compute capability alone.
+cuda::Arch arch_of(const char* text) {
+  cuda::Arch arch = cuda::parse_arch(text);
+  if (arch.number() < 90) return arch;
+  arch.exact = true;
+  arch.name = "sm_" + std::to_string(arch.number()) + "a";
+  return arch;
+}
+
 ArchKernels read_arch(const kvg_op& op, const char* at, bool stores, bool attends) {
   kvg_arch_kernels record;
   std::memcpy(&record, at, sizeof record);
-  ArchKernels made{cuda::parse_arch(ends(record.arch) ? record.arch : ""), record.tiling, {}};
+  ArchKernels made{arch_of(ends(record.arch) ? record.arch : ""), record.tiling, {}};
   check_tiling(made.arch, made.tiling);
   for (int role = 0; role < KVG_ROLE_COUNT; ++role) {
     read_kernel(op, record.kernels[role]);
@@ -175,7 +184,8 @@ const ArchKernels& Kernels::on(int major, int minor) const {
   }
   if (!best)
     refuse(KVG_DEVICE, "device: expected one that runs the graph's kernels (%s), got compute "
-           "capability %d.%d", known.c_str(), major, minor);
+           "capability %d.%d: compile with --target cuda:sm_%d%d", known.c_str(), major, minor,
+           major, minor);
   return *best;
 }
 

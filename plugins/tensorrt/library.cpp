@@ -12,9 +12,9 @@ class Creator final : public trt::Creator {
  public:
   explicit Creator(int op_index) : index_(op_index) {}
 
-  trt::Plugin* create(const char*, const trt::Fields* fields, trt::Phase) noexcept override {
+  trt::Plugin* create(const char*, const trt::Fields* fields, trt::Phase phase) noexcept override {
     trt::Plugin* made = nullptr;
-    guarded([&] { made = new Plugin(read_settings(*KVG_OPS[index_], fields)); });
+    guarded([&] { made = new Plugin(read_settings(*KVG_OPS[index_], fields), phase); });
     return made;
   }
   const trt::Fields* field_names() noexcept override { return tensorrt::field_names(index_); }

@@ -15,7 +15,7 @@ class Plugin final : public trt::Plugin,
                      public trt::PluginBuild,
                      public trt::PluginRuntime {
  public:
-  explicit Plugin(std::shared_ptr<const Settings> settings);
+  Plugin(std::shared_ptr<const Settings> settings, trt::Phase phase);
 
   trt::Capable* capability(trt::Capability type) noexcept override;
   trt::Plugin* clone() noexcept override;
@@ -49,6 +49,7 @@ class Plugin final : public trt::Plugin,
  private:
   std::shared_ptr<const Settings> settings_;
   std::shared_ptr<const Serialized> serialized_;
+  trt::Phase phase_;       // clones have it too; an engine that is read makes plugins of kRuntime
   launch::Device device_;  // of this clone: a context's own
 };
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgraph import Device, Target, virtual_devices
-from kvgraph.contract.devices import HOST, parse_logical
+from kvgraph.contract.devices import CUDA_ARCHS, HOST, code_of, parse_logical
 from kvgraph.errors import DeviceError, UnsupportedError
 
 
@@ -22,6 +22,13 @@ def test_virtual_devices_refuse_memory() -> None:
     with pytest.raises(DeviceError, match=r"kv_blocks: cannot allocate 4096 bytes .*cuda:7"):
         device.require_memory("kv_blocks", 4096)
     Device("cpu").require_memory("kv_blocks", 4096)
+
+
+def test_code_of_newer_architectures_is_for_one_capability() -> None:
+    assert [code_of(arch) for arch in CUDA_ARCHS] == [
+        "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a",
+    ]  # fmt: skip
+    assert [code_of(other) for other in ("sm_90a", "sm_", "other")] == ["sm_90a", "sm_", "other"]
 
 
 @pytest.mark.parametrize("text", ["cpu", "cpu:avx512", "cuda:sm_90"])

@@ -72,7 +72,8 @@ class TensorRTAttention(PluginAttention):
     def make(self, given: Tensors) -> Any:
         from tests.plugins import tensorrt_host as host
 
-        plugin = host.Plugin.of(OP, {**self._fields, "inputs": host.mask(OP, list(given))})
+        fields = {**self._fields, "inputs": host.mask(OP, list(given))}
+        plugin = host.Plugin.of(OP, fields, host.RUNTIME)
         assert plugin, host.said()
         return plugin.attach()
 

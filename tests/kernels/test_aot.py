@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
 pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 
+from triton.backends.compiler import GPUTarget
+
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, variants
+from kvgraph.kernels.aot import Resources
 from kvgraph.kernels.shapes import AttentionShape, CacheShape
 from kvgraph.kernels.variants import Variant
 from tests.kernels.table import instructions, shape_of
@@ -73,6 +78,37 @@ def test_nothing_spills(name: str) -> None:
     used = aot.compile_variant(variant, arch).resources
     assert used.spill_stores == used.spill_loads == 0
     assert used.registers <= 255
+
+
+@pytest.mark.parametrize(
+    ("num_warps", "made", "asked"),
+    [
+        (8, [224, 240], [240]),
+        (8, [240], []),
+        (16, [112, 128], [128]),
+        (16, [128], []),
+        (32, [64], []),
+        (8, [100, 100], [116]),
+        (8, [100, 110, 110], [116, 126]),
+        (8, [100, 90], [116]),
+    ],
+)
+def test_a_kernel_that_spills_gets_no_more_registers_than_its_block_may_have(
+    monkeypatch: pytest.MonkeyPatch, num_warps: int, made: list[int], asked: list[int]
+) -> None:
+    """Registers that the assembler takes in turn, each time with spills."""
+    said: list[object] = []
+
+    def compiled(*given: object) -> tuple[None, Resources]:
+        said.append(given[-1])
+        return None, Resources(made[len(said) - 1], 0, 8, 8, 8)
+
+    monkeypatch.setattr(aot, "_compile", compiled)
+    variant = replace(variants.store_variant(SHAPE.cache, None), num_warps=num_warps)
+    target = GPUTarget("cuda", 80, 32)
+    _, used = aot._without_spills(ModuleType("triton"), variant, "sm_80", target)
+    assert said == [None, *asked]
+    assert used.registers == made[-1]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])

@@ -14,7 +14,7 @@ from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.kernels import aot
 from kvgraph.kernels.record import pack_kernels
 from tests.plugins.gpu_matrix import main
-from tests.plugins.tensorrt_host import Plugin, mask
+from tests.plugins.tensorrt_host import RUNTIME, Plugin, mask
 from tests.support import conformance
 from tests.support.conformance import Case
 from tests.support.matrix import array, shape_of, tensor
@@ -39,6 +39,7 @@ def plugin_of(case: Case, arch: str, given: list[str]) -> Plugin:
             "kernels": pack_kernels(shape, {arch: made}),
             "images": pack_images(kernel.cubin for kernel in made),
         },
+        RUNTIME,
     )
 
 

@@ -187,7 +187,10 @@ result = [alone, before, third.compute(operands())]
     assert re.fullmatch(sentence, after)
 
 
-@pytest.mark.parametrize(("sm", "arch"), [(86, "sm_86"), (87, "sm_86"), (89, "sm_89"), (80, "")])
+@pytest.mark.parametrize(
+    ("sm", "arch"),
+    [(86, "sm_86"), (87, "sm_86"), (89, "sm_89"), (120, "sm_120"), (80, ""), (121, "")],
+)
 def test_a_device_gets_its_architectures_kernels(drive: Drive, sm: int, arch: str) -> None:
     refusal, loaded = drive("""
 mine = Kernel(given=attributes(archs=("sm_86", "sm_89", "sm_120")))
@@ -199,8 +202,8 @@ result = [refusal, [c.split()[1] for c in driver_calls() if c.startswith("cuModu
         assert loaded == [k.cubin[64:68].decode() for k in compiled(shape_of(), arch)]
     else:
         assert (refusal, loaded) == (
-            "device: expected one that runs the graph's kernels (sm_86, sm_89, sm_120), got "
-            "compute capability 8.0",
+            "device: expected one that runs the graph's kernels (sm_86, sm_89, sm_120a), got "
+            f"compute capability {sm // 10}.{sm % 10}: compile with --target cuda:sm_{sm}",
             [],
         )
 

@@ -90,7 +90,8 @@ def test_a_step_launches_what_the_kernels_plan(
 from kvgraph.kernels.shapes import Rope
 names = {names!r}
 mine = plugin(shape=shape_of({shape}), given=names,
-              rope_style=int({bool(options.get("rope") and options["rope"].interleaved)})).attach()
+              rope_style=int({bool(options.get("rope") and options["rope"].interleaved)}))
+mine = mine.reload().attach()
 given = operands({batch}, {tokens}, 900, {width}, given=names)
 first = mine.enqueue(given, addresses(given), workspace=0x7000000, stream=0x77)
 before = len(driver_calls())
@@ -106,13 +107,29 @@ result = [first, again, mine.workspace(given), loads, kernels_launched()]
     assert needed >= 4 * sum(plan.scratch.values())
 
 
+def test_nothing_runs_while_an_engine_is_built(drive: Drive) -> None:
+    """A builder times plugins on made-up offsets, lengths and pages."""
+    said, calls, loaded = drive("""
+built = plugin()
+given = operands(2, 2, 900, 10)
+step = lambda mine: mine.enqueue(given, addresses(given), 0x7000000, 0x77)
+said = [step(mine) for mine in (built, built.clone(), built.attach(), built.clone().attach())]
+calls = driver_calls()
+result = [said, calls, [step(built.reload()), len(kernels_launched())]]
+""", driver=True)  # fmt: skip
+    assert said == [""] * 4
+    assert calls == []
+    assert loaded == ["", len(launches_of(Sizes(2, 2, 2, 160, 10), 0x7000000))]
+
+
 def test_other_ops_launch_their_part(drive: Drive) -> None:
     stored, attended, reads = drive("""
 order = ["kv_blocks", "k", "v", *UPDATE[2:5]]
 given = operands(2, 2, 900, 10)
 at = addresses(given)
 
-def run(mine, names, *outputs):
+def run(built, names, *outputs):
+    mine = built.reload()
     before = len(kernels_launched())
     bound = {n: at[n] for n in names} | {f"to {n}": at[n] for n in outputs}
     assert mine.enqueue({n: given[n] for n in names}, bound, 0x7000000, 0x77) == ""
@@ -131,7 +148,7 @@ result = [
 
 def test_what_a_step_refuses(drive: Drive) -> None:
     result = drive("""
-mine = plugin(archs=("sm_86", "sm_89"))
+mine = plugin(archs=("sm_86", "sm_89")).reload()
 given = operands(2, 2, 900, 10)
 apart = {**addresses(given), "to:kv_blocks": 0xB00000}
 result = [
@@ -151,10 +168,14 @@ result = [
     ]
 
 
-@pytest.mark.parametrize(("sm", "arch"), [(86, "sm_86"), (87, "sm_86"), (89, "sm_89"), (80, "")])
+@pytest.mark.parametrize(
+    ("sm", "arch"),
+    [(86, "sm_86"), (87, "sm_86"), (89, "sm_89"), (120, "sm_120"), (80, ""), (121, "")],
+)
 def test_a_device_gets_its_architectures_kernels(drive: Drive, sm: int, arch: str) -> None:
+    """Those of 9.0 and newer run on their own compute capability alone."""
     code = """
-mine = plugin(archs=("sm_86", "sm_89", "sm_120"))
+mine = plugin(archs=("sm_86", "sm_89", "sm_120")).reload()
 given = operands(2, 2, 900, 10)
 refusal = mine.enqueue(given, addresses(given))
 result = [refusal, [c.split()[1] for c in driver_calls() if c.startswith("cuModuleLoadData")]]
@@ -165,8 +186,8 @@ result = [refusal, [c.split()[1] for c in driver_calls() if c.startswith("cuModu
         assert loaded == [k.cubin[64:68].decode() for k in compiled(shape_of(), arch)]
     else:
         assert (refusal, loaded) == (
-            "device: expected one that runs the graph's kernels (sm_86, sm_89, sm_120), got "
-            "compute capability 8.0",
+            "device: expected one that runs the graph's kernels (sm_86, sm_89, sm_120a), got "
+            f"compute capability {sm // 10}.{sm % 10}: compile with --target cuda:sm_{sm}",
             [],
         )
 
@@ -174,7 +195,7 @@ result = [refusal, [c.split()[1] for c in driver_calls() if c.startswith("cuModu
 def test_one_node_carries_the_images_of_its_engine(drive: Drive) -> None:
     first, second, third, alone = drive("""
 given = operands(2, 2, 900, 10)
-alone = plugin(images=b"").attach().enqueue(given, addresses(given))
+alone = plugin(images=b"").reload().attach().enqueue(given, addresses(given))
 carrier = plugin()
 others = [plugin(images=b"", layer=i).reload() for i in (1, 2)]
 carrier, gone = carrier.reload(), carrier

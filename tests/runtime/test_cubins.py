@@ -78,10 +78,15 @@ def drive(driver: Path, artifact: Path) -> Drive:
          r"\(the driver has no device\)"),
         ({"FAKE_SM": "75"}, r"expected code for sm_75 of this machine's GPU, got '{target}' .*"),
         ({"FAKE_SM": "100"}, r"expected code for sm_100 of this machine's GPU, got '{target}' .*"),
+        ({"FAKE_SM": "121"}, r"expected code for sm_121 of this machine's GPU, got '{target}' "
+         r"\(.* 12\.0 for sm_120a code, got 12\.1 .*\); compile with --target cuda:sm_121"),
+        ({"FAKE_SM": "103"}, r"expected code for sm_103 of this machine's GPU, got '{target}' "
+         r"\(.* 12\.0 for sm_120a code, got 10\.3 .*\)"),
         ({"FAKE_DRIVER": "11060"}, r"expected code for sm_90 of this machine's GPU, got '{target}' "
          r"\(.*driver.*12\.8.*11\.6.*\)"),
     ],
-    ids=["no-driver", "no-device", "older-gpu", "newer-gpu", "old-driver"],
+    ids=["no-driver", "no-device", "older-gpu", "newer-gpu", "next-gpu", "unknown-gpu",
+         "old-driver"],
 )  # fmt: skip
 def test_another_machine_is_refused_with_both_names(
     drive: Drive, artifact: Path, environment: dict[str, str], message: str
@@ -93,7 +98,9 @@ def test_another_machine_is_refused_with_both_names(
     assert re.fullmatch(expected, text), text
 
 
-@pytest.mark.parametrize(("sm", "arch"), [("80", "sm_80"), ("89", "sm_80"), ("90", "sm_90")])
+@pytest.mark.parametrize(
+    ("sm", "arch"), [("80", "sm_80"), ("89", "sm_80"), ("90", "sm_90"), ("120", "sm_120")]
+)
 def test_the_nearest_architecture_is_loaded(drive: Drive, sm: str, arch: str) -> None:
     code = """
 kvgraph.load(folder)
@@ -104,6 +111,23 @@ result = [cubins.arch, cubins.multiprocessors, len(kernels), log()]
     found, multiprocessors, count, calls = drive(code, FAKE_SM=sm)
     assert (found, multiprocessors) == (arch, 132)
     assert sum(call.startswith("cuModuleLoadData") for call in calls) == count
+
+
+def test_what_a_gpu_is_said_to_run_is_what_loads_on_it(drive: Drive) -> None:
+    """Triton's code of 9.0 and newer is for one compute capability: `code_of` says so before."""
+    code = """
+from kvgraph.contract.devices import code_of
+from kvgraph.ops.cuda_native import launcher
+cuda, result = launcher(), []
+for arch in ("sm_80", "sm_90", "sm_120"):
+    image = next((folder / "kernels" / arch).glob("*.cubin")).read_bytes()
+    result.append([said(cuda.check_arch, code_of(arch)), said(cuda.load, image, arch)])
+"""
+    for sm, runs in (("80", 0), ("87", 0), ("90", 1), ("91", None), ("120", 2), ("121", None)):
+        found = drive(code, FAKE_SM=sm)
+        assert [checked is None for checked, _ in found] == [i == runs for i in range(3)]
+        for checked, loaded in found:
+            assert loaded == checked or checked is None
 
 
 def test_a_step_launches_what_the_plan_says(

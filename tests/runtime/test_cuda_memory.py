@@ -5,10 +5,12 @@ is told where it is too little. The GPU is a stand-in on the CPU.
 from __future__ import annotations
 
 import gc
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -47,18 +49,21 @@ class StandIn:
         step()
         if self.refused is not None:
             raise self.refused
-        return lambda: step() + 1  # told from one that is not replayed
+        return lambda: step().add_(1)  # told from one that is not replayed
 
 
 class OneSession(CudaSession):
-    """Over a program that adds its inputs: a row of tokens on the device, a bound on the host."""
+    """Over a program that adds its inputs: a row of tokens on the device, a bound on the host.
+    Its last input says how many rows of logits a step has."""
 
     def __init__(self, ranks: int = 1) -> None:
         self.gpu = StandIn()  # type: ignore[assignment]
-        self._program = lambda a, b: [a + b]  # type: ignore[assignment]
+        self._program = lambda a, b, rows: [(a + b)[:1].expand(len(rows), 1)]  # type: ignore[assignment]
         self.artifact = types.SimpleNamespace(ranks=ranks)  # type: ignore[assignment]
         self._pages = PageCopies(CPU)
-        self._on_host, self._captured, self._records = [False, True], {}, True
+        self._on_host, self._captured, self._records = [False, True, False], {}, True
+        self._vocab, self._captured_logits = 1, torch.empty(0)
+        self._logits = itertools.cycle([cuda._Logits(CPU, ranks)])
 
     def _require_known(self, symbol: TensorType) -> None:
         pass
@@ -212,8 +217,11 @@ def test_no_error_of_torch_reaches_a_caller(
 # -- captures
 
 
+ONE = torch.tensor([0])
+
+
 def replay(session: OneSession, bound: int) -> int:
-    return int(session._replay([torch.tensor([10]), torch.tensor([bound])]))
+    return int(session._replay([torch.tensor([10]), torch.tensor([bound]), ONE]))
 
 
 @pytest.mark.parametrize("error", [FULL, RuntimeError("CUDA error: out of memory")])
@@ -223,7 +231,7 @@ def test_a_step_that_memory_is_too_little_to_record_is_run(error: Exception) -> 
     token = torch.tensor([10])
 
     def step(bound: int) -> int:
-        return int(session._replay([token, torch.tensor([bound])]))
+        return int(session._replay([token, torch.tensor([bound]), ONE]))
 
     assert [step(1), step(1)] == [12, 12], "captured"
     gpu.refused = error
@@ -255,6 +263,84 @@ def test_the_graph_that_was_replayed_last_stays_longest(monkeypatch: pytest.Monk
     session, token = OneSession(), torch.tensor([10])
     counts = []
     for bound in (1, 2, 1, 3, 1, 2):
-        session._replay([token, torch.tensor([bound])])
+        session._replay([token, torch.tensor([bound]), ONE])
         counts.append(session.gpu.captures)  # type: ignore[attr-defined]
     assert counts == [1, 2, 2, 3, 3, 4]
+
+
+def test_all_graphs_write_their_logits_into_the_same_memory() -> None:
+    """As much as the widest has, not as all have together. A graph that was captured before a wider
+    one keeps what it writes to."""
+    session, token, indices = OneSession(), torch.tensor([10]), torch.zeros(4)
+    seen = []
+    for bound, rows in ((1, 2), (2, 4), (3, 3), (4, 4), (1, 2)):
+        logits = session._replay([token, torch.tensor([bound]), indices[:rows]])
+        assert logits.tolist() == [[11 + bound]] * rows
+        seen.append(logits)
+    assert session.gpu.captures == 4  # type: ignore[attr-defined]
+    assert [x.data_ptr() for x in seen[2:]] == [seen[1].data_ptr()] * 2 + [seen[0].data_ptr()]
+
+
+class FullOnce:
+    """A program that finds too little memory, once."""
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        self._program, self.calls = program, 0
+        self.lost: list[ref[Any]] = []
+
+    def __call__(self, *given: Any) -> Any:
+        self.calls += 1
+        assert not any(kept() is not None for kept in self.lost), "the failed step's memory is free"
+        if self.calls == 1:
+            taken = torch.zeros(4)
+            self.lost.append(ref(taken))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self._program(*given)
+
+
+def full_beside_graphs(ranks: int) -> tuple[OneSession, FullOnce]:
+    session = OneSession(ranks)
+    replay(session, 1)
+    program = FullOnce(session._program)
+    session._program = program  # type: ignore[assignment]
+    session._upload = session.uploader()
+    return session, program
+
+
+TOKEN = [np.array([10], np.int32), torch.tensor([1]), ONE]
+
+
+def test_a_step_that_does_not_fit_beside_the_graphs_is_run_without_them() -> None:
+    session, program = full_beside_graphs(ranks=1)
+    session.signature = types.SimpleNamespace(inputs=[POOL] * 3)  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="expected memory for a step beside 1 CUDA graphs, got "):
+        assert session._run(TOKEN).tolist() == [[11]]
+    assert program.calls == 2
+    assert not session._captured
+    assert not session._records
+    assert replay(session, 1) == 11
+
+
+def test_a_step_that_does_not_fit_is_raised_where_no_graph_is_or_another_rank() -> None:
+    for ranks in (1, 2):
+        session, program = full_beside_graphs(ranks)
+        session.signature = types.SimpleNamespace(inputs=[POOL] * 3)  # type: ignore[assignment]
+        if ranks == 1:
+            session._captured.clear()
+        with pytest.raises(CapacityError, match="cuda: CUDA out of memory"):
+            session._run(TOKEN)
+        assert program.calls == 1
+        assert session._records
+
+
+def test_graphs_go_where_what_they_read_moves() -> None:
+    """On all ranks at once: what is at an old address again would be so on one rank alone."""
+    session = OneSession(ranks=2)
+    session.signature = types.SimpleNamespace(inputs=[POOL] * 3)  # type: ignore[assignment]
+    session._upload_captured = session.uploader(session._captured.clear)
+    for size, captures in ((8, 1), (cuda.LEAST_CAPACITY, 2), (cuda.LEAST_CAPACITY + 1, 3)):
+        session._run_captured([np.zeros(size, np.int32), torch.tensor([1]), torch.zeros(size)])
+        assert session.gpu.captures == captures  # type: ignore[attr-defined]
+    assert len(session._captured) == 1, "that of the last size"
+    session.allocate(POOL, {})
+    assert not session._captured

@@ -10,8 +10,9 @@ addresses, double-buffered:
     max_lengths   [num_steps, 2]
 
 Each replica has two sets of these and fills them in turn, so a record stays valid until the next
-call but one. While the same batch comes again with the same width, only the rows whose pages
-changed since are copied.
+call but one. Where a session copies them to a device (`uploader`), both sets share the copies, and
+a record is valid until the next call. While the same batch comes again with the same width, only
+the rows whose pages changed since are copied.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ a bucket's sizes is captured on first sight and replayed after, without Python b
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ from kvgraph.runtime.sessions.program import Gpu, load_program
 LEAST_CAPACITY = 1 << 13
 """Elements of an index tensor's first memory: a decode step's tokens never outgrow it."""
 
+LOGITS_INDICES = 2
+"""Where they are in a signature's inputs: one row of logits each."""
+
 MAX_CAPTURED = 256
 """Graphs kept; the least recently run one goes first."""
 
@@ -49,7 +53,7 @@ class CudaSession(Session):
             from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
 
             with told_by_torch():
-                gpu = CudaGpu(artifact.folder, artifact.rank)
+                gpu = CudaGpu(artifact.folder, artifact.rank, artifact.ranks)
             if artifact.ranks > 1:
                 nccl.join(artifact.rank, artifact.ranks)
         self.gpu = gpu
@@ -57,18 +61,24 @@ class CudaSession(Session):
         gpu.require([variants.increment_variant()])
         self._pages = PageCopies(gpu.device)
         self._on_host = [symbol.device.kind == "host" for symbol in self.signature.inputs]
-        # Of their own: a long prompt that needs more memory must not move what graphs read.
-        self._upload, self._upload_captured = self.uploader(), self.uploader()
-        self._logits = itertools.cycle([_Logits(gpu.device), _Logits(gpu.device)])
+        self._logits = itertools.cycle(_Logits(gpu.device, artifact.ranks) for _ in range(2))
         self._captured: dict[tuple[object, ...], Callable[[], torch.Tensor]] = {}
         self._records = True  # whether steps are captured from now on
+        self._captured_logits = torch.empty(0)  # where all graphs write theirs
+        # Of their own: a long prompt that needs more memory must not move what graphs read.
+        self._upload, self._upload_captured = self.uploader(), self.uploader(self._captured.clear)
 
     # -- memory
 
     def allocate(self, symbol: TensorType, sizes: Mapping[str, int]) -> Buffer:
         """Zeroed device memory, once this returns: pages are copied into it on another stream.
-        CapacityError where the device has too little."""
+        CapacityError where the device has too little.
+
+        Captured steps go: those of a pool that went are never found again, or on one rank alone,
+        where the new pool has the old one's address.
+        """
         self._require_known(symbol)
+        self._captured.clear()
         shape = symbol.extents(sizes)
         dtype = getattr(torch, symbol.dtype)
         try:
@@ -88,14 +98,17 @@ class CudaSession(Session):
         with told_by_torch():
             return self.gpu.free_memory()
 
-    def uploader(self) -> Upload:
-        """Copies index tensors to the device, each symbol's to one address for life."""
+    def uploader(self, moved: Callable[[], object] = lambda: None) -> Upload:
+        """Copies index tensors to the device, each symbol's to one address until it outgrows its
+        memory: then `moved` is called."""
         tensors: dict[str, _IndexTensor] = {}
 
         def upload(symbol: TensorType, values: npt.NDArray[np.int32], capacity: int) -> Buffer:
             tensor = tensors.setdefault(symbol.name, _IndexTensor(self.gpu.device))
             with told_by_torch():
-                handle = tensor.upload(values, capacity)
+                if tensor.grow(values.size, capacity):
+                    moved()
+                handle = tensor.upload(values)
             return Buffer(symbol.dtype, values.shape, symbol.device, handle)
 
         return upload
@@ -124,14 +137,29 @@ class CudaSession(Session):
     # -- a step
 
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
-        with told_by_torch(), torch.inference_mode():
-            step = self._program(*self._place(arrays, self._upload))
-            return next(self._logits).download(step[0])
+        return self._fitted(lambda: self._program(*self._place(arrays, self._upload))[0])
 
     def _run_captured(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
+        return self._fitted(lambda: self._replay(self._place(arrays, self._upload_captured)))
+
+    def _fitted(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
+        """The step's logits. Where memory is too little beside the graphs, these go, and it runs
+        once more: it stores the same again. Not so with other ranks, which have run it."""
+        try:
+            return self._once(step)
+        except CapacityError as error:
+            if self.artifact.ranks > 1 or not self._captured:
+                raise
+            self._drop_graphs(error)
+        gc.collect()  # the error is gone, and what the step had allocated with it
+        if self.gpu.device.type == "cuda":
+            torch.cuda.empty_cache()  # the graphs' memory, for what torch does not allocate too
+        return self._once(step)
+
+    def _once(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
         with told_by_torch(), torch.inference_mode():
-            step = self._replay(self._place(arrays, self._upload_captured))
-            return next(self._logits).download(step)
+            logits = step()  # where it raises, what the last call gave stays
+            return next(self._logits).download(logits)
 
     def _synchronize(self) -> None:
         if self.gpu.device.type == "cuda":
@@ -176,7 +204,8 @@ class CudaSession(Session):
         kept = [t.clone() if h else t for t, h in zip(tensors, self._on_host, strict=True)]
         try:
             with told_by_torch():
-                return self.gpu.capture(lambda: self._program(*kept)[0])
+                logits = self._rows_of_logits(len(kept[LOGITS_INDICES]))
+                return self.gpu.capture(lambda: logits.copy_(self._program(*kept)[0]))
         except CapacityError as error:
             if self.artifact.ranks > 1:
                 raise
@@ -189,6 +218,26 @@ class CudaSession(Session):
             )
             return None
 
+    def _rows_of_logits(self, rows: int) -> torch.Tensor:
+        """Memory of all graphs, outside of theirs: a step's logits are on the host before the next
+        one runs. Graphs of fewer rows keep what they were captured over."""
+        if len(self._captured_logits) < rows:
+            most = max(rows, 2 * len(self._captured_logits))
+            self._captured_logits = torch.empty(
+                most, self._vocab, dtype=torch.float32, device=self.gpu.device
+            )
+        return self._captured_logits[:rows]
+
+    def _drop_graphs(self, error: CapacityError) -> None:
+        count, self._records = len(self._captured), False
+        self._captured.clear()
+        self._captured_logits = torch.empty(0)
+        warnings.warn(
+            f"{self.gpu.device}: expected memory for a step beside {count} CUDA graphs, got "
+            f"{error}: the graphs are dropped, and steps are launched one kernel after the other",
+            stacklevel=2,
+        )
+
 
 def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[object, ...]:
     """What a captured step depends on: addresses on the device, values on the host."""
@@ -198,21 +247,23 @@ def _seen(tensor: torch.Tensor, on_host: bool) -> tuple[object, ...]:
 
 
 class _IndexTensor:
-    """Device memory at one address, and page-locked host memory, for copies that do not wait.
-
-    Grows when more is asked than its capacity; what holds the old address keeps that memory.
-    """
+    """Device memory at one address, and page-locked host memory, for copies that do not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = self._there = torch.empty(0, dtype=torch.int32)
 
-    def upload(self, values: npt.NDArray[np.int32], capacity: int) -> torch.Tensor:
+    def grow(self, size: int, capacity: int) -> bool:
+        """Whether it had to, for `size` elements: it has another address then."""
+        if self._there.numel() >= size:
+            return False
+        capacity = max(capacity, LEAST_CAPACITY, 2 * self._there.numel())
+        self._host = _page_locked(self._device, capacity, torch.int32)
+        self._there = torch.empty(capacity, dtype=torch.int32, device=self._device)
+        return True
+
+    def upload(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         """`values` on the device; the host copy may be overwritten once the step has run."""
-        if self._there.numel() < values.size:
-            capacity = max(capacity, LEAST_CAPACITY, 2 * self._there.numel())
-            self._host = _page_locked(self._device, capacity, torch.int32)
-            self._there = torch.empty(capacity, dtype=torch.int32, device=self._device)
         host, there = self._host[: values.size], self._there[: values.size]
         host.numpy()[:] = values.reshape(-1)
         there.copy_(host, non_blocking=True)
@@ -222,19 +273,19 @@ class _IndexTensor:
 class _Logits:
     """Page-locked host memory that a step's logits come to."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device, self._ranks = device, ranks
         self._host = torch.empty(0)
 
     def download(self, values: torch.Tensor) -> npt.NDArray[np.float32]:
         """`values` on the host, once everything before them on the stream has run."""
         if values.device.type == "cpu":
-            return values.numpy()
+            return values.clone().numpy()
         if self._host.numel() < values.numel():
             self._host = _page_locked(self._device, values.numel(), values.dtype)
         host = self._host[: values.numel()].view(values.shape)
         host.copy_(values, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        nccl.settle(torch.cuda.current_stream(self._device), self._ranks)
         result: npt.NDArray[np.float32] = host.numpy()
         return result
 

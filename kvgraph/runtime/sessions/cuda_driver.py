@@ -23,6 +23,7 @@ import numpy.typing as npt
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.errors import CapacityError, DeviceError, KVGraphError, MissingDependencyError
 from kvgraph.runtime.sessions.cuda_errors import of_number
+from kvgraph.runtime.sessions.uncollected import uncollected
 
 REFUSALS = (DeviceError, CapacityError)
 """What `CudaDevice.call` raises."""
@@ -169,14 +170,15 @@ class CudaDevice:
     def capture(self, enqueue: Callable[[], None]) -> Graph:
         """What `enqueue` enqueues, as a graph; nothing runs. Ends the capture on every way out."""
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        try:
-            self.call("cuStreamBeginCapture", self.stream, mode)
-            enqueue()
-            graph = self.call("cuStreamEndCapture", self.stream)
-        except BaseException:
-            with contextlib.suppress(*REFUSALS):
-                self.call("cuGraphDestroy", self.call("cuStreamEndCapture", self.stream))
-            raise
+        with uncollected():
+            try:
+                self.call("cuStreamBeginCapture", self.stream, mode)
+                enqueue()
+                graph = self.call("cuStreamEndCapture", self.stream)
+            except BaseException:
+                with contextlib.suppress(*REFUSALS):
+                    self.call("cuGraphDestroy", self.call("cuStreamEndCapture", self.stream))
+                raise
         try:
             return Graph(self, self.call("cuGraphInstantiate", graph, 0))
         finally:

@@ -7,13 +7,23 @@ without one. Nothing here has run on hardware.
 
 from __future__ import annotations
 
+import select
+import time
+from datetime import timedelta
 from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from kvgraph.errors import RankError
+from kvgraph.ops.group import Group, entered
 from kvgraph.ops.spec import OPSET_DOMAIN
+
+TIMEOUT = timedelta(seconds=120)
+"""NCCL's own, after which its watchdog ends the process: behind our deadline of 60 s, which names
+the rank. It is for a host that waits in a launch, as the queue of the GPU is full."""
+
+POLL_SECONDS = 2e-5
 
 
 def join(rank: int, ranks: int) -> None:
@@ -25,13 +35,55 @@ def join(rank: int, ranks: int) -> None:
     if not dist.is_initialized():
         try:
             dist.init_process_group(
-                "nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank)
+                "nccl",
+                rank=rank,
+                world_size=ranks,
+                timeout=TIMEOUT,
+                device_id=torch.device("cuda", rank),
             )
         except (RuntimeError, ValueError) as error:
             why = str(error).splitlines()[0]
             raise RankError(
                 f"rank {rank}: expected NCCL to join {ranks} ranks, got {why}"
             ) from error
+
+
+def settle(stream: torch.cuda.Stream, ranks: int) -> None:
+    """Wait until what is on `stream` has run. RankError where another rank has ended or failed, or
+    the group's deadline passes: a collective would wait for it for ever, and NCCL's watchdog does
+    not see those of a CUDA graph."""
+    group = entered() if ranks > 1 else None
+    if group is None:
+        stream.synchronize()
+        return
+    event, end = stream.record_event(), time.monotonic() + group.timeout
+    while not event.query():
+        _require_whole(group)
+        if time.monotonic() > end:
+            raise RankError(
+                f"rank {group.rank}: expected the end of a step of {ranks} ranks in "
+                f"{group.timeout:g} s (--collective-timeout), got none; start all ranks again"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _require_whole(group: Group) -> None:
+    """No collective of ours runs on GPUs, that would look whether processes have ended."""
+    ended = [rank for rank in range(group.size) if _is_readable(group.exit(rank))]
+    group.require_whole()  # one that failed has said so before it ended
+    if ended:
+        raise RankError(
+            f"rank {ended[0]}: expected it to take part, got the end of its process; start all "
+            "ranks again"
+        )
+
+
+def _is_readable(descriptor: int) -> bool:
+    if descriptor < 0:
+        return False
+    ready = select.poll()
+    ready.register(descriptor, select.POLLIN)
+    return bool(ready.poll(0))
 
 
 def all_reduce(

@@ -178,7 +178,7 @@ class Attention(nn.Module):
     def forward(self, *args: torch.Tensor | None) -> torch.Tensor:
         given = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
         q, table, bounds = given["q"], given["lookup_table"], given.pop("max_lengths")
-        operands = {n: a if n in MUTATED else a.contiguous() for n, a in given.items()}
+        operands = {n: a if n in MUTATED else _dense(a) for n, a in given.items()}
         out = q.new_empty(q.shape[0], q.shape[1], self._shape.cache.v_width)
         longest_new, longest = bounds[0].tolist()
         positions = len(given["cos_sin"]) if "cos_sin" in given else 0
@@ -212,7 +212,7 @@ class RmsNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = x.contiguous()
+        x = _dense(x)
         out = torch.empty_like(x)
         operands = {"x": x, "weight": weight, "out": out}
         if residual is not None:
@@ -234,7 +234,7 @@ class SiluMul(nn.Module):
         self.variants = (self._variant,)
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate, up = _dense(gate), _dense(up)
         out = torch.empty_like(gate)
         rows = gate.numel() // gate.shape[-1]
         plan = launch.plan_silu_mul(self._variant, rows)
@@ -255,7 +255,7 @@ class FusedExperts(nn.Module):
 
     def forward(self, *args: torch.Tensor | None) -> torch.Tensor:
         given = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
-        operands = {name: tensor.contiguous() for name, tensor in given.items()}
+        operands = {name: _dense(tensor) for name, tensor in given.items()}
         out = torch.empty_like(operands["x"])
         plan = plan_experts(self._shape, self._gpu.arch, len(out))
         self._gpu.launch(plan, {**operands, "out": out})
@@ -275,7 +275,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, *args: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         operands = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
-        operands["x"] = x = operands["x"].contiguous()
+        operands["x"] = x = _dense(operands["x"])
         outs = [
             x.new_empty(*x.shape[:-1], features) if features else x.new_empty(0, 0)
             for features in self._shape.out_features
@@ -284,3 +284,10 @@ class QuantizedLinear(nn.Module):
         rows = x.numel() // x.shape[-1]
         self._gpu.launch(plan_linear(self._shape, self._gpu.arch, rows), operands)
         return tuple(outs)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Row-major, at an address that kernels take: of one row a slice of columns is contiguous
+    wherever it starts."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % variants.ALIGNMENT else x

@@ -41,10 +41,7 @@ from kvgraph.ops import OPSET_DOMAIN
 from kvgraph.ops.native import library_path
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
-"""That TensorRT-RTX builds for."""
-
-PORTABLE_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120")
-"""Whose kernels an engine without a fixed architecture carries: between them they run on all."""
+"""That TensorRT-RTX builds for. The kernels of them all run on every GPU that it takes."""
 
 NOTE = "engine: built and checked where no GPU is; no build of it has run on one"
 
@@ -53,7 +50,7 @@ def kernel_archs(archs: Sequence[str], dtype: str) -> tuple[str, ...]:
     """Architectures to compile kernels for. UnsupportedError names one that has no engine."""
     if tuple(archs) == (PORTABLE,):
         halves = dtype != "bfloat16"
-        return tuple(a for a in PORTABLE_ARCHS if halves or shapes.capability(a) >= 80)
+        return tuple(a for a in ARCHS if halves or shapes.capability(a) >= 80)
     for arch in archs:
         if arch not in ARCHS:
             raise UnsupportedError(
