@@ -93,8 +93,8 @@ def load_model(
         )
         if float32 and loaded.dtype != "float32":
             raise UnsupportedError(
-                "dtype: expected float32 activations for backend onnx on cpu and for packed "
-                f"weights, got {loaded.dtype}"
+                "model: expected float32 activations for backend onnx on cpu and for packed "
+                f"weights, got a module in {loaded.dtype}; give module.float(), or backend 'torch'"
             )
         return loaded, []
     given = [name for name, value in text.items() if value is not None]

@@ -1,11 +1,10 @@
-"""GGUF files: the model and the text that transformers reads from them, or a refusal."""
+"""GGUF files: the model that transformers reads from them, or a refusal."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -16,9 +15,9 @@ import torch
 import kvgraph
 from kvgraph import KVGraphError
 from kvgraph.cli import app
-from kvgraph.compiler.frontends import gguf as gguf_frontend
 from kvgraph.compiler.frontends import huggingface
-from kvgraph.compiler.frontends.gguf import as_folder, is_decoded
+from kvgraph.compiler.frontends.gguf import as_folder
+from kvgraph.compiler.frontends.gguf_file import is_decoded
 from tests.support import gguf_files
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.models import make_model
@@ -26,9 +25,6 @@ from tests.support.models import make_model
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 """A row of the larger types is a block of 256."""
-
-
-Read = tuple[tokenizers.Tokenizer, dict[str, Any], dict[str, Any]]
 
 
 def theirs(path: Path) -> dict[str, torch.Tensor]:
@@ -185,169 +181,32 @@ def test_a_name_is_no_architecture(model_folder: Callable[[str], Path], tmp_path
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.fixture
-def read(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> Callable[[dict[str, object]], Read]:
-    """What becomes of a tokenizer's metadata: a tokenizer, its settings and the configuration."""
-
-    def read(said: dict[str, object]) -> Read:
-        path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
-        with as_folder(path) as folder:
-            names = ("tokenizer_config.json", "config.json")
-            settings, config = (json.loads((folder / name).read_text()) for name in names)
-            file = folder / "tokenizer.json"
-            return tokenizers.Tokenizer.from_file(str(file)), settings, config
-
-    return read
-
-
-BEGIN, END, USER = (
-    f"<\uff5c{name}\uff5c>" for name in ("begin▁of▁sentence", "end▁of▁sentence", "User")
-)
-
-
-@pytest.mark.parametrize("pre", ["deepseek-r1-qwen", "llama-bpe", "gpt-2"])
-def test_tokens_keep_their_places(pre: str, read: Callable[..., Read]) -> None:
-    """Those that are not ASCII, and those of spaces, which a word of two spaces is beside."""
-    added = {BEGIN: 3, END: 3, USER: 4, "  ": 4, "\n\n": 4}
-    said = gguf_files.byte_level(
-        pre, added, bos_token_id=257, eos_token_id=258, padding_token_id=258, add_bos_token=True
-    )
-    tokenizer, settings, config = read(said)
-    assert tokenizer.get_vocab_size() == len(said["tokens"])
-    for place, token in enumerate(said["tokens"]):
-        assert tokenizer.token_to_id(token) == place, token
-    found = tokenizer.encode(f"{USER}  {END}\n\n")
-    assert found.ids == [257, 259, 260, 258, 261]
-    assert tokenizer.decode(found.ids) == f"{USER}  \n\n"
-    assert [settings[f"{name}_token"] for name in ("bos", "eos", "pad", "unk")] == [
-        BEGIN, END, END, None
-    ]  # fmt: skip
-    assert (config["bos_token_id"], config["eos_token_id"]) == (257, [258])
-
-
-def test_a_token_at_two_places(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    said = gguf_files.byte_level("gpt-2", {"<s>": 3, "</s>": 3})
-    said["tokens"][-1] = "<s>"
-    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
-    assert "tokenizer.ggml.tokens: expected '<s>' at 257 alone, got it at 258; " in refused(path)
-
-
-def test_a_role_without_a_token(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    said = gguf_files.byte_level("gpt-2", {"<s>": 3, "</s>": 3}) | {"bos_token_id": 5000}
-    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
-    assert "tokenizer.ggml.bos_token_id: expected one of 259 tokens, got 5000; " in refused(path)
-
-
-@pytest.mark.parametrize(
-    ("said", "ids", "text"),
-    [
-        ({}, [1, 259], "hi"),
-        ({"add_space_prefix": True}, [1, 259], "hi"),
-        ({"add_space_prefix": False}, [1, 260], "hi"),
-        ({"add_space_prefix": False, "add_bos_token": False}, [260], "hi"),
-        ({"add_space_prefix": False}, [1, 259], " hi"),
-    ],
-)
-def test_the_space_before_a_text(
-    said: dict[str, object], ids: list[int], text: str, read: Callable[..., Read]
-) -> None:
-    tokenizer, _, _ = read(gguf_files.sentencepiece(**said))
-    assert tokenizer.encode(text).ids == ids
-    assert tokenizer.decode(ids) == text
-
-
-def test_a_space_that_another_step_adds(
-    model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def convert(path: Path, folder: Path, adds_bos: bool) -> None:
-        own(path, folder, adds_bos)
-        file = folder / "tokenizer.json"
-        prepend = {"type": "Prepend", "prepend": "▁"}
-        data = json.loads(file.read_text()) | {"pre_tokenizer": None, "normalizer": prepend}
-        file.write_text(json.dumps(data))
-
-    own = gguf_frontend._convert
-    monkeypatch.setattr(gguf_frontend, "_convert", convert)
-    said = gguf_files.sentencepiece(add_space_prefix=False)
-    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
-    wanted = "tokenizer.ggml.add_space_prefix: expected true of its tokenizer, got false; compile"
-    assert wanted in refused(path)
-
-
-@pytest.mark.parametrize(
-    ("pre", "said", "adds"),
-    [
-        ("llama-bpe", {}, True),
-        ("llama3", {}, True),
-        ("llama-v3", {}, True),
-        ("llama-bpe", {"add_bos_token": False}, False),
-        ("qwen2", {}, False),
-        ("qwen2", {"add_bos_token": True}, True),
-    ],
-)
-def test_who_adds_the_first_token(
-    pre: str, said: dict[str, object], adds: bool, read: Callable[..., Read]
-) -> None:
-    tokenizer, _, _ = read(gguf_files.byte_level(pre, {BEGIN: 3}, bos_token_id=257, **said))
-    assert tokenizer.encode(BEGIN).ids == [257] * (1 + adds)
-
-
-@pytest.mark.parametrize(
-    ("said", "ends"),
-    [
-        ({}, None),
-        ({"eos_token_id": 258}, [258]),
-        ({"eos_token_id": 258, "eot_token_id": 259, "eom_token_id": 258}, [258, 259]),
-        ({"eom_token_id": 258}, [258]),
-    ],
-)
-def test_end_tokens(
-    said: dict[str, object], ends: list[int] | None, read: Callable[..., Read]
-) -> None:
-    added = {"<a>": 3, "<b>": 3, "<c>": 3}
-    _, _, config = read(gguf_files.byte_level("gpt-2", added, **said))
-    assert config["bos_token_id"] is None
-    assert config["eos_token_id"] == ends
-
-
-@pytest.mark.parametrize("pre", [None, "default", "deepseek-coder"])
-def test_ways_to_split_that_are_not_known(
-    pre: str | None, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    said = gguf_files.byte_level(pre, {"<s>": 3})
-    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
-    got = "none" if pre is None else repr(pre)
-    assert (
-        "tokenizer.ggml.pre: expected a way to split text that transformers knows, got "
-        f"{got}; compile the checkpoint"
-    ) in refused(path)
-
-
-@pytest.mark.parametrize(
-    ("pre", "text", "tokens"),
-    [
-        ("llama-bpe", " xyz", ["Ġxyz"]),  # though no merges make it
-        ("qwen2", " xyz", ["Ġ", "x", "y", "z"]),
-        ("qwen2", "e\u0301", ["Ã", "©"]),  # composed
-        ("llama-bpe", "e\u0301", ["e", "Ì", "ģ"]),
-        ("gpt-2", "a  1", ["a", "Ġ", "Ġ", "1"]),
-        ("smollm", "a  1", ["a", "ĠĠ", "1"]),
-    ],
-)
-def test_what_a_way_to_split_implies(
-    pre: str, text: str, tokens: list[str], read: Callable[..., Read]
-) -> None:
-    tokenizer, _, _ = read(gguf_files.byte_level(pre, {"<s>": 3}, ["Ġxyz"], add_bos_token=False))
-    assert tokenizer.encode(text).tokens == tokens
-
-
 @pytest.mark.parametrize("keep", [4, 100, 20_000])
 def test_damaged_files(keep: int, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes()[:keep])
     assert refused(path) == f"{path}: expected a GGUF file, got a damaged one"
+
+
+@pytest.mark.parametrize("number", [31, 137])
+def test_types_that_the_package_does_not_know(
+    number: int, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Q4_0_4_4, which is gone, and a fork's IQ2_K."""
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", "Q8_0")
+    data, name = path.read_bytes(), b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # behind the number of dims, and these
+    path.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
+    wanted = "type of a tensor: expected one that the gguf package knows"
+    assert refused(path).startswith(f"{path}: {wanted}, got number {number}; compile the check")
+
+
+def test_another_byte_order(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", byte_order="BIG")
+    assert refused(path) == (
+        f"{path}: expected a little-endian GGUF file, got a big-endian one; convert it with "
+        "gguf-convert-endian FILE little"
+    )
 
 
 def refused(path: Path) -> str:

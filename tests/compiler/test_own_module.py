@@ -140,7 +140,11 @@ def test_it_generates(tmp_path: Path) -> None:
             "params: expected KVCacheParams to compile an nn.Module, got None",
         ),
         (Rounded(), {}, r"logits: expected float32 .* from the signature, got int64 .* from the"),
-        (Decoder(dtype=torch.bfloat16), {}, "expected float32 activations .*, got bfloat16"),
+        (
+            Decoder(dtype=torch.bfloat16),
+            {},
+            "expected float32 activations .*, got a module in bfloat16; give module.float",
+        ),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
         (Counting(), {}, "nothing but the cache, got aten.add_.Tensor that changes 'count'"),

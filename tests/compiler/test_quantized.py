@@ -180,9 +180,14 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
         ("gptq", GPTQ | {"bits": "4"}, "gptq: bits: expected 2, 4 or 8, got '4'; "),
         ("gptq", GPTQ | {"rotation": "hadamard"}, "rotation: expected none, got 'hadamard'; "),
         (
-            "gptq",
-            GPTQ | {"dynamic": {"-:.*k_proj": {}, ".*up.*": {"bits": 8}}},
-            "dynamic: expected 4 bits of all modules, got 8 of '.*up.*'; ",
+            "w4a16",
+            COMPRESSED | {"format": "mxfp6-pack-quantized"},
+            "compressed-tensors: format: expected FP4, FP8 or integers, got 'mxfp6-pack-quantized'",
+        ),
+        (
+            "w4a16",
+            COMPRESSED | {"config_groups": {"a": [], "b": {"format": "mxfp6-pack-quantized"}}},
+            "compressed-tensors: format: expected FP4, FP8 or integers, got 'mxfp6-pack-quantized'",
         ),
         ("awq", AWQ | {"version": "gemv"}, "awq: version: expected 'gemm', got 'gemv'; "),
         ("awq", AWQ | {"bits": 8}, "awq: bits: expected 4, got 8; "),

@@ -187,6 +187,12 @@ def test_what_is_no_artifact_for_it(artifact: Path, compiled: Compiled, tmp_path
          "max_batch: expected none with --from-artifact, got 8"),
         (["--from-artifact", "a", "--page-size", "16"],
          "page_size: expected none with --from-artifact, got 16"),
+        (["--from-artifact", "a", "--quality"],
+         "quality: expected none with --from-artifact, got True"),
+        (["--from-artifact", "a", "--quality-text", __file__],
+         f"quality_text: expected none with --from-artifact, got {__file__}"),
+        (["--from-artifact", "a", "--no-check"],
+         "check: expected none with --from-artifact, got False"),
     ],
 )  # fmt: skip
 def test_what_the_command_line_refuses(arguments: list[str], sentence: str, tmp_path: Path) -> None:

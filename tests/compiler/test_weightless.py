@@ -27,6 +27,7 @@ from kvgraph.compiler.weights import Weights
 from kvgraph.contract.devices import virtual_devices
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.kernels import aot
+from tests.support import quantized
 from tests.support.models import OVERRIDES, make_model
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
@@ -65,7 +66,12 @@ def parts(path: Path) -> tuple[dict[str, str], bytes]:
 
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [*((name, "bfloat16") for name in OVERRIDES), ("llama", "float32"), ("gemma2", "float16")],
+    [
+        *((name, "bfloat16") for name in OVERRIDES),
+        ("llama", "float32"),
+        ("gemma2", "float16"),
+        ("gpt_oss", "float16"),  # its norms stay in float32
+    ],
 )
 def test_a_streamed_file_is_the_loaded_one(
     architecture: str,
@@ -206,13 +212,15 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(made[name], tensor)
 
 
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+ROUTED |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+LATENT |= {"v_head_dim": 16, "num_key_value_heads": 4}
+
+
 def test_buffers_that_are_stored(tmp_path: Path) -> None:
     """A router's correction is no parameter, and decides which experts a token takes."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
-    sizes = {"v_head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-    sizes |= {"num_key_value_heads": 4, "head_dim": 16}
-    folder = make_model("deepseek_v3", tmp_path / "model", **experts, **ranks, **sizes)
+    folder = make_model("deepseek_v3", tmp_path / "model", **ROUTED, **LATENT)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     wanted = torch.tensor([3.0, -2.0, 1.0, 0.5])
     change(folder, lambda t: t[name].copy_(wanted))
@@ -222,6 +230,60 @@ def test_buffers_that_are_stored(tmp_path: Path) -> None:
     assert manifest.notes[-1].startswith("check: logits of two ragged rows")
     model = huggingface.load(folder, "float32", weightless=True).module
     assert torch.equal(dict(model.named_buffers())[f"model.{name}"], wanted)
+
+
+BY_SOFTMAX = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
+KEPT: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("fp8", ROUTED | LATENT),
+    "glm4_moe": ("awq", ROUTED),
+    "dots1": ("fp8-block", ROUTED),
+    "ernie4_5_moe": ("gptq", BY_SOFTMAX | {"moe_intermediate_size": 32}),
+    "gpt_oss": ("mxfp4", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", KEPT)
+def test_quantised_routers_and_norms_stay_in_float32(
+    architecture: str, dtype: str, tmp_path: Path
+) -> None:
+    """Weights, their dtypes and logits are those that transformers has of the same numbers."""
+    from transformers import AutoModelForCausalLM
+
+    form, sizes = KEPT[architecture]
+    folder, meant = tmp_path / "packed", tmp_path / "meant"
+    quantized.make(form, make_model(architecture, tmp_path / "plain", **sizes), folder, meant)
+    model: Any = huggingface.load(folder, dtype).module.model
+    theirs = AutoModelForCausalLM.from_pretrained(
+        meant,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        experts_implementation="batched_mm",
+    )
+    found, expected = model.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    kept = [name for name, tensor in found.items() if tensor.dtype == torch.float32]
+    assert kept or (architecture, dtype) == ("gpt_oss", "bfloat16")
+    model.set_attn_implementation("eager")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, theirs(ids).logits)
+
+
+def test_a_quantised_router_on_a_gpu(tmp_path: Path) -> None:
+    """Compile's own check of the program in bfloat16; no layer is passed through memory."""
+    plain = make_model("deepseek_v3", tmp_path / "plain", **ROUTED, **LATENT)
+    folder = quantized.make("fp8", plain, tmp_path / "packed")
+    out = tmp_path / "out"
+    manifest = kvgraph.compile(folder, out, target="cuda:sm_80", dtype="bfloat16", page_size=16)
+    assert manifest.dtype == "bfloat16"
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+    stored = load_file(out / "weights.safetensors")
+    assert stored["model.model.layers.1.mlp.gate.weight"].dtype == torch.float32
+    assert compiled(plain, tmp_path / "whole", "bfloat16").notes[-1] == UNCHECKED
 
 
 def test_a_base_model_s_names(llama: Path, tmp_path: Path) -> None:

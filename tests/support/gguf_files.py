@@ -21,6 +21,7 @@ def make(
     factors: np.ndarray | None = None,
     extra: str = "",
     text: Mapping[str, Any] | None = None,
+    byte_order: str = "LITTLE",
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
@@ -32,7 +33,7 @@ def make(
 
     config = json.loads((folder / "config.json").read_text())
     name = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(out, name)
+    writer = gguf.GGUFWriter(out, name, endianess=gguf.GGUFEndian[byte_order])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +20,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD, is_gguf
-from kvgraph.compiler.frontends.text_files import SETTINGS, TOKENIZER
+from kvgraph.compiler.frontends.folder import CONFIG, is_gguf
+from kvgraph.compiler.frontends.gguf_file import entries, field, is_decoded, open_file, refuse
+from kvgraph.compiler.frontends.text_files import MORE_TEMPLATES, SETTINGS, TOKENIZER
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.contract.plain import JsonObject
-from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
+from kvgraph.errors import ModelError, UnsupportedError
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+    from gguf import GGUFReader, ReaderTensor
     from transformers import PreTrainedConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
@@ -38,8 +40,28 @@ ROTARY = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 ENDS = ("eos", "eot", "eom")
+HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Where a vocabulary has both, <|end|> ends a message, and no answer."""
+SPELLED_ENDS = (
+    *HARMONY_ENDS,
+    "<|end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<EOT>",
+)
+"""End tokens, whatever role a file gives them."""
+
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Of tokens, in a tokenizer's settings -> in the file."""
+
+NAMED_TEMPLATE = "tokenizer.chat_template."
+
+SPACE = "▁"
+"""As SentencePiece spells it."""
 
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that are found in a text before it is split."""
@@ -69,27 +91,11 @@ def as_folder(model: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def open_file(path: Path) -> GGUFReader:
-    """ModelError for a damaged file."""
-    try:
-        import transformers  # noqa: F401
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{error.name}: needed to read a GGUF file, not installed; pip install "
-            "'kvgraph[compile]'"
-        ) from error
-    try:
-        return GGUFReader(path)
-    except Exception as error:  # it checks nothing
-        raise ModelError(f"{path}: expected a GGUF file, got a damaged one") from error
-
-
 def _write(path: Path, folder: Path) -> None:
     reader = open_file(path)
-    kind = _field(reader, "general.architecture")
+    kind = field(reader, "general.architecture")
     if kind not in ARCHITECTURES:
-        raise _refuse(path, "general.architecture", f"one of {list(ARCHITECTURES)}", repr(kind))
+        raise refuse(path, "general.architecture", f"one of {list(ARCHITECTURES)}", repr(kind))
     _require_readable(path, reader, kind)
     config = _config(path, reader, kind)
     matrices = {tensor.name: tensor for tensor in reader.tensors if len(tensor.shape) > 1}
@@ -97,37 +103,26 @@ def _write(path: Path, folder: Path) -> None:
     quantized = {"quant_method": "gguf", "file": str(path), **_stored(list(matrices.values()))}
     quantized["head"] = _stored(heads[:1])
     (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": quantized}))
-    if _field(reader, "tokenizer.ggml.model") is not None:
+    if field(reader, "tokenizer.ggml.model") is not None:
         _write_tokenizer(path, reader, folder)
 
 
-def is_decoded(kind: GGMLQuantizationType) -> bool:
-    """Whether the gguf package decodes blocks of this type."""
-    from gguf import GGML_QUANT_SIZES, dequantize
-
-    try:
-        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
-    if int(_field(reader, "split.count") or 1) > 1:
+    if int(field(reader, "split.count") or 1) > 1:
         raise UnsupportedError(
             f"{path}: expected a whole GGUF file, got a part of one; join the parts with "
             "llama-gguf-split --merge"
         )
     for name in (f"{kind}.rope.scaling.type", f"{kind}.expert_count" if kind == "llama" else ""):
-        if _field(reader, name) not in (None, "none", 0):
-            raise _refuse(path, name, "none", repr(_field(reader, name)))
+        if field(reader, name) not in (None, "none", 0):
+            raise refuse(path, name, "none", repr(field(reader, name)))
     for name in (f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"):
-        if _field(reader, name) not in (None, 0, 1):  # llama.cpp's type is "linear" where none is
-            raise _refuse(path, name, "1", repr(_field(reader, name)))
+        if field(reader, name) not in (None, 0, 1):  # llama.cpp's type is "linear" where none is
+            raise refuse(path, name, "1", repr(field(reader, name)))
     for tensor in reader.tensors:
         if not is_decoded(tensor.tensor_type):
             wanted = "a type that the gguf package decodes"
-            raise _refuse(path, tensor.name, wanted, tensor.tensor_type.name)
+            raise refuse(path, tensor.name, wanted, tensor.tensor_type.name)
 
 
 def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
@@ -144,22 +139,36 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{path}: cannot read the configuration: {first}") from error
     config: dict[str, object] = read.to_dict() | {"dtype": "bfloat16"}
-    stated = _field(reader, f"{kind}.attention.key_length")
+    stated = field(reader, f"{kind}.attention.key_length")
     width = int(stated or read.hidden_size // read.num_attention_heads)
     _require_plain(path, reader, kind, width, read.max_position_embeddings)
     for name, given in (
         ("head_dim", width),
-        ("moe_intermediate_size", _field(reader, f"{kind}.expert_feed_forward_length")),
+        ("moe_intermediate_size", field(reader, f"{kind}.expert_feed_forward_length")),
     ):
         if given is not None and name in config:  # transformers leaves it to its defaults
             config[name] = int(given)
-    ends = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ENDS]
-    config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
-    config["bos_token_id"] = _field(reader, "tokenizer.ggml.bos_token_id")
+    config["eos_token_id"] = _ends(reader) or None
+    config["bos_token_id"] = field(reader, "tokenizer.ggml.bos_token_id")
     scaled = next((tensor for tensor in reader.tensors if tensor.name == ROTARY), None)
     if scaled is not None:
         config["rope_parameters"] = _llama3(path, reader, kind, np.array(scaled.data))
     return config
+
+
+def _ends(reader: GGUFReader) -> list[int]:
+    """End tokens: those that have the role, and those that are spelled as one, as llama.cpp takes
+    them."""
+    tokens, types = (entries(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    given = [field(reader, f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+    found = [int(end) for end in given if end is not None]
+    spelled = {
+        place: str(token)
+        for place, (token, type_) in enumerate(zip(tokens, types, strict=False))
+        if token in SPELLED_ENDS and type_ in (CONTROL, USER_DEFINED)
+    }
+    left = "<|end|>" if {*HARMONY_ENDS} <= {*spelled.values()} else ""
+    return [end for end in dict.fromkeys([*found, *spelled]) if spelled.get(end, end) != left]
 
 
 def _llama(reader: GGUFReader, read: PreTrainedConfig) -> PreTrainedConfig:
@@ -167,8 +176,8 @@ def _llama(reader: GGUFReader, read: PreTrainedConfig) -> PreTrainedConfig:
     import transformers
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
-    names = {f"llama.{field}": name for field, name in GGUF_CONFIG_MAPPING["llama"].items() if name}
-    given = {name: _field(reader, field) for field, name in names.items()}
+    names = {f"llama.{own}": name for own, name in GGUF_CONFIG_MAPPING["llama"].items() if name}
+    given = {name: field(reader, own) for own, name in names.items()}
     found = {name: value for name, value in given.items() if value is not None}
     tied = {"vocab_size": read.vocab_size, "tie_word_embeddings": read.tie_word_embeddings}
     return transformers.LlamaConfig(**tied | found)
@@ -184,14 +193,14 @@ def _require_plain(path: Path, reader: GGUFReader, kind: str, width: int, contex
         ("residual_scale", 1),
         ("logit_scale", 1),
     ):
-        given = _field(reader, f"{kind}.{name}")
+        given = field(reader, f"{kind}.{name}")
         if given is None or (given == 0 and name.endswith("scale")):  # llama.cpp's "none"
             continue
         if not isinstance(given, int | float) or not math.isclose(given, plain, rel_tol=1e-5):
-            raise _refuse(path, f"{kind}.{name}", f"{plain:g}", repr(given))
-    window = _field(reader, f"{kind}.attention.sliding_window") or 0
+            raise refuse(path, f"{kind}.{name}", f"{plain:g}", repr(given))
+    window = field(reader, f"{kind}.attention.sliding_window") or 0
     if not isinstance(window, int) or 0 < window < context:
-        raise _refuse(path, f"{kind}.attention.sliding_window", "none", repr(window))
+        raise refuse(path, f"{kind}.attention.sliding_window", "none", repr(window))
 
 
 def _llama3(path: Path, reader: GGUFReader, kind: str, stored: np.ndarray) -> dict[str, object]:
@@ -199,7 +208,7 @@ def _llama3(path: Path, reader: GGUFReader, kind: str, stored: np.ndarray) -> di
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    base = float(_field(reader, f"{kind}.rope.freq_base") or 10000.0)
+    base = float(field(reader, f"{kind}.rope.freq_base") or 10000.0)
     wanted: dict[str, object] = {
         "rope_type": "llama3",
         "rope_theta": base,
@@ -212,31 +221,31 @@ def _llama3(path: Path, reader: GGUFReader, kind: str, stored: np.ndarray) -> di
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1.0 / base ** (np.arange(0, dims, 2) / dims)
     if not np.allclose(plain / scaled.numpy(), stored, rtol=1e-3):
-        raise _refuse(path, ROTARY, "the factors of Llama 3.1", "others")
+        raise refuse(path, ROTARY, "the factors of Llama 3.1", "others")
     return wanted
 
 
 def _write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
     """transformers' tokenizer, with the file's own tokens at their places."""
-    model, pre = (_field(reader, f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    model, pre = (field(reader, f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if model not in ("gpt2", "llama"):
-        raise _refuse(path, "tokenizer.ggml.model", "'gpt2' or 'llama'", repr(model))
+        raise refuse(path, "tokenizer.ggml.model", "'gpt2' or 'llama'", repr(model))
     is_bytes = model == "gpt2"
     if is_bytes and pre not in (*GPT2, *DIGITS, *_splits()):
         wanted = "a way to split text that transformers knows"
-        raise _refuse(path, "tokenizer.ggml.pre", wanted, "none" if pre is None else repr(pre))
-    adds_bos = _field(reader, "tokenizer.ggml.add_bos_token")
+        raise refuse(path, "tokenizer.ggml.pre", wanted, "none" if pre is None else repr(pre))
+    adds_bos = field(reader, "tokenizer.ggml.add_bos_token")
     if adds_bos is None:  # llama.cpp's default
         adds_bos = not is_bytes or pre in WHOLE_WORDS
-    tokens = [str(token) for token in _list(reader, "tokenizer.ggml.tokens")]
-    roles = {name: _field(reader, f"tokenizer.ggml.{own}_token_id") for name, own in ROLES.items()}
+    tokens = [str(token) for token in entries(reader, "tokenizer.ggml.tokens")]
+    roles = {name: field(reader, f"tokenizer.ggml.{own}_token_id") for name, own in ROLES.items()}
     for name, given in roles.items():
         if given is not None and not 0 <= int(given) < len(tokens):
             wanted = f"one of {len(tokens)} tokens"
-            raise _refuse(path, f"tokenizer.ggml.{ROLES[name]}_token_id", wanted, repr(given))
+            raise refuse(path, f"tokenizer.ggml.{ROLES[name]}_token_id", wanted, repr(given))
     _convert(path, folder, bool(adds_bos))
     whole = {int(place): True for place in roles.values() if place is not None}
-    types = _list(reader, "tokenizer.ggml.token_type")
+    types = entries(reader, "tokenizer.ggml.token_type")
     for place, type_ in enumerate(types[: len(tokens)]):
         if type_ in (CONTROL, USER_DEFINED):
             whole[place] = type_ == CONTROL or place in whole
@@ -244,14 +253,28 @@ def _write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
     _place_tokens(data, tokens, whole)
     if is_bytes:
         _split_by(data, str(pre))
-    elif _field(reader, "tokenizer.ggml.add_space_prefix") not in (None, True):
-        _drop_prefix(path, data)
+    else:
+        prefix = field(reader, "tokenizer.ggml.add_space_prefix")
+        _spell_spaces(data, has_prefix=prefix in (None, True))
     (folder / TOKENIZER).write_text(json.dumps(data))
     _require_places(path, folder / TOKENIZER, {place: tokens[place] for place in whole})
     settings: JsonObject = json.loads((folder / SETTINGS).read_text())
     for name, given in roles.items():
         settings[f"{name}_token"] = None if given is None else tokens[int(given)]
     (folder / SETTINGS).write_text(json.dumps(settings))
+    _write_templates(path, reader, folder / MORE_TEMPLATES)
+
+
+def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
+    """Chat templates that have a name; transformers writes the default."""
+    for key in reader.fields:
+        name = key.removeprefix(NAMED_TEMPLATE)
+        if name == key:
+            continue
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            raise refuse(path, key, "a name of letters, digits, _ and -", repr(name))
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.jinja").write_text(str(field(reader, key)), encoding="utf-8")
 
 
 def _splits() -> frozenset[str]:
@@ -307,14 +330,17 @@ def _split_by(data: JsonObject, pre: str) -> None:
         data["normalizer"] = {"type": "NFC"}
 
 
-def _drop_prefix(path: Path, data: JsonObject) -> None:
-    """No space before a text, and none to take away behind it."""
-    first, last = data["pre_tokenizer"] or {}, data["decoder"] or {}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if first.get("type") != "Metaspace" or strip not in last.get("decoders", ()):
-        raise _refuse(path, "tokenizer.ggml.add_space_prefix", "true of its tokenizer", "false")
-    first["prepend_scheme"] = "never"
-    last["decoders"].remove(strip)
+def _spell_spaces(data: JsonObject, *, has_prefix: bool) -> None:
+    """As SentencePiece does. `has_prefix`: one more before each text between special tokens,
+    whatever it starts with, and none before what is decoded."""
+    spell = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    steps = [{"type": "Prepend", "prepend": SPACE}, spell] if has_prefix else [spell]
+    data["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    data["pre_tokenizer"] = None
+    read = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": int(has_prefix), "stop": 0}
+    decoders = [read, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    data["decoder"] = {"type": "Sequence", "decoders": decoders}
 
 
 def _require_places(path: Path, file: Path, tokens: Mapping[int, str]) -> None:
@@ -323,12 +349,12 @@ def _require_places(path: Path, file: Path, tokens: Mapping[int, str]) -> None:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other
-        raise _refuse(path, "tokenizer.ggml.tokens", "a whole vocabulary", str(error)) from error
+        raise refuse(path, "tokenizer.ggml.tokens", "a whole vocabulary", str(error)) from error
     for place, token in tokens.items():
         found = tokenizer.token_to_id(token)
         if found != place:
             wanted = f"{token!r} at {place} alone"
-            raise _refuse(path, "tokenizer.ggml.tokens", wanted, f"it at {found}")
+            raise refuse(path, "tokenizer.ggml.tokens", wanted, f"it at {found}")
 
 
 def _stored(tensors: Sequence[ReaderTensor]) -> dict[str, object]:
@@ -345,18 +371,3 @@ def nearest_bits(tensors: Sequence[ReaderTensor]) -> int | None:
     elements = sum(int(tensor.n_elements) for tensor in tensors)
     bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / max(1, elements)
     return 4 if bits < 5.5 else 8 if bits < 10 else None
-
-
-def _field(reader: GGUFReader, name: str) -> str | int | float | None:
-    found = reader.get_field(name)
-    given: str | int | float | None = None if found is None else found.contents()
-    return given
-
-
-def _list(reader: GGUFReader, name: str) -> list[object]:
-    found = reader.get_field(name)
-    return [] if found is None else list(found.contents())
-
-
-def _refuse(path: Path, what: str, expected: str, got: str) -> UnsupportedError:
-    return UnsupportedError(f"{path}: {what}: expected {expected}, got {got}; {GGUF_INSTEAD}")

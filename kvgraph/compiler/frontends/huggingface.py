@@ -28,7 +28,13 @@ from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import settle
 from kvgraph.compiler.frontends.text_files import as_ids, text_files
-from kvgraph.compiler.frontends.weightless import NO_SAFETENSORS, Located, fake_parameters, locate
+from kvgraph.compiler.frontends.weightless import (
+    NO_SAFETENSORS,
+    Located,
+    fake_parameters,
+    keep_in_float32,
+    locate,
+)
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized.parts import INSTEAD
 from kvgraph.compiler.quiet import quiet_loggers
@@ -159,7 +165,7 @@ def _build(
     larger = None
     if text.model_type != config["model_type"]:
         larger = _parse_config(transformers, folder, config)
-    located = locate(model, folder, config, getattr(torch, dtype), larger)
+    located = locate(model, folder, config, larger)
     if located.checkpoint is not None:
         located.checkpoint.fill_buffers(model)
     if getattr(model, "generation_config", None) is None:  # of a class that is ours
@@ -185,7 +191,6 @@ def _make(
     )
     try:
         made: PreTrainedModel = make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
-        return made.eval()
     except Exception as error:
         why = ""
         if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own classes
@@ -198,6 +203,8 @@ def _make(
             f"{folder}/config.json: expected values that transformers makes a model of, got one "
             f"that it does not take: {first_line(error)}"
         ) from error
+    keep_in_float32(made, getattr(torch, dtype))
+    return made.eval()
 
 
 def _class_of(transformers: ModuleType, config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -54,7 +54,9 @@ def stored_forms(config: Config) -> StoredForms:
         widest = max(forms, key=lambda form: form.bits, default=PLAIN)
         return StoredForms(widest, widest)
     groups = given.get("config_groups")
-    each = [given]
+    rules = (given.get("dynamic") or {}).items()  # of GPTQ, what some layers have otherwise
+    others = [rule for name, rule in rules if isinstance(rule, dict) and name[:2] != "-:"]
+    each = [given, *({**given, **rule} for rule in others)]
     if groups:  # those of a scheme by name are in lists
         each = [g.get("weights") or {} for g in groups.values() if isinstance(g, dict)]
     forms = [_form(one, str(given.get("format"))) for one in each]

@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,28 @@ def fake_parameters() -> Iterator[None]:
         hook.remove()
 
 
+def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give those parameters and buffers float32 that transformers loads in it for `dtype`: its
+    class names patterns (a router, say)."""
+    patterns: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    made: dict[torch.Tensor, nn.Parameter] = {}  # a tied parameter stays one
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not tensor.is_floating_point() or not any(each.search(name) for each in kept):
+            continue
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if own in module._buffers:
+            module._buffers[own] = tensor.float()
+        else:
+            wide = made.setdefault(tensor, nn.Parameter(tensor.float(), requires_grad=False))
+            module._parameters[own] = wide
+
+
 NO_SAFETENSORS = "the checkpoint has no safetensors"
 
 
@@ -82,7 +105,6 @@ def locate(
     model: PreTrainedModel,
     folder: Path,
     config: Config,
-    dtype: torch.dtype,
     larger: PretrainedConfig | None = None,
 ) -> Located:
     """Where the values of `model`'s parameters are, or why they cannot be taken as stored.
@@ -99,9 +121,8 @@ def locate(
     else:
         stored = stored_tensors(folder)
         read, form = weights_of(folder, config, stored)
-        why = _why_loaded(model, stored, dtype)
-        if why:
-            return Located(None, why, form)
+        if not stored:
+            return Located(None, NO_SAFETENSORS, form)
         try:
             values = of_parameters(model, language_part(read) if larger else read)
         except ImportError:
@@ -154,24 +175,6 @@ def _wanted(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
     return [(tied, tuple(state[tied[0]].shape)) for tied in names.values()]
-
-
-def _why_loaded(model: PreTrainedModel, stored: Mapping[str, Stored], dtype: torch.dtype) -> str:
-    """Why transformers has to load the weights itself; empty where it need not."""
-    if not stored:
-        return NO_SAFETENSORS
-    if _kept_in_float32(model, dtype):
-        return "transformers keeps some of them in float32"
-    return ""
-
-
-def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    always = getattr(model, "_keep_in_fp32_modules_strict", None)
-    in_half = getattr(model, "_keep_in_fp32_modules", None)
-    return bool(
-        (always and dtype in (torch.float16, torch.bfloat16))
-        or (in_half and dtype == torch.float16)
-    )
 
 
 def _incomplete(folder: Path, problem: str, first: str) -> ModelError:

@@ -29,6 +29,8 @@ from kvgraph.errors import ModelError
 
 BITS = (2, 4, 8)
 DENSE = (None, "dense")
+UNREAD = ("mxfp6-pack-quantized",)
+"""Formats whose tensors look like those of another."""
 PRESET_BLOCKS = {"FP8_BLOCK": [128, 128]}
 """Named schemes whose scales are of blocks."""
 
@@ -39,6 +41,9 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         raise parts.refuse("sparsity_config", "dense weights", repr(sparsity))
     if (config.get("transform_config") or {}).get("config_groups"):
         raise parts.refuse("transform_config", "none", "transforms of activations")
+    for form in _formats(config):
+        if form in UNREAD:
+            raise parts.refuse("format", "FP4, FP8 or integers", repr(form))
     parts.taken.update(name for name in parts.stored if name.endswith(LEFT))
     found: dict[str, Values] = {}
     for stem in parts.stems(".weight_packed"):
@@ -48,6 +53,12 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         if name not in found:
             found[name] = _scaled(parts, stem, _block(config))
     return found
+
+
+def _formats(config: Config) -> list[object]:
+    """Of the whole checkpoint, and of groups in a mixture."""
+    groups = (config.get("config_groups") or {}).values()
+    return [each.get("format") for each in (config, *groups) if not isinstance(each, list)]
 
 
 def _block(config: Config) -> tuple[int, int] | None:

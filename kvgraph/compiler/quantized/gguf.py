@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.gguf import ROTARY, nearest_bits, open_file
+from kvgraph.compiler.frontends.gguf import ROTARY, nearest_bits
+from kvgraph.compiler.frontends.gguf_file import open_file
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
 from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Values
 from kvgraph.contract.dims import Array

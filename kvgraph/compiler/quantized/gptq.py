@@ -7,6 +7,8 @@ The layout of AutoGPTQ and GPTQModel, for a weight of N outputs and K inputs in 
                                         (`checkpoint_format` "gptq"), or themselves ("gptq_v2")
     scales   float [G, N]
     g_idx    int32 [K]                  the group of each input; with act-order in any order
+
+Some layers may have other bits, and groups of another size, than the rest: `dynamic` says so.
 """
 
 from __future__ import annotations
@@ -34,25 +36,30 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     for name in ("rotation", "is_marlin_format"):
         if config.get(name):
             raise parts.refuse(name, "none", repr(config[name]))
-    for pattern, rule in (config.get("dynamic") or {}).items():
-        own = rule.get("bits", bits) if isinstance(rule, dict) else bits
-        if own != bits:
-            raise parts.refuse("dynamic", f"{bits} bits of all modules", f"{own} of {pattern!r}")
     size = config.get("group_size")
+    rules = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, dict)]
+    own = [rule.get("group_size") for rule in rules]
+    sizes = [size, *(each for each in own if isinstance(each, int) and each > 0)]  # -1: whole rows
     found: dict[str, Values] = {}
     for stem in list(parts.stems(".qweight")):
         found[f"{stem}.weight"] = weight = _weight(parts, stem, bits, LESS[form])
-        if weight.has_uneven_groups(size):
+        if all(map(weight.has_uneven_groups, sizes)):
             raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
     return found
 
 
-def _weight(parts: Parts, stem: str, bits: int, less: int) -> _Grouped:
+def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:
+    """Of `usual` bits, or of those that its zero points show."""
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
     index = parts.find(f"{stem}.g_idx")
-    per = 32 // bits
     (words, outputs), (groups, _) = parts.require_matrix(packed), parts.require_matrix(scales)
+    width = parts.require_matrix(zeros)[1]
+    bits = next((b for b in (usual, *BITS) if -(-outputs * b // 32) == width), None)
+    if bits is None:
+        got = f"{width * 32 / max(1, outputs):g}"
+        raise parts.refuse(zeros.stored.name, "2, 4 or 8 bits", got)
+    per = 32 // bits
     inputs = words * per
     parts.require_shape(scales, [groups, outputs])
     parts.require_shape(zeros, [groups, -(-outputs // per)])

@@ -1,0 +1,282 @@
+"""GGUF files: the tokenizer, end tokens and chat templates that are read from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+import kvgraph
+from kvgraph import KVGraphError
+from kvgraph.compiler.frontends import gguf as gguf_frontend
+from kvgraph.compiler.frontends.gguf import as_folder
+from kvgraph.compiler.frontends.text_files import text_files
+from kvgraph.runtime.chat import ChatTemplates, Prompts
+from tests.support import gguf_files
+
+Read = tuple[tokenizers.Tokenizer, dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture
+def read(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> Callable[[dict[str, object]], Read]:
+    """What becomes of a tokenizer's metadata: a tokenizer, its settings and the configuration."""
+
+    def read(said: dict[str, object]) -> Read:
+        path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
+        with as_folder(path) as folder:
+            names = ("tokenizer_config.json", "config.json")
+            settings, config = (json.loads((folder / name).read_text()) for name in names)
+            file = folder / "tokenizer.json"
+            return tokenizers.Tokenizer.from_file(str(file)), settings, config
+
+    return read
+
+
+BEGIN, END, USER = (
+    f"<\uff5c{name}\uff5c>" for name in ("begin▁of▁sentence", "end▁of▁sentence", "User")
+)
+
+
+@pytest.mark.parametrize("pre", ["deepseek-r1-qwen", "llama-bpe", "gpt-2"])
+def test_tokens_keep_their_places(pre: str, read: Callable[..., Read]) -> None:
+    """Those that are not ASCII, and those of spaces, which a word of two spaces is beside."""
+    added = {BEGIN: 3, END: 3, USER: 4, "  ": 4, "\n\n": 4}
+    said = gguf_files.byte_level(
+        pre, added, bos_token_id=257, eos_token_id=258, padding_token_id=258, add_bos_token=True
+    )
+    tokenizer, settings, config = read(said)
+    assert tokenizer.get_vocab_size() == len(said["tokens"])
+    for place, token in enumerate(said["tokens"]):
+        assert tokenizer.token_to_id(token) == place, token
+    found = tokenizer.encode(f"{USER}  {END}\n\n")
+    assert found.ids == [257, 259, 260, 258, 261]
+    assert tokenizer.decode(found.ids) == f"{USER}  \n\n"
+    assert [settings[f"{name}_token"] for name in ("bos", "eos", "pad", "unk")] == [
+        BEGIN, END, END, None
+    ]  # fmt: skip
+    assert (config["bos_token_id"], config["eos_token_id"]) == (257, [258])
+
+
+def test_a_token_at_two_places(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    said = gguf_files.byte_level("gpt-2", {"<s>": 3, "</s>": 3})
+    said["tokens"][-1] = "<s>"
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
+    assert "tokenizer.ggml.tokens: expected '<s>' at 257 alone, got it at 258; " in refused(path)
+
+
+def test_a_role_without_a_token(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    said = gguf_files.byte_level("gpt-2", {"<s>": 3, "</s>": 3}) | {"bos_token_id": 5000}
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
+    assert "tokenizer.ggml.bos_token_id: expected one of 259 tokens, got 5000; " in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "ids", "text"),
+    [
+        ({}, [1, 259], "hi"),
+        ({"add_space_prefix": True}, [1, 259], "hi"),
+        ({"add_space_prefix": False}, [1, 260], "hi"),
+        ({"add_space_prefix": False, "add_bos_token": False}, [260], "hi"),
+        ({"add_space_prefix": False}, [1, 259], " hi"),
+    ],
+)
+def test_the_space_before_a_text(
+    said: dict[str, object], ids: list[int], text: str, read: Callable[..., Read]
+) -> None:
+    tokenizer, _, _ = read(gguf_files.sentencepiece(**said))
+    assert tokenizer.encode(text).ids == ids
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("hi", [259]),
+        (" hi", [261, 259]),
+        ("<s>hi", [1, 259]),
+        ("<s> hi", [1, 261, 259]),
+        ("hi</s>hi<s>hi", [259, 2, 259, 1, 259]),
+        ("hi<user>hi", [259, 264, 259]),
+        ("<s></s>", [1, 2]),
+    ],
+)
+def test_a_text_behind_a_token_gets_a_space_too(
+    text: str, ids: list[int], read: Callable[..., Read]
+) -> None:
+    """llama.cpp's rule: one before each text that is first, or behind a special token."""
+    said = gguf_files.sentencepiece()
+    said["tokens"].append("<user>")
+    said["scores"].append(0.0)
+    said["token_type"].append(4)
+    tokenizer, _, _ = read(said)
+    assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+    assert tokenizer.encode(text).ids == [1, *ids]
+
+
+def test_the_text_of_a_chat(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+    path = gguf_files.make(
+        model_folder("llama"),
+        tmp_path / "model.gguf",
+        text=gguf_files.sentencepiece(),
+        tokenizer__chat_template=template,
+    )
+    with as_folder(path) as folder:
+        chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " hi"}]
+        found = Prompts(folder).apply_chat_template(chat)
+    assert found == [1, 259, 2, 1, 261, 259, 2]
+
+
+def test_spaces_are_spelled_as_the_file_says(
+    read: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever steps transformers has for them."""
+
+    def convert(path: Path, folder: Path, adds_bos: bool) -> None:
+        own(path, folder, adds_bos)
+        file = folder / "tokenizer.json"
+        prepend = {"type": "Prepend", "prepend": "▁"}
+        data = json.loads(file.read_text()) | {"normalizer": prepend, "decoder": None}
+        file.write_text(json.dumps(data))
+
+    own = gguf_frontend._convert
+    monkeypatch.setattr(gguf_frontend, "_convert", convert)
+    tokenizer, _, _ = read(gguf_files.sentencepiece(add_space_prefix=False))
+    assert tokenizer.encode(" hi hi").ids == [1, 259, 259]
+    assert tokenizer.decode([1, 259, 259]) == " hi hi"
+
+
+@pytest.mark.parametrize(
+    ("pre", "said", "adds"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama3", {}, True),
+        ("llama-v3", {}, True),
+        ("llama-bpe", {"add_bos_token": False}, False),
+        ("qwen2", {}, False),
+        ("qwen2", {"add_bos_token": True}, True),
+    ],
+)
+def test_who_adds_the_first_token(
+    pre: str, said: dict[str, object], adds: bool, read: Callable[..., Read]
+) -> None:
+    tokenizer, _, _ = read(gguf_files.byte_level(pre, {BEGIN: 3}, bos_token_id=257, **said))
+    assert tokenizer.encode(BEGIN).ids == [257] * (1 + adds)
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({}, None),
+        ({"eos_token_id": 258}, [258]),
+        ({"eos_token_id": 258, "eot_token_id": 259, "eom_token_id": 258}, [258, 259]),
+        ({"eom_token_id": 258}, [258]),
+    ],
+)
+def test_end_tokens(
+    said: dict[str, object], ends: list[int] | None, read: Callable[..., Read]
+) -> None:
+    added = {"<a>": 3, "<b>": 3, "<c>": 3}
+    _, _, config = read(gguf_files.byte_level("gpt-2", added, **said))
+    assert config["bos_token_id"] is None
+    assert config["eos_token_id"] == ends
+
+
+IM_END, EOT_ID, TEXT, CALL, RETURN, MESSAGE = (
+    f"<|{name}|>" for name in ("im_end", "eot_id", "endoftext", "call", "return", "end")
+)
+
+
+@pytest.mark.parametrize(
+    ("added", "said", "ends"),
+    [
+        ({"<a>": 3, IM_END: 3, TEXT: 3}, {}, [258, 259]),
+        ({TEXT: 3, IM_END: 3}, {"eos_token_id": 258}, [258, 257]),
+        ({"<a>": 3, EOT_ID: 4}, {"eos_token_id": 257}, [257, 258]),  # of another type
+        ({"<a>": 3, EOT_ID: 1}, {"eos_token_id": 257}, [257]),  # a word
+        ({MESSAGE: 3, CALL: 3}, {}, [257, 258]),
+        ({MESSAGE: 3, CALL: 3, RETURN: 3}, {"eos_token_id": 259}, [259, 258]),
+        ({MESSAGE: 3, CALL: 3, RETURN: 3}, {"eot_token_id": 257}, [258, 259]),
+    ],
+)
+def test_end_tokens_by_their_spelling(
+    added: dict[str, int], said: dict[str, object], ends: list[int], read: Callable[..., Read]
+) -> None:
+    """As llama.cpp takes them; of harmony's, the end of a message ends no answer."""
+    _, _, config = read(gguf_files.byte_level("gpt-2", added, **said))
+    assert config["eos_token_id"] == ends
+
+
+def test_chat_templates_with_names(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    templates = {f"tokenizer__chat_template__{name}": f"{name}!" for name in ("tool_use", "rag")}
+    path = gguf_files.make(
+        model_folder("llama"),
+        tmp_path / "model.gguf",
+        text=gguf_files.byte_level("gpt-2", {"<s>": 3}),
+        tokenizer__chat_template="plain!",
+        **templates,
+    )
+    with as_folder(path) as folder:
+        names = [name for name in text_files(folder, 160) if "chat_template" in name]
+        found = ChatTemplates(folder)
+        chat = [{"role": "user", "content": "hi"}]
+        assert found.render(chat) == "plain!"
+        assert found.render(chat, chat_template="rag") == "rag!"
+        assert found.render(chat, tools=[]) == "tool_use!"
+    more = "additional_chat_templates"
+    assert names == ["chat_template.jinja", f"{more}/rag.jinja", f"{more}/tool_use.jinja"]
+
+
+@pytest.mark.parametrize("name", ["../rag", "a/b", "..", "", "a b"])
+def test_a_name_of_a_chat_template_is_a_file_s(
+    name: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    said = gguf_files.byte_level("gpt-2", {"<s>": 3})
+    field = {f"tokenizer__chat_template__{name}": "text"}
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said, **field)
+    key = f"tokenizer.chat_template.{name}"
+    assert f"{key}: expected a name of letters, digits, _ and -, got {name!r}; " in refused(path)
+
+
+@pytest.mark.parametrize("pre", [None, "default", "deepseek-coder"])
+def test_ways_to_split_that_are_not_known(
+    pre: str | None, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    said = gguf_files.byte_level(pre, {"<s>": 3})
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
+    got = "none" if pre is None else repr(pre)
+    assert (
+        "tokenizer.ggml.pre: expected a way to split text that transformers knows, got "
+        f"{got}; compile the checkpoint"
+    ) in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "tokens"),
+    [
+        ("llama-bpe", " xyz", ["Ġxyz"]),  # though no merges make it
+        ("qwen2", " xyz", ["Ġ", "x", "y", "z"]),
+        ("qwen2", "e\u0301", ["Ã", "©"]),  # composed
+        ("llama-bpe", "e\u0301", ["e", "Ì", "ģ"]),
+        ("gpt-2", "a  1", ["a", "Ġ", "Ġ", "1"]),
+        ("smollm", "a  1", ["a", "ĠĠ", "1"]),
+    ],
+)
+def test_what_a_way_to_split_implies(
+    pre: str, text: str, tokens: list[str], read: Callable[..., Read]
+) -> None:
+    tokenizer, _, _ = read(gguf_files.byte_level(pre, {"<s>": 3}, ["Ġxyz"], add_bos_token=False))
+    assert tokenizer.encode(text).tokens == tokens
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(KVGraphError) as error:
+        kvgraph.compile(path, path.with_name("out"), check=False)
+    assert not path.with_name("out").exists()
+    return str(error.value)

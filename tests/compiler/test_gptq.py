@@ -1,0 +1,92 @@
+"""GPTQ's layers of several kinds in one checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvgraph
+from kvgraph import UnsupportedError
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.stored_forms import stored_forms
+from tests.support import quantized
+
+LAYER = "model.layers.1.mlp.up_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+DYNAMIC = {"-:.*lm_head": {}, r"+:.*\.1\.mlp\.up_proj": {"bits": 8}}
+
+
+@pytest.fixture
+def mixed(plain: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint of 4 bits with a layer of 8, and the numbers that it stands for."""
+    made = {form: (tmp_path / form, tmp_path / f"{form}-meant") for form in ("gptq", "gptq-8")}
+    for form, (folder, meant) in made.items():
+        quantized.make(form, plain("llama"), folder, meant)
+    for folder, other in zip(made["gptq"], made["gptq-8"], strict=True):
+        quantized.mixed(folder, other, LAYER)
+    say(made["gptq"][0], dynamic=DYNAMIC)
+    return made["gptq"]
+
+
+def say(folder: Path, **more: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= more
+    path.write_text(json.dumps(config))
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    return huggingface.load(folder, "float32").module.state_dict()
+
+
+def test_bits_of_a_layer_are_those_of_its_tensors(mixed: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, meant = mixed
+    found, expected = state(folder), state(meant)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    manifest = kvgraph.compile(folder, tmp_path / "out", page_size=16)
+    said = "weights: the checkpoint's are gptq, 4 bits in groups of 32, 8 bits in groups of 32"
+    assert said in manifest.notes
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+
+
+def test_a_plan_counts_the_most_bits(mixed: tuple[Path, Path]) -> None:
+    config = json.loads((mixed[0] / "config.json").read_text())
+    assert stored_forms(config).linears.bits == 8
+    config["quantization_config"]["dynamic"] = {"-:.*up_proj": {"bits": 8}}
+    assert stored_forms(config).linears.bits == 4
+
+
+def test_groups_of_another_size(mixed: tuple[Path, Path]) -> None:
+    """Without an index, groups in order have one of the sizes that are said."""
+    folder, meant = mixed
+    change(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith(".g_idx")])
+    say(
+        folder,
+        group_size=64,
+        dynamic=DYNAMIC | {r".*": {"group_size": 32}, "b": {"group_size": -1}},
+    )
+    found, expected = state(folder), state(meant)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    say(folder, dynamic=DYNAMIC)
+    with pytest.raises(UnsupportedError, match=f"{DOWN}.g_idx: expected one, for groups of 64"):
+        state(folder)
+
+
+def test_zero_points_of_3_bits(mixed: tuple[Path, Path]) -> None:
+    folder, _ = mixed
+    name = f"{LAYER}.qzeros"
+    change(folder, lambda t: t.update({name: t[name][:, :9].clone()}))  # 96 of 3 bits
+    with pytest.raises(UnsupportedError, match=f"{name}: expected 2, 4 or 8 bits, got 3; "):
+        state(folder)
