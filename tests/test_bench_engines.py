@@ -16,7 +16,9 @@ import pytest
 from kvgraph.bench import ours
 from kvgraph.bench.engines import WORKER, CaseResult, EngineResult, EngineSpec, run_engine
 from kvgraph.bench.peers import PEERS, adapter
-from kvgraph.bench.protocol import Case, make_prompts
+from kvgraph.bench.plan import make_plan
+from kvgraph.bench.protocol import Case, Settings, make_prompts
+from kvgraph.runtime.artifact import Artifact
 from tests.support.artifacts import Compiled
 
 # -- processes
@@ -42,7 +44,7 @@ def outcome(tmp_path: Path, source: str, timeout: float = 60) -> EngineResult:
         {"name": n, "kind": kind, "prompts": [[1, 2]] * 2, "new_tokens": 3, "repeats": 2}
         for n, kind in (("b", "batch"), ("r", "ragged"))
     ]
-    job = {"threads": 1, "first_prompt": [1], "cases": cases}
+    job = {"threads": 1, "first_prompt": [1], "cases": cases, "folder": str(tmp_path)}
     return run_engine(spec, job, timeout=timeout)
 
 
@@ -86,6 +88,20 @@ def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
     """With what it started: a child would keep the pipe open."""
     result = outcome(tmp_path, adapter_source("os.system('sleep 600')"), timeout=0.5)
     assert result.error == "expected to end within 0.5 s, did not"
+
+
+def test_a_model_that_is_half_prepared_is_removed(tmp_path: Path) -> None:
+    """However its process ended: by force here, which leaves it no time to do so."""
+    code = "import os, sys, time; os.makedirs(sys.argv[1] + '/half'); time.sleep(600)"
+    (tmp_path / "config.json").write_text("{}")
+    source = (
+        "import sys\nfrom pathlib import Path\n"
+        "def prepare(job):\n"
+        f"    return Path(job['folder'], 'x'), 'tool', [sys.executable, '-c', {code!r}]\n"
+    )
+    result = outcome(tmp_path, source, timeout=2)
+    assert result.error == "expected to end within 2 s, did not"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter.py", "config.json"]
 
 
 def test_a_case_that_an_engine_cannot_do(tmp_path: Path) -> None:
@@ -136,6 +152,28 @@ def test_the_process_of_an_artifact(compiled: Compiled, asked: int, taken: int) 
     assert {"onnxruntime", "tokenizers"} <= set(modules)
     unneeded = {"torch", "onnx", "transformers", "typer", "rich", "importlib.metadata"}
     assert not unneeded & set(modules)
+
+
+def test_ranks_share_the_threads(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And shares of the limits are left out: each rank reads a part of the weights."""
+    job = {"rows": [8], "step_tokens": 64, "prefix_caching": False}
+    asked: list[int | None] = []
+    whole = Artifact.session
+
+    def session(artifact: Any, num_threads: int | None = None) -> Any:
+        asked.append(num_threads)
+        return whole(artifact, num_threads=1)
+
+    monkeypatch.setattr(Artifact, "session", session)
+    one, two = compiled("tiny-llama"), compiled("tiny-llama", tp=2)
+    for folder, threads in ((two, 6), (two, 1), (one, 6)):
+        ours.load(job | {"model": str(folder), "threads": threads})
+    assert asked == [3, 1, 6]
+    plan = make_plan([one, two], Settings(threads=1), work=tmp_path)
+    assert [spec.name for spec in plan.engines] == [str(one), str(two)]
+    assert plan.counts.keys() == {str(one)}
 
 
 def test_prompts_kept_from_run_to_run_are_not_computed_again(
@@ -195,14 +233,15 @@ def test_llama_cpp_fills_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fake = FakeLlama()
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     module = adapter("llama.cpp")
-    monkeypatch.setattr(module, "CHUNK", 4)
     (tmp_path / "llama.cpp-q4_0.gguf").write_bytes(b"GGUF")
     job = {"folder": str(tmp_path), "precision": "int4", "rows": [8, 8], "threads": 2}
+    job["step_tokens"] = 4
     module.prepare(job)
     generate, about = module.load(job)
     assert generate([[3, 4, 5], [9, 1, 2, 7, 8]], 3) == [[6, 7, 8], [9, 10, 11]]
     assert fake.seen == {0: [3, 4, 5, 6, 7], 1: [9, 1, 2, 7, 8, 9, 10]}
     assert about["model_bytes"] == 4
+    assert fake.params.n_batch == fake.params.n_ubatch == fake.most == 4
     assert fake.params.n_threads == fake.params.n_threads_batch == 2
     with pytest.raises(FileNotFoundError, match=r"q8_0.gguf: expected a GGUF file made by"):
         module.prepare(job | {"precision": "int8"})
@@ -215,6 +254,7 @@ class FakeLlama:
 
     def __init__(self) -> None:
         self.params = SimpleNamespace()
+        self.most = 0
         self.seen: dict[int, list[int]] = {}
         self.logits: dict[int, Any] = {}
         for name in ("llama_backend_init", "llama_model_default_params", "llama_batch_free"):
@@ -229,7 +269,7 @@ class FakeLlama:
         return self.params
 
     def llama_memory_clear(self, _: Any, data: bool) -> None:
-        assert data
+        assert not data  # it would write the whole cache, while the clock runs
         self.seen.clear()
 
     def llama_batch_init(self, size: int, embeddings: int, rows: int) -> Any:
@@ -238,6 +278,7 @@ class FakeLlama:
         return SimpleNamespace(**fields, seq_id=[[0] for _ in range(size)], n_tokens=0)
 
     def llama_decode(self, _: Any, batch: Any) -> int:
+        self.most = max(self.most, batch.n_tokens)
         for slot in range(batch.n_tokens):
             row = self.seen.setdefault(batch.seq_id[slot][0], [])
             assert batch.pos[slot] == len(row)

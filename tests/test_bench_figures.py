@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvgraph.bench import limits
+from kvgraph.bench import limits, machine
 from kvgraph.bench.counts import Counts, count
 from kvgraph.bench.engines import CaseResult, EngineResult
 from kvgraph.bench.figures import make_figures
@@ -212,8 +214,55 @@ def test_limits_without_torch_say_so() -> None:
     assert [gemm["library"] for gemm in reading["gemms"]] == ["numpy"]
 
 
+def test_each_part_of_the_buffer_is_first_written_by_a_thread_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a machine has several memories, pages lie near the thread that writes them first."""
+    waited: list[int] = []
+
+    class Watched(threading.Barrier):
+        def wait(self, timeout: float | None = None) -> int:
+            waited.append(threading.get_ident())
+            return super().wait(timeout)
+
+    monkeypatch.setattr(threading, "Barrier", Watched)
+    with ThreadPoolExecutor(3) as workers:
+        assert limits.reader(1 << 12, 3, workers)() == [1, 1, 1]
+    assert len(set(waited)) == 3
+    assert threading.get_ident() not in waited
+
+
+def test_caches_of_all_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chiplets of two processors: each has 32 MiB that its own two share."""
+    for number in range(4):
+        sharing = "0-1" if number < 2 else "2-3"
+        for index, size, shared in ((0, "32K", number), (2, "1M", number), (3, "32M", sharing)):
+            folder = tmp_path / f"cpu{number}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            (folder / "size").write_text(f"{size}\n")
+            (folder / "shared_cpu_list").write_text(f"{shared}\n")
+    for usable, expected in (([0, 1, 2, 3], 64), ([1], 32), ([7], 0)):
+        monkeypatch.setattr(machine, "processors", lambda: usable)  # noqa: B023
+        assert machine.last_level_cache(tmp_path) == expected << 20
+
+
+def test_threads_by_default_are_a_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "default_threads", lambda: 1)
+    assert machine.check_threads(None) == 1
+
+
 def test_the_buffer_leaves_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "last_level_cache", lambda: 1 << 20)
     assert limits.buffer_bytes() == 1 << 30
+    monkeypatch.setattr(limits, "memory", lambda: 64 << 30)
     monkeypatch.setattr(limits, "last_level_cache", lambda: 768 << 20)
     assert limits.buffer_bytes() == 3 << 30
+    monkeypatch.setattr(limits, "memory", lambda: 8 << 30)
+    assert limits.buffer_bytes() == 2 << 30
+
+
+def test_memory_is_the_containers(tmp_path: Path) -> None:
+    whole = machine.memory(tmp_path / "none")
+    for said, expected in (("max", whole), (str(1 << 60), whole), (str(1 << 20), 1 << 20)):
+        (tmp_path / "memory.max").write_text(f"{said}\n")
+        assert machine.memory(tmp_path / "memory.max") == expected

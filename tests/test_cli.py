@@ -169,6 +169,15 @@ def test_generate_json(artifact: Path) -> None:
     assert completion["text"] + "\n" == generate(artifact, "--max-new-tokens", 8)
 
 
+def test_generate_json_of_a_request_that_failed(artifact: Path) -> None:
+    """What came before it failed is printed; the sentence and the exit code are as without."""
+    done = kvgraph.Completion("1", [5], "a", "error", error="request 1: logits: not numbers")
+    with mock.patch("kvgraph.runtime.engine.Engine.generate", return_value=[done]):
+        outcome = run("generate", artifact, PROMPT, "--json")
+    assert (outcome.code, outcome.err) == (2, "kvgraph: request 1: logits: not numbers\n")
+    assert json.loads(outcome.out)["finish_reason"] == "error"
+
+
 def test_generate_stops(artifact: Path) -> None:
     whole = generate(artifact, "--max-new-tokens", 8).strip("\n")
     asked = ("--max-new-tokens", 8, "--stop", "never this", "--stop", whole[5:8])
@@ -196,6 +205,15 @@ def test_a_seed_repeats(artifact: Path) -> None:
 def test_options_that_leave_the_text_as_it_is(artifact: Path, options: Sequence[Any]) -> None:
     short = ("--max-new-tokens", 6)
     assert generate(artifact, *short, *options) == generate(artifact, *short)
+
+
+def test_a_server_names_its_model_by_the_folder(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(artifact)
+    with mock.patch("kvgraph.serve.server.serve") as listen:
+        succeed("serve", ".")
+    assert listen.call_args.args[0] == "tiny [red]:cat:"
 
 
 # -- the shape of it, from outside

@@ -31,8 +31,13 @@ def piped(
     monkeypatch: pytest.MonkeyPatch, artifact: Path, stdin: bytes | str, *options: object
 ) -> Outcome:
     content = stdin if isinstance(stdin, bytes) else stdin.encode()
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    monkeypatch.setattr("sys.stdin", stream_of(content))
     return run("chat", artifact, *SHORT, *options)
+
+
+def stream_of(content: bytes) -> io.TextIOWrapper:
+    """As Python opens stdin, where it is no terminal of Windows: ends of lines stay as they are."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", newline="\n")
 
 
 def answers(artifact: Path, *questions: str, system: str | None = None) -> list[str]:
@@ -53,6 +58,11 @@ def test_lines_are_messages_of_one_talk(artifact: Path, monkeypatch: pytest.Monk
     first, second = answers(artifact, QUESTION, SECOND)
     assert outcome == (0, f"{first}\n{second}\n", "")
     assert second != answers(artifact, SECOND)[0]
+
+
+def test_lines_as_windows_ends_them(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = piped(monkeypatch, artifact, f"{QUESTION}\r\n/quit\r\n{QUESTION}\r\n")
+    assert outcome == (0, f"{answers(artifact, QUESTION)[0]}\n", "")
 
 
 def test_clear_begins_again_behind_the_system_message(

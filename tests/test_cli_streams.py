@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from kvgraph import cli
 from kvgraph.serve import log
 from tests.support.artifacts import Compiled
 from tests.support.command_line import COMMAND
@@ -30,6 +37,65 @@ def test_a_stream_that_is_closed(
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
     assert "Traceback" not in done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def snowman(compiled: Compiled, tmp_path: Path) -> Path:
+    """An artifact at a path that is not all ASCII."""
+    path = tmp_path / "\u2603.kvg"
+    path.symlink_to(compiled("tiny-llama"))
+    return path
+
+
+def in_ascii(*arguments: object) -> subprocess.CompletedProcess[bytes]:
+    """A command at a terminal of so few characters."""
+    command = [*COMMAND, *map(str, arguments)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    return subprocess.run(command, capture_output=True, env=environment, timeout=180)
+
+
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(snowman: Path) -> None:
+    done = in_ascii("verify", snowman)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(f"{snowman.parent}/?.kvg: intact".encode())
+
+
+def test_json_is_utf_8_at_every_terminal(snowman: Path) -> None:
+    done = in_ascii("verify", snowman, "--json")
+    assert json.loads(done.stdout.decode("utf-8"))["artifact"] == str(snowman)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "expected"),
+    [
+        ("ascii", "strict", b"a?"),
+        ("latin-1", "surrogateescape", b"a?"),
+        ("utf-8", "surrogateescape", b"a\xe2\x98\x83"),
+        ("ascii", "backslashreplace", b"a\\u2603"),
+    ],
+)
+def test_streams_take_all_text(
+    encoding: str, errors: str, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, errors))
+    cli._open_streams()
+    sys.stdout.write("a\u2603")
+    sys.stdout.flush()
+    assert written.getvalue() == expected
+
+
+def test_a_reader_of_json_that_has_left_sees_no_traceback(compiled: Compiled) -> None:
+    command = [*COMMAND, "verify", str(compiled("tiny-llama")), "--json"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait() == 1
 
 
 def test_a_log_without_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +145,63 @@ def test_a_signal_whose_exception_is_replaced_is_not_lost(number: int, code: int
     program = REPLACED.format(number=int(number))
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert ended.returncode == code
+
+
+BENCH = """
+from kvgraph.bench import limits, run
+from kvgraph.cli import main
+
+reading = limits.Limits(1.0, 1, [])
+run.read_limits = lambda threads, size: reading
+main()
+"""
+
+
+def test_a_bench_that_is_terminated_takes_its_worker_with_it(
+    compiled: Compiled, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", BENCH, "bench", str(compiled("tiny-llama")), "--threads", "1"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and not workers(tmp_path):
+        time.sleep(0.01)
+    time.sleep(0.2)  # then Popen has returned
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert workers(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def workers(folder: Path) -> list[str]:
+    """Processes that were given a file in `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if f"{folder}/kvgraph-bench-" in (line := path.read_text(errors="replace")):
+                found.append(line)
+    return found
+
+
+PREFILL = """
+import os, time
+from kvgraph.cli import main
+
+os.fsync = lambda file: time.sleep(60)
+main()
+"""
+
+
+def test_a_prefill_that_is_terminated_leaves_no_half_file(
+    compiled: Compiled, tmp_path: Path
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The import statement " * 20)
+    command = [sys.executable, "-c", PREFILL, "prefill", str(compiled("tiny-llama", page_size=16))]
+    command += ["--prompt-file", str(prompt), "-o", str(tmp_path / "a.kvp")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob(".kvgraph-*.partial")):
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [prompt]

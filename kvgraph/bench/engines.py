@@ -93,10 +93,23 @@ def run_engine(
     phases: list[JsonObject] = [{"phase": "prepare"}] if spec.prepares else []
     phases += [{"phase": "measure", "cases": []}, {"phase": "measure"}]
     for phase in phases:
-        result.error = _run_process(spec, full | phase, result, timeout, progress)
+        with _partial(full | phase) as extra:
+            result.error = _run_process(spec, full | phase | extra, result, timeout, progress)
         if result.error:
             break
     return result
+
+
+@contextmanager
+def _partial(job: JsonObject) -> Iterator[JsonObject]:
+    """A folder for what a worker prepares, gone at the end however the worker ended."""
+    if job["phase"] != "prepare":
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(
+        prefix=".kvgraph-bench.", dir=job["folder"], ignore_cleanup_errors=True
+    ) as partial:
+        yield {"partial": partial}
 
 
 def _run_process(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvgraph.bench.machine import last_level_cache, thread_environment
+from kvgraph.bench.machine import last_level_cache, memory, thread_environment
 from kvgraph.contract.plain import from_plain
 from kvgraph.errors import KVGraphError
 
@@ -71,8 +73,9 @@ def read_limits(threads: int, read_bytes: int | None = None) -> Limits:
 
 
 def buffer_bytes() -> int:
-    """Large enough to leave every cache: a server's hold hundreds of MB."""
-    return max(LEAST_READ_BYTES, CACHES * last_level_cache())
+    """Large enough to leave every cache, as a server's hold hundreds of MB; a quarter of the memory
+    at most."""
+    return max(LEAST_READ_BYTES, min(CACHES * last_level_cache(), memory() // 4))
 
 
 def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Callable[[], object]:
@@ -80,9 +83,16 @@ def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Callable[[],
 
     By the largest of int32 elements: of NumPy's reductions it keeps one core closest to its
     memory's speed (a float32 sum reaches 60 % of that). The memory is written first, as what was
-    not is one page of zeros in a cache.
+    not is one page of zeros in a cache: each part in a thread of its own, near which it then lies.
     """
-    parts = np.array_split(np.ones(size // 4, np.int32), threads)
+    parts = np.array_split(np.empty(size // 4, np.int32), threads)
+    together = threading.Barrier(threads)  # else the first threads would fill several parts
+
+    def fill(part: NDArray[np.int32]) -> None:
+        together.wait()
+        part.fill(1)
+
+    list(workers.map(fill, parts))
     if threads == 1:
         return parts[0].max
     return lambda: list(workers.map(np.max, parts))

@@ -16,7 +16,7 @@ from kvgraph.runtime.sampling import SamplingParams
 
 def load(job: JsonObject) -> tuple[Any, JsonObject]:
     artifact = artifacts.load(Path(job["model"]))
-    session = artifact.session(num_threads=job["threads"])
+    session = artifact.session(num_threads=max(1, job["threads"] // artifact.ranks))
     spare = job["new_tokens"] if job["prefix_caching"] else None
     pages = pool_pages(artifact, job["rows"], spare)
     step_tokens = min(job["step_tokens"], session.step_tokens)
@@ -39,6 +39,11 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
         f"steps of at most {step_tokens} tokens",
         "pool_dtype": pool_dtype(artifact),
         "pool_bytes": None if pages is None else pages * params.bytes_per_page,
+        "model_bytes": sum(
+            entry.size
+            for name, entry in manifest.files.items()
+            if name.endswith("weights.safetensors")
+        ),
     }
     return generate, about
 

@@ -42,7 +42,8 @@ print(json.dumps([name for name in sys.argv[1:] if not found(name)]))
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """Engines in the order in which they run; `counts` of those that are ours, by name."""
+    """Engines in the order in which they run; `counts` of those that are ours, by name; none of
+    several ranks, of which each has a part of the weights: they have no shares of the limits."""
 
     settings: Settings
     cases: list[Case]
@@ -88,7 +89,8 @@ def make_plan(
         checkpoint = _checkpoint(model, manifest)
         for text in peers:
             engines += _peer_engines(text, classes, checkpoint, job)
-    return BenchPlan(settings, cases, engines, counts, job)
+    whole = {name: counts[name] for name, each in loaded.items() if each.ranks == 1}
+    return BenchPlan(settings, cases, engines, whole, job)
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:

@@ -13,12 +13,12 @@ Events are JSON lines on stdout; whatever the engine prints goes to stderr.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -31,6 +31,12 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 Say = Callable[..., None]
 
 WARM_UP_TOKENS = 2
+
+SOURCE = "kvgraph-bench-source"
+"""File of a folder that a peer's tool made: the digest of the checkpoint that it was made of."""
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+"""How names of a checkpoint's weights end."""
 
 
 def main() -> None:
@@ -71,22 +77,52 @@ def prepare(job: JsonObject, adapter: Any, say: Say) -> None:
     start = time.perf_counter()
     wanted = adapter.prepare(job) if hasattr(adapter, "prepare") else None
     if wanted is not None:
-        make_folder(*wanted)
+        make_folder(*wanted, partial=Path(job["partial"]), source=source(Path(job["model"])))
     say("prepared", seconds=time.perf_counter() - start)
 
 
-def make_folder(folder: Path, tool: str, command: list[str]) -> None:
-    """Have `command` make a folder that is not there yet, whole or not at all."""
+def make_folder(folder: Path, tool: str, command: list[str], *, partial: Path, source: str) -> None:
+    """Have `command` make a folder that is not there yet, whole or not at all.
+
+    `partial` is a folder for it on the way, which the parent removes. `source` says of what model
+    it is made; ValueError for a folder that is there and is not made of it.
+    """
     if folder.exists():
+        require_source(folder, source)
         return
-    with tempfile.TemporaryDirectory(prefix=".kvgraph-bench.", dir=folder.parent) as own:
-        partial = Path(own, folder.name)
-        done = subprocess.run([*command, str(partial)], capture_output=True, text=True)
-        sys.stderr.write(done.stdout + done.stderr)
-        if done.returncode:
-            last = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise RuntimeError(f"{tool}: exit status {done.returncode}: {last}")
-        os.rename(partial, folder)
+    made = partial / folder.name
+    done = subprocess.run([*command, str(made)], capture_output=True, text=True)
+    sys.stderr.write(done.stdout + done.stderr)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise RuntimeError(f"{tool}: exit status {done.returncode}: {last}")
+    (made / SOURCE).write_text(source)
+    os.rename(made, folder)
+
+
+def require_source(folder: Path, source: str) -> None:
+    """ValueError unless the folder was made of the checkpoint of this digest."""
+    path = folder / SOURCE
+    if not path.is_file():
+        got = f"one without a file {SOURCE}"
+    elif path.read_text() != source:
+        got = "one of another model or of other weights"
+    else:
+        return
+    raise ValueError(
+        f"{folder}: expected a conversion of the checkpoint of --model, got {got}; remove it to "
+        "convert again, or give another --peer-models"
+    )
+
+
+def source(model: Path) -> str:
+    """A digest of a checkpoint: its config, and names, sizes and times of its weights."""
+    digest = hashlib.sha256((model / "config.json").read_bytes())
+    for path in sorted(model.iterdir()):
+        if path.suffix in WEIGHTS:
+            about = path.stat()
+            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def measure(job: JsonObject, adapter: Any, say: Say) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import warnings
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -72,10 +74,23 @@ def _said(error: Exception) -> str:
 
 
 def _open_streams() -> None:
-    """A stream that the shell has closed, as `>&-` does, gives nothing and takes all."""
+    """A stream that the shell has closed, as `>&-` does, gives nothing and takes all.
+
+    What the encoding of stdout or stderr does not have is written as a question mark.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and _refuses_text(stream):
+            stream.reconfigure(errors="replace")
+
+
+def _refuses_text(stream: TextIOWrapper) -> bool:
+    """Whether there is text that it raises for: stderr writes escapes, as Python opens it."""
+    if stream.errors == "surrogateescape":  # the C locale's, which keeps the bytes of file names
+        return codecs.lookup(stream.encoding).name != "utf-8"
+    return stream.errors == "strict"
 
 
 @app.callback(invoke_without_command=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvgraph.cli.console import stderr
+from kvgraph.cli.console import stderr, terminable, write_json
 from kvgraph.cli.options import Json
 from kvgraph.contract.files import replacing, require_replaceable
 from kvgraph.contract.plain import to_json
@@ -47,7 +47,9 @@ def bench(
         Path | None,
         typer.Option(help="Where peers keep the model in their formats [default: for this run]."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads [default: all].")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads [default: one for each core].")
+    ] = None,
     batches: Annotated[str | None, typer.Option(help="Rows at once [default: 1,8].")] = None,
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt [default: 512].")] = None,
     new_tokens: Annotated[
@@ -106,7 +108,7 @@ def bench(
         require_replaceable(save, is_report, "an earlier report of kvgraph bench")
     if plot is not None:
         check_plot(plot)
-    with ExitStack() as stack:
+    with terminable(), ExitStack() as stack:
         work = peer_models or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
         plan = make_plan(artifacts, settings, peers=peers or [], model=model, work=work)
@@ -120,12 +122,13 @@ def bench(
         report = run(plan, timeout=timeout, progress=show)
     data = to_json(report_data(report), indent=1) + b"\n"
     if save is not None:
-        with replacing(save) as file:
+        with terminable(), replacing(save) as file:
             file.write(data)
     if plot is not None:
-        write_plot(report, plot)
+        with terminable():
+            write_plot(report, plot)
     if json:
-        sys.stdout.write(data.decode())
+        write_json(data)
     else:
         width = None if sys.stdout.isatty() else WIDTH
         print_report(report, Console(width=width, highlight=False, markup=False, emoji=False))

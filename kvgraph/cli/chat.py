@@ -141,6 +141,6 @@ def _typed() -> Iterator[str]:
 def _piped() -> Iterator[str]:
     try:
         for line in sys.stdin:
-            yield line.removesuffix("\n")
+            yield line.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise RequestError(f"stdin: expected text in UTF-8, got {error}") from error

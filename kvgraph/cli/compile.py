@@ -115,6 +115,9 @@ def compile(
                 max_tokens=max_tokens,
                 tp=None if tp == 1 else tp,
                 dump_passes=dump_passes,
+                quality_text=quality_text,
+                quality=quality or None,
+                check=None if check else check,
             )
             manifest = rebuild(
                 from_artifact, output, target=target, force=force, progress=stages.next

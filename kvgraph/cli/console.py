@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,17 @@ def working(stage: str) -> Iterator[None]:
 
 
 def print_json(value: object) -> None:
-    sys.stdout.write(to_json(value, indent=1).decode() + "\n")
+    write_json(to_json(value, indent=1) + b"\n")
+
+
+def write_json(data: bytes) -> None:
+    """To stdout in UTF-8, whatever the terminal has; now, as a reader may have left."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+    else:  # a stream of text alone
+        sys.stdout.write(data.decode())
+    sys.stdout.flush()
 
 
 def summary(folder: Path, manifest: Manifest) -> dict[str, object]:

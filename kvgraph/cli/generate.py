@@ -105,7 +105,10 @@ def generate(
     if bound is not None:
         asked = bound.tokens + engine.tokenize(prompt, special_tokens=False)
     if json:
-        print_json(to_plain(engine.generate([asked], sampling)[0]))
+        done = engine.generate([asked], sampling)[0]
+        print_json(to_plain(done))
+        if done.error:
+            raise GenerationError(done.error)
     else:
         _write(engine, asked, sampling)
     with working("storing pages"):

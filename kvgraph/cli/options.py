@@ -40,7 +40,10 @@ NumPages = Annotated[
     int | None,
     typer.Option(help="Pages of the pool [default: 1 GiB; of a GPU, 0.9 of the rest]."),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads [default: all].")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads [default: one for each core; of backend torch, all]."),
+]
 
 CollectiveTimeout = Annotated[
     float | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvgraph.cli.console import print_json, stdout, working
+from kvgraph.cli.console import print_json, stdout, terminable, working
 from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify, require_file
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
@@ -35,7 +35,7 @@ def prefill(
     with working("loading the artifact"):
         loaded = load(artifact, verify=verify or None)
         engine = Engine(loaded, num_pages=num_pages, max_batch_size=1, num_threads=threads)
-    with working("computing the prefix"):
+    with terminable(), working("computing the prefix"):
         written = write_prefix(engine, text, output)
     figures = {
         "prefix": str(output),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -83,8 +84,12 @@ def serve(
         int | None, typer.Option(min=1, help="New tokens of a step [default: the session's].")
     ] = None,
     max_prefill_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of prompts in a step in which others decode.")
-    ] = 48,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of prompts in a step in which others decode [default: 48; of a GPU, 512].",
+        ),
+    ] = None,
     nice: Annotated[
         int | None,
         typer.Option(
@@ -156,11 +161,11 @@ def serve(
     is_cuda = Target.parse(loaded.manifest.target).kind == "cuda"
     if replicas is None and follows(loaded, None, threads, collective_timeout):
         return
-    name = artifact.name.removesuffix(".kvg")
+    name = Path(os.path.abspath(artifact)).name.removesuffix(".kvg")
     settings = {
         "max_batch_size": max_batch_size,
         "max_batch_tokens": max_batch_tokens,
-        "max_prefill_tokens": max_prefill_tokens,
+        "max_prefill_tokens": max_prefill_tokens or (512 if is_cuda else 48),
         "num_pages": num_pages,
         "cache_memory": cache_memory,
         "host_memory": 0 if host_memory is None else host_memory,
@@ -191,6 +196,7 @@ def serve(
         ReplicaOptions(
             replicas,
             max_replicas or replicas,
+            max_batch_size,
             threads,
             int(is_cuda),
             prefill_replicas,

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -135,8 +136,7 @@ class AsyncEngine:
             prompt = await asyncio.to_thread(self.engine.tokenize, prompt)
         given = request_id, prompt, sampling, cache_salt
         if isinstance(sampling, SamplingParams) and sampling.grammar is not None:
-            async with self._compiling:  # one at a time: an engine keeps what it has compiled
-                request = await asyncio.to_thread(self.engine._builder.request, *given)
+            request = await self._compiled(partial(self.engine._builder.request, *given))
         else:
             request = self.engine._builder.request(*given)
         while (leaving := self._leaving.get(request_id)) is not None:
@@ -205,6 +205,14 @@ class AsyncEngine:
         self._inbox.put(run)
         return await asyncio.wrap_future(found)
 
+    async def _compiled(self, build: Callable[[], Request]) -> Request:
+        """One at a time, as an engine keeps what it has compiled: the thread of one whose caller
+        has left runs on."""
+        await self._compiling.acquire()
+        building = asyncio.ensure_future(asyncio.to_thread(build))
+        building.add_done_callback(lambda done: self._compiling.release())
+        return await asyncio.shield(building)
+
     def _require_running(self, call: str) -> None:
         if self._thread is None or self._is_closed or self._is_stopped:
             said = f"AsyncEngine.{call}: expected a running engine, got a stopped one"
@@ -215,9 +223,10 @@ class AsyncEngine:
             )
 
     def _cancel(self, stream: TokenStream) -> None:
-        if self._streams.pop(stream.request_id, None) is None:
-            return
         request_id = stream.request_id
+        if self._streams.get(request_id) is not stream:  # it has ended; the id may be another's
+            return
+        del self._streams[request_id]
         assert self._loop is not None
         if not self._is_stopped:
             self._leaving[request_id] = self._loop.create_future()

@@ -14,6 +14,8 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance, said
 from kvgraph.runtime.messages import (
+    NAMES_DEVELOPER,
+    developers_as_system,
     has_parts,
     joined_text,
     plain_messages,
@@ -129,6 +131,7 @@ class ChatTemplates:
         an answer begins. `chat_template`: a template, or the name of one of the artifact's.
         `chat_template_kwargs`: more variables of the template, `documents` among them. Parts of a
         message's content are joined where the template takes text alone.
+        A message of role developer is one of system where the template names no developer.
         RequestError: what is no message, or a template that refuses the messages or fails at them.
         ArtifactError: no template, or one that is damaged.
         """
@@ -144,6 +147,8 @@ class ChatTemplates:
         variables["tools"] = tools
         variables["add_generation_prompt"] = flag("add_generation_prompt", add_generation_prompt)
         source = self._source(chat_template, tools is not None)
+        if not NAMES_DEVELOPER.search(source):
+            chat = developers_as_system(chat)
         if has_parts(chat) and not self._renders_parts(source, variables, chat):
             chat = joined_text(chat)
         try:

@@ -106,6 +106,14 @@ def schema_text(name: str, value: object) -> str:
     return text if schema else ANY_OBJECT
 
 
+def require_small(name: str, value: object) -> None:
+    """RequestError for JSON values that are too long as text, or nest too deeply to be one."""
+    try:
+        _require_size(name, json.dumps(value))
+    except RecursionError as error:
+        raise _too_deep(name) from error
+
+
 def _require_few(name: str, rules: str) -> None:
     """RequestError for a grammar, without its fixed texts, that is too large a one."""
     if (count := len(RULE.findall(rules))) > MOST_RULES:

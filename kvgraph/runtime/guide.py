@@ -43,6 +43,9 @@ GBNF = re.compile(r"^[^\S\n]*[\w-]+[^\S\n]*::=", re.MULTILINE)
 NOT_FOLLOWED = "expected a grammar that can be followed"
 """Begins what a token's error says of its request's own grammar."""
 
+NOT_TAKEN = "expected what llguidance takes"
+"""Begins what is said of a grammar that is refused."""
+
 MOST_COMPILED = 32
 MOST_REASON = 200
 
@@ -249,14 +252,24 @@ def set_masks(guides: Sequence[Guide]) -> None:
         guide.set_mask(mask)
 
 
+def is_taken(grammar: Grammar) -> bool:
+    """Whether llguidance takes a grammar, with a tokenizer of bytes."""
+    from llguidance import LLTokenizer
+
+    try:
+        _compile(LLTokenizer("byte"), grammar)
+    except RequestError:
+        return False
+    return True
+
+
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """The matcher before any text. RequestError with llguidance's reason."""
     from llguidance import LLMatcher, LLParserLimits
 
     def refusal(why: object) -> RequestError:
         return RequestError(
-            f"{grammar.kind}: expected what llguidance takes, got one that it refuses "
-            f"({_reason(why)})"
+            f"{grammar.kind}: {NOT_TAKEN}, got one that it refuses ({_reason(why)})"
         )
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
@@ -16,12 +17,19 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first that is given counts. Templates read the first two. As
 in transformers."""
 
+DEVELOPER = "developer"
+"""OpenAI's newer role for what others call system. Many templates drop messages of it."""
+
+NAMES_DEVELOPER = re.compile(rf"""['"]{DEVELOPER}['"]""")
+"""In a template that has the role."""
+
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Copies of the messages, of plain JSON values, as templates take them.
 
-    Fields that are None are left out, reasoning is there under the names that templates read, and
-    arguments of tool calls are objects: templates write them as JSON.
+    Fields that are None and an empty list of tool calls are left out, reasoning is there under the
+    names that templates read, and arguments of tool calls are objects: templates write them as
+    JSON.
     """
     listed = sequence("messages", "message", messages)
     if not listed:
@@ -57,6 +65,14 @@ def joined_text(messages: list[Message]) -> list[Message]:
     ]
 
 
+def developers_as_system(messages: list[Message]) -> list[Message]:
+    """The messages for a template that has no role developer."""
+    return [
+        message | {"role": "system"} if message["role"] == DEVELOPER else message
+        for message in messages
+    ]
+
+
 def has_parts(messages: list[Message]) -> bool:
     """Whether a message's content is a list of parts."""
     return any(isinstance(message.get("content"), list) for message in messages)
@@ -72,6 +88,8 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
             _require_text(f"{where}.content[{at}]", part)
     elif content is not None or not message.get("tool_calls"):
         instance(f"{where}.content", content, str, "text or a list of text parts")
+    if message.get("tool_calls") == []:  # templates ask whether there is a list
+        del message["tool_calls"]
     if "tool_calls" in message:
         _read_arguments(f"{where}.tool_calls", message["tool_calls"])
     return _with_reasoning(message)

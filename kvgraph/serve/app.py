@@ -11,15 +11,16 @@ from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from kvgraph import __version__
-from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.errors import RequestError
 from kvgraph.serve.answers import encoded
-from kvgraph.serve.chats import answer_chat, chat_events, chat_job
+from kvgraph.serve.chats import answer_chat, chat_events, chat_job, chat_tokens
 from kvgraph.serve.completions import answer_completion, completion_events, completion_job
 from kvgraph.serve.errors import ServeError, error_body
 from kvgraph.serve.generation import Generation
@@ -32,7 +33,7 @@ from kvgraph.serve.protocol import (
     TokenizeRequest,
     decoded,
 )
-from kvgraph.serve.service import Service
+from kvgraph.serve.service import Served, Service
 
 JSON = "application/json"
 
@@ -125,18 +126,11 @@ class Endpoints:
         given = decoded(await self._body(request), TokenizeRequest)
         if (given.prompt is None) == (given.messages is None):
             raise ServeError(400, "tokenize: expected one of prompt and messages")
-        try:
-            if given.messages is not None:
-                tokens = await asyncio.to_thread(
-                    served.prompts.apply_chat_template,
-                    given.messages,
-                    add_generation_prompt=given.add_generation_prompt,
-                )
-            else:
-                tokens = await served.tokenize(given.prompt or "", given.add_special_tokens)
-        except (RequestError, ArtifactError) as error:
-            raise ServeError(400, str(error)) from error
+        tokens = await _tokens_of(served, given)
         found = {"tokens": tokens, "count": len(tokens), "max_model_len": served.facts.longest}
+        if given.return_token_strs:
+            strings = await asyncio.to_thread(lambda: [served.spell(token) for token in tokens])
+            found["token_strs"] = strings
         return Response(encoded(found), media_type=JSON)
 
     async def detokenize(self, request: Request) -> Response:
@@ -292,6 +286,24 @@ PAGE_HEADERS = {
 }
 
 
+async def _tokens_of(served: Served, given: TokenizeRequest) -> list[int]:
+    """Of messages as of a chat."""
+    if given.messages is not None:
+        chat = ChatRequest(
+            messages=given.messages,
+            tools=given.tools,
+            tool_choice=given.tool_choice,
+            chat_template_kwargs=given.chat_template_kwargs,
+            reasoning_effort=given.reasoning_effort,
+            add_generation_prompt=given.add_generation_prompt,
+        )
+        return await chat_tokens(served, chat)
+    for name in ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"):
+        if getattr(given, name) is not None:
+            raise ServeError(400, f"{name}: expected messages next to it, got a prompt", param=name)
+    return await served.tokenize(given.prompt or "", given.add_special_tokens)
+
+
 async def _gone_from(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -322,9 +334,13 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return Response(body, 404, media_type=JSON)
 
 
-async def _wrong_method(request: Request, error: Exception) -> Response:
+async def _wrong_method(request: Request, error: HTTPException) -> Response:
+    """With what the path takes (RFC 9110, 15.5.6), which OPTIONS asks for (9.3.7)."""
+    allow = {"allow": ", ".join([*(error.headers or {}).values(), "OPTIONS"])}
+    if request.method == "OPTIONS":
+        return Response(status_code=204, headers=allow)
     body = error_body(405, f"{request.url.path}: expected another method than {request.method}")
-    return Response(body, 405, media_type=JSON)
+    return Response(body, 405, media_type=JSON, headers=allow)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -10,9 +10,10 @@ from kvgraph.runtime.sampling import Token
 from kvgraph.serve.answers import DONE, chat_logprobs, event, failure, text_of, usage_of
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Job, require_output_room
-from kvgraph.serve.protocol import ChatRequest, Shape, brief, refusal, sampling_of
+from kvgraph.serve.jobs import Job, require_output_room, usage_so_far
+from kvgraph.serve.protocol import ChatRequest, brief, refusal, sampling_of
 from kvgraph.serve.service import Served, Service
+from kvgraph.serve.shapes import Shape
 from kvgraph.serve.tools import Tools
 
 OBJECT = "chat.completion"
@@ -21,6 +22,7 @@ OBJECT = "chat.completion"
 async def chat_job(service: Service, given: ChatRequest) -> Job:
     """ServeError for messages that the template refuses, and what does not fit."""
     served = service.require_ready()
+    given.require_supported()
     if given.num_each > service.options.max_choices:
         most = service.options.max_choices
         raise ServeError(400, f"n: expected at most {most}, got {given.num_each}", param="n")
@@ -28,9 +30,11 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     tools = Tools(given)
     shape = _shape(given, tools)
     prompt = await _rendered(served, given, tools)
-    wanted = given.max_completion_tokens
-    wanted = given.max_tokens if wanted is None else wanted
-    fits = require_output_room(prompt, wanted, served.facts.longest)
+    limit = "max_tokens" if given.max_completion_tokens is None else "max_completion_tokens"
+    wanted = given.max_tokens if limit == "max_tokens" else given.max_completion_tokens
+    fits = require_output_room(
+        prompt, wanted, served.facts.longest, prompt_field="messages", limit_field=limit
+    )
     params = sampling_of(
         given,
         max_tokens=fits,
@@ -48,18 +52,22 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
         bool(given.stream_options and given.stream_options.include_usage),
         served.spell,
         bool(given.logprobs),
+        counts_in_frames=given.counts_in_frames,
         texts=given.messages,
         tools=tools,
     )
 
 
 def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
-    """What the text must be. ServeError where two fields say so."""
-    call, asked = tools.schema(), given.schema()
-    if call is None:
-        return None if asked is None else Shape("response_format", asked)
+    """What the text must be. ServeError where a call is forced, and another text asked for."""
+    asked = given.schema()
+    if not tools.forces_call:
+        if asked is None or not tools:
+            return None if asked is None else Shape("response_format", asked)
+        parts = (("response_format", asked), ("tools", tools.schema()))
+        return Shape("response_format", tools.schema(asked), parts=parts)
     if asked is None:
-        return Shape("tools", call)
+        return Shape("tools", tools.schema())
     got = brief(given.response_format)
     raise ServeError(
         400,
@@ -76,12 +84,17 @@ async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[in
             given.messages,
             tools=given.tools if tools else None,
             add_generation_prompt=given.add_generation_prompt is not False,
-            chat_template_kwargs=given.chat_template_kwargs,
+            chat_template_kwargs=given.template_variables(),
         )
     except (RequestError, ArtifactError) as error:
         refused = refusal(error)
         refused.param = refused.param or "messages"
         raise refused from error
+
+
+async def chat_tokens(served: Served, given: ChatRequest) -> list[int]:
+    """Those of its prompt."""
+    return await _rendered(served, given, Tools(given))
 
 
 async def answer_chat(job: Job, generation: Generation) -> dict[str, object]:
@@ -117,7 +130,8 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
     held = {choice.index: "" for choice in generation.choices} if job.tools else {}
     for index in range(len(generation.choices)):
         delta: dict[str, object] = {"role": "assistant", "content": ""}
-        yield event({**head, "choices": [_piece(index, delta, None, None)]})
+        piece = _piece(index, delta, None, None)
+        yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
     async for fresh in generation:
         for choice in fresh:
             tokens = choice.tokens
@@ -131,7 +145,7 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
             if not (delta or why or job.logprobs):
                 continue
             piece = _piece(choice.index, delta, _logprobs(job, tokens), why)
-            yield event({**head, "choices": [piece]})
+            yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
     if job.sends_usage:
         yield event({**head, "choices": [], "usage": usage_of(generation)})
     yield DONE

@@ -18,7 +18,7 @@ from kvgraph.serve.answers import (
 )
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
-from kvgraph.serve.jobs import Echo, Job, require_output_room
+from kvgraph.serve.jobs import Echo, Job, require_output_room, usage_so_far
 from kvgraph.serve.protocol import CompletionRequest, sampling_of
 from kvgraph.serve.service import Served, Service
 
@@ -72,6 +72,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         given.logprobs is not None,
         echo,
         drops_output,
+        counts_in_frames=given.counts_in_frames,
         texts=given.prompts,
     )
 
@@ -110,7 +111,7 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
             widths = [token.width for token in choice.tokens] if job.logprobs else ()
             lengths[choice.index] = length + sum(widths)
             if piece["text"] or piece["finish_reason"] or job.logprobs:
-                yield event({**head, "choices": [piece]})
+                yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
     if job.sends_usage:
         yield event({**head, "choices": [], "usage": _usage(job, generation)})
     yield DONE

@@ -8,21 +8,29 @@ import msgspec
 class ServeError(Exception):
     """A request that is answered with `status` and one sentence.
 
-    `retry_after`: seconds after which it may fit.
+    `code`: what programs read; None: that of the status. `retry_after`: seconds after which it may
+    fit.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.code = code
         self.retry_after = retry_after
         self.is_logged = False
 
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param)
+        return error_body(self.status, self.message, self.param, self.code)
 
     def headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
@@ -49,7 +57,10 @@ ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range
 """Control characters of what a client sent: a message that quotes it stays one line."""
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    kind, code = KINDS.get(status, ("invalid_request_error", None))
-    error = {"message": message.translate(ESCAPED), "type": kind, "param": param, "code": code}
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> bytes:
+    kind, usual = KINDS.get(status, ("invalid_request_error", None))
+    sentence = message.translate(ESCAPED)
+    error = {"message": sentence, "type": kind, "param": param, "code": code or usual}
     return msgspec.json.encode({"error": error})

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Protocol
 
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
-from kvgraph.runtime.guide import NOT_FOLLOWED
+from kvgraph.runtime.guide import NOT_FOLLOWED, NOT_TAKEN
 from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
@@ -20,6 +20,7 @@ from kvgraph.serve.errors import ServeError
 from kvgraph.serve.load import Admission
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.protocol import ShapedParams, refusal
+from kvgraph.serve.shapes import refused_part
 
 
 class Runner(Protocol):
@@ -87,39 +88,56 @@ class Generation:
 
         `most`: unread tokens of a choice at which it is cancelled.
         """
-        each = [(prompt, one) for prompt in prompts for one in params]
-        self._admission.require_room(len(each), sum([len(prompt) for prompt, _ in each]))
+        each = [prompt for prompt in prompts for _ in params]
+        self._admission.require_room(len(each), sum([len(prompt) for prompt in each]))
+        for prompt in each:  # it is in the queue while it is handed over, which may take a while
+            self._admission.enter(len(prompt))
+        placing = [
+            asyncio.create_task(self._place(number * len(params), prompt, params, salt, most))
+            for number, prompt in enumerate(prompts)
+        ]
         try:
-            for index, (prompt, one) in enumerate(each):
-                stream = await self._submit(prompt, one, salt, most)
-                choice = Choice(index, prompt, stream)
-                stream.watch = partial(self._came, choice)
-                self.choices.append(choice)
-                if stream.has_news:
-                    self._came(choice)
-                self._metrics.submitted(len(prompt))
-        except (RequestError, UnsupportedError, MissingDependencyError) as error:
-            self.close()
+            await asyncio.gather(*placing)
+        except BaseException as error:
+            for task in placing:
+                task.cancel()
+            self._give_up(each)
+            await asyncio.gather(*placing, return_exceptions=True)
+            if not isinstance(error, RequestError | UnsupportedError | MissingDependencyError):
+                raise
             if self._runner.is_closed:
                 raise ServeError(503, "the server ends", retry_after=1) from error
-            raise _refusal(error, params[0]) from error
-        except BaseException:
-            self.close()
-            raise
+            raise await _refusal(error, params[0]) from error
+        self.choices.sort(key=lambda choice: choice.index)
 
-    async def _submit(
-        self, prompt: list[int], params: SamplingParams, salt: bytes, most: int
-    ) -> TokenStream:
-        """It is in the queue while it is handed over, which may take a while."""
-        self._admission.enter(len(prompt))
-        try:
-            return await self._runner.submit(
-                prompt, params, cache_salt=salt, most_unread=most, news=self._news
+    async def _place(
+        self,
+        index: int,
+        prompt: list[int],
+        params: Sequence[SamplingParams],
+        salt: bytes,
+        most: int,
+    ) -> None:
+        """One after another: the later ones find what is kept of the first."""
+        for number, one in enumerate(params):
+            stream = await self._runner.submit(
+                prompt, one, cache_salt=salt, most_unread=most, news=self._news
             )
-        except BaseException:
-            self._admission.start(len(prompt))
-            self._admission.leave()
-            raise
+            choice = Choice(index + number, prompt, stream)
+            stream.watch = partial(self._came, choice)
+            self.choices.append(choice)
+            if stream.has_news:
+                self._came(choice)
+            self._metrics.submitted(len(prompt))
+
+    def _give_up(self, each: Sequence[list[int]]) -> None:
+        """Those that run, and those that no engine has taken."""
+        placed = {choice.index for choice in self.choices}
+        for index, prompt in enumerate(each):
+            if index not in placed:
+                self._admission.start(len(prompt))
+                self._admission.leave()
+        self.close()
 
     def _came(self, choice: Choice) -> None:
         """The engine gave tokens; a slow reader of them keeps no other request waiting."""
@@ -216,11 +234,14 @@ class Generation:
         return sum([choice.num_generated for choice in self.choices])
 
 
-def _refusal(error: Exception, params: SamplingParams) -> ServeError:
+async def _refusal(error: Exception, params: SamplingParams) -> ServeError:
     """All params of a request have one origin."""
-    if isinstance(params, ShapedParams):
-        return refusal(error, params.origin)
-    return refusal(error)
+    if not isinstance(params, ShapedParams):
+        return refusal(error)
+    part = None
+    if params.parts and NOT_TAKEN in str(error):
+        part = await asyncio.to_thread(refused_part, params.parts)
+    return refusal(error, part or params.origin)
 
 
 def status_of(error: str) -> int:

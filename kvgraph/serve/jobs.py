@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvgraph.runtime.sampling_params import SamplingParams
-from kvgraph.serve.answers import Spelling
+from kvgraph.serve.answers import Spelling, usage_of
 from kvgraph.serve.errors import ServeError
+from kvgraph.serve.generation import Generation
 from kvgraph.serve.tools import Tools
 
 
@@ -42,6 +43,8 @@ class Job:
     drops_output: bool = False
     """Whether only the prompt was asked for."""
     tools: Tools | None = None
+    counts_in_frames: bool = False
+    """Whether each frame of a stream tells the usage so far."""
     texts: Sequence[Any] = ()
     """What was given, for the log."""
     id: str = field(init=False)
@@ -54,16 +57,37 @@ class Job:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def require_output_room(prompt: Sequence[int], wanted: int | None, longest: int) -> int:
-    """Tokens to generate behind `prompt`: `wanted`, or all that fit. ServeError with both numbers
-    where they never do."""
+def usage_so_far(job: Job, generation: Generation) -> dict[str, object]:
+    """What a frame of a stream carries too, where it is asked for."""
+    if not job.counts_in_frames:
+        return {}
+    return {"usage": usage_of(generation, drops_output=job.drops_output)}
+
+
+def require_output_room(
+    prompt: Sequence[int],
+    wanted: int | None,
+    longest: int,
+    *,
+    prompt_field: str = "prompt",
+    limit_field: str = "max_tokens",
+) -> int:
+    """Tokens to generate behind `prompt`: `wanted`, or all that fit.
+
+    ServeError with both numbers where they never do, about `prompt_field` or `limit_field`,
+    whichever is too much.
+    """
+    if wanted is not None and wanted < 1:
+        raise ServeError(400, f"{limit_field}: expected >= 1, got {wanted}", param=limit_field)
     room = longest - len(prompt)
     if room < 1 or (wanted is not None and wanted > room):
+        param = prompt_field if room < 1 else limit_field
         asked = f" and {wanted} of output" if wanted is not None else ""
         raise ServeError(
             400,
-            f"prompt: expected at most {longest} tokens with the output (this server's longest "
-            f"context), got {len(prompt)} of prompt{asked}",
-            param="prompt" if room < 1 else "max_tokens",
+            f"{param}: expected at most {longest} tokens of prompt and output together (the "
+            f"maximum context length), got {len(prompt)} of prompt{asked}",
+            param=param,
+            code="context_length_exceeded",
         )
     return room if wanted is None else wanted

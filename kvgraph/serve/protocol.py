@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -18,6 +18,7 @@ from kvgraph.errors import RequestError
 from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
 from kvgraph.serve.errors import ServeError
+from kvgraph.serve.shapes import Parts, Shape, StructuredOutputs, shape_of_choice
 
 Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -28,6 +29,7 @@ Stops = str | Annotated[list[str], Meta(max_length=16)]
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's
     include_obfuscation: Ignored = None
 
 
@@ -58,6 +60,8 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     guided_json: str | JsonObject | bool | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     # OpenAI's, without effect here
     user: Ignored = None
     metadata: Ignored = None
@@ -66,10 +70,22 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    prediction: Ignored = None
+    # OpenAI's, which would change the answer: null alone is taken
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    moderation: None = None
+    web_search_options: None = None
 
     @property
     def num_each(self) -> int:
         return self.n or 1
+
+    @property
+    def counts_in_frames(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
@@ -115,11 +131,11 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     tools: list[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
     # OpenAI's, without effect here
     parallel_tool_calls: Ignored = None
-    modalities: Ignored = None
-    reasoning_effort: Ignored = None
     verbosity: Ignored = None
 
     def schema(self) -> JsonObject | None:
@@ -132,7 +148,7 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         named = given.get("json_schema") if given.get("type") == "json_schema" else None
         schema = named.get("schema") if isinstance(named, dict) else None
         if isinstance(schema, dict):
-            return schema
+            return schema or {"type": "object"}
         raise ServeError(
             400,
             "response_format: expected type text, json_object, or json_schema with a schema, "
@@ -140,8 +156,29 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
             param="response_format",
         )
 
+    def template_variables(self) -> JsonObject | None:
+        """`chat_template_kwargs`, with `reasoning_effort` where they do not have it."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        return {"reasoning_effort": self.reasoning_effort} | (self.chat_template_kwargs or {})
 
-REQUEST_FIELDS = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+    def require_supported(self) -> None:
+        """ServeError of what is OpenAI's and not here."""
+        others = [kind for kind in self.modalities or () if kind != "text"]
+        if others:
+            sentence = f"modalities: expected text alone, got {brief(others[0])}"
+            raise ServeError(400, sentence, param="modalities")
+        if self.top_logprobs and not self.logprobs:
+            got = "false" if self.logprobs is False else "none"
+            sentence = f"top_logprobs: expected logprobs: true next to it, got {got}"
+            raise ServeError(400, sentence, param="top_logprobs")
+
+
+REQUEST_FIELDS = {
+    *CompletionRequest.__struct_fields__,
+    *ChatRequest.__struct_fields__,
+    *[f"structured_outputs.{name}" for name in StructuredOutputs.__struct_fields__],
+}
 """Names that a client may have sent: an error's `param` is one of them."""
 
 
@@ -151,7 +188,11 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     model: str = ""
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    return_token_strs: Ignored = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    chat_template_kwargs: JsonObject | None = None
+    reasoning_effort: str | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -161,31 +202,36 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
 
 Body = TypeVar("Body")
 
+NEWER = {
+    "functions": "; `tools` is its newer name",
+    "function_call": "; `tool_choice` is its newer name",
+}
+"""What a refusal of one of OpenAI's old fields says too."""
+
 
 def decoded(body: bytes, kind: type[Body]) -> Body:
     """The body of a request, whose types are those of `kind`; a ServeError names what is not."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise ServeError(400, f"body: {error}", param=_field(str(error))) from error
+        field = _field(str(error))
+        hint = NEWER.get(field or "", "")
+        raise ServeError(400, f"body: {error}{hint}", param=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ServeError(400, f"body: expected JSON, got what is none: {error}") from error
     except RecursionError as error:
         raise ServeError(400, "body: expected JSON that nests less deeply") from error
 
 
-class Shape(NamedTuple):
-    """What a text must be, and the field of the request that says so."""
-
-    field: str
-    schema: JsonObject
-
-
 @dataclass(frozen=True, slots=True)
 class ShapedParams(SamplingParams):
-    """SamplingParams whose `guided_json` is what field `origin` of a request says."""
+    """SamplingParams whose grammar is what field `origin` of a request says, or several fields.
 
-    origin: str = "guided_json"
+    `parts`: as of a Shape. Without an `origin` the grammar is under its own name.
+    """
+
+    origin: str = ""
+    parts: Parts = ()
 
 
 def sampling_of(
@@ -196,7 +242,10 @@ def sampling_of(
     prompt_logprobs: int | None,
     shape: Shape | None = None,
 ) -> SamplingParams:
-    """ServeError where a value is out of its range, or `shape` and a `guided_*` field are given."""
+    """ServeError where a value is out of its range, or two fields say what the text must be.
+
+    `shape`: what a field of chats alone says.
+    """
     given: JsonObject = {
         "max_tokens": max_tokens,
         "temperature": 1.0 if request.temperature is None else request.temperature,
@@ -210,29 +259,43 @@ def sampling_of(
         given["top_k"] = 0
     if request.logit_bias is not None:
         given["logit_bias"] = {_token_id(name): by for name, by in request.logit_bias.items()}
-    origin = "guided_json"
-    if shape is not None:
-        for name in KINDS:
-            if name in given:
-                sentence = f"{name}: expected none together with {shape.field}, got one"
-                raise ServeError(400, sentence, param=name)
-        origin, given["guided_json"] = shape
+    shape = _only_shape(request, shape)
     try:
-        return ShapedParams(**given, origin=origin)
+        if shape is None:
+            return ShapedParams(**given)
+        given[shape.kind] = shape.value
+        return ShapedParams(**given, origin=shape.origin, parts=shape.checked_parts())
     except RequestError as error:
-        raise refusal(error, origin) from error
+        raise refusal(error, shape.origin if shape else "") from error
 
 
-def refusal(error: Exception, origin: str = "guided_json") -> ServeError:
+def _only_shape(request: Sampled, shape: Shape | None) -> Shape | None:
+    """What is not under a name that SamplingParams has. ServeError for two fields that say it."""
+    fields = (*KINDS, "guided_choice", "structured_outputs")
+    given = [name for name in fields if getattr(request, name) is not None]
+    if shape is None and request.structured_outputs is not None:
+        shape = request.structured_outputs.shape()
+        given.remove("structured_outputs")
+    elif shape is None and request.guided_choice is not None:
+        shape = shape_of_choice("guided_choice", request.guided_choice)
+        given.remove("guided_choice")
+    if shape is not None and given:
+        sentence = f"{given[0]}: expected none together with {shape.field}, got one"
+        raise ServeError(400, sentence, param=given[0])
+    return shape
+
+
+def refusal(error: Exception, origin: str = "") -> ServeError:
     """What the runtime refuses, under the names of the request's own fields.
 
-    `origin`: the field that `guided_json` is of.
+    `origin`: the field, or fields, that the grammar is of, unless it has a name of SamplingParams.
     """
     message = str(error)
     for name, own in ALIASES.items():
         message = message.replace(own, name)
-    if message.startswith("guided_json:"):
-        message = message.replace("guided_json", origin, 1)
+    kind, found, rest = message.partition(":")
+    if origin and kind in KINDS:
+        message = f"{origin}{found}{rest}"
     head = re.split("[:,]", message, maxsplit=1)[0]
     known = head.partition("[")[0] in REQUEST_FIELDS
     return ServeError(400, message, param=head if known else None)

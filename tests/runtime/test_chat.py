@@ -53,6 +53,12 @@ def test_the_template_alone_writes_the_first_token(engine: Engine) -> None:
     assert (tokens[0], tokens.count(BOS)) == (BOS, 1)
 
 
+def test_a_developer_says_what_a_system_does(engine: Engine) -> None:
+    chat = [CHAT[0] | {"role": "developer"}, *CHAT[1:]]
+    assert engine.apply_chat_template(chat) == engine.apply_chat_template(CHAT)
+    assert engine.chat(chat, greedy(4)).token_ids == engine.chat(CHAT, greedy(4)).token_ids
+
+
 def test_chat_is_generate_behind_the_template(engine: Engine) -> None:
     prompt = engine.apply_chat_template(CHAT)
     done = engine.chat(CHAT, greedy(20))

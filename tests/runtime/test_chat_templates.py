@@ -141,6 +141,34 @@ def test_arguments_in_json_are_rendered_as_objects(tmp_path: Path) -> None:
     assert isinstance(function["arguments"], str)
 
 
+def test_a_developer_is_the_system_where_a_template_names_none(tmp_path: Path) -> None:
+    """Else many templates drop the message without a word."""
+    shown = "{% for message in messages if message.role != 'tool' %}{{ message.role }} {% endfor %}"
+    only_system = shown.replace("!= 'tool'", "== 'system'")
+    chat: list[Message] = [{"role": "developer", "content": [{"type": "text", "text": "s"}]}, USER]
+    assert saved(only_system, tmp_path / "system").render(chat) == "system "
+    assert saved(shown, tmp_path / "any").render(chat) == "system user "
+    named = shown + "{% if 'developer' == '' %}{% endif %}"
+    assert saved(named, tmp_path / "named").render(chat) == "developer user "
+    prose = shown + "{{ 'for developers' }}"
+    assert saved(prose, tmp_path / "prose").render(chat) == "system user for developers"
+    assert chat[0]["role"] == "developer"
+
+
+def test_an_empty_list_of_calls_is_none(tmp_path: Path) -> None:
+    """Templates ask whether there is a list, and refuse one without a single call."""
+    source = (
+        "{% for message in messages %}{% if 'tool_calls' in message %}"
+        "{{ raise_exception('one call at once') }}{% endif %}{{ message.content }}{% endfor %}"
+    )
+    chat = [ASSISTANT | {"tool_calls": []}]
+    ours = saved(source, tmp_path)
+    assert ours.render(chat) == ASSISTANT["content"]
+    assert chat[0]["tool_calls"] == []
+    with pytest.raises(RequestError, match=r"messages\[0\].content: expected text or a list of"):
+        ours.render([{"role": "assistant", "content": None, "tool_calls": []}])
+
+
 @pytest.mark.parametrize(
     "given",
     [

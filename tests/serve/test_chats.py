@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvgraph import Engine, SamplingParams
+from kvgraph.serve import chats
+from kvgraph.serve.protocol import ChatRequest
+from kvgraph.serve.tools import Tools
 from tests.serve.running import Server, answered
 
 PATH = "/v1/chat/completions"
@@ -58,6 +63,18 @@ def test_a_stream_is_the_whole_answer(server: Server, fields: dict[str, Any]) ->
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
+def test_frames_tell_the_usage_so_far(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    frames = server.events(PATH, {**BODY, "stream_options": options})
+    counts = [frame["usage"]["completion_tokens"] for frame in frames]
+    assert counts == sorted(counts)
+    assert counts[0] == 0  # the role
+    assert counts[-2:] == [12, 12]
+    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {
+        frames[-1]["usage"]["prompt_tokens"]
+    }
+
+
 def test_logprobs(server: Server) -> None:
     choice = answered(server.post(PATH, {**BODY, "logprobs": True, "top_logprobs": 2}))["choices"]
     content = choice[0]["logprobs"]["content"]
@@ -83,6 +100,41 @@ def test_without_a_limit_it_has_all_room_that_is_left(server: Server, engine: En
     assert usage["total_tokens"] == engine.model.max_seq_len
 
 
+def test_a_developer_and_a_turn_without_calls(server: Server, engine: Engine) -> None:
+    messages = [
+        {"role": "developer", "content": "You answer in one sentence."},
+        MESSAGES[1],
+        {"role": "assistant", "content": "It binds.", "tool_calls": []},
+        MESSAGES[1],
+    ]
+    plain = [MESSAGES[0], MESSAGES[1], {"role": "assistant", "content": "It binds."}, MESSAGES[1]]
+    answer = answered(server.post(PATH, {**BODY, "messages": messages}))
+    done = engine.chat(plain, SamplingParams(max_tokens=12))
+    assert answer["choices"][0]["message"]["content"] == done.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}},
+            {"reasoning_effort": "low", "a": 1},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            {"reasoning_effort": "high"},
+        ),
+    ],
+)
+def test_an_effort_is_a_variable_of_the_template(
+    fields: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    given = ChatRequest(messages=MESSAGES, **fields)
+    assert rendered(given)["chat_template_kwargs"] == expected
+
+
 def test_parts_of_text_are_text(server: Server, engine: Engine) -> None:
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " it?"}]
     messages = [{"role": "user", "content": parts}]
@@ -90,3 +142,17 @@ def test_parts_of_text_are_text(server: Server, engine: Engine) -> None:
     assert answer["choices"][0]["message"]["content"] == (
         engine.chat(messages, SamplingParams(max_tokens=12)).text
     )
+
+
+def rendered(given: ChatRequest) -> dict[str, Any]:
+    """The keywords with which its messages are rendered."""
+    seen: dict[str, Any] = {}
+
+    def apply_chat_template(messages: Any, **fields: Any) -> list[int]:
+        seen.update(fields)
+        return []
+
+    prompts = SimpleNamespace(apply_chat_template=apply_chat_template)
+    served: Any = SimpleNamespace(prompts=prompts)
+    asyncio.run(chats._rendered(served, given, Tools(given)))
+    return seen

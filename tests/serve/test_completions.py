@@ -107,6 +107,24 @@ def test_a_stream_is_the_whole_answer(server: Server, fields: dict[str, Any]) ->
     assert len({frame["id"] for frame in [*frames, last]}) == 1
 
 
+@pytest.mark.parametrize("asks", [True, False, None])
+@pytest.mark.parametrize("told", [True, False, None])
+def test_frames_tell_the_usage_so_far(server: Server, told: bool | None, asks: bool | None) -> None:
+    options = {"include_usage": asks, "continuous_usage_stats": told}
+    body = {"prompt": [PROMPT, "The"], "n": 2, **GREEDY, "stream_options": options}
+    frames = server.events("/v1/completions", body)
+    usages = [frame["usage"] for frame in frames if frame["choices"] and "usage" in frame]
+    assert len(usages) == (sum(bool(frame["choices"]) for frame in frames) if told else 0)
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    if told:
+        assert counts[0] > 0
+        assert usages[-1]["total_tokens"] == 48 + usages[0]["prompt_tokens"]
+    assert [frame["usage"] for frame in frames if not frame["choices"]] == (
+        [frames[-1]["usage"]] if asks else []
+    )
+
+
 def test_prompts_have_their_own_answers(server: Server, engine: Engine) -> None:
     prompts = ["The", PROMPT, "An import"]
     ids = [engine.tokenize(prompt) for prompt in prompts]
@@ -177,6 +195,8 @@ def assert_offsets(choice: dict[str, Any]) -> None:
 def test_what_is_ignored_changes_nothing(server: Server) -> None:
     plain = server.complete(PROMPT)["choices"]
     extra = {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "n": 1}
+    extra |= {"prompt_cache_options": {"mode": "explicit"}, "prediction": {"type": "content"}}
+    extra |= {"audio": None, "functions": None, "moderation": None, "web_search_options": None}
     assert server.complete(PROMPT, **extra, best_of=1, logit_bias={}, top_k=-1)["choices"] == plain
 
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tests.serve.running import Server, refusal, serving
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
+STREAM_OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "prompt": "The", "model": "", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1,
-        "seed": 1, "stop": ["x"], "stream": False, "stream_options": {"include_usage": True},
+        "seed": 1, "stop": ["x"], "stream": False, "stream_options": STREAM_OPTIONS,
         "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "echo": True,
         "logprobs": 1, "best_of": 1, "suffix": "", "top_k": 5, "min_p": 0.1, "min_tokens": 1,
         "ignore_eos": True, "repetition_penalty": 1.1, "stop_token_ids": [5], "cache_salt": "a",
@@ -31,9 +32,16 @@ VALID: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {}, "add_generation_prompt": True, "metadata": {},
         "stop_token_ids": [5], "seed": 1, "logit_bias": {"5": 1}, "stop": "x",
     },
-    "/tokenize": {"prompt": "The", "add_special_tokens": True},
+    "/tokenize": {"prompt": "The", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6], "model": ""},
 }  # fmt: skip
+
+GUIDED = {
+    "guided_json": True,
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "structured_outputs": {"choice": ["a"]},
+}
 
 SCALARS = (
     st.none()
@@ -56,7 +64,7 @@ JSON = st.recursive(
 
 def replaced(path: str) -> st.SearchStrategy[bytes]:
     """A request that is valid but for one field, which may be another one's name."""
-    fields = VALID[path] | {"guided_json": True, "guided_regex": "a", "unknown": 0}
+    fields = VALID[path] | GUIDED | {"unknown": 0}
     changes = [
         (like(value) | JSON).map(lambda value, name=name: {name: value})
         for name, value in fields.items()

@@ -40,12 +40,17 @@ class Scripted:
 Parts = tuple[Scripted, Admission, Generation]
 
 
-@pytest.fixture
-def parts(engine: Engine) -> Parts:
-    facts, stats, runner = facts_of(engine), engine.stats(), Scripted()
+def generation_of(engine: Engine, runner: Scripted) -> tuple[Admission, Generation]:
+    facts, stats = facts_of(engine), engine.stats()
     admission = Admission(facts, ServeOptions(), lambda: Load(stats))
     metrics = Metrics("kvgraph:", "tiny", facts, lambda: stats)
-    return runner, admission, Generation(runner, admission, metrics)
+    return admission, Generation(runner, admission, metrics)
+
+
+@pytest.fixture
+def parts(engine: Engine) -> Parts:
+    runner = Scripted()
+    return runner, *generation_of(engine, runner)
 
 
 def counts(admission: Admission) -> tuple[int, int, int]:
@@ -100,3 +105,92 @@ def test_an_engine_that_has_ended_says_so(parts: Parts) -> None:
         assert counts(admission) == (0, 0, 0)
 
     asyncio.run(main())
+
+
+class Slow(Scripted):
+    """Takes a prompt once `most` of them are on their way; refuses `bad`, the token."""
+
+    def __init__(self, most: int, bad: int | None = None) -> None:
+        super().__init__()
+        self.num_coming = self.num_left = 0
+        self._most, self._bad = most, bad
+        self._all = asyncio.Event()
+
+    async def submit(self, prompt: Sequence[int], *given: object, **named: Any) -> Any:
+        self.num_coming += 1
+        if self.num_coming == self._most:
+            self._all.set()
+        try:
+            await self._all.wait()
+            for _ in range(9 - prompt[0]):  # the later ones come first
+                await asyncio.sleep(0)
+            if prompt[0] == self._bad:
+                raise RequestError("prompt: expected another token")
+            return await super().submit(prompt, *given, **named)
+        except BaseException:
+            self.num_left += 1
+            raise
+
+
+PROMPTS = [[5, 6], [6], [7]]
+BOTH = [SamplingParams()] * 2
+
+
+def test_prompts_of_a_request_wait_for_no_other(engine: Engine) -> None:
+    runner = Slow(len(PROMPTS))
+    admission, generation = generation_of(engine, runner)
+
+    async def main() -> None:
+        starting = asyncio.ensure_future(generation.start(PROMPTS, BOTH, b"", 100))
+        await asyncio.sleep(0)
+        assert counts(admission) == (6, 6, 8), "all are in the queue, taken or not"
+        await asyncio.wait_for(starting, 60)
+        assert counts(admission) == (6, 6, 8)
+        assert [choice.index for choice in generation.choices] == list(range(6))
+        placed = [choice.prompt for choice in generation.choices]
+        assert placed == [prompt for prompt in PROMPTS for _ in BOTH]
+        generation.close()
+        assert counts(admission) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("bad", [5, 6, 7])
+def test_a_prompt_that_is_refused_leaves_no_other_behind(engine: Engine, bad: int) -> None:
+    runner = Slow(len(PROMPTS), bad)
+    admission, generation = generation_of(engine, runner)
+
+    async def main() -> None:
+        with pytest.raises(ServeError, match="expected another token") as refused:
+            await asyncio.wait_for(generation.start(PROMPTS, BOTH, b"", 100), 60)
+        assert refused.value.status == 400
+        require_nothing_left(runner, admission, generation)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("most", [len(PROMPTS), 100], ids=["some taken", "none taken"])
+def test_who_leaves_while_prompts_are_handed_over(engine: Engine, most: int) -> None:
+    runner = Slow(most)
+    admission, generation = generation_of(engine, runner)
+
+    async def main() -> None:
+        starting = asyncio.ensure_future(generation.start(PROMPTS, BOTH, b"", 100))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        assert not starting.done()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert bool(runner.streams) == (most < 100)
+        require_nothing_left(runner, admission, generation)
+
+    asyncio.run(main())
+
+
+def require_nothing_left(runner: Slow, admission: Admission, generation: Generation) -> None:
+    assert counts(admission) == (0, 0, 0)
+    assert runner.num_coming == len(runner.streams) + runner.num_left
+    assert all(stream.has_ended for stream in runner.streams), "they are cancelled"
+    assert len(generation.choices) == len(runner.streams)
+    assert len(asyncio.all_tasks()) == 1

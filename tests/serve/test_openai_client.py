@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvgraph import Engine, SamplingParams
+from kvgraph.serve.protocol import ChatRequest, CompletionRequest
 from tests.serve.running import SECONDS, Server, serving
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
@@ -26,6 +27,18 @@ def client_of(server: Server, key: str = "none") -> Any:
 def client(server: Server) -> Iterator[Any]:
     with client_of(server) as client:
         yield client
+
+
+def test_no_field_of_the_client_is_unknown() -> None:
+    """A new one is taken without effect, or has a sentence."""
+    from openai.types import completion_create_params as texts
+    from openai.types.chat import completion_create_params as chats
+
+    for theirs, ours in (
+        (texts.CompletionCreateParamsBase, CompletionRequest),
+        (chats.CompletionCreateParamsBase, ChatRequest),
+    ):
+        assert set(theirs.__annotations__) <= set(ours.__struct_fields__)
 
 
 def test_completions(client: Any, engine: Engine) -> None:
@@ -91,6 +104,7 @@ def test_errors_have_their_classes(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="at most 2048 tokens") as refused:
         client.completions.create(prompt=PROMPT, **{**GREEDY, "max_tokens": 9999})
     assert refused.value.param == "max_tokens"
+    assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="role"):
         client.chat.completions.create(messages=[{"role": "robot", "content": "Hi"}], **GREEDY)
     with pytest.raises(openai.NotFoundError):

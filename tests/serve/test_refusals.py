@@ -7,10 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.running import Server, frames, refusal
+from tests.serve.running import Server, answered, frames, refusal
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 NESTED = "[" * 100_000 + "]" * 100_000
+TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ NESTED = "[" * 100_000 + "]" * 100_000
         ({"max_tokens": True}, "got `bool`", "max_tokens"),
         ({"max_tokens": -1}, "Expected `int` >= 0", "max_tokens"),
         ({"max_tokens": 0}, "expected at least 1 without echo, got 0", "max_tokens"),
-        ({"max_tokens": 3000}, "at most 2048 tokens with the output", "max_tokens"),
+        ({"max_tokens": 3000}, "at most 2048 tokens of prompt and output", "max_tokens"),
         ({"prompt": "is " * 3000}, "got 3002 of prompt and 4 of output", "prompt"),
         ({"prompt": ""}, "expected a prompt, got an empty one", "prompt"),
         ({"prompt": []}, "expected a prompt, got an empty one", "prompt"),
@@ -66,20 +67,67 @@ def test_a_completion_that_cannot_be(
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected text"),
         ({"messages": "Hi"}, "Expected `array`, got `str`"),
         ({"max_tokens": 0}, "max_tokens: expected >= 1, got 0"),
-        ({"max_completion_tokens": 0, "max_tokens": 4}, "max_tokens: expected >= 1, got 0"),
+        ({"max_completion_tokens": 0, "max_tokens": 4}, "max_completion_tokens: expected >= 1"),
         ({"logprobs": 3}, "Expected `bool | null`, got `int`"),
         ({"response_format": {"type": "xml"}}, "response_format: expected type text"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"top_logprobs": 2}, "top_logprobs: expected logprobs: true next to it, got none"),
+        (
+            {"top_logprobs": 2, "logprobs": False},
+            "top_logprobs: expected logprobs: true next to it, got false",
+        ),
+        ({"modalities": ["text", "audio"]}, "modalities: expected text alone, got 'audio'"),
+        ({"modalities": "audio"}, "Expected `array | null`, got `str`"),
+        ({"reasoning_effort": 3}, "Expected `str | null`, got `int`"),
         ({"prompt": "The"}, "unknown field `prompt`"),
+        ({"functions": []}, "got `array` - at `$.functions`; `tools` is its newer name"),
+        ({"function_call": "auto"}, "`tool_choice` is its newer name"),
+        ({"audio": {"voice": "x"}}, "Expected `null`, got `object` - at `$.audio`"),
+        ({"moderation": {}}, "Expected `null`, got `object` - at `$.moderation`"),
+        ({"web_search_options": {}}, "got `object` - at `$.web_search_options`"),
     ],
 )
 def test_a_chat_that_cannot_be(server: Server, fields: dict[str, Any], sentence: str) -> None:
     body = {"messages": MESSAGES, "max_tokens": 4, **fields}
     answer = server.post("/v1/chat/completions", body)
     assert sentence in refusal(answer, 400)
+    assert answer.json()["error"]["code"] is None
     head, is_said, _ = sentence.partition(":")
     if is_said:
         assert answer.json()["error"]["param"] == head
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (TEXTS, {"prompt": "is " * 3000}, "prompt"),
+        (TEXTS, {"prompt": "The", "max_tokens": 3000}, "max_tokens"),
+        (CHATS, {"messages": [{"role": "user", "content": "is " * 3000}]}, "messages"),
+        (CHATS, {"messages": MESSAGES, "max_tokens": 3000}, "max_tokens"),
+        (
+            CHATS,
+            {"messages": MESSAGES, "max_completion_tokens": 3000, "max_tokens": 4},
+            "max_completion_tokens",
+        ),
+    ],
+)
+def test_what_is_longer_than_the_context_has_a_code(
+    server: Server, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = server.post(path, fields)
+    sentence = refusal(answer, 400)
+    assert sentence.startswith(f"{param}: expected at most 2048 tokens")
+    assert "maximum context length" in sentence
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+def test_fields_without_effect(server: Server) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    more = {"parallel_tool_calls": False, "verbosity": "low", "modalities": ["text"]}
+    whole = body | more | {"top_logprobs": 0, "reasoning_effort": "low"}
+    one, other = [answered(server.post("/v1/chat/completions", each)) for each in (body, whole)]
+    assert one["choices"] == other["choices"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -124,6 +172,22 @@ def test_paths_and_methods(server: Server) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         assert "GET" in refusal(server.client.get(path), 405)
     assert "POST" in refusal(server.post("/v1/models", {}), 405)
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [(TEXTS, {"POST"}), ("/v1/models", {"GET", "HEAD"}), ("/", {"GET", "HEAD"})],
+)
+def test_a_path_tells_its_methods(server: Server, path: str, methods: set[str]) -> None:
+    refused, asked = (server.client.request(name, path) for name in ("DELETE", "OPTIONS"))
+    refusal(refused, 405)
+    assert (asked.status_code, asked.content) == (204, b"")
+    for answer in (refused, asked):
+        assert set(answer.headers["allow"].split(", ")) == {*methods, "OPTIONS"}
+    head = server.client.head(path)
+    assert (head.status_code, head.content) == (200 if "GET" in methods else 405, b"")
+    if "GET" in methods:
+        assert head.headers["content-length"] == str(len(server.client.get(path).content))
 
 
 def test_a_refused_request_harms_no_other_one(server: Server) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +18,8 @@ from kvgraph import Engine
 from tests.serve.running import Server, answered, refusal, serving
 
 TEXT = "The import statement — naïvely"
+HI = {"role": "user", "content": "Hi"}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 POSTED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
@@ -42,6 +45,16 @@ def test_tokens_of_a_text_and_back(server: Server, engine: Engine) -> None:
     assert plain["tokens"] == engine.tokenize(TEXT, special_tokens=False)
     for tokens, text in ((ids, "<s>" + TEXT), (plain["tokens"], TEXT), ([], "")):
         assert answered(server.post("/detokenize", {"tokens": tokens})) == {"prompt": text}
+
+
+def test_tokens_as_they_read(server: Server) -> None:
+    found = answered(server.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}))
+    assert len(found["token_strs"]) == found["count"]
+    for token, text in zip(found["tokens"], found["token_strs"], strict=True):
+        assert answered(server.post("/detokenize", {"tokens": [token]})) == {"prompt": text}
+    for asks in (False, None):
+        body = {"prompt": TEXT, "return_token_strs": asks}
+        assert "token_strs" not in answered(server.post("/tokenize", body))
 
 
 OFFERS = {
@@ -85,12 +98,22 @@ def test_a_packet_of_line_breaks_does_not_stop_the_server(server: Server) -> Non
 
 
 def test_tokens_of_messages(server: Server, engine: Engine) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
+    messages = [HI]
     for asks in (True, False):
         body = {"messages": messages, "add_generation_prompt": asks}
         assert answered(server.post("/tokenize", body))["tokens"] == (
             engine.apply_chat_template(messages, add_generation_prompt=asks)
         )
+
+
+def test_tokens_of_a_chat_with_tools(server: Server, engine: Engine) -> None:
+    messages = [HI]
+    more: Any = {"tools": [CLOCK], "chat_template_kwargs": {"date": "today"}}
+    body = {"messages": messages, **more}
+    found = answered(server.post("/tokenize", body | {"reasoning_effort": "low"}))
+    assert found["tokens"] == engine.apply_chat_template(messages, **more)
+    usage = answered(server.post("/v1/chat/completions", {**body, "max_tokens": 1}))["usage"]
+    assert found["count"] == usage["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +123,11 @@ def test_tokens_of_messages(server: Server, engine: Engine) -> None:
         ("/tokenize", {"prompt": "a", "messages": []}, "expected one of prompt and messages"),
         ("/tokenize", {"messages": [{}]}, "messages[0].role: expected text"),
         ("/tokenize", {"text": "a"}, "unknown field `text`"),
+        ("/tokenize", {"prompt": "a", "reasoning_effort": "low"}, "expected messages next to it"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools: expected messages next to it"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, "expected messages next to it"),
+        ("/tokenize", {"messages": [HI], "tools": [{}]}, "tools: expected"),
+        ("/tokenize", {"messages": [HI], "tool_choice": "required"}, "tool_choice: expected"),
         ("/detokenize", {"tokens": [2048]}, "expected token ids in [0, 2048), got 2048"),
         ("/detokenize", {"tokens": [-1]}, "Expected `int` >= 0"),
         ("/detokenize", {"tokens": ["a"]}, "Expected `int`, got `str`"),

@@ -13,9 +13,11 @@ if TYPE_CHECKING:  # a peer's interpreter has no kvgraph
     from kvgraph.contract.plain import JsonObject
 
 NEEDS = {"llama_cpp": "llama-cpp-python"}
+UBATCH = 512
+"""llama.cpp's own default: tokens of a batch that it computes at once."""
+
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 KINDS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
-CHUNK = 2048
 
 
 def prepare(job: JsonObject) -> None:
@@ -41,7 +43,8 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
     vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = sum(job["rows"])
-    params.n_batch, params.n_ubatch = CHUNK, 512
+    chunk = max(job["step_tokens"], len(job["rows"]))
+    params.n_batch, params.n_ubatch = chunk, min(chunk, UBATCH)
     params.n_seq_max = len(job["rows"])
     params.n_threads = params.n_threads_batch = job["threads"]
     params.kv_unified = True
@@ -67,16 +70,17 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
         return chosen
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        batch = llama_cpp.llama_batch_init(CHUNK, 0, 1)
+        # The cells alone: to write zeros over the whole cache is no part of an answer.
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+        batch = llama_cpp.llama_batch_init(chunk, 0, 1)
         entries = [
             (token, position, row, position == len(prompt) - 1)
             for row, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
         ]
         last: dict[int, int] = {}
-        for start in range(0, len(entries), CHUNK):
-            last |= decode(entries[start : start + CHUNK], batch)
+        for start in range(0, len(entries), chunk):
+            last |= decode(entries[start : start + chunk], batch)
         new = [[last[row]] for row in range(len(prompts))]
         for step in range(new_tokens - 1):
             last = decode(
@@ -90,7 +94,7 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
 
     about = {
         "versions": {"llama-cpp-python": llama_cpp.__version__},
-        "settings": f"{KINDS[job['precision']]}, one batch a step, unified cache",
+        "settings": f"{KINDS[job['precision']]}, batches of at most {chunk} tokens, unified cache",
         "pool_dtype": "float16",
         "model_bytes": path.stat().st_size,
     }

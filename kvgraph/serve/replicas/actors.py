@@ -50,7 +50,7 @@ class EngineReplica:
             return pause
 
         name = str(serve.get_replica_context().replica_id.unique_id)
-        self._host = EngineHost(name, send, role)
+        self._host = EngineHost(name, send, lambda: index.forget.remote(name), role)
         await self._host.start(make)
         keep_heap()
 
@@ -63,7 +63,7 @@ class EngineReplica:
             yield message
 
     def check_health(self) -> None:
-        """Ray asks every ten seconds, and replaces a replica that raises."""
+        """Ray asks every two seconds, and replaces a replica that raises three times."""
         self._host.require_running()
 
     async def committed(self) -> tuple[str, list[bytes]]:
@@ -154,9 +154,16 @@ class FleetService(Service):
             await asyncio.sleep(LOOK_SECONDS)
             with suppress(RayError):
                 await self._look()
-                if not self.is_draining and await self._index.is_draining.remote():
-                    self.is_draining = True
-                    self._tasks["drain"] = asyncio.create_task(self._drain())
+                await self._follow_drain()
+
+    async def _follow_drain(self) -> None:
+        """The index is told of its end with each look: one that is restarted has forgotten it."""
+        if self.is_draining:
+            if self._tasks["drain"].done():
+                await self._index.end_drain.remote()
+        elif await self._index.is_draining.remote():
+            self.is_draining = True
+            self._tasks["drain"] = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         """Requests that run go on for `drain_seconds`; then they end with an error."""
@@ -180,7 +187,8 @@ class FleetService(Service):
         return self._load
 
     async def _state(self) -> dict[str, object]:
-        await self._look()
+        with suppress(RayError):  # the index is being restarted: the last numbers are shown
+            await self._look()
         load = self._last_load()
         return {**counts_of(load.stats, load), "num_shared_pages": 0, "rows": []}
 

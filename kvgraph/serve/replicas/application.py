@@ -48,6 +48,9 @@ LOOK_SECONDS = 0.5
 STOP_SECONDS = 20.0
 """For Ray's own processes to end, behind the time of requests."""
 
+ASK_SECONDS = 2.0
+"""For a cluster to be asked to end the replicas, behind a second signal."""
+
 OBJECT_STORE_BYTES = 256 << 20
 """Of a Ray that is started here; what travels is small."""
 
@@ -56,11 +59,14 @@ OBJECT_STORE_BYTES = 256 << 20
 class ReplicaOptions:
     """How many replicas there are, and what each of them takes.
 
-    `most` above `least` lets Ray add replicas as requests wait, and take them away again.
+    `most` above `least` lets Ray add replicas while there are more requests than rows, and take
+    them away again.
     """
 
     least: int
     most: int
+    rows: int
+    """Most requests that one runs at once: others wait."""
     threads: int | None = None
     """Cores of one; None: an equal share of those that Ray knows."""
     gpus: int = 0
@@ -122,6 +128,7 @@ def serve_replicas(
             write_line({"event": "ready", "model": name, "replicas": replicas.least})
             while not ending.first.wait(LOOK_SECONDS):
                 _require_ray()
+            _drain(index, options, ending)
     finally:
         _stop(index, options, ending)
 
@@ -182,14 +189,7 @@ def _application(
     threads = replicas.threads or max(1, int(share))
     make_one = partial(make, threads)
     cores = {"num_cpus": min(threads, share), "num_gpus": replicas.gpus}
-    scale: dict[str, object] = {"num_replicas": replicas.least}
-    if replicas.most > replicas.least:
-        scale = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=replicas.least, max_replicas=replicas.most
-            )
-        }
-    engines = {DECODE: _deployment(DECODE, scale, cores, options)}
+    engines = {DECODE: _deployment(DECODE, _scale(replicas), cores, options)}
     if replicas.prefill:
         fixed: dict[str, object] = {"num_replicas": replicas.prefill}
         engines[PREFILL] = _deployment(PREFILL, fixed, cores, options)
@@ -205,6 +205,17 @@ def _application(
         health_check_period_s=HEALTH_SECONDS,
     )
     return ingress.bind([engines[role].bind(index, make_one, role) for role in roles])
+
+
+def _scale(replicas: ReplicaOptions) -> dict[str, object]:
+    if replicas.most <= replicas.least:
+        return {"num_replicas": replicas.least}
+    scaling = AutoscalingConfig(
+        min_replicas=replicas.least,
+        max_replicas=replicas.most,
+        target_ongoing_requests=replicas.rows,
+    )
+    return {"autoscaling_config": scaling}
 
 
 def _deployment(
@@ -240,12 +251,13 @@ class _Ingress:
 
 def _wait_until_ready(ending: _Ending, url: str) -> bool:
     """False where a signal came first. RequestError where a replica cannot start."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy is
     while not ending.first.wait(LOOK_SECONDS):
         _require_ray()
         found = serve.status().applications.get(APPLICATION)
         if found is not None and found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise RequestError(f"--replicas: expected replicas that start, got {_why(found)}")
-        with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        with suppress(OSError), direct.open(url, timeout=5):
             return True
     return False
 
@@ -272,23 +284,30 @@ def _why(found: ApplicationStatusOverview) -> str:
     return str(found.message)
 
 
-def _stop(index: ActorHandle | None, options: ServeOptions, ending: _Ending) -> None:
-    """Requests that run end first, for as long as each deployment gives them.
+def _drain(index: ActorHandle, options: ServeOptions, ending: _Ending) -> None:
+    """Wait until no request runs: replicas that Ray is told to end take none that is on its way.
 
     A second signal, or a Ray that has died, ends the wait.
+    """
+    end = time.monotonic() + options.drain_seconds + CUT_SECONDS
+    while time.monotonic() < end and not _has_lost_ray():
+        with suppress(Exception):  # it is being restarted
+            if ray.get(index.drain.remote(), timeout=CUT_SECONDS):
+                return
+        if ending.second.wait(0.1):
+            return
+
+
+def _stop(index: ActorHandle | None, options: ServeOptions, ending: _Ending) -> None:
+    """End what this command has started. Without an index that is no more than its use of Ray.
+
+    Requests that run still (it was not ready yet) end first, for as long as each deployment gives
+    them. A second signal, or a Ray that has died, ends the wait.
     """
 
     def stop() -> None:
         if index is not None:
-            with suppress(Exception):
-                ray.get(index.drain.remote(), timeout=CUT_SECONDS)
-        with suppress(Exception):
-            serve.delete(APPLICATION)
-            if os.environ.get("RAY_ADDRESS"):
-                serve.shutdown()
-        if index is not None:
-            with suppress(Exception):
-                ray.kill(index)
+            _end_serve(index, ending)
         ray.shutdown()
 
     stopping = threading.Thread(target=stop, daemon=True)
@@ -296,9 +315,25 @@ def _stop(index: ActorHandle | None, options: ServeOptions, ending: _Ending) -> 
     longest = options.drain_seconds + CUT_SECONDS
     end = time.monotonic() + 2 * longest + CUT_SECONDS + STOP_SECONDS
     while stopping.is_alive() and time.monotonic() < end:
-        if ending.second.is_set() or _has_lost_ray():
+        if _has_lost_ray():
+            break
+        if ending.second.is_set():
+            stopping.join(ASK_SECONDS)
             break
         stopping.join(0.1)
+
+
+def _end_serve(index: ActorHandle, ending: _Ending) -> None:
+    with suppress(Exception):
+        if not ending.second.is_set():
+            ray.get(index.drain.remote(), timeout=CUT_SECONDS)
+    with suppress(Exception):  # Serve waits for a minute at most
+        serve.delete(APPLICATION)
+    with suppress(Exception):
+        if os.environ.get("RAY_ADDRESS"):
+            serve.shutdown()
+    with suppress(Exception):
+        ray.kill(index)
 
 
 def _has_lost_ray() -> bool:

@@ -28,13 +28,20 @@ class ReplicaClosedError(Exception):
 
 
 class EngineHost:
-    """Runs what ingresses ask; `name` is the replica's, `send` hands a report to the index."""
+    """Runs what ingresses ask; `name` is the replica's, `send` hands a report to the index.
+
+    `leave` is called where the engine has ended on its own: nothing is to be sent here any more.
+    """
 
     def __init__(
-        self, name: str, send: Callable[[Report], Awaitable[float | None]], role: str = DECODE
+        self,
+        name: str,
+        send: Callable[[Report], Awaitable[float | None]],
+        leave: Callable[[], object],
+        role: str = DECODE,
     ) -> None:
         self.name, self.role = name, role
-        self._send = send
+        self._send, self._leave = send, leave
         self._engine: AsyncEngine | None = None
         self._feed: Feed | None = None
         self._feeding: asyncio.Task[None] | None = None
@@ -44,6 +51,7 @@ class EngineHost:
         shared = AsyncEngine(engine)
         self._feed = Feed(self.name, self.role, engine, self._send)
         shared.after_step = self._feed.after_step
+        shared.after_failure = lambda error: self._leave()
         await shared.start()
         self._feeding = asyncio.create_task(self._feed.run(shared))
         self._engine = shared

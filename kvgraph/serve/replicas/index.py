@@ -67,7 +67,7 @@ class RoutingIndex:
         self._known: dict[str, Known] = {}
         self._turns = itertools.count(1)
         self._gone: dict[bytes, EngineStats] = {}  # epoch -> counters of an engine that is no more
-        self._is_draining = False
+        self._is_draining = self._has_drained = False
 
     # -- from replicas
 
@@ -92,8 +92,9 @@ class RoutingIndex:
             if not mask & bit:
                 known.num_pages += 1
                 table[digest] = mask | bit
-        for request in report.started:
-            known.assigned.pop(request, None)
+        for request in report.started:  # Ray may have sent it to another one than the first
+            for other in self._known.values():
+                other.assigned.pop(request, None)
         known.sequence, known.load, known.heard = report.sequence, report.load, self._clock()
         return max(LEAST_PAUSE_SECONDS, len(self._known) / MOST_REPORTS)
 
@@ -185,9 +186,19 @@ class RoutingIndex:
 
     # -- from the command
 
-    def drain(self) -> None:
-        """All of it is to end: ingresses learn it here, as Ray tells them only at the very end."""
+    def drain(self) -> bool:
+        """All of it is to end: the ingress learns it here, as Ray tells it only at the very end.
+
+        Whether the ingress has no request any more. To be asked again: the index may be restarted.
+        """
         self._is_draining = True
+        return self._has_drained
+
+    # -- from the ingress
+
+    def end_drain(self) -> None:
+        """It has no request any more, and takes none."""
+        self._has_drained = True
 
     # -- for those who look
 
@@ -200,11 +211,13 @@ class RoutingIndex:
 
     def cached(self, chain: bytes, role: str = DECODE) -> int:
         """Most pages of a prompt that a replica of the role can take from its pool."""
+        self._forget_old()
         names = [name for name, known in self._known.items() if known.role == role]
         return max(self.hits(chain, names).values(), default=0)
 
     def load(self) -> tuple[int, Load | None]:
         """How many replicas answer requests, and what they do together."""
+        self._forget_old()
         loads = [known.load for known in self._known.values() if known.role == DECODE]
         if not loads:
             return 0, None

@@ -24,7 +24,10 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
 
     @property
     def supports_rejection_protocol(self) -> bool:
-        """A replica takes all it is sent: what is too much waits, or is refused, at the ingress."""
+        """No replica is full: what is too much waits, or is refused, at the ingress.
+
+        Ray 2.60 does not read it, and asks each replica.
+        """
         return False
 
     async def choose_replicas(
@@ -32,7 +35,7 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One replica in each rank: the next is asked where the one before it is full."""
+        """One replica in each rank: the next is asked where the one before it takes no more."""
         named = {str(replica.replica_id.unique_id): replica for replica in candidate_replicas}
         order = random.sample(list(named), len(named))
         for given in [] if pending_request is None else pending_request.args[:1]:

@@ -31,7 +31,7 @@ class Local:
         self.fault: Callable[[str, Order, int], None] = lambda *given: None
 
     async def start(self, name: str, make: Callable[[], Engine]) -> EngineHost:
-        host = self.hosts[name] = EngineHost(name, self._report)
+        host = self.hosts[name] = EngineHost(name, self._report, lambda: self.index.forget(name))
         await host.start(make)
         return host
 

@@ -211,6 +211,7 @@ def test_a_replica_whose_steps_have_ended_says_that_it_is_gone(
         with pytest.raises(ReplicaClosedError):
             local.hosts["r0"].require_running()
         local.hosts["r1"].require_running()
+        assert set(local.index.queued()) == {"r1"}, "nothing is sent to the other any more"
 
     with_replicas(artifact, 2, task, num_pages=100)
 

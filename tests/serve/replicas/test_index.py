@@ -181,6 +181,17 @@ def test_a_request_that_is_routed_again_counts_once() -> None:
     assert index.queued() == {first: 0, other: 100}
 
 
+def test_a_request_that_ray_sends_to_another_rank_waits_nowhere() -> None:
+    index = RoutingIndex()
+    replicas = {name: Replica(name) for name in "ab"}
+    for replica in replicas.values():
+        replica.tell(index)
+    first, second = index.choose("q", ["a", "b"], b"", 100)
+    assert index.queued() == {first: 100, second: 0}
+    assert replicas[second].report(index, started=("q",))
+    assert index.queued() == {first: 0, second: 0}
+
+
 def test_pages_that_it_would_evict_count() -> None:
     """A full replica that shares one page is dearer than an empty one."""
     index = RoutingIndex()
@@ -221,6 +232,22 @@ def test_what_is_not_heard_of_is_forgotten() -> None:
         loud.tell(index)
     index.choose("q3", ["loud"], b"", 5)
     assert index.queued() == {"loud": 5}, "q2 was waited for long enough"
+
+
+def test_numbers_of_replicas_that_are_not_heard_of_do_not_count() -> None:
+    now = 0.0
+    index = RoutingIndex(lambda: now)
+    quiet, loud = Replica("quiet"), Replica("loud")
+    quiet.tell(index, 1, 2)
+    loud.tell(index, 1)
+    assert (index.cached(chain(1, 2)), index.load()[0]) == (2, 2)
+    now = SILENT_SECONDS + 1
+    loud.tell(index)
+    assert index.cached(chain(1, 2)) == 1
+    quiet.tell(index, 1, 2)
+    now += SILENT_SECONDS + 1
+    quiet.tell(index)
+    assert index.load()[0] == 1
 
 
 def test_numbers_of_all_replicas_together() -> None:

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
 
 from kvgraph import ArtifactError, SamplingParams
+from kvgraph.serve.errors import ServeError
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.messages import Message, Order
 from tests.serve.replicas.in_process import Local, with_replicas
@@ -140,6 +141,54 @@ def test_what_runs_longer_than_a_drain_ends_with_an_error(artifact: Path) -> Non
         assert "the server was closed" in str(tokens[-1].error)
         assert own.is_draining
         own.require_running()
+        await own.close()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_a_drain_ends_with_the_last_request(artifact: Path) -> None:
+    """The command is told, also by way of an index that was restarted meanwhile."""
+
+    async def task(local: Local) -> None:
+        handle = Handle(local.index)
+        own = service(artifact, local, handle, drain_seconds=100)
+        await own.load()
+        served = own.require_ready()
+        served.admission.enter(3)
+        assert not local.index.drain()
+        while not own.is_draining:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ServeError, match="the server takes no more requests"):
+            own.require_ready()
+        stream = await served.runner.submit([5, 6, 7], SamplingParams(max_new_tokens=4))
+        tokens = [token async for tokens in stream for token in tokens]
+        assert tokens[-1].error is None, "what runs goes on, at replicas that are there"
+        assert not local.index.drain()
+        served.admission.start(3)
+        served.admission.leave()
+        while not local.index.drain():
+            await asyncio.sleep(0.01)
+        handle._actor = local.index = type(local.index)()
+        while not local.index.drain():
+            await asyncio.sleep(0.01)
+        await own.close()
+
+    with_replicas(artifact, 1, task, num_pages=100)
+
+
+def test_the_page_shows_the_last_numbers_while_the_index_is_restarted(artifact: Path) -> None:
+    async def task(local: Local) -> None:
+        gone: list[str] = []
+
+        def before(name: str) -> None:
+            if gone:
+                raise RayActorError
+
+        own = service(artifact, local, Handle(local.index, before))
+        await own.load()
+        gone.append("index")
+        state = await own.require_ready().state()
+        assert state["num_pages"] == 100
         await own.close()
 
     with_replicas(artifact, 1, task, num_pages=100)

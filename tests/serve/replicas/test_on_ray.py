@@ -145,6 +145,9 @@ def test_a_server_of_two_replicas(artifact: Path, engine: Engine, tmp_path: Path
             stream = thread.submit(server.events, "/v1/completions", long)
             wait_for(lambda: server.state()["num_running"] == 1, "the stream does not run")
             server.terminate()
+            while (ready := server.client.get("/ready")).status_code == 200:
+                time.sleep(0.02)
+            refusal(ready, 503)
             assert stream.result()[-1]["choices"][0]["finish_reason"] == "length", "it was drained"
     assert processes() == []
 
@@ -262,6 +265,16 @@ def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application.serve, "start", late)
     with pytest.raises(RequestError, match=r"Ray Serve to start within 60 s, got GetTimeoutError"):
         application._start_serve("127.0.0.1", 0)
+
+
+@pytest.mark.slow
+def test_a_second_command_is_refused_and_the_first_goes_on(artifact: Path, tmp_path: Path) -> None:
+    with cluster(), replicas(artifact, tmp_path / "log", 1) as server:
+        text = server.complete("A for statement")["choices"][0]["text"]
+        line = refused(artifact, "--replicas", 1, "--port", 0)
+        assert "expected a cluster on which Ray Serve runs nothing, got ['kvgraph']" in line
+        assert server.complete("A for statement")["choices"][0]["text"] == text
+        assert ray.get(index().load.remote())[0] == 1
 
 
 def test_without_ray(artifact: Path, tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""What a request says its text must look like, under the names of its own fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct
+
+from kvgraph.contract.plain import JsonObject
+from kvgraph.errors import RequestError
+from kvgraph.runtime.grammars import MOST_BYTES, Grammar, require_small, schema_text
+from kvgraph.runtime.guide import is_taken
+from kvgraph.serve.errors import ServeError
+
+Parts: TypeAlias = tuple[tuple[str, str], ...]
+"""Fields of a request and their JSON schemas, which one schema joins."""
+
+
+class Shape(NamedTuple):
+    """What a text must be, and the field of the request that says so.
+
+    `kind`: the field of SamplingParams that takes `value`. `parts`: of a schema that joins those of
+    several fields, each of them.
+    """
+
+    field: str
+    value: JsonObject | str | bool
+    kind: str = "guided_json"
+    parts: tuple[tuple[str, JsonObject], ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """What an error of the value is about."""
+        return ", ".join([field for field, _ in self.parts]) or self.field
+
+    def checked_parts(self) -> Parts:
+        """RequestError names the field whose schema is refused."""
+        return tuple([(field, schema_text(field, schema)) for field, schema in self.parts])
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's: one of its fields."""
+
+    json: str | JsonObject | bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+    def shape(self) -> Shape:
+        """ServeError unless one field is given."""
+        fields = self.__struct_fields__
+        given = [name for name in fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise refused(
+                "structured_outputs", f"one of {', '.join(fields)}", ", ".join(given) or "none"
+            )
+        field = f"structured_outputs.{given[0]}"
+        if self.choice is not None:
+            return shape_of_choice(field, self.choice)
+        if self.json_object is False:
+            raise refused(field, "true", "false")
+        kind = "guided_json" if self.json_object else f"guided_{given[0]}"
+        return Shape(field, getattr(self, given[0]), kind)
+
+
+def shape_of_choice(field: str, texts: Sequence[str]) -> Shape:
+    """One of some texts, as a regular expression. ServeError where there is none."""
+    if not texts:
+        raise refused(field, "one or more texts", "none")
+    size = sum([len(text.encode(errors="surrogatepass")) + 1 for text in texts])
+    if size > MOST_BYTES:
+        raise refused(field, f"at most {MOST_BYTES} bytes of texts", str(size))
+    return Shape(field, "|".join([SPECIAL.sub(r"\\\g<0>", text) for text in texts]), "guided_regex")
+
+
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
+"""What means something in a regular expression in Rust's syntax."""
+
+
+def refused_part(parts: Parts) -> str | None:
+    """The field whose schema llguidance refuses; None where it refuses only what joins them."""
+    for field, schema in parts:
+        if not is_taken(Grammar("guided_json", schema)):
+            return field
+    return None
+
+
+def require_small_schemas(field: str, schemas: Sequence[JsonObject]) -> None:
+    """ServeError for more than one grammar may have: before anything looks through them."""
+    try:
+        require_small(field, schemas)
+    except RequestError as error:
+        raise ServeError(400, str(error), param=field) from error
+
+
+def refused(param: str, expected: str, got: str) -> ServeError:
+    return ServeError(400, f"{param}: expected {expected}, got {got}", param=param)
