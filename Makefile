@@ -6,7 +6,8 @@ VENV := .venv
 DOCS := .venv-docs
 VENDORS := .venv-vendors
 BIN := $(VENV)/bin
-# Pinned: an open torch requirement takes the newest build, which may bring gigabytes of CUDA.
+# The version that the tests ran with. On Linux the package index has its build for CUDA, gigabytes:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for CPUs.
 TORCH ?= torch==2.13.0
 # Versions that the tests ran with; empty: the newest that pyproject.toml allows.
 CONSTRAINTS ?= -c constraints.txt
@@ -18,10 +19,12 @@ BENCH := $(BIN)/python -m benchmarks
 DEMO := out/tiny-llama.kvg
 NATIVE := $(shell find plugins -type f 2>/dev/null)
 
+# Both ways to install write to one environment.
+.NOTPARALLEL:
 .PHONY: demo test test-fast test-ci test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate constraints clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.demo
 	$(BIN)/kvgraph compile examples/tiny-llama -o $(DEMO) --force
 	$(BIN)/kvgraph generate $(DEMO) "The import statement" --max-new-tokens 64
 
@@ -148,12 +151,14 @@ bench-serve: $(VENV)/.installed
 	$(BENCH).serve $(ARTIFACT) $(if $(VLLM),--vllm $(VLLM))
 
 # Editable, so that Python edits need no reinstall; native sources do.
-$(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
+$(VENV)/.installed: OF := $(EXTRAS)
+$(VENV)/.demo: OF := compile,onnx
+$(VENV)/.installed $(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvgraph needs Python 3.11 or newer, got " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --progress-bar on -q "$(TORCH)"
-	$(BIN)/pip install --progress-bar on -q $(CONSTRAINTS) -e ".[$(EXTRAS)]"
-	touch $@
+	$(BIN)/pip install --progress-bar on -q $(CONSTRAINTS) -e ".[$(OF)]"
+	touch $(VENV)/.demo $@
 
 $(DOCS)/.installed: pyproject.toml
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)

