@@ -92,12 +92,13 @@ class Generation:
         self._admission.require_room(len(each), sum([len(prompt) for prompt in each]))
         for prompt in each:  # it is in the queue while it is handed over, which may take a while
             self._admission.enter(len(prompt))
-        placing = [
-            asyncio.create_task(self._place(number * len(params), prompt, params, salt, most))
+        parts = [
+            self._place(number * len(params), prompt, params, salt, most)
             for number, prompt in enumerate(prompts)
         ]
+        placing = [asyncio.create_task(part) for part in parts] if len(parts) > 1 else []
         try:
-            await asyncio.gather(*placing)
+            await (asyncio.gather(*placing) if placing else parts[0])
         except BaseException as error:
             for task in placing:
                 task.cancel()
