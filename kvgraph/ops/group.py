@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import threading
 import weakref
 from collections.abc import Sequence
@@ -127,6 +128,10 @@ class Group:
         """The descriptor that is readable once the rank's process has ended; -1: it has none."""
         return int(self._exits[rank])
 
+    def ended(self) -> list[int]:
+        """Ranks whose process has ended, of those with a descriptor."""
+        return [rank for rank, exit in enumerate(self._exits) if exit >= 0 and is_readable(exit)]
+
     def require_whole(self) -> None:
         """RankError where a rank has failed, ended, or kept the others waiting; or the interrupt
         that ended a collective of this one."""
@@ -179,6 +184,20 @@ def entered() -> Group | None:
     """The group that the calling thread entered last."""
     group: Group | None = getattr(_entered, "group", None)
     return group
+
+
+def gone(rank: int) -> RankError:
+    """Of one whose process was found to have ended, outside of a collective."""
+    return RankError(
+        f"rank {rank}: expected it to take part, got the end of its process; start all ranks again"
+    )
+
+
+def is_readable(descriptor: int) -> bool:
+    """At once: a message, or the end of what it stands for."""
+    ready = select.poll()
+    ready.register(descriptor, select.POLLIN)
+    return bool(ready.poll(0))
 
 
 def _close(descriptors: Sequence[int]) -> None:

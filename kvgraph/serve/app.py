@@ -27,6 +27,7 @@ from kvgraph.serve.generation import Generation
 from kvgraph.serve.jobs import Job
 from kvgraph.serve.log import log_refusal, log_request
 from kvgraph.serve.protocol import (
+    OF_CHATS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -291,14 +292,11 @@ async def _tokens_of(served: Served, given: TokenizeRequest) -> list[int]:
     if given.messages is not None:
         chat = ChatRequest(
             messages=given.messages,
-            tools=given.tools,
-            tool_choice=given.tool_choice,
-            chat_template_kwargs=given.chat_template_kwargs,
-            reasoning_effort=given.reasoning_effort,
             add_generation_prompt=given.add_generation_prompt,
+            **{name: getattr(given, name) for name in OF_CHATS},
         )
         return await chat_tokens(served, chat)
-    for name in ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"):
+    for name in OF_CHATS:
         if getattr(given, name) is not None:
             raise ServeError(400, f"{name}: expected messages next to it, got a prompt", param=name)
     return await served.tokenize(given.prompt or "", given.add_special_tokens)

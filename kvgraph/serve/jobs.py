@@ -74,8 +74,8 @@ def require_output_room(
 ) -> int:
     """Tokens to generate behind `prompt`: `wanted`, or all that fit.
 
-    ServeError with both numbers where they never do, about `prompt_field` or `limit_field`,
-    whichever is too much.
+    ServeError with both numbers where they never do, about the one of `prompt_field` and
+    `limit_field` that is too much.
     """
     if wanted is not None and wanted < 1:
         raise ServeError(400, f"{limit_field}: expected >= 1, got {wanted}", param=limit_field)

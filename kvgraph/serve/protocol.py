@@ -195,6 +195,10 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
+OF_CHATS = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
+"""Fields of a TokenizeRequest that go with messages alone, as a ChatRequest has them."""
+
+
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
     tokens: TokenIds
     model: str = ""

@@ -51,6 +51,10 @@ class Tools:
         self._is_named = isinstance(choice, dict)
         self._shares = not self._forced and given.schema() is not None
         """Whether a text is guided to be a call or another one."""
+        self._begun = [
+            f"{CALL}{json.dumps(name, ensure_ascii=False)}{REST}"
+            for name in (self._schemas if self._shares else ())
+        ]
 
     def _allow(self, given: JsonObject) -> str:
         """Keep the functions that may be called; the choice among them."""
@@ -153,10 +157,7 @@ class Tools:
     def may_be_call(self, text: str) -> bool:
         """Whether a text that goes on may turn out to be a call."""
         if self._shares:  # a format may have a `name`, too
-            begun = [
-                f"{CALL}{json.dumps(name, ensure_ascii=False)}{REST}" for name in self._schemas
-            ]
-            return any(text.startswith(call) or call.startswith(text) for call in begun)
+            return any(text.startswith(call) or call.startswith(text) for call in self._begun)
         return bool(self._schemas) and (not text.strip() or text.lstrip().startswith("{"))
 
 

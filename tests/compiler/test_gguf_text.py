@@ -45,7 +45,7 @@ BEGIN, END, USER = (
 
 @pytest.mark.parametrize("pre", ["deepseek-r1-qwen", "llama-bpe", "gpt-2"])
 def test_tokens_keep_their_places(pre: str, read: Callable[..., Read]) -> None:
-    """Those that are not ASCII, and those of spaces, which a word of two spaces is beside."""
+    """Those that are not ASCII, and those of spaces, next to a word of two spaces."""
     added = {BEGIN: 3, END: 3, USER: 4, "  ": 4, "\n\n": 4}
     said = gguf_files.byte_level(
         pre, added, bos_token_id=257, eos_token_id=258, padding_token_id=258, add_bos_token=True

@@ -167,8 +167,10 @@ def _ends(reader: GGUFReader) -> list[int]:
         for place, (token, type_) in enumerate(zip(tokens, types, strict=False))
         if token in SPELLED_ENDS and type_ in (CONTROL, USER_DEFINED)
     }
-    left = "<|end|>" if {*HARMONY_ENDS} <= {*spelled.values()} else ""
-    return [end for end in dict.fromkeys([*found, *spelled]) if spelled.get(end, end) != left]
+    ends = dict.fromkeys([*found, *spelled])
+    if {*HARMONY_ENDS} <= {*spelled.values()}:
+        return [end for end in ends if spelled.get(end) != "<|end|>"]
+    return list(ends)
 
 
 def _llama(reader: GGUFReader, read: PreTrainedConfig) -> PreTrainedConfig:

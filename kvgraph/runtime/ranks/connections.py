@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvgraph.errors import RankError
+from kvgraph.ops.group import gone
 from kvgraph.runtime.ranks.launched import Launched
 
 HELLO = struct.Struct("32s i 4s")
@@ -127,10 +128,7 @@ def require_all(lifelines: Connections) -> None:
         except OSError:
             ended = True
         if ended:
-            raise RankError(
-                f"rank {rank}: expected it to take part, got the end of its process; start all "
-                "ranks again"
-            )
+            raise gone(rank)
 
 
 def _call(rank: int, address: Address, hello: bytes, end: float) -> socket.socket:

@@ -24,6 +24,7 @@ import numpy as np
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import RankError, UnsupportedError
+from kvgraph.ops.group import gone, is_readable
 
 MOST_HEADER_BYTES = 1 << 20
 MOST_ARRAY_BYTES = 1 << 31
@@ -89,9 +90,7 @@ class Wire:
 
     def require_open(self) -> None:
         """RankError where the other end is closed. Only for one that nothing is awaited from."""
-        ready = select.poll()
-        ready.register(self._socket.fileno(), select.POLLIN)
-        if ready.poll(0):
+        if is_readable(self._socket.fileno()):
             raise self._gone()
 
     def close(self) -> None:
@@ -136,10 +135,7 @@ class Wire:
             raise self._gone()
 
     def _gone(self) -> RankError:
-        return RankError(
-            f"rank {self.peer}: expected it to take part, got the end of its process; start all "
-            "ranks again"
-        )
+        return gone(self.peer)
 
 
 def require_linux() -> None:

@@ -7,7 +7,6 @@ without one. Nothing here has run on hardware.
 
 from __future__ import annotations
 
-import select
 import time
 from datetime import timedelta
 from functools import cache
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kvgraph.errors import RankError
-from kvgraph.ops.group import Group, entered
+from kvgraph.ops.group import Group, entered, gone
 from kvgraph.ops.spec import OPSET_DOMAIN
 
 TIMEOUT = timedelta(seconds=120)
@@ -69,21 +68,10 @@ def settle(stream: torch.cuda.Stream, ranks: int) -> None:
 
 def _require_whole(group: Group) -> None:
     """No collective of ours runs on GPUs, that would look whether processes have ended."""
-    ended = [rank for rank in range(group.size) if _is_readable(group.exit(rank))]
+    ended = group.ended()
     group.require_whole()  # one that failed has said so before it ended
     if ended:
-        raise RankError(
-            f"rank {ended[0]}: expected it to take part, got the end of its process; start all "
-            "ranks again"
-        )
-
-
-def _is_readable(descriptor: int) -> bool:
-    if descriptor < 0:
-        return False
-    ready = select.poll()
-    ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(0))
+        raise gone(ended[0])
 
 
 def all_reduce(
