@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.cuda_run import Run, console, copy_bandwidth, goal, micros
+from benchmarks.cuda_run import Run, console, goal, memory_bandwidth, micros
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import Sizes
@@ -22,6 +22,8 @@ CACHED_BYTES = 120 << 20
 """Below twice the last-level cache of an H200 repeated reads do not come from memory."""
 SDPA = torch.nn.functional.scaled_dot_product_attention
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+FLEX = (64, 4096)
+"""Where FlexAttention is measured: it is compiled for each size."""
 QUANTIZED = ("int8", "float8_e4m3fn")
 
 
@@ -115,10 +117,8 @@ def check_attention(run: Run, given: dict[str, torch.Tensor], new: int, context:
 
 
 def decode(run: Run) -> None:
-    bandwidth = copy_bandwidth(run)
-    console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + written)")
-    run.found["copy_bytes_per_s"] = bandwidth
-    table = Table("batch", "context", "us", "TB/s", "of copy", *PEERS, "Flex", "error")
+    bandwidth = memory_bandwidth(run)
+    table = Table("batch", "context", "us", "TB/s", "of memory", *PEERS, "Flex", "error")
     cases = [(b, c) for c in (512, 4096, 32768) for b in (1, 8, 64, 256)]
     for batch, context in [(2, 300)] if run.smoke else cases:
         nbytes = batch * context * 2 * 8 * 128 * 2
@@ -132,7 +132,8 @@ def decode(run: Run) -> None:
         ours = micros(run, call)
         q = given["q"][:, :, None]
         k, v = contiguous(given, context)
-        peers = timed_peers(run, q, k, v, is_causal=False) | {"Flex": _flex(run, q, k, v)}
+        peers = timed_peers(run, q, k, v, is_causal=False)
+        peers["Flex"] = _flex(run, q, k, v) if (batch, context) == FLEX else None
         share = nbytes / ours * 1e6 / bandwidth
         run.found[f"decode/{batch}x{context}"] = {"us": ours, "share": share, **peers}
         table.add_row(
@@ -147,8 +148,10 @@ def decode(run: Run) -> None:
 
 def quantized(run: Run) -> None:
     """Decode over int8 and float8: the same keys in half of the bytes and a scale for each head."""
-    bandwidth = run.found.get("copy_bytes_per_s") or copy_bandwidth(run)
-    table = Table("pool", "batch", "context", "us", "TB/s", "of copy", "bf16 pool / this", "error")
+    bandwidth = memory_bandwidth(run)
+    table = Table(
+        "pool", "batch", "context", "us", "TB/s", "of memory", "bf16 pool / this", "error"
+    )
     for batch, context in [(2, 300)] if run.smoke else [(1, 32768), (8, 4096), (64, 4096)]:
         wide = micros(run, attend(run, operands(run, batch, 1, context), 1, context))
         for pool in QUANTIZED:
@@ -174,16 +177,30 @@ def timed_peers(
     run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool
 ) -> dict[str, float | None]:
     """Microseconds of torch's attention by each of PEERS; None, and why, where it does not run."""
-    found: dict[str, float | None] = {}
-    for name, backend in PEERS.items():
-        try:
-            with sdpa_kernel(backend):
-                call = partial(SDPA, q, k, v, is_causal=is_causal, enable_gqa=True)
-                found[name] = micros(run, call)
-        except Exception as error:  # a baseline that does not run is said, and nothing fails
-            found[name] = None
-            console.print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
-    return found
+    return {name: _timed_peer(run, name, (q, k, v), is_causal) for name in PEERS}
+
+
+def _timed_peer(
+    run: Run, name: str, qkv: tuple[torch.Tensor, ...], is_causal: bool
+) -> float | None:
+    """A prefill with as many heads of K and V as of q, where it takes no groups of them."""
+    try:
+        with sdpa_kernel(PEERS[name]):
+            return micros(run, partial(SDPA, *qkv, is_causal=is_causal, enable_gqa=True))
+    except Exception as error:  # a baseline that does not run is said, and nothing fails
+        q, k, v = qkv
+        groups = q.shape[1] // k.shape[1]
+        if is_causal and groups > 1:
+            run.found.setdefault("repeated", []).append(name)
+            console.print(f"{name}: K and V are repeated for each head: {_first_line(error)}")
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+            return _timed_peer(run, name, (q, k, v), is_causal)
+        console.print(f"{name}: {_first_line(error)}")
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
 
 def _flex(run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float | None:
@@ -196,7 +213,7 @@ def _flex(run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float 
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         return micros(run, lambda: compiled(q, k, v, enable_gqa=True))
     except Exception as error:
-        console.print(f"FlexAttention: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+        console.print(f"FlexAttention: {_first_line(error)}")
         return None
 
 

@@ -27,6 +27,7 @@ class Run:
     smoke: bool
     folder: Path
     launch: Callable[[LaunchPlan, dict[str, torch.Tensor]], None]
+    artifact: Path | None = None
     found: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -61,7 +62,7 @@ def median_us(replay: Callable[[], object], repeats: int) -> float:
     start = time.perf_counter()
     while time.perf_counter() - start < WARM_UP:  # clocks rise under load
         replay()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()  # else a thousand replays are queued
     for before, after in pairs:
         before.record()
         replay()
@@ -71,12 +72,23 @@ def median_us(replay: Callable[[], object], repeats: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def copy_bandwidth(run: Run) -> float:
-    """Bytes per second read and written by torch's own copy of a buffer beyond any cache."""
+def memory_bandwidth(run: Run) -> float:
+    """Bytes per second of the fastest of torch's copy, addition (read and written) and sum (read),
+    over buffers beyond any cache. Measured once a run."""
+    if (known := run.found.get("bytes_per_s")) is not None:
+        return float(known)
     size = (1 << 20) if run.smoke else (4 << 30)
-    source = torch.zeros(size, dtype=torch.uint8, device=run.device)
+    source = torch.randn(size // 4, device=run.device)
     target = torch.empty_like(source)
-    return 2 * size / micros(run, lambda: target.copy_(source)) * 1e6
+    copied = 2 * size / micros(run, lambda: target.copy_(source)) * 1e6
+    added = 2 * size / micros(run, lambda: torch.add(source, 1, out=target)) * 1e6
+    summed = size / micros(run, source.sum) * 1e6
+    console.print(
+        f"memory: copy {copied / 1e12:.2f} TB/s, addition {added / 1e12:.2f} (read + written), "
+        f"sum {summed / 1e12:.2f} (read)"
+    )
+    run.found["bytes_per_s"] = found = max(copied, added, summed)
+    return found
 
 
 def wall_ms(call: Callable[[], object], repeats: int = 20) -> float:

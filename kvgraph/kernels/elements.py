@@ -3,16 +3,21 @@
 import triton
 import triton.language as tl
 
+from kvgraph.kernels.halves import E4M3_BF16, E4M3_F16, IN_PTX, as_bf16, as_f16
+
 
 @triton.jit
 def decode(x, QUANTIZED: tl.constexpr, FP8_NATIVE: tl.constexpr, dtype: tl.constexpr):
     """Stored elements as `dtype`, before their scale. float8_e4m3fn comes as its bytes.
 
-    Without the instruction (before sm_89) the byte's exponent and mantissa move into a half's
-    fields: a number 2^8 times too small, subnormals included. NaN decodes as 480 there.
+    A byte of NaN is 480 where no instruction decodes it; the scale of its group is NaN.
     """
     if QUANTIZED == "float8_e4m3fn":
-        if FP8_NATIVE:
+        if IN_PTX and dtype == tl.bfloat16:
+            return as_bf16(x, E4M3_BF16)
+        elif IN_PTX and dtype == tl.float16:
+            return as_f16(x, E4M3_F16)
+        elif FP8_NATIVE:
             return x.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
         else:
             bits = x.to(tl.uint16)

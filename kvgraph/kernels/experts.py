@@ -99,6 +99,7 @@ def experts_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """`inner [S, INNER]`, in the order of sorted slots: gate and up of a tile's expert, joined.
 
@@ -120,7 +121,7 @@ def experts_up(
     )
     both_NM = product(
         x, row_M, live_M, weight, scales, group_bytes, n_N, in_features, IN, OUT, BITS, GROUP,
-        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
     )  # fmt: skip
     if up_bias is not None:
         both_NM += tl.load(up_bias + expert * OUT + n_N, mask=n_N < OUT, other=0.0)[:, None]
@@ -152,6 +153,7 @@ def experts_down(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """`parts [S, IN]`, in the order of slots: what each expert makes of its rows of `inner`.
 
@@ -170,7 +172,7 @@ def experts_down(
     )
     part_NM = product(
         inner, at_M, live_M, weight, scales, group_bytes, n_N, inner_features, INNER, IN, BITS,
-        GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
     )  # fmt: skip
     if down_bias is not None:
         part_NM += tl.load(down_bias + expert * IN + n_N, mask=n_N < IN, other=0.0)[:, None]

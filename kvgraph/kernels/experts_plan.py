@@ -113,7 +113,7 @@ def plan_experts(shape: ExpertsShape, arch: str, rows: int, role: str = "") -> L
         return LaunchPlan()
     slots, width, inner = rows * shape.active, shape.in_features, shape.inner_features
     role = role or role_of(slots, shape.experts)
-    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
+    tiles = matrix_tiles(role, shape.dtype, shape.form, arch, spread=True)
     place, up, down = _of_role(shape, arch, role)
     count = most_tiles(slots, shape.experts, tiles.block_m)
     total = sum_variant(shape)
@@ -159,7 +159,7 @@ def sum_variant(shape: ExpertsShape) -> Variant:
 
 def _of_role(shape: ExpertsShape, arch: str, role: str) -> tuple[Variant, Variant, Variant]:
     """What places the tiles, and both products."""
-    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
+    tiles = matrix_tiles(role, shape.dtype, shape.form, arch, spread=True)
     place = _place_variant(shape.experts, tiles.block_m)
     return place, _up_variant(shape, arch, role, tiles), _down_variant(shape, arch, role, tiles)
 

@@ -11,7 +11,10 @@ from kvgraph.kernels import variants
 from kvgraph.kernels.launch import LaunchPlan, launch_of
 from kvgraph.kernels.matrix_tiles import (
     ROLES,
+    SPREAD_COLUMNS,
+    MatrixTiles,
     absent_operands,
+    few_tiles,
     matrix_tiles,
     product_constants,
     role_of,
@@ -75,16 +78,24 @@ def plan_linear(shape: LinearShape, arch: str, rows: int, role: str = "") -> Lau
     """Operands: those of the op, by name; its outputs are written. `role` "": by the rows."""
     if not rows:
         return LaunchPlan()
-    role = role or role_of(rows)
-    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
+    role = role or role_of(rows, few_tiles(shape.dtype, arch, spread=_spread(shape)))
+    tiles = _tiles(shape, arch, role)
     grid = ceildiv(rows, tiles.block_m), ceildiv(shape.columns, tiles.block_n)
     values = {"num_rows": rows, "in_features": shape.in_features}
     return LaunchPlan((launch_of(_variant(shape, arch, role), grid, values),))
 
 
+def _tiles(shape: LinearShape, arch: str, role: str) -> MatrixTiles:
+    return matrix_tiles(role, shape.dtype, shape.form, arch, spread=_spread(shape))
+
+
+def _spread(shape: LinearShape) -> bool:
+    return shape.columns >= SPREAD_COLUMNS
+
+
 @lru_cache
 def _variant(shape: LinearShape, arch: str, role: str) -> Variant:
-    tiles = matrix_tiles(role, shape.dtype, shape.form, arch)
+    tiles = _tiles(shape, arch, role)
     first, second, third = shape.out_features
     constants: dict[str, Constant] = {
         "IN": shape.in_features,

@@ -1,8 +1,10 @@
 """Tiles of matrix products with a weight: few rows or many.
 
-The rule is the mean number of rows that meet one weight, an upper bound that the host knows: up to
-FEW_ROWS a tile has as many as a tensor core takes at least, and what counts is how many bytes of
-weights are on their way; above, a tile has four times as many, so that each byte is used oftener.
+The rule is the mean number of rows that meet one weight, an upper bound that the host knows. Tiles
+of few rows have as many as a tensor core takes at least, and what counts is how many bytes of
+weights are on their way; those of many rows have four times as many, so that each byte is used
+oftener. Tiles of sm_90 are the fastest of a sweep on an H100 (docs/results/gpu.md), but for groups
+of 32 and 64; those of other architectures are as large as registers and shared memory hold.
 """
 
 from __future__ import annotations
@@ -18,35 +20,62 @@ from kvgraph.ops.packed import E4M3, Form
 FEW_ROWS = 16
 ROLES = ("few", "many")
 
+SPREAD_COLUMNS = 16384
+"""Of a weight whose columns give all multiprocessors a tile; the experts of a layer do."""
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixTiles:
     """`block_m` rows by `block_n` columns; `block_k` inputs at a time, all under one scale: of
-    nibbles half a span."""
+    nibbles half a span. `slices` of the inputs are summed apart, by warps of their own."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    slices: int = 1
 
 
-def role_of(rows: int, weights: int = 1) -> str:
-    """Of `rows` rows in all, that are spread over so many weights."""
-    return "few" if rows <= FEW_ROWS * weights else "many"
+def role_of(rows: int, tiles: int) -> str:
+    """ "few" for at most FEW_ROWS rows for each of so many tiles."""
+    return "few" if rows <= FEW_ROWS * tiles else "many"
 
 
-def matrix_tiles(role: str, dtype: str, form: Form, arch: str) -> MatrixTiles:
-    """As large as registers and shared memory hold without spills."""
+def few_tiles(dtype: str, arch: str, *, spread: bool) -> int:
+    """Tiles of few rows that a linear layer takes rather than one of many: on an H100 twice the
+    time of one is less, where columns do not give all multiprocessors a tile."""
+    return 2 if arch == "sm_90" and itemsize(dtype) == 2 and not spread else 1
+
+
+def matrix_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) -> MatrixTiles:
+    """`spread`: whether columns and experts alone give all multiprocessors a tile."""
     few, bits, target = role == "few", form.bits, capability(arch)
     half = span_of(form.group) // 2 if bits == 4 else 0
     if target < 80 or itemsize(dtype) == 4:  # no tensor cores
         wide = half or 32
         warps = 8 if wide > 32 and not few else 4
         return MatrixTiles(16 if few else 32, 32, wide, warps, 1 if target < 80 else 2)
+    if target == 90:
+        return _tiles_of_sm_90(few, form, half, spread)
     wide = half or form.group or (128 if bits else 64)
     stages = 4 if wide >= 64 else 8  # of so few bytes more have to be on their way
     return MatrixTiles(16, 64, wide, 4, stages) if few else MatrixTiles(64, 128, wide, 8, 3)
+
+
+def _tiles_of_sm_90(few: bool, form: Form, half: int, spread: bool) -> MatrixTiles:
+    bits, wide = form.bits, half or form.group or 128
+    if not few:
+        return MatrixTiles(64, 128, wide if bits else 64, 4 if bits == 4 else 8, 3)
+    if not bits:
+        return MatrixTiles(16, 64, wide, 4, 3)
+    if wide < 64:  # of so few bytes more have to be on their way
+        return MatrixTiles(16, 32, wide, 4, 6, 4)
+    if bits == 4:
+        return MatrixTiles(16, 64, wide, 4, 4, 2) if spread else MatrixTiles(16, 32, wide, 4, 3, 4)
+    if form.group:
+        return MatrixTiles(16, 32, wide, 4, 3, 4)
+    return MatrixTiles(16, 32, wide, 2, 4, 2) if spread else MatrixTiles(16, 32, wide, 4, 4, 4)
 
 
 def absent_operands(form: Form, has_bias: bool, prefix: str = "") -> frozenset[str]:
@@ -70,4 +99,5 @@ def product_constants(dtype: str, form: Form, tiles: MatrixTiles, arch: str) -> 
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
+        "SLICES": tiles.slices,
     }

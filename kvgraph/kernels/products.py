@@ -12,6 +12,19 @@ import triton
 import triton.language as tl
 
 from kvgraph.kernels.elements import decode
+from kvgraph.kernels.halves import (
+    E2M1_HIGH_BF16,
+    E2M1_HIGH_F16,
+    E2M1_LOW_BF16,
+    E2M1_LOW_F16,
+    IN_PTX,
+    INT4_HIGH_BF16,
+    INT4_HIGH_F16,
+    INT4_LOW_BF16,
+    INT4_LOW_F16,
+    as_bf16,
+    as_f16,
+)
 
 SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
@@ -44,6 +57,7 @@ def product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """`[N, M]` float32: columns `n_N` of one weight `[OUT, IN]` times rows `row_M` of x.
 
@@ -52,13 +66,52 @@ def product(
     nibbles they are a span: byte h holds inputs h and h + BLOCK_K of it, so that both halves meet
     whole rows of x. A span is one group, or two.
 
-    `inputs` is IN as a value: a loop of two steps that the compiler knows is unrolled, and writes
-    accumulators behind the fence that products of four warps need.
+    SLICES of the inputs are summed apart; 1 in float32. `inputs` is IN as a value: a loop of two
+    steps that the compiler knows is unrolled, and writes accumulators behind the fence that
+    products of four warps need.
     """
     rows_M = row_M.to(tl.int64) * IN
+    in_N = n_N < OUT
+    if SLICES > 1:
+        acc_SNM = _product_of_slices(
+            x, rows_M, live_M, weight, scales, group_bytes, n_N, in_N, inputs, IN, OUT, BITS, GROUP,
+            CODES, FP8_NATIVE, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        )  # fmt: skip
+        acc_NM = tl.sum(acc_SNM, 0)
+    else:
+        acc_NM = _product_of_all(
+            x, rows_M, live_M, weight, scales, group_bytes, n_N, in_N, inputs, IN, OUT, BITS, GROUP,
+            CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    if BITS == 8 and not GROUP:
+        acc_NM *= tl.load(scales + n_N, mask=in_N, other=0.0)[:, None]
+    return acc_NM
+
+
+@triton.jit
+def _product_of_all(
+    x,
+    rows_M,
+    live_M,
+    weight,
+    scales,
+    group_bytes,
+    n_N,
+    in_N,
+    inputs,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8_NATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     k = tl.arange(0, BLOCK_K)
     acc_NM = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    in_N = n_N < OUT
     if BITS == 4:
         SPAN: tl.constexpr = 2 * BLOCK_K
         SPANS: tl.constexpr = (IN + SPAN - 1) // SPAN
@@ -73,15 +126,15 @@ def product(
                 in_high_N = in_N & (high < IN)
             x_MH = _load_rows(x, rows_M, live_M, low + k, IN)
             y_MH = _load_rows(x, rows_M, live_M, high + k, IN)
-            low_NH = _numbers((byte_NH << 4) >> 4, group_bytes, low_N, in_N, CODES)
-            high_NH = _numbers(byte_NH >> 4, group_bytes, high_N, in_high_N, CODES)
-            part_NM = tl.dot(low_NH.to(x_MH.dtype), tl.trans(x_MH), input_precision=PRECISION)
+            low_NH = _numbers(byte_NH, False, CODES, x_MH.dtype)
+            low_NH = _with_offsets(low_NH, group_bytes, low_N, in_N, CODES)
+            high_NH = _numbers(byte_NH, True, CODES, x_MH.dtype)
+            high_NH = _with_offsets(high_NH, group_bytes, high_N, in_high_N, CODES)
+            part_NM = tl.dot(low_NH, tl.trans(x_MH), input_precision=PRECISION)
             if GROUP < SPAN:
                 acc_NM += part_NM * _scales(scales, group_bytes, low_N, in_N, CODES)[:, None]
                 part_NM = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            part_NM = tl.dot(
-                high_NH.to(x_MH.dtype), tl.trans(y_MH), part_NM, input_precision=PRECISION
-            )
+            part_NM = tl.dot(high_NH, tl.trans(y_MH), part_NM, input_precision=PRECISION)
             acc_NM += part_NM * _scales(scales, group_bytes, high_N, in_high_N, CODES)[:, None]
     else:
         for start in range(0, inputs, BLOCK_K):
@@ -89,46 +142,158 @@ def product(
             at_NK = n_N.to(tl.int64)[:, None] * IN + (start + k)[None, :]
             mask_NK = in_N[:, None] & (start + k < IN)[None, :]
             w_NK = tl.load(weight + at_NK, mask=mask_NK, other=0)
-            if CODES == E4M3:
-                w_NK = decode(w_NK, "float8_e4m3fn", FP8_NATIVE, x_MK.dtype)
-            else:
-                w_NK = w_NK.to(x_MK.dtype)
+            w_NK = _bytes(w_NK, CODES, FP8_NATIVE, x_MK.dtype)
             if GROUP:
                 part_NM = tl.dot(w_NK, tl.trans(x_MK), input_precision=PRECISION)
                 at_N = start // GROUP * OUT + n_N
                 acc_NM += part_NM * _scales(scales, group_bytes, at_N, in_N, CODES)[:, None]
             else:
                 acc_NM = tl.dot(w_NK, tl.trans(x_MK), acc_NM, input_precision=PRECISION)
-        if BITS == 8 and not GROUP:
-            acc_NM *= tl.load(scales + n_N, mask=in_N, other=0.0)[:, None]
     return acc_NM
 
 
 @triton.jit
-def _numbers(nibble_NH, group_bytes, at_N, in_N, CODES: tl.constexpr):
-    """int8 numbers of nibbles of one group, with its offsets; those of E2M1 twice."""
-    if CODES == E2M1:
-        return _twice(nibble_NH)
-    elif group_bytes is not None:
-        return nibble_NH + tl.load(group_bytes + at_N, mask=in_N, other=0)[:, None]
+def _product_of_slices(
+    x,
+    rows_M,
+    live_M,
+    weight,
+    scales,
+    group_bytes,
+    n_N,
+    in_N,
+    inputs,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8_NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """`[S, N, M]`: each of SLICES sums every SLICES-th block of inputs. They go to warps of their
+    own, so that few columns keep many warps, and many bytes, on their way."""
+    s = tl.arange(0, SLICES)
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    rows_M = rows_M[None, :, None]
+    live_M = live_M[None, :, None]
+    acc_SNM = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+    if BITS == 4:
+        SPAN: tl.constexpr = 2 * BLOCK_K
+        SPANS: tl.constexpr = (IN + SPAN - 1) // SPAN
+        rows_N = (n_N.to(tl.int64) * (SPANS * BLOCK_K))[None, :, None]
+        for first in range(0, (inputs + SPAN - 1) // SPAN, SLICES):
+            span_S = first + s
+            in_SN = (span_S < SPANS)[:, None] & in_N[None, :]
+            at_SNH = rows_N + (span_S * BLOCK_K)[:, None, None] + k
+            byte_SNH = tl.load(weight + at_SNH, mask=in_SN[:, :, None], other=0)
+            low_S = span_S * SPAN
+            high_S = low_S + BLOCK_K
+            low_SN = (low_S // GROUP * OUT)[:, None] + n_N[None, :]
+            high_SN, in_high_SN = low_SN, in_SN
+            if GROUP < SPAN:
+                high_SN += OUT
+                in_high_SN = in_SN & (high_S < IN)[:, None]
+            at_SK = low_S[:, None, None] + k
+            x_SMH = tl.load(x + rows_M + at_SK, mask=live_M & (at_SK < IN), other=0.0)
+            at_SK = high_S[:, None, None] + k
+            y_SMH = tl.load(x + rows_M + at_SK, mask=live_M & (at_SK < IN), other=0.0)
+            low_SNH = _numbers(byte_SNH, False, CODES, x_SMH.dtype)
+            low_SNH = _with_offsets(low_SNH, group_bytes, low_SN, in_SN, CODES)
+            high_SNH = _numbers(byte_SNH, True, CODES, x_SMH.dtype)
+            high_SNH = _with_offsets(high_SNH, group_bytes, high_SN, in_high_SN, CODES)
+            part_SNM = tl.dot(low_SNH, tl.permute(x_SMH, (0, 2, 1)))
+            if GROUP < SPAN:
+                acc_SNM += part_SNM * _scales(scales, group_bytes, low_SN, in_SN, CODES)[:, :, None]
+                part_SNM = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+            part_SNM = tl.dot(high_SNH, tl.permute(y_SMH, (0, 2, 1)), part_SNM)
+            scale_SN = _scales(scales, group_bytes, high_SN, in_high_SN, CODES)
+            acc_SNM += part_SNM * scale_SN[:, :, None]
     else:
-        return nibble_NH
+        rows_N = (n_N.to(tl.int64) * IN)[None, :, None]
+        for start in range(0, inputs, SLICES * BLOCK_K):
+            first_S = start + s * BLOCK_K
+            at_SK = first_S[:, None, None] + k
+            in_K = at_SK < IN
+            x_SMK = tl.load(x + rows_M + at_SK, mask=live_M & in_K, other=0.0)
+            w_SNK = tl.load(weight + rows_N + at_SK, mask=in_N[None, :, None] & in_K, other=0)
+            w_SNK = _bytes(w_SNK, CODES, FP8_NATIVE, x_SMK.dtype)
+            x_SKM = tl.permute(x_SMK, (0, 2, 1))
+            if GROUP:
+                part_SNM = tl.dot(w_SNK, x_SKM)
+                at_SN = (first_S // GROUP * OUT)[:, None] + n_N[None, :]
+                in_SN = (first_S < IN)[:, None] & in_N[None, :]
+                scale_SN = _scales(scales, group_bytes, at_SN, in_SN, CODES)
+                acc_SNM += part_SNM * scale_SN[:, :, None]
+            else:
+                acc_SNM = tl.dot(w_SNK, x_SKM, acc_SNM)
+    return acc_SNM
 
 
 @triton.jit
-def _twice(code):
-    """FP4 numbers, of which `code` has the bits and is negative with them, times two: int8."""
-    sizes = tl.full(code.shape, TWICE_E2M1, tl.uint32)
-    size = ((sizes >> ((code & 7).to(tl.uint32) * 4)) & 15).to(tl.int8)
-    return tl.where(code < 0, -size, size)
+def _bytes(w, CODES: tl.constexpr, FP8_NATIVE: tl.constexpr, dtype: tl.constexpr):
+    if CODES == E4M3:
+        return decode(w, "float8_e4m3fn", FP8_NATIVE, dtype)
+    else:
+        return w.to(dtype)
+
+
+@triton.jit
+def _numbers(byte, HIGH: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr):
+    """Numbers of one half of the bytes' nibbles."""
+    if CODES == E2M1:
+        return _e2m1(byte, HIGH, dtype)
+    else:
+        return _int4(byte, HIGH, dtype)
+
+
+@triton.jit
+def _with_offsets(numbers, group_bytes, at, live, CODES: tl.constexpr):
+    """Numbers `[..., H]` of one group each, with the offsets that lie at `at`; exact."""
+    if CODES == E2M1 or group_bytes is None:
+        return numbers
+    else:
+        offsets = tl.expand_dims(tl.load(group_bytes + at, mask=live, other=0), -1)
+        if IN_PTX:
+            return numbers + offsets.to(numbers.dtype)
+        else:  # Triton's interpreter does not add bfloat16
+            return (numbers.to(tl.float32) + offsets.to(tl.float32)).to(numbers.dtype)
+
+
+@triton.jit
+def _int4(byte, HIGH: tl.constexpr, dtype: tl.constexpr):
+    if IN_PTX and dtype == tl.bfloat16:
+        return as_bf16(byte, INT4_HIGH_BF16 if HIGH else INT4_LOW_BF16)
+    elif IN_PTX and dtype == tl.float16:
+        return as_f16(byte, INT4_HIGH_F16 if HIGH else INT4_LOW_F16)
+    elif HIGH:
+        return (byte >> 4).to(dtype)
+    else:
+        return ((byte << 4) >> 4).to(dtype)
+
+
+@triton.jit
+def _e2m1(byte, HIGH: tl.constexpr, dtype: tl.constexpr):
+    if IN_PTX and dtype == tl.bfloat16:
+        return as_bf16(byte, E2M1_HIGH_BF16 if HIGH else E2M1_LOW_BF16)
+    elif IN_PTX and dtype == tl.float16:
+        return as_f16(byte, E2M1_HIGH_F16 if HIGH else E2M1_LOW_F16)
+    else:
+        code = byte >> 4 if HIGH else (byte << 4) >> 4
+        sizes = tl.full(code.shape, TWICE_E2M1, tl.uint32)
+        size = ((sizes >> ((code & 7).to(tl.uint32) * 4)) & 15).to(tl.float32) * 0.5
+        return tl.where(code < 0, -size, size).to(dtype)
 
 
 @triton.jit
 def _scales(scales, group_bytes, at_N, in_N, CODES: tl.constexpr):
-    """Of one group; of E2M1 half of 2^(exponent - 127)."""
+    """Of one group; of E2M1 2^(exponent - 127)."""
     if CODES == E2M1:
         exponent_N = tl.load(group_bytes + at_N, mask=in_N, other=0).to(tl.int32) & 255
-        return (exponent_N << 23).to(tl.float32, bitcast=True) * 0.5
+        return (exponent_N << 23).to(tl.float32, bitcast=True)
     else:
         return tl.load(scales + at_N, mask=in_N, other=0.0)
 

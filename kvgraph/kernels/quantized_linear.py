@@ -31,6 +31,7 @@ def quantized_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """BLOCK_M rows of x times BLOCK_N columns of all outputs, one behind the other.
 
@@ -44,7 +45,7 @@ def quantized_linear(
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     y_NM = product(
         x, row_M, live_M, weight, scales, group_bytes, n_N, in_features, IN, COLUMNS, BITS, GROUP,
-        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
     )  # fmt: skip
     if bias is not None:
         y_NM += tl.load(bias + n_N, mask=n_N < COLUMNS, other=0.0)[:, None]

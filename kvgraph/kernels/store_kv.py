@@ -34,7 +34,11 @@ def _store(
         block: tl.constexpr = BLOCK_D if GRANULARITY >= WIDTH else GRANULARITY
         groups: tl.constexpr = BLOCK_D // block
         x_RGE = tl.reshape(tl.where(mask_RD, x_RD.to(tl.float32), 0.0), (rows, groups, block))
-        scale_RG = tl.div_rn(tl.max(tl.abs(x_RGE), 2), tl.full((rows, groups), LARGEST, tl.float32))
+        largest_RG = tl.max(tl.abs(x_RGE), 2)
+        # The maximum leaves NaN out; a scale of NaN says that there was one.
+        has_nan_RG = tl.max((x_RGE != x_RGE).to(tl.int32), 2) > 0
+        largest_RG = tl.where(has_nan_RG, float("nan"), largest_RG)
+        scale_RG = tl.div_rn(largest_RG, tl.full((rows, groups), LARGEST, tl.float32))
         divisor_RG = tl.where(scale_RG == 0, 1.0, scale_RG)
         divisor_RGE = tl.broadcast_to(divisor_RG[:, :, None], (rows, groups, block))
         value_RD = tl.reshape(tl.div_rn(x_RGE, divisor_RGE), (rows, BLOCK_D))

@@ -42,6 +42,18 @@ def test_interpreted(arch: str) -> None:
     matrix("--arch", arch, *chosen, interpret=True)
 
 
+def test_kernels_for_a_gpu_that_is_elsewhere(tmp_path: Path) -> None:
+    case = "store_kv-bfloat16-int8-8x1x64-p16-decode"
+    command = [sys.executable, "-m", "tests.support.matrix", "--compile", str(tmp_path), case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1 kernels for sm_90\n", "")
+    assert {path.suffix for path in (tmp_path / "kernels" / "sm_90").iterdir()} == {
+        ".cubin",
+        ".gz",
+        ".json",
+    }
+
+
 @pytest.mark.cuda
 def test_on_a_gpu() -> None:
     if not torch.cuda.is_available():

@@ -2,8 +2,11 @@
 
 TRITON_INTERPRET=1 python -m tests.support.matrix [--slim] [PART_OF_A_CASE_ID ...]
 python -m tests.support.matrix --device cuda --arch sm_90
+python -m tests.support.matrix --compile FOLDER --arch sm_90      # needs no GPU
+python -m tests.support.matrix --device cuda --kernels FOLDER     # needs no Triton
 
-A process of its own: one process cannot both interpret kernels and compile them.
+A process of its own: one process cannot both interpret kernels and compile them. `--kernels` runs
+cubins by the launcher of sessions, without it Triton's just-in-time compiler does.
 """
 
 from __future__ import annotations
@@ -13,19 +16,38 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvgraph.compiler.targets.cuda import save_kernels
 from kvgraph.contract.dtypes import DTYPES
-from kvgraph.kernels import launch, variants
-from kvgraph.kernels.run import run
+from kvgraph.kernels import aot, launch, variants
+from kvgraph.kernels.run import run as run_by_triton
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.variants import Variant
+from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
 from tests.support import conformance, matrix_products
 from tests.support.conformance import Case, Operands
 
 Array = np.ndarray[Any, Any]
+Run = Callable[[launch.LaunchPlan, Mapping[str, torch.Tensor]], None]
+
+ROWS = (
+    ("float32", 352, False, 0.0, True),
+    ("bfloat16", 4096, True, 0.0, False),
+    ("bfloat16", 4096, True, 0.0, True),
+    ("float16", 80, True, 1.0, False),
+    ("float16", 80, False, 0.0, True),
+    ("bfloat16", 128, False, 1.0, False),
+)
+"""dtype, width, residual, weight_offset and round_first of norms; gates have the first two."""
+
+FAR = AttentionShape(CacheShape("bfloat16", "bfloat16", 8, 128, 128, 1), 8, 0.1)
+"""Of `check_far_pages`."""
 
 
 def shape_of(case: Case) -> AttentionShape:
@@ -83,7 +105,31 @@ def array(t: torch.Tensor, dtype: str) -> Array:
     return t.cpu().view(raw).numpy().view(DTYPES[dtype].numpy)
 
 
-def run_case(case: Case, arch: str, device: str) -> None:
+def norm_and_gate(
+    dtype: str, width: int, residual: bool, offset: float, round_first: bool
+) -> tuple[Variant, Variant]:
+    """Of one of ROWS; gate and up are halves of one tensor."""
+    norm = variants.rms_norm_variant(
+        dtype, width, 1e-5, residual=residual, weight_offset=offset, round_first=round_first
+    )
+    strides = {"gate_stride": 2 * width, "up_stride": 2 * width}
+    return norm, variants.silu_mul_variant(dtype, width, **strides)
+
+
+def variants_of(cases: Iterable[Case], arch: str) -> list[Variant]:
+    """All that the cases launch."""
+    plans = [plan_of(case, conformance.build(case), arch) for case in cases]
+    return [one.variant for plan in plans for one in plan.launches]
+
+
+def variants_of_checks(arch: str) -> list[Variant]:
+    plans = [trial.plan for _, trial in matrix_products.trials(arch)]
+    found = [one.variant for plan in plans for one in plan.launches]
+    found += [variant for row in ROWS for variant in norm_and_gate(*row)]
+    return [*found, variants.increment_variant(), *aot.attention_variants(FAR, arch)]
+
+
+def run_case(case: Case, arch: str, device: str, run: Run = run_by_triton) -> None:
     operands = conformance.build(case)
     given = {n: tensor(a, device) for n, a in operands.inputs.items() if a is not None}
     out = None
@@ -107,17 +153,12 @@ def slim() -> list[Case]:
     return paired[::4] + [c for c in single if c.label not in large and c.page_size != 3]
 
 
-def check_rows(device: str) -> None:
+def check_rows(device: str, run: Run) -> None:
     """rms_norm, silu_mul and increment_cache_lengths against NumPy."""
     rng = np.random.default_rng(0)
-    for dtype, width, residual, offset, round_first in (
-        ("float32", 352, False, 0.0, True),
-        ("bfloat16", 4096, True, 0.0, False),
-        ("bfloat16", 4096, True, 0.0, True),
-        ("float16", 80, True, 1.0, False),
-        ("float16", 80, False, 0.0, True),
-        ("bfloat16", 128, False, 1.0, False),
-    ):
+    for row in ROWS:
+        dtype, width, residual, offset, round_first = row
+        norm, gate = norm_and_gate(*row)
         rows, kind = 37, DTYPES[dtype].numpy
         x, r, up = (rng.standard_normal((rows, width)).astype(kind) for _ in range(3))
         weight = rng.standard_normal(width).astype(kind)
@@ -130,26 +171,15 @@ def check_rows(device: str) -> None:
         want = normal * (offset + weight.astype("f4"))
         given = {n: tensor(a.copy(), device) for n, a in (("x", x), ("residual", r))}
         given |= {"weight": tensor(weight, device), "out": torch.empty_like(given["x"])}
-        variant = variants.rms_norm_variant(
-            dtype,
-            width,
-            1e-5,
-            residual=residual,
-            weight_offset=offset,
-            round_first=round_first,
-        )
-        run(launch.plan_rms_norm(variant, rows), given)
+        run(launch.plan_rms_norm(norm, rows), given)
         _close(array(given["out"], dtype), want, tolerance)
         _rounded_alike(array(given["out"], dtype), want)
         assert array(given["residual"], dtype).tobytes() == (y if residual else r).tobytes()
 
-        pair = np.concatenate([x, up], -1)  # gate and up as halves of one tensor
+        pair = np.concatenate([x, up], -1)
         given = {"gate": tensor(pair, device), "out": torch.empty_like(given["out"])}
         given["up"] = given["gate"][:, width:]
-        variant = variants.silu_mul_variant(
-            dtype, width, gate_stride=2 * width, up_stride=2 * width
-        )
-        run(launch.plan_silu_mul(variant, rows), given)
+        run(launch.plan_silu_mul(gate, rows), given)
         wide = x.astype("f4")
         want = (wide / (1 + np.exp(-wide))).astype(kind).astype("f4") * up.astype("f4")
         _close(array(given["out"], dtype), want, tolerance)
@@ -165,7 +195,7 @@ def check_rows(device: str) -> None:
     assert (given["cache_lengths"].cpu().numpy() == lengths + new).all()
 
 
-def check_products(arch: str, device: str) -> None:
+def check_products(arch: str, device: str, run: Run) -> None:
     """Matrix products with both kinds of tiles against the references of their ops."""
     for name, trial in matrix_products.trials(arch):
         given = {key: tensor(a, device) for key, a in trial.given.items()}
@@ -191,9 +221,9 @@ def _rounded_alike(got: Array, want: Array) -> None:
         assert same >= 0.98, f"{same:.1%} of the elements are rounded as the reference is"
 
 
-def check_far_pages(arch: str, device: str) -> None:
+def check_far_pages(arch: str, device: str, run: Run) -> None:
     """Page ids past 2^31 elements; on a CPU the pool is sparse, so untouched pages cost nothing."""
-    S, K, D = 128, 8, 128
+    S, K, D = FAR.cache.page_size, FAR.cache.kv_heads, FAR.cache.head_dim
     slots = 2**31 // (2 * S * K * D) + 40
     pool = tensor(np.zeros((slots, 2, 1, S, K, D), DTYPES["bfloat16"].numpy), device)
     table = np.array([[slots - 2, 3], [slots - 7, slots - 3]], np.int32)
@@ -205,8 +235,7 @@ def check_far_pages(arch: str, device: str) -> None:
     near = np.array([[2, 3], [0, 1]], np.int32)
     bounds = np.array([[14, 129]], np.int32)
     reference = conformance.UPDATE_AND_ATTEND.reference
-    want = reference(q, small, offsets, cached, near, bounds, k, v, layer=0, scale=0.1)
-    shape = AttentionShape(CacheShape("bfloat16", "bfloat16", K, D, S, 1), K, 0.1)
+    want = reference(q, small, offsets, cached, near, bounds, k, v, layer=0, scale=FAR.scale)
     values = {
         "q": q,
         "k": k,
@@ -218,7 +247,7 @@ def check_far_pages(arch: str, device: str) -> None:
     given = {name: tensor(a, device) for name, a in values.items()} | {"kv_blocks": pool}
     given["out"] = torch.empty_like(given["q"])
     sizes = launch.Sizes(2, 20, 14, 129, 2)
-    run(launch.plan_update_and_attend(shape, arch, sizes, 0), given)
+    run(launch.plan_update_and_attend(FAR, arch, sizes, 0), given)
     _close(array(given["out"], "bfloat16"), want.astype("f4"), conformance.TOLERANCE["bfloat16"])
     for far, close in zip(table.flat, (2, 3, 0, 1), strict=True):
         assert array(pool[int(far)], "bfloat16").tobytes() == small[close].tobytes()
@@ -230,21 +259,34 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--slim", action="store_true")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--compile", type=Path, help="the kernels of the cases into this folder")
+    parser.add_argument("--kernels", type=Path, help="a folder that --compile wrote")
     parser.add_argument("cases", nargs="*")
     given = parser.parse_args()
-    assert given.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
-    if given.device == "cpu":
+    cases = slim() if given.slim else list(conformance.cases())
+    cases = [c for c in cases if not given.cases or any(text in c.id for text in given.cases)]
+    if given.compile:
+        used = variants_of(cases, given.arch)
+        used += [] if given.cases else variants_of_checks(given.arch)
+        made = aot.compile_all(used, given.arch)
+        save_kernels(made, given.arch, given.compile)
+        print(f"{len(made)} kernels for {given.arch}")
+        return 0
+    run = run_by_triton
+    if given.kernels:
+        assert given.device == "cuda", "cubins run on a GPU: --device cuda"
+        run = CudaGpu(given.kernels).launch
+    elif given.device == "cpu":
+        assert os.environ.get("TRITON_INTERPRET") == "1"
         from tests.support.interpreter import mend
 
         mend()
         np.seterr(over="ignore")  # exp2 of a large capped score is infinite on purpose
-    cases = slim() if given.slim else list(conformance.cases())
-    cases = [c for c in cases if not given.cases or any(text in c.id for text in given.cases)]
     failed, start = 0, time.perf_counter()
     for case in cases:
         began = time.perf_counter()
         try:
-            run_case(case, given.arch, given.device)
+            run_case(case, given.arch, given.device, run)
         except Exception as error:
             failed += 1
             print(f"FAILED {case.id}: {type(error).__name__}: {error}"[:400], flush=True)
@@ -254,9 +296,9 @@ def main() -> int:
             if given.verbose:
                 print(f"ok     {case.id} {time.perf_counter() - began:.2f} s", flush=True)
     if not given.cases:
-        check_rows(given.device)
-        check_far_pages(given.arch, given.device)
-        check_products(given.arch, given.device)
+        check_rows(given.device, run)
+        check_far_pages(given.arch, given.device, run)
+        check_products(given.arch, given.device, run)
     print(
         f"{len(cases) - failed} of {len(cases)} cases passed, {given.arch} tiles, "
         f"{time.perf_counter() - start:.1f} s"

@@ -24,6 +24,7 @@ EXPERTS = (
     ExpertsShape("bfloat16", 4, 4, 2, 160, 96, group=32, codes=E2M1, up_bias=True),
     ExpertsShape("float16", 4, 4, 2, 128, 64, group=64, up_offsets=True),
     ExpertsShape("bfloat16", 8, 4, 2, 160, 96, group=128, codes=E4M3),
+    *(ExpertsShape("bfloat16", bits, 3, 2, 680, 328) for bits in (8, 4)),  # several steps
 )
 LINEARS = (
     LinearShape("float32", 8, 72, (40, 0, 0)),
@@ -37,6 +38,12 @@ LINEARS = (
     LinearShape("float16", 8, 200, (72, 0, 0), group=64, codes=INT8),
     LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True, group=128, codes=E4M3),
     LinearShape("float32", 8, 96, (40, 0, 0), group=32, codes=E4M3),
+    # Several steps of slices, and a last one that not all slices have.
+    LinearShape("bfloat16", 8, 1160, (40, 0, 0)),
+    LinearShape("bfloat16", 4, 1160, (40, 0, 0)),
+    LinearShape("float16", 4, 608, (40, 0, 0), group=32, offsets=True),
+    LinearShape("bfloat16", 8, 1160, (40, 0, 0), group=128, codes=E4M3),
+    LinearShape("bfloat16", 8, 584, (40, 0, 0), group=64, codes=INT8),
 )
 SHAPES: tuple[Shape, ...] = (*EXPERTS, *LINEARS)
 
