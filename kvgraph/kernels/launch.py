@@ -7,9 +7,9 @@ nothing waits for the device. The rules of attention are the native library's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from kvgraph.contract.dims import ceildiv
@@ -28,6 +28,12 @@ from kvgraph.ops import launch_native
 from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.launch_native import Constants, Planned, StepSizes, Tiling
 
+KEPT_PLANS = 128
+"""Of one shape: the step's own, and those of sizes that come again."""
+
+PlanOf = Callable[[int], "LaunchPlan"]
+"""A plan by the number of rows."""
+
 TRITON_DTYPES = {f"*{dtype.triton}": dtype.name for dtype in DTYPES.values() if dtype.triton}
 
 
@@ -40,6 +46,10 @@ class Launch:
     grid: tuple[int, int]
     arguments: tuple[str | int, ...]
 
+    def with_argument(self, place: int, value: int) -> Launch:
+        arguments = (*self.arguments[:place], value, *self.arguments[place + 1 :])
+        return Launch(self.variant, self.grid, arguments)
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
@@ -47,11 +57,14 @@ class LaunchPlan:
 
     launches: tuple[Launch, ...] = ()
     scratch: Mapping[str, int] = field(default_factory=dict)
+    _dtypes: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def scratch_dtypes(self) -> dict[str, str]:
         """As the kernels that get it declare it."""
-        types = {p.name: p.type for one in self.launches for p in one.variant.parameters}
-        return {name: TRITON_DTYPES[types[name]] for name in self.scratch}
+        if len(self._dtypes) < len(self.scratch):
+            types = {p.name: p.type for one in self.launches for p in one.variant.parameters}
+            self._dtypes.update({name: TRITON_DTYPES[types[name]] for name in self.scratch})
+        return self._dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,7 @@ class Sizes:
 
 def plan_store(shape: AttentionShape, arch: str, sizes: Sizes, layer: int) -> LaunchPlan:
     """store_kv of one layer. Operands: those of the op, and cos_sin with rope."""
-    return _known(b"store_kv", shape, arch, True, False, 0).plan(sizes, layer)
+    return _step_plans(b"store_kv", shape, arch, True, False, 0).plan(sizes, layer)
 
 
 def plan_attention(
@@ -85,8 +98,8 @@ def plan_attention(
 
     `multiprocessors` 0: those of a typical device of `arch`.
     """
-    known = _known(b"paged_attention", shape, arch, False, True, multiprocessors)
-    return known.plan(sizes, layer)
+    plans = _step_plans(b"paged_attention", shape, arch, False, True, multiprocessors)
+    return plans.plan(sizes, layer)
 
 
 def plan_update_and_attend(
@@ -102,20 +115,38 @@ def plan_update_and_attend(
 
     KernelError for sizes that no step has.
     """
-    known = _known(b"update_and_attend", shape, arch, stores, True, multiprocessors)
-    return known.plan(sizes, layer)
+    plans = plans_of_steps(shape, arch, stores=stores, multiprocessors=multiprocessors)
+    return plans.plan(sizes, layer)
+
+
+def plans_of_steps(
+    shape: AttentionShape, arch: str, *, stores: bool = True, multiprocessors: int = 0
+) -> StepPlans:
+    """What `plan_update_and_attend` asks, for hosts that ask it at every step."""
+    return _step_plans(b"update_and_attend", shape, arch, stores, True, multiprocessors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class StepPlans:
     """What the plans of an op share: the question, and variants by role."""
 
     question: launch_native.StepPlan
     variants: tuple[Variant, ...]
 
     def plan(self, sizes: Sizes, layer: int) -> LaunchPlan:
+        """KernelError for sizes that no step has. Layers differ in their number alone."""
+        first, places = _first_layer(self, sizes)
+        if not layer:
+            return first
+        launches = [
+            one if at is None else one.with_argument(at, layer)
+            for one, at in zip(first.launches, places, strict=True)
+        ]
+        return LaunchPlan(tuple(launches), first.scratch, first._dtypes)
+
+    def ask(self, sizes: Sizes) -> LaunchPlan:
+        """The native library's plan of layer 0."""
         asked = launch_native.StepPlan.from_buffer_copy(self.question)
-        asked.layer = layer
         asked.sizes = StepSizes(
             sizes.batch_size,
             sizes.total_seq_len,
@@ -135,10 +166,18 @@ class _Known:
         return launch_of(self.variants[planned.role], (columns, lines), values)
 
 
+@lru_cache(KEPT_PLANS)
+def _first_layer(plans: StepPlans, sizes: Sizes) -> tuple[LaunchPlan, list[int | None]]:
+    """Layer 0's plan, and where each launch has the layer among its arguments."""
+    plan = plans.ask(sizes)
+    names = [[p.name for p in one.variant.parameters] for one in plan.launches]
+    return plan, [n.index("layer") if "layer" in n else None for n in names]
+
+
 @lru_cache
-def _known(
+def _step_plans(
     op: bytes, shape: AttentionShape, arch: str, stores: bool, attends: bool, multiprocessors: int
-) -> _Known:
+) -> StepPlans:
     question = launch_native.StepPlan(
         op=op,
         constants=constants(shape),
@@ -153,7 +192,7 @@ def _known(
         "decode_split": decode_variant(shape, arch, split=True),
         "merge": merge_variant(shape, arch),
     }
-    return _Known(question, tuple(by_role[role] for role in ROLES))
+    return StepPlans(question, tuple(by_role[role] for role in ROLES))
 
 
 def constants(shape: AttentionShape) -> Constants:
@@ -206,6 +245,12 @@ def plan_silu_mul(variant: Variant, num_rows: int) -> LaunchPlan:
 def plan_increment(batch_size: int) -> LaunchPlan:
     variant = increment_variant()
     return _plan_rows(variant, ceildiv(batch_size, _int(variant, "BLOCK_B")), batch_size=batch_size)
+
+
+@cache
+def plans_by_rows(plan: Callable[..., LaunchPlan], *constants: Hashable) -> PlanOf:
+    """`plan(*constants, rows)` by its rows: layers of one shape ask for the same in every step."""
+    return lru_cache(KEPT_PLANS)(partial(plan, *constants))
 
 
 def _plan_rows(variant: Variant, programs: int, **values: int) -> LaunchPlan:

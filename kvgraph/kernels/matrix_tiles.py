@@ -66,7 +66,7 @@ def matrix_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) 
 def _tiles_of_sm_90(few: bool, form: Form, half: int, spread: bool) -> MatrixTiles:
     bits, wide = form.bits, half or form.group or 128
     if not few:
-        return MatrixTiles(64, 128, wide if bits else 64, 4 if bits == 4 else 8, 3)
+        return MatrixTiles(64, 128, wide if bits else 64, 4 if half == 64 else 8, 3)
     if not bits:
         return MatrixTiles(16, 64, wide, 4, 3)
     if wide < 64:  # of so few bytes more have to be on their way

@@ -57,6 +57,8 @@ class Kernel:
     parameters: tuple[str, ...]
     values: list[int]
     packing: struct.Struct
+    memory: type[ctypes.Array[ctypes.c_char]]
+    """Of one launch, and of the sentence that comes back: each launch has its own."""
     name_bytes: ctypes.Array[ctypes.c_char]
 
 
@@ -157,13 +159,14 @@ class Launcher:
         scratch pointers; "*bf16:16" is an address that must be a multiple of 16.
         """
         kinds = [_kind(name, index, type_) for index, type_ in enumerate(parameters)]
-        layout = LAUNCH.format + "".join(f"II{layout}" for _, _, layout in kinds)
+        packing = struct.Struct(LAUNCH.format + "".join(f"II{layout}" for _, _, layout in kinds))
+        memory = ctypes.c_char * (packing.size + MESSAGE_BYTES)
         name_bytes = ctypes.create_string_buffer(name.encode())
         values = [LAUNCH_ABI_VERSION, LAUNCH.size, module.handle, ctypes.addressof(name_bytes), 0]
         values += [len(kinds), 1, 1, 1, *cluster, num_warps, shared_bytes, 0]
         for number, alignment, _ in kinds:
             values += [number, alignment, 0]
-        kernel = Kernel(name, tuple(parameters), values, struct.Struct(layout), name_bytes)
+        kernel = Kernel(name, tuple(parameters), values, packing, memory, name_bytes)
         self._call(
             "prepare", ctypes.c_uint64(module.handle), name.encode(), ctypes.c_uint32(shared_bytes)
         )
@@ -191,7 +194,7 @@ class Launcher:
         values[STREAM] = stream
         values[FIRST_VALUE::3] = arguments
         size = kernel.packing.size
-        memory = ctypes.create_string_buffer(size + MESSAGE_BYTES)
+        memory = kernel.memory()
         address = ctypes.addressof(memory)
         values[ARGUMENTS_AT] = address + LAUNCH.size
         try:

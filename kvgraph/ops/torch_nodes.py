@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvgraph.ops.spec import OpSpec
 
@@ -28,6 +30,16 @@ class Call:
             {name: tuple(map(_extent, t.shape)) for name, t in tensors.items()},
             {a.name: given[a.name] for a in spec.attributes},
         )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is row-major for every value of its symbolic dims."""
+    step: int | torch.SymInt = 1
+    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not statically_known_true(extent == 1) and not statically_known_true(stride == step):
+            return False
+        step = step * extent
+    return True
 
 
 def _extent(extent: object) -> int:

@@ -45,9 +45,10 @@ class Cubins:
 
     def launch(self, plan: LaunchPlan, addresses: Mapping[str, int], stream: int) -> None:
         """Enqueue `plan`. `addresses` of its operands and of its scratch memory, by name."""
+        launch, kernels = self._launcher.launch, self._kernels
         for one in plan.launches:
             given = [addresses[a] if isinstance(a, str) else a for a in one.arguments]
-            self._launcher.launch(self._kernels[one.variant.name], one.grid, given, stream)
+            launch(kernels[one.variant.name], one.grid, given, stream)
 
     def _load(self, ordinal: int) -> tuple[str, dict[str, Kernel]]:
         folders = self._folder.iterdir() if self._folder.is_dir() else ()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvgraph.compiler.targets.trt_fields import pack_images
 from kvgraph.contract.params import KVCacheParams
@@ -33,24 +34,30 @@ POOLS = ("kv_blocks", "kv_scales")
 class PluginAttention(program.Attention, ABC):
     """update_and_attend of one layer, planned and launched by a plugin."""
 
-    def __init__(self, node: torch.fx.Node, leaf: KVCacheParams, gpu: ExecutingGpu) -> None:
-        super().__init__(node, leaf, gpu)
-        given = UPDATE_AND_ATTEND.arguments(node.args, node.kwargs)
-        kernels = compiled(gpu.kernels / gpu.arch, self._shape, gpu.arch)
+    def __init__(
+        self, node: torch.fx.Node, module: nn.Module, gpu: ExecutingGpu, leaf: KVCacheParams
+    ) -> None:
+        super().__init__(node, module, gpu, leaf)
+        given = self.given
+        kernels = compiled(gpu.kernels / gpu.arch, self.shape, gpu.arch)
         self._executor = gpu.executor
         self._made: Any = None
         self._fields: dict[str, Any] = {
             attribute.name: given[attribute.name] for attribute in UPDATE_AND_ATTEND.attributes
         } | {
-            "kernels": pack_kernels(self._shape, {gpu.arch: kernels}),
+            "kernels": pack_kernels(self.shape, {gpu.arch: kernels}),
             "images": pack_images({kernel.cubin: None for kernel in kernels}),
         }
 
-    def forward(self, *args: torch.Tensor | None) -> torch.Tensor:
-        given = {n: a for n, a in zip(self._names, args, strict=False) if a is not None}
+    def inputs(self, shared: object) -> tuple[torch.fx.Node, ...]:
+        return tuple(node for name, node in self.nodes.items() if name not in self.bound)
+
+    def run(self, *inputs: torch.Tensor) -> torch.Tensor:
+        step = iter(inputs)
+        given = {n: self.bound[n] if n in self.bound else next(step) for n in self.nodes}
         given = {n: a if n in program.MUTATED else a.contiguous() for n, a in given.items()}
         q = given["q"]
-        out = torch.full((*q.shape[:2], self._shape.cache.v_width), torch.nan, dtype=q.dtype)
+        out = torch.full((*q.shape[:2], self.shape.cache.v_width), torch.nan, dtype=q.dtype)
         if self._made is None:
             self._made = self.make(given)
         self.enqueue(given, out)

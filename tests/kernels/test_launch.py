@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgraph.errors import UnsupportedError
+from kvgraph.errors import KernelError, UnsupportedError
 from kvgraph.kernels import launch, shapes, variants
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 
@@ -101,6 +101,36 @@ def test_layers_share_variants() -> None:
     assert [values(p.launches[0])["layer"] for p in plans] == [0, 31]
     compiled = {v.name for v in variants.attention_variants(SHAPE, "sm_90")}
     assert set(first[1:]) <= compiled
+
+
+def test_layers_differ_in_their_number_alone() -> None:
+    """The native library is asked for one of them; tests/golden has its own for others."""
+    plans = launch.plans_of_steps(SHAPE, "sm_90")
+    for sizes in (launch.Sizes(1, 1, 1, 4096, 32), launch.Sizes(3, 700, 600, 900, 32)):
+        first, last = plans.plan(sizes, 0), plans.plan(sizes, 31)
+        assert first is plans.plan(sizes, 0), "it is kept"
+        assert last.scratch == first.scratch
+        assert last.scratch_dtypes() == first.scratch_dtypes()
+        for one, other in zip(first.launches, last.launches, strict=True):
+            assert (one.variant, one.grid) == (other.variant, other.grid)
+            with_layer = {"layer": 31} if "layer" in values(one) else {}
+            assert values(other) == values(one) | with_layer
+
+
+def test_sizes_that_no_step_has_are_refused_every_time() -> None:
+    sizes = launch.Sizes(0, 1, 1, 1, 8)
+    for _ in range(2):
+        with pytest.raises(KernelError, match="batch_size: expected at least 1, got 0"):
+            launch.plan_update_and_attend(SHAPE, "sm_90", sizes, 1)
+
+
+def test_plans_are_kept_by_their_rows() -> None:
+    variant = variants.rms_norm_variant("bfloat16", 4096, 1e-5)
+    plan = launch.plans_by_rows(launch.plan_rms_norm, variant)
+    assert plan is launch.plans_by_rows(launch.plan_rms_norm, variant)
+    assert plan(7) is plan(7)
+    for rows in (0, 7, 8, *range(2 * launch.KEPT_PLANS)):
+        assert plan(rows) == launch.plan_rms_norm(variant, rows)
 
 
 def test_variant_names_tell_variants_apart() -> None:

@@ -346,3 +346,42 @@ result = log()
     assert sum("cuFuncSetAttribute" in c for c in launches) == 2
     got = {c.partition(": ")[2] for c in launches if c.startswith("cuLaunchKernel")}
     assert got == {f"i{thread} i{i} s0 s0 extra0" for thread in range(8) for i in range(50)}
+
+
+def test_threads_that_launch_one_kernel_have_their_own_arguments(drive: Drive) -> None:
+    """And each is told of its own ones."""
+    result = drive("""
+sys.setswitchinterval(1e-6)
+kernel = cuda.kernel(
+    cuda.load(image("sm_90"), "sm_90"), "k_pi", ["*bf16:16", "i32"], num_warps=1
+)
+refused = []
+def work(thread):
+    for i in range(50):
+        cuda.launch(kernel, (thread + 1,), [16 * i, thread])
+        refused.append([thread, said(cuda.launch, kernel, (1,), [16 * i, 2**31 + thread])])
+        refused.append([thread, said(cuda.launch, kernel, (1,), [16 * thread + 8, i])])
+threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+result = [launched(), refused]
+""")
+    launches, refused = result
+    assert sorted(line.partition(" grid ")[2].partition(" s0")[0] for line in launches) == sorted(
+        f"{thread + 1},1,1 block 32,1,1 shared 0 stream 0: p{16 * i:x} i{thread}"
+        for thread in range(8)
+        for i in range(50)
+    )
+    said = {
+        thread: {
+            f"k_pi: argument 1: expected i32, got {2**31 + thread}",
+            "k_pi: argument 0: expected an address that is a multiple of 16, "
+            f"got {16 * thread + 8:#x}",
+        }
+        for thread in range(8)
+    }
+    found: dict[int, set[str]] = {}
+    for thread, (kind, sentence) in refused:
+        assert kind == "KernelError"
+        found.setdefault(thread, set()).add(sentence)
+    assert found == said

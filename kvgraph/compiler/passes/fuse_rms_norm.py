@@ -21,7 +21,6 @@ from kvgraph.compiler.passes.operands import (
     any_node,
     erase_unused,
     expect,
-    is_dense,
     node_of,
     only_user,
     other_factor,
@@ -29,6 +28,7 @@ from kvgraph.compiler.passes.operands import (
     value,
 )
 from kvgraph.ops import torch_fusions
+from kvgraph.ops.torch_nodes import is_dense
 
 aten = torch.ops.aten
 FUSED = torch_fusions.rms_norm.default

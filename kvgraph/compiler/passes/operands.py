@@ -6,7 +6,6 @@ from collections.abc import Callable, Container
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import Argument, map_arg
 
 from kvgraph.contract.dtypes import ACTIVATIONS
@@ -67,16 +66,6 @@ def typed(node: Node) -> str:
     tensor = value(node)
     dims = ", ".join(map(str, tensor.shape))
     return f"{str(tensor.dtype).removeprefix('torch.')}[{dims}]"
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it is row-major for every value of its symbolic dims."""
-    step: int | torch.SymInt = 1
-    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not statically_known_true(extent == 1) and not statically_known_true(stride == step):
-            return False
-        step = step * extent
-    return True
 
 
 def erase_unused(node: Node) -> None:

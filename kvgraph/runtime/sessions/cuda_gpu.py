@@ -49,13 +49,17 @@ class CudaGpu:
 
     def launch(self, plan: LaunchPlan, operands: Operands) -> None:
         """Scratch memory goes back to torch's allocator at once: the stream orders its reuse."""
-        scratch = {
+        if plan.scratch:
+            operands = {**operands, **self._scratch(plan)}
+        addresses = {name: tensor.data_ptr() for name, tensor in operands.items()}
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        self._cubins.launch(plan, addresses, stream)
+
+    def _scratch(self, plan: LaunchPlan) -> dict[str, torch.Tensor]:
+        return {
             name: torch.empty(plan.scratch[name], dtype=getattr(torch, dtype), device=self.device)
             for name, dtype in plan.scratch_dtypes().items()
         }
-        addresses = {name: tensor.data_ptr() for name, tensor in {**operands, **scratch}.items()}
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._cubins.launch(plan, addresses, stream)
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Once for real, as libraries set themselves up; then recorded, on the same stream.

@@ -1,0 +1,55 @@
+"""Chains of views, each made one.
+
+Exported programs say a shape in many steps (view, transpose, transpose back, select). Each is a
+call of torch on the host, and where the elements keep their order, the last shape says it all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvgraph.ops.torch_nodes import is_dense
+
+aten = torch.ops.aten
+VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.squeeze.dim,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+)
+
+
+def join_views(graph: torch.fx.Graph) -> None:
+    """Replace chains that keep all elements in their order by one `reshape`."""
+    sources: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        if node.target not in VIEWS:
+            continue
+        before = node.args[0]
+        if node.target is aten.reshape.default and not is_dense(before.meta["val"]):
+            continue  # it may be a copy, in another order
+        source = sources[node] = sources.get(before, before)
+        sizes = _sizes(source.meta["val"], node.meta["val"])
+        if sizes is not None and any(user.target not in VIEWS for user in node.users):
+            with graph.inserting_before(node):
+                made = graph.call_method("reshape", (source, *sizes))
+            made.meta = node.meta
+            node.replace_all_uses_with(made)
+    for node in reversed(graph.nodes):
+        if node in sources and not node.users:
+            graph.erase_node(node)
+
+
+def _sizes(source: torch.Tensor, view: torch.Tensor) -> list[int] | None:
+    """Of all elements of `source` as `view` has them, at most one left open (-1).
+
+    None: `view` has them in another order, or a part. Row-major ones of as many have the same.
+    """
+    whole = statically_known_true(source.numel() == view.numel())
+    sizes = [extent if isinstance(extent, int) else -1 for extent in view.shape]
+    keeps = whole and is_dense(source) and is_dense(view)
+    return sizes if keeps and sizes.count(-1) <= 1 else None
