@@ -29,7 +29,8 @@ from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.launch_native import Constants, Planned, StepSizes, Tiling
 
 KEPT_PLANS = 128
-"""Of one shape: the step's own, and those of sizes that come again."""
+"""Of one shape of products or norms, and of all attention: a step's own, and those of sizes that
+come again."""
 
 PlanOf = Callable[[int], "LaunchPlan"]
 """A plan by the number of rows."""

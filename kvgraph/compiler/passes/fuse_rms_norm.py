@@ -184,7 +184,9 @@ def _fuse(graph: Graph, norm: Norm, report: PassReport) -> None:
         x, dims = _before_transpose(norm.x)
         fused = _call(graph, norm.out, FUSED, (x, norm.weight), attributes, value(x))
         if dims:
-            fused = _call(graph, norm.out, TRANSPOSE, (fused, *dims), {}, value(norm.out))
+            # Not as norm.out lies in memory: torch's own norm makes its result row-major.
+            moved = value(x).transpose(*dims)
+            fused = _call(graph, norm.out, TRANSPOSE, (fused, *dims), {}, moved)
         norm.out.replace_all_uses_with(fused)
     else:
         # Before the sum's place nothing reads its result, and behind it nothing reads the term.

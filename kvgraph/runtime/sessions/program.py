@@ -48,6 +48,16 @@ Operands = Mapping[str, torch.Tensor]
 MUTATED = UPDATE_AND_ATTEND.mutated
 """Written in place, so never copied; sessions allocate them row-major."""
 
+READ_BY_VIEWS = (
+    torch.ops.aten.sym_size.int,
+    operator.add,
+    operator.floordiv,
+    operator.getitem,
+    operator.mul,
+    operator.sub,
+)
+"""Sizes, and results of several; of numbers, which change nothing."""
+
 OUTS = tuple(operand.name for operand in QUANTIZED_LINEAR.outputs)
 
 
@@ -148,7 +158,7 @@ def _replace_ops(
             graph.erase_node(node)
     join_views(graph)
     for node in reversed(graph.nodes):
-        if not node.users and (node.op == "get_attr" or node.target is operator.getitem):
+        if not node.users and (node.op == "get_attr" or node.target in READ_BY_VIEWS):
             graph.erase_node(node)
 
 

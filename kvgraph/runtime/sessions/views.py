@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 
 from kvgraph.ops.torch_nodes import is_dense
 
@@ -24,19 +25,25 @@ VIEWS = (
 
 
 def join_views(graph: torch.fx.Graph) -> None:
-    """Replace chains that keep all elements in their order by one `reshape`."""
+    """Replace chains that keep all elements in their order by one `reshape`.
+
+    How a view lies in memory is computed from its source, not read from the program's notes.
+    """
     sources: dict[Node, Node] = {}
+    values: dict[Node, torch.Tensor] = {}
     for node in list(graph.nodes):
         if node.target not in VIEWS:
             continue
-        before = node.args[0]
-        if node.target is aten.reshape.default and not is_dense(before.meta["val"]):
+        before, *others = node.args
+        given = values.get(before, before.meta["val"])
+        if node.target is aten.reshape.default and not is_dense(given):
             continue  # it may be a copy, in another order
+        values[node] = node.target(given, *map_arg(others, lambda other: other.meta["val"]))
         source = sources[node] = sources.get(before, before)
-        sizes = _sizes(source.meta["val"], node.meta["val"])
+        sizes = _sizes(source.meta["val"], values[node])
         if sizes is not None and any(user.target not in VIEWS for user in node.users):
             with graph.inserting_before(node):
-                made = graph.call_method("reshape", (source, *sizes))
+                made = graph.call_method("reshape", (source, tuple(sizes)))
             made.meta = node.meta
             node.replace_all_uses_with(made)
     for node in reversed(graph.nodes):
