@@ -14,6 +14,7 @@ from kvgraph.contract.devices import HOST
 from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import DeviceError, KernelError, StoreError
 from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.tiers import uses
 from kvgraph.kv.tiers.connector import Move, Transfer
 from kvgraph.kv.tiers.copies import HostCopier, copier_of
 from kvgraph.kv.tiers.host import HostStore
@@ -263,6 +264,68 @@ def test_promotion_fills_the_host(gate: Gate) -> None:
     assert wait_for(second, 1)[0].ok
     assert (store.reads, second.metrics().h2d_blocks_copied) == (reads, 4)
     second.close()
+
+
+def work(connector: TieredConnector) -> None:
+    while connector.work():
+        pass
+
+
+def test_touches_and_flushes_come_between_writes(gate: Gate) -> None:
+    """Writes that never end keep nothing from the stores, and from those that wait for a page."""
+    pools, store = make_pools(gate), MemoryStore()
+    connector = connect(pools, 200, store, threads=False, max_offloads=200, max_writes=200)
+    moves = [move(pools, 0, key) for key in range(200)]
+    connector.offload(moves)
+    connector.touch([moves[0].key])
+    while len(store.calls) < 150:
+        assert connector.work()
+    assert "touch" in store.calls
+    assert store.calls.count("flush") > 1
+    assert connector._writes
+    assert connector.has_settled([moves[0].key])
+    assert not connector.has_settled([moves[-1].key])
+    work(connector)
+    assert store.calls[-1] == "flush"
+    assert connector.has_settled([each.key for each in moves])
+    connector.close()
+
+
+def test_uses_are_told_in_slices_and_only_the_last_of_them(gate: Gate) -> None:
+    told: list[list[bytes]] = []
+
+    class Told(MemoryStore):
+        def touch(self, keys: Sequence[bytes]) -> None:
+            told.append(list(keys))
+
+    connector = connect(make_pools(gate), 2, Told(), threads=False)
+    keys = [i.to_bytes(32) for i in range(2 * uses.MOST_KEYS)]
+    connector.touch(keys)
+    connector.touch(keys[-3:-1])
+    connector.touch(keys[-2:-1])
+    work(connector)
+    assert max(map(len, told)) <= 1000
+    expected = [*keys[-uses.MOST_KEYS : -3], keys[-1], keys[-3], keys[-2]]
+    assert [key for some in told for key in some] == expected
+    connector.close()
+
+
+def test_a_load_that_is_cancelled_before_its_copy_ends_at_once(gate: Gate) -> None:
+    pools = make_pools(gate)
+    connector = connect(pools, 1, staging=0, threads=False)
+    connector.offload([move(pools, 1)])
+    work(connector)
+    connector.poll()
+    load = connector.load([move(pools, 9, key=1)])
+    connector.cancel(load)
+    assert (list(connector.poll()), load.ok) == ([load], False)
+    assert connector.metrics().inflight_ops == 0
+    assert (pools.buffers[0].handle[9] == 9).all(), "not copied"
+    connector.offload([move(pools, 2)])
+    work(connector)
+    (lookup,) = connector.lookup([[(move(pools, 2).key, 28)]])
+    assert lookup.present, "its slot is free for another page"
+    connector.close()
 
 
 def test_a_store_is_counted_by_its_own_name(gate: Gate) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvgraph.errors import StoreError
+from kvgraph.kv.tiers.disk import store as disk
 from kvgraph.kv.tiers.disk.slabs import Slabs, Slot
 from kvgraph.kv.tiers.disk.store import DiskStore
 from tests.kv.disk_pages import (
@@ -226,4 +232,49 @@ def test_the_order_holds_when_the_clock_goes_back(
     put(store, 6)
     store.flush()
     assert held(store) == [2, 4, 5, 6]
+    store.close()
+
+
+def locks_that_fail(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks_that_fail(number, monkeypatch)
+    before = num_descriptors()
+    expected = (
+        f"^disk tier {tmp_path}/kvgraph-1.1: expected a file system with locks \\(flock\\), "
+        f"got '{os.strerror(number)}'$"
+    )
+    with pytest.raises(StoreError, match=expected):
+        opened(tmp_path)
+    assert num_descriptors() == before
+    assert list(tmp_path.glob("*/*.owner")) == []
+
+
+def test_locks_that_fail_for_a_while_leave_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "PAUSE_SECONDS", 0.0)
+    with monkeypatch.context() as failing:
+        locks_that_fail(errno.EIO, failing)
+        store = opened(tmp_path)
+        before = num_descriptors()
+        for _ in range(5):
+            assert got(store, 0) is None
+        assert store.stats().problem
+        assert num_descriptors() == before
+        assert list(tmp_path.glob("*/*.owner")) == []
+    put(store, 0)
+    assert got(store, 0) == page(0)
     store.close()

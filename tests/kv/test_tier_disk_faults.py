@@ -234,6 +234,49 @@ def test_a_lock_that_is_not_released_pauses_the_store(
     store.close()
 
 
+def test_pages_that_a_lock_keeps_from_the_index_are_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
+    store = opened(tmp_path)
+    put(store, 0, 1)
+    with sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        store.flush()
+        other.execute("ROLLBACK")
+    other.close()
+    assert store.stats().problem
+    monkeypatch.setattr(store, "_usable_at", 0.0)
+    store.flush()
+    assert store.stats().dropped == 0
+    another = opened(tmp_path)
+    assert held(another) == [0, 1]
+    assert all(all_right(another, 2))
+    another.close()
+    store.close()
+
+
+def test_pages_that_the_index_had_no_room_for_are_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "BATCH_PAGES", 2)
+    store = opened(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(Index, "publish", no_room)
+        put(store, 0, 1)
+        assert "full" in store.stats().problem
+        assert not store.write(KEYS[2], [memoryview(page(2))]), "it pauses"
+        assert held(store) == [], "a read would have to publish them"
+    monkeypatch.setattr(store, "_writable_at", 0.0)
+    put(store, 2)
+    store.flush()
+    assert (store.stats().written, store.stats().dropped) == (3, 1)
+    another = opened(tmp_path)
+    assert held(another) == [0, 1, 2]
+    another.close()
+    store.close()
+
+
 def test_a_clear_that_fails_is_done_before_the_store_answers_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

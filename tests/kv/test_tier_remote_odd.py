@@ -169,3 +169,17 @@ def test_a_server_whose_keys_come_to_no_end(monkeypatch: pytest.MonkeyPatch) -> 
         recover(store)
         assert store.contains(KEYS[:1]) == [False], "it is not used before it is empty"
         store.close()
+
+
+def test_a_server_that_answers_everything_but_pages_is_asked_ever_less() -> None:
+    with understanding(1 << 30, b"", GET=b"$9\r\nabc") as url:
+        store = RemoteStore(url, MODEL, SIZE, timeout=0.2)
+        pauses = []
+        for _ in range(8):
+            assert got(store, 0) is None
+            assert store.stats().problem
+            pauses.append(store._pause)
+            recover(store)
+        assert pauses == sorted(pauses)
+        assert pauses[-1] == remote.LONGEST_PAUSE_SECONDS
+        store.close()

@@ -6,7 +6,7 @@ say so, and nothing raises for a tier that fails: what it held is missed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import NamedTuple, Protocol
 
 from kvgraph.kv.metrics import KVCacheMetrics
@@ -23,14 +23,27 @@ class Move(NamedTuple):
 
 
 class Lookup:
-    """Which of `keys` (key, record size) the tiers hold: `present` once `done`; only advice."""
+    """Which of `keys` (key, record size) the tiers hold: `present` once `done`; only advice.
+
+    Until then `present` is what the tiers that answered hold; it is replaced, never changed, since
+    another thread may read it.
+    """
 
     __slots__ = ("done", "keys", "present")
 
     def __init__(self, keys: Sequence[tuple[bytes, int]] = ()) -> None:
         self.keys = keys
-        self.present: set[bytes] = set()
+        self.present: Set[bytes] = frozenset()
         self.done = not keys
+
+    def add(self, found: Set[bytes]) -> None:
+        self.present = self.present | {key for key, _ in self.keys if key in found}
+
+    def so_far(self) -> Lookup:
+        """What is present now as an answer that is done."""
+        answer = Lookup()
+        answer.present = self.present
+        return answer
 
 
 class Transfer:

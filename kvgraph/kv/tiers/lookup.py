@@ -14,7 +14,7 @@ ANSWER_SECONDS = 0.25
 """How long an answer serves before it is asked for again: a request may wait, and tiers change."""
 
 PATIENCE_SECONDS = 0.25
-"""How long a request waits for a look-up; it is computed if the tiers are slower."""
+"""How long a request waits for a look-up; what slower tiers hold is computed."""
 
 
 class TierLookup:
@@ -86,9 +86,9 @@ class TierLookup:
         return self.renewal if self.renewal is not None and self.renewal.answer.done else self
 
     def is_answered(self) -> bool:
-        """Whether the look-up is done, or has taken so long that its answer is: nothing."""
+        """Whether it is done, or has taken so long that what is known now is the answer."""
         if not self.answer.done and time.monotonic() > self._asked_at + PATIENCE_SECONDS:
-            self.answer = Lookup()
+            self.answer = self.answer.so_far()
         return self.answer.done
 
     def is_old(self) -> bool:

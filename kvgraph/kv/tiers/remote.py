@@ -4,7 +4,7 @@ A record is one string: the bytes of a page and their checksum (16 bytes), under
 `kvgraph-1:<model>:<key>`. The server bounds its memory and evicts (`maxmemory`,
 `maxmemory-policy allkeys-lru`); reads and TOUCH tell it what is used. Whatever goes wrong is a
 miss, and the server is then left alone for a while: `PAUSE_SECONDS`, twice as long after each
-further failure, `LONGEST_PAUSE_SECONDS` at most.
+further failure until a page went through, `LONGEST_PAUSE_SECONDS` at most.
 
 LMCache or Mooncake would be other implementations of `PageStore`.
 """
@@ -117,6 +117,7 @@ class RemoteStore:
                 (value,) = self._wire.ask(("GET", self._name(key)))
                 if value is not None and self._is_page(key, value, out):
                     self._stats.read += 1
+                    self._pause = PAUSE_SECONDS
                     return True
         self._stats.missed += 1
         return False
@@ -185,6 +186,7 @@ class RemoteStore:
             return False
         if answer != b"OK":
             raise _odd(answer)
+        self._pause = PAUSE_SECONDS
         self._stats.written += 1
         self._stats.num_used_pages += 1
         return True
@@ -219,7 +221,7 @@ class RemoteStore:
 
     def _connect(self) -> None:
         self._wire.connect()
-        self._pause, self._stats.problem = PAUSE_SECONDS, ""
+        self._stats.problem = ""
 
     def _count(self) -> None:
         """Memory, and pages from where the last call came to; they are told at the end of all."""

@@ -8,7 +8,7 @@ processes. Records of one leaf all have one size; leaves of a tree may have diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,3 +117,14 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Release files, connections and memory; what was written stays. Idempotent."""
+
+
+def held_by_each(stores: Iterable[PageStore], keys: Iterable[bytes]) -> Iterator[set[bytes]]:
+    """For each store in turn, those of `keys` that it holds and none before it does."""
+    missing = list(keys)
+    for store in stores:
+        if missing:
+            answers = zip(missing, store.contains(missing), strict=True)
+            held = {key for key, is_here in answers if is_here}
+            missing = [key for key in missing if key not in held]
+            yield held

@@ -27,8 +27,7 @@ class TieredConnector(TierWorkers):
                 if self._is_closing:
                     lookup.done = True
                     continue
-                own = (key for key, size in lookup.keys if self._host.has(key, size))
-                lookup.present.update(own)
+                lookup.add({key for key, size in lookup.keys if self._host.has(key, size)})
                 lookup.done = len(lookup.present) == len(lookup.keys) or not self._below
             self._lookups += [lookup for lookup in lookups if not lookup.done]
             self._changed.notify_all()
@@ -54,6 +53,13 @@ class TieredConnector(TierWorkers):
             if transfer in self._loads:
                 self._loads.remove(transfer)
                 self._end(transfer)
+            for queued, slots in self._host_loads:
+                if queued is transfer:
+                    self._host_loads.remove((queued, slots))
+                    for slot in slots:
+                        self._host.unpin(slot)
+                    self._end(transfer)
+                    break
 
     def offload(self, moves: Sequence[Move]) -> list[Move]:
         if not (self._host.num_pages or self._stores):
@@ -72,17 +78,16 @@ class TieredConnector(TierWorkers):
 
     def has_settled(self, keys: Collection[bytes]) -> bool:
         with self._lock:
-            if self._to_flush:
-                return False
             slots = [*self._writes, *self._writing]
             coming = {move.key for move in self._offloads} | {slot.key for slot in slots}
+            coming |= self._unflushed.keys()
             return not any(key in coming or self._host.is_coming(key) for key in keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._host.touch(keys)
             if self._stores and not self._is_closing:
-                self._touched += keys
+                self._touched.add(keys)
                 self._changed.notify_all()
 
     def poll(self) -> Sequence[Transfer]:

@@ -1,7 +1,8 @@
 """What the threads of a connector do, and what they share with the step's thread.
 
     copier thread   device <-> host slots: loads that the host holds, then offloads
-    store thread    look-ups, loads, writes below the host, in this order; slow things wait here
+    store thread    look-ups, loads, writes below the host, touches, in this order; slow things wait
+                    here, and a flush of the stores ends each row of writes
 
 One condition guards all that the threads share; copies and I/O run outside it.
 """
@@ -23,10 +24,14 @@ import numpy as np
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.tiers.connector import Lookup, Move, Transfer
 from kvgraph.kv.tiers.host import Bytes, HostStore, Slot
-from kvgraph.kv.tiers.store import PageStore
+from kvgraph.kv.tiers.store import PageStore, held_by_each
+from kvgraph.kv.tiers.uses import Uses
 
 COPIES_AT_ONCE = 16
 """Pages of one offload; a load that comes meanwhile waits for no more."""
+
+WRITES_IN_A_ROW, BYTES_IN_A_ROW = 64, 16 << 20
+"""Writes before the stores are told of uses and flushed; fewer if the pages are large."""
 
 GRACE_SECONDS, LEAST_RATE = 1.0, 64e6
 """A load from below the host that is slower than this many bytes per second, after so many
@@ -75,14 +80,15 @@ class TierWorkers:
         self._lookups: list[Lookup] = []
         self._loads: deque[Transfer] = deque()
         self._writes: deque[Slot] = deque()
-        self._touched: list[bytes] = []
+        self._touched = Uses()
+        self._unflushed: dict[bytes, int] = {}  # bytes of the pages written since the last flush
         self._loading: set[Transfer] = set()  # taken up by a thread
         self._writing: list[Slot] = []  # taken up by a thread
         self._num_copying = 0
         self._ended: list[Transfer] = []
         self._news = False  # since the last `poll`
         self._is_starved = False  # offloads wait for slots
-        self._to_clear = self._to_flush = self._is_closing = False
+        self._to_clear = self._is_closing = False
         self._generation = 0  # of the tiers' content: raised by `reset`
         self._counts = KVCacheMetrics()
         self._read = self._written = 0  # pages, of the host tier
@@ -288,13 +294,13 @@ class TierWorkers:
             transfer = self._loads.popleft()
             self._loading.add(transfer)
             return partial(self._load, transfer, self._generation)
-        if self._writes:
+        written = self._unflushed.values()
+        if self._writes and len(written) < WRITES_IN_A_ROW and sum(written) < BYTES_IN_A_ROW:
             self._writing.append(self._writes.popleft())
             return partial(self._write, self._writing[-1])
-        if self._touched:
-            keys, self._touched = self._touched, []
-            return partial(self._touch, keys)
-        return self._flush if self._to_flush else None
+        if self._touched or self._unflushed:
+            return partial(self._touch_and_flush, self._touched.take())
+        return None
 
     def _clear(self) -> None:
         try:
@@ -307,17 +313,13 @@ class TierWorkers:
 
     def _look_up(self, lookups: list[Lookup]) -> None:
         asked = {key for one in lookups for key, _ in one.keys if key not in one.present}
-        missing, present = list(asked), set[bytes]()
         try:
-            for store in self._below:
-                if missing:
-                    found = zip(missing, store.contains(missing), strict=True)
-                    present.update(key for key, is_here in found if is_here)
-                    missing = [key for key in missing if key not in present]
+            for held in held_by_each(self._below, asked):
+                for lookup in lookups:
+                    lookup.add(held)
         finally:
             with self._changed:
                 for lookup in lookups:
-                    lookup.present.update(key for key, _ in lookup.keys if key in present)
                     lookup.done = True
                 self._tell()
 
@@ -347,7 +349,7 @@ class TierWorkers:
         data = self._bounce[:size] if slot is None else slot.data
         found = False
         try:
-            found = held is not None or self._read_below(move.key, data)
+            found = held is not None or any(s.read(move.key, data.data) for s in self._below)
             if found:
                 self._copy([move], [data], is_load=True)
         finally:
@@ -364,9 +366,6 @@ class TierWorkers:
                 self._changed.notify_all()  # a slot may be free
         return found
 
-    def _read_below(self, key: bytes, data: Bytes) -> bool:
-        return any(store.read(key, data.data) for store in self._below)
-
     def _write(self, slot: Slot) -> None:
         written = 0
         try:
@@ -376,21 +375,20 @@ class TierWorkers:
             with self._changed:
                 self._counts.offload_dropped += len(self._stores) - written
                 self._writing.remove(slot)
-                self._to_flush = True
+                self._unflushed[slot.key] = slot.shelf.size
                 self._host.unpin(slot)
                 self._changed.notify_all()  # a slot is free
 
-    def _touch(self, keys: list[bytes]) -> None:
-        for store in self._stores:
-            store.touch(keys)
-
-    def _flush(self) -> None:
+    def _touch_and_flush(self, keys: list[bytes]) -> None:
         try:
             for store in self._stores:
-                store.flush()
+                if keys:
+                    store.touch(keys)
+                if self._unflushed:  # of this thread alone
+                    store.flush()
         finally:
             with self._changed:
-                self._to_flush = False
+                self._unflushed.clear()
 
 
 def _close(connector: weakref.ref[TierWorkers]) -> None:

@@ -34,7 +34,7 @@ class Generation:
     """Slabs, index and this process's lock, in one folder.
 
     The constructor and the index's calls raise DamagedError, OSError or sqlite3.Error; the
-    constructor also StoreError for a folder that is a link, or another user's.
+    constructor also StoreError for a folder that is a link, another user's, or without locks.
     """
 
     def __init__(self, folder: Path, fingerprint: bytes) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
 from contextlib import suppress
 
+from kvgraph.errors import StoreError
 from kvgraph.kv.tiers.disk.folder import PrivateFolder
 
 OWNER = re.compile(r"([0-9a-f]{16})\.owner")
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems without locks answer (some mounts of Lustre, NFS and FUSE)."""
 
 
 class Owner:
     """This process, or rather one store of it, in a folder.
 
-    The calls may raise OSError, or DamagedError for what is no file.
+    The calls may raise OSError, or DamagedError for what is no file; the constructor also
+    StoreError for a file system without locks.
     """
 
     def __init__(self, folder: PrivateFolder) -> None:
@@ -25,10 +31,25 @@ class Owner:
         while True:
             self.token = secrets.token_hex(8)
             self._file = folder.open(_name(self.token), os.O_CREAT | os.O_EXCL | os.O_RDWR)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            if folder.has(_name(self.token)):  # not removed before it was locked
-                return
+            try:
+                self._lock()
+                if folder.has(_name(self.token)):  # not removed before it was locked
+                    return
+            except BaseException:
+                self.close()
+                raise
             os.close(self._file)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise StoreError(
+                f"disk tier {self._folder.path}: expected a file system with locks (flock), "
+                f"got {error.strerror!r}"
+            ) from error
 
     def is_alive(self, token: str) -> bool:
         if token == self.token:

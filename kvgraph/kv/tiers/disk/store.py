@@ -120,7 +120,8 @@ class DiskStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._degrading() as files:
             if files is not None:
-                return [key in self._pending or files.index.find(key) is not None for key in keys]
+                pending = () if self._writable_at else self._pending  # a read publishes them first
+                return [key in pending or files.index.find(key) is not None for key in keys]
         return [False] * len(keys)
 
     def read(self, key: bytes, out: memoryview) -> bool:
@@ -134,11 +135,15 @@ class DiskStore:
         return found
 
     def write(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        size = sum(part.nbytes for part in parts)
+        is_kept = False
         with self._degrading(is_write=True) as files:
-            if files is not None and self._write(files, key, parts):
-                return True
-        self._stats.dropped += 1
-        return False
+            if files is not None and self._write(files, key, parts, size):
+                is_kept = True  # whatever comes of publishing it
+                if len(self._pending) >= self._batch(stride_of(size)):
+                    self._publish(files)
+        self._stats.dropped += not is_kept
+        return is_kept
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._degrading() as files:
@@ -192,11 +197,10 @@ class DiskStore:
         arrived = files.slabs.read(held.at, out)
         return arrived and checksum(self._fingerprint, key, [out]) == held.sum
 
-    def _write(self, files: Generation, key: bytes, parts: Sequence[memoryview]) -> bool:
+    def _write(self, files: Generation, key: bytes, parts: Sequence[memoryview], size: int) -> bool:
         if key in self._pending or files.index.find(key) is not None:
             self._use(files, [key])
             return True
-        size = sum(part.nbytes for part in parts)
         stride = stride_of(size)
         if not self._spare.get(stride) and not self._claim(files, stride):
             return False
@@ -205,8 +209,6 @@ class DiskStore:
         files.slabs.write(spare[-1], parts)
         self._pending[key] = NewPage(spare.pop(), key, size, digest, time.time_ns())
         self._stats.written += 1
-        if len(self._pending) >= self._batch(stride):
-            self._publish(files)
         return True
 
     def _claim(self, files: Generation, stride: int) -> bool:
@@ -238,14 +240,12 @@ class DiskStore:
         return max(1, min(BATCH_PAGES, BATCH_BYTES // stride, share))
 
     def _publish(self, files: Generation) -> None:
-        pages, self._pending = self._pending, {}
-        if pages:
-            published = 0
-            try:
-                published, spare = files.index.publish(pages.values(), files.owner.token)
-            finally:
-                self._stats.dropped += len(pages) - published
-            self._stats.dropped -= len(spare)  # another process wrote these
+        """Where the index fails the pages stay pending: nothing of them was published."""
+        if self._pending:
+            published, spare = files.index.publish(self._pending.values(), files.owner.token)
+            written_by_others = len(spare)
+            self._stats.dropped += len(self._pending) - published - written_by_others
+            self._pending.clear()
             self._stats.num_used_pages += published
             for slot in spare:
                 self._spare.setdefault(slot.stride, []).append(slot)
