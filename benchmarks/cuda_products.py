@@ -15,28 +15,19 @@ from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linea
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops import matrices
 from kvgraph.ops.packed import E4M3, LEVELS
+from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
 
 BETWEEN = 256 << 20
 """Bytes that are read between two uses of a weight: more than any cache holds."""
-LAYERS = {
-    "q, k and v": ((4096, 1024, 1024), 4096, False),
-    "gate and up": ((14336, 0, 0), 4096, True),
-    "down": ((4096, 0, 0), 14336, False),
-}
-"""Of Llama-3-8B: columns of each part, inputs, whether the first part gates the second."""
 FORMS = {"int8": (8, 0, 0), "int4": (4, 0, 0), "FP8": (8, 128, E4M3)}
-QWEN3_30B = ExpertsShape("bfloat16", 0, 128, 8, 2048, 768)
 ROWS, EXPERT_ROWS = (1, 16, 64, 256), (1, 8, 64, 1024)
 Tensors = dict[str, torch.Tensor]
 
 
 def linear_shapes() -> Iterator[tuple[str, LinearShape]]:
-    for layer, (columns, inputs, gated) in LAYERS.items():
+    for layer, shape in LLAMA_8B.items():
         for form, (bits, group, codes) in FORMS.items():
-            yield (
-                f"{layer}, {form}",
-                LinearShape("bfloat16", bits, inputs, columns, gated, group=group, codes=codes),
-            )
+            yield f"{layer}, {form}", replace(shape, bits=bits, group=group, codes=codes)
 
 
 def experts_shapes() -> Iterator[tuple[str, ExpertsShape]]:
@@ -123,7 +114,7 @@ def linears(run: Run) -> None:
         if run.smoke:
             shape = replace(shape, in_features=256, out_features=(64, *shape.out_features[1:]))
             shape = replace(shape, out_features=tuple(min(n, 64) for n in shape.out_features))
-        layer = name.split(", i")[0].split(", F")[0]
+        layer = name.rpartition(", ")[0]
         columns = (shape.columns,)
         one = weight(run, "", columns, shape.in_features, shape)
         count = 1 if run.smoke else -(-BETWEEN // nbytes_of(one))

@@ -10,28 +10,11 @@ import torch
 import transformers
 
 import kvgraph
-from tests.support.models import greedy_tokens, make_model
+from tests.support.models import EXPERTS, LATENT, greedy_tokens, make_model
 
 PROMPTS = [
     [3 + (7 * i + 5 * j) % 150 for j in range(length)] for i, length in enumerate((1, 9, 40))
 ]
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-}
-EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | EXPERTS | {"head_dim": 16},  # its rotary embedding is complex
     "deepseek_v3": LATENT | EXPERTS | {"head_dim": 16},

@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,16 @@ def test_a_folder_that_was_removed_is_no_damage_to_the_next_one(
     assert os.listdir(tmp_path / "t") == ["kvgraph-1.1"]
 
 
+@contextmanager
+def locked_index(folder: Path) -> Iterator[None]:
+    """As another process holds it in the middle of a change."""
+    path = folder / "kvgraph-1.1" / "index.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+        other.execute("ROLLBACK")
+
+
 def test_a_lock_that_is_not_released_pauses_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,11 +232,8 @@ def test_a_lock_that_is_not_released_pauses_the_store(
     store = opened(tmp_path)
     put(store, 0)
     store.flush()
-    other = sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    assert got(store, 0) is None
-    other.execute("ROLLBACK")
-    other.close()
+    with locked_index(tmp_path):
+        assert got(store, 0) is None
     assert got(store, 0) is None, "it pauses"
     assert not store.write(KEYS[1], [memoryview(page(1))])
     monkeypatch.setattr(store, "_usable_at", 0.0)
@@ -240,11 +247,8 @@ def test_pages_that_a_lock_keeps_from_the_index_are_published_later(
     monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
     store = opened(tmp_path)
     put(store, 0, 1)
-    with sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite", isolation_level=None) as other:
-        other.execute("BEGIN EXCLUSIVE")
+    with locked_index(tmp_path):
         store.flush()
-        other.execute("ROLLBACK")
-    other.close()
     assert store.stats().problem
     monkeypatch.setattr(store, "_usable_at", 0.0)
     store.flush()
@@ -285,11 +289,8 @@ def test_a_clear_that_fails_is_done_before_the_store_answers_again(
     put(store, 0)
     store.flush()
     put(store, 1)
-    with sqlite3.connect(tmp_path / "kvgraph-1.1" / "index.sqlite", isolation_level=None) as other:
-        other.execute("BEGIN EXCLUSIVE")
+    with locked_index(tmp_path):
         store.clear()
-        other.execute("ROLLBACK")
-    other.close()
     assert held(store) == [], "it pauses"
     monkeypatch.setattr(store, "_usable_at", 0.0)
     assert held(store) == []

@@ -27,29 +27,13 @@ import numpy as np
 
 from kvgraph import Engine, SamplingParams, TierConfig
 from kvgraph.contract.dtypes import WEIGHT_BITS
-from tests.support.models import make_model
+from tests.support.models import EXPERTS, LATENT, make_model
 
 PAGE, NEW = 16, 24
 LENGTHS = (1, 7, 37, 16, 90, 33)
 HALVES = ("float16", "bfloat16")
 ALL = ("float32", *HALVES)
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-LATENT = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -74,7 +58,7 @@ CARRIED = (
     Carried("gemma2"),
     Carried("qwen3"),
     Carried("gpt_oss"),
-    Carried("deepseek_v3", ("float32", "bfloat16"), settings=LATENT),
+    Carried("deepseek_v3", ("float32", "bfloat16"), settings=LATENT | EXPERTS | {"head_dim": 16}),
     Carried("qwen3_moe", settings=MIXTURE),
     Carried("llama", ("float32", "bfloat16"), weights="int8"),
     Carried("llama", ("float32", "float16", "bfloat16"), weights="int4"),
@@ -185,6 +169,12 @@ def ways(artifact: Path) -> Iterator[tuple[str, Callable[[], list[list[int]]]]]:
     def answers(engine: Engine) -> list[list[int]]:
         return [done.token_ids for done in engine.generate(prompts(), sampling)]
 
+    def cached_again(engine: Engine, first: list[list[int]]) -> list[list[int]]:
+        second = list(engine.generate(prompts(), sampling))
+        assert sum(done.cached_tokens for done in second) > 0, "expected cached tokens"
+        assert first == [done.token_ids for done in second], "expected the same tokens again"
+        return first
+
     yield "graphs", lambda: answers(engine())
     yield "chunks", lambda: answers(engine(max_batch_tokens=24, max_prefill_tokens=24))
 
@@ -207,10 +197,7 @@ def ways(artifact: Path) -> Iterator[tuple[str, Callable[[], list[list[int]]]]]:
 
     def twice() -> list[list[int]]:
         one = engine()
-        first, second = answers(one), list(one.generate(prompts(), sampling))
-        assert sum(done.cached_tokens for done in second) > 0, "expected cached tokens"
-        assert first == [done.token_ids for done in second], "expected the same tokens again"
-        return first
+        return cached_again(one, answers(one))
 
     yield "prefixes", twice
 
@@ -220,10 +207,7 @@ def ways(artifact: Path) -> Iterator[tuple[str, Callable[[], list[list[int]]]]]:
         random = np.random.default_rng(1)
         others = [random.integers(3, 150, 100).tolist() for _ in range(6)]
         list(tiered.generate(others, sampling))  # the first ones' pages go to the host
-        second = list(tiered.generate(prompts(), sampling))
-        assert sum(done.cached_tokens for done in second) > 0, "expected tokens from the host"
-        assert first == [done.token_ids for done in second], "expected the same tokens again"
-        return first
+        return cached_again(tiered, first)
 
     yield "tiers", tiers
 

@@ -23,6 +23,27 @@ COMMON: dict[str, Any] = {
 TWO_KINDS = {"sliding_window": 24, "num_hidden_layers": 3}
 """Layers with and without a window in turn: the pool of the first kind has two layers."""
 
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+"""Attention over a latent cache, as DeepSeek has it."""
+
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Experts as DeepSeek has them, behind one dense layer."""
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "qwen2": {},

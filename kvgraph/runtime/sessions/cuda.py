@@ -143,7 +143,7 @@ class CudaSession(Session):
         return self._fitted(lambda: self._replay(self._place(arrays, self._upload_captured)))
 
     def _fitted(self, step: Callable[[], torch.Tensor]) -> npt.NDArray[np.float32]:
-        """The step's logits. Where memory is too little beside the graphs, these go, and it runs
+        """The step's logits. Where memory is too little next to the graphs, these go, and it runs
         once more: it stores the same again. Not so with other ranks, which have run it."""
         try:
             return self._once(step)
