@@ -87,7 +87,7 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of prompts in a step in which others decode [default: 48; of a GPU, 512].",
+            help="Tokens of prompts in a step in which others decode [default: by its time].",
         ),
     ] = None,
     nice: Annotated[
@@ -165,7 +165,7 @@ def serve(
     settings = {
         "max_batch_size": max_batch_size,
         "max_batch_tokens": max_batch_tokens,
-        "max_prefill_tokens": max_prefill_tokens or (512 if is_cuda else 48),
+        "max_prefill_tokens": max_prefill_tokens or "auto",
         "num_pages": num_pages,
         "cache_memory": cache_memory,
         "host_memory": 0 if host_memory is None else host_memory,

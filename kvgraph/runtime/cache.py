@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvgraph.contract.dims import BATCH_SIZE, NUM_LOGITS, TOTAL_SEQ_LEN
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
@@ -22,6 +22,7 @@ from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.buckets import DecodeBuckets, dummy_rows
 from kvgraph.runtime.cache_memory import default_bytes
 from kvgraph.runtime.config import BatchConfig, CacheConfig, TierConfig
+from kvgraph.runtime.pace import FixedPace, Pace, StepPace
 from kvgraph.runtime.prefix_file import Prefix, PrefixStore, read_prefix
 from kvgraph.runtime.scheduler import Scheduler
 from kvgraph.runtime.sessions.base import Session
@@ -70,11 +71,17 @@ def make_cache(
     session.require_symbols(kv.input_symbols()[0])
     # In addition to a row for each request; a graph may be built for less.
     scored = min(SCORED_TOKENS, session.limits.get(NUM_LOGITS, rows + SCORED_TOKENS) - rows)
-    scheduler = Scheduler(kv, rows, tokens, scored, batch.max_prefill_tokens)
+    scheduler = Scheduler(kv, rows, tokens, scored, _pace(batch.max_prefill_tokens))
     if not captures:
         return kv, scheduler, None
     assert isinstance(kv, PagedKVCacheManager)
     return kv, scheduler, DecodeBuckets(kv, rows, longest)
+
+
+def _pace(max_prefill_tokens: int | Literal["auto"] | None) -> Pace | None:
+    if max_prefill_tokens is None:
+        return None
+    return StepPace() if max_prefill_tokens == "auto" else FixedPace(max_prefill_tokens)
 
 
 def _most_pages(session: Session, path: str) -> int:

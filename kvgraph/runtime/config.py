@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from kvgraph.contract.sizes import parse_bytes
 from kvgraph.errors import RequestError
@@ -129,20 +129,22 @@ class BatchConfig:
     longer prompt is processed in chunks. None: the session's `step_tokens`. What was compiled may
     bound both further; over a padded cache requests run one after the other.
     `max_prefill_tokens`: most tokens of prompts in a step in which other requests decode, so that
-    their next token does not wait for a whole prompt. It has no effect while more requests wait
-    than decode, so that a burst begins together. None: no such limit.
+    their next token does not wait for a whole prompt. A number has no effect while more requests
+    wait than decode, so that a burst begins together. "auto": what the time of earlier steps says,
+    so that a step takes less than twice as long as without a prompt; longer, the more requests
+    wait. None: no such limit.
     """
 
     max_batch_size: int = 64
     max_batch_tokens: int | None = None
-    max_prefill_tokens: int | None = None
+    max_prefill_tokens: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         _normalize(
             self,
             max_batch_size=integer("max_batch_size", self.max_batch_size, 1, MOST_ROWS),
             max_batch_tokens=optional_integer("max_batch_tokens", self.max_batch_tokens, 1),
-            max_prefill_tokens=optional_integer("max_prefill_tokens", self.max_prefill_tokens, 1),
+            max_prefill_tokens=_prefill_tokens(self.max_prefill_tokens),
         )
 
 
@@ -160,7 +162,7 @@ class ConfigFields(TypedDict, total=False):
     prefixes: Sequence[str | Path | Prefix]
     max_batch_size: int
     max_batch_tokens: int | None
-    max_prefill_tokens: int | None
+    max_prefill_tokens: int | Literal["auto"] | None
 
 
 Config = TypeVar("Config", CacheConfig, TierConfig, BatchConfig)
@@ -190,6 +192,12 @@ def require_known(options: ConfigFields) -> None:
     """TypeError, as Python's, for a keyword that is no field of a record."""
     for option in options.keys() - ConfigFields.__annotations__.keys():
         raise TypeError(f"Engine.__init__() got an unexpected keyword argument {option!r}")
+
+
+def _prefill_tokens(value: object) -> int | Literal["auto"] | None:
+    if value is None or value == "auto":
+        return value
+    return integer("max_prefill_tokens", value, 1, or_else=", 'auto' or None")
 
 
 def _normalize(record: object, **values: object) -> None:

@@ -31,6 +31,7 @@ from kvgraph.kv.memory import SCORED_TOKENS
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.guide import Guide
 from kvgraph.runtime.logprobs import PromptScores
+from kvgraph.runtime.pace import Pace
 from kvgraph.runtime.sampling import FinishReason, TokenSource
 from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.text import TextStream
@@ -99,7 +100,8 @@ class Batch:
     """One step: its rows, its graph inputs, and the rows whose last token gets logits.
 
     `requests`: contexts per replica, as the cache manager takes them. `scored`: rows of whose
-    prompt the tokens at these positions get logits too, behind those of `sampled`.
+    prompt the tokens at these positions get logits too, behind those of `sampled`. `pace` is told
+    how long it took since it `began`.
     """
 
     rows: list[Request]
@@ -107,6 +109,8 @@ class Batch:
     inputs: ModelInputs
     sampled: list[Request]
     scored: Sequence[tuple[Request, range]] = ()
+    pace: Pace | None = None
+    began: float = 0.0
 
     def update(
         self,
@@ -131,6 +135,9 @@ class Batch:
                 "error" if token is None else row.reason_after(token) for row, token in pairs
             ]
         now = perf_counter()
+        if self.pace is not None:
+            decoding = int(np.count_nonzero(np.diff(self.inputs.input_row_offsets) == 1))
+            self.pace.learn(decoding, self.inputs.tokens.size - decoding, now - self.began)
         for row, token, reason in zip(self.sampled, tokens, reasons, strict=True):
             if token is not None:
                 row.context.update(token, *(forced.get(row.request_id, ()) if forced else ()))
@@ -147,9 +154,8 @@ class Scheduler:
     """Owns the queues; `schedule` is the one place that claims, allocates and preempts.
 
     `max_batch_tokens` bounds the new tokens of a step: a longer prompt is processed in chunks.
-    `scored_tokens` bounds those of prompts whose log-probabilities are asked for,
-    `max_prefill_tokens` those of all prompts where at least as many rows decode as prompts wait
-    (None: it does not).
+    `scored_tokens` bounds those of prompts whose log-probabilities are asked for, `pace` those of
+    all prompts in a step in which rows decode (None: nothing does).
     Every queue is in the order of arrival.
     """
 
@@ -157,7 +163,7 @@ class Scheduler:
     max_batch_size: int
     max_batch_tokens: int
     scored_tokens: int = SCORED_TOKENS
-    max_prefill_tokens: int | None = None
+    pace: Pace | None = None
     waiting: deque[Request] = field(default_factory=deque)
     loading: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)
@@ -205,7 +211,7 @@ class Scheduler:
             rows += admitted
         fits = rows or self.loading or is_asked
         assert fits, "the oldest always fits: submit() refused it otherwise"
-        return _batch(rows) if rows else None
+        return _batch(rows, self.pace) if rows else None
 
     def retire(self) -> list[Request]:
         """Release finished requests and return them."""
@@ -262,21 +268,19 @@ class Scheduler:
                 preempted = True
 
     def _prompt_budget(self, rows: Iterable[Request], budget: int) -> int:
-        """Tokens of prompts in a step with `rows`: bounded where at least as many rows decode as
-        requests wait that have a row to come, so that a burst begins together."""
-        if self.max_prefill_tokens is None:
+        """Tokens of prompts in a step with `rows`. A request waits that has a row to come."""
+        if self.pace is None:
             return budget
         decoding = sum(map(_decodes, rows))
         room = self.max_batch_size - self._num_claimed
         waiting = min(len(self.waiting), room) + len(self.running) - decoding
-        return budget if waiting > decoding else min(budget, self.max_prefill_tokens)
+        most = self.pace.prompt_tokens(decoding, waiting)
+        return budget if most is None else min(budget, most)
 
     def _budget_left(self, rows: Sequence[Request]) -> int:
         """Tokens that may join `rows`, which have their active lengths."""
         lengths = [row.context.active_length for row in rows]
         left = self.max_batch_tokens - sum(lengths)
-        if self.max_prefill_tokens is None:
-            return left
         prompts = sum([length for length in lengths if length > 1])
         return min(left, self._prompt_budget(rows, self.max_batch_tokens) - prompts)
 
@@ -374,7 +378,7 @@ def _scored(rows: Iterable[Request]) -> int:
     return sum([len(row.scores.span(row.context)) for row in rows if row.scores is not None])
 
 
-def _batch(rows: list[Request]) -> Batch:
+def _batch(rows: list[Request], pace: Pace | None) -> Batch:
     contexts = [row.context for row in rows]
     end, offsets, indices, sampled = 0, [0], [], []
     scored: list[tuple[Request, range]] = []
@@ -393,4 +397,4 @@ def _batch(rows: list[Request]) -> Batch:
     # A step of nothing but chunks still needs one row of logits: dims are at least 1.
     logits_indices = np.array(indices + in_prompt or [0], np.int32)
     inputs = ModelInputs(tokens, np.array(offsets, np.int32), logits_indices)
-    return Batch(rows, [contexts], inputs, sampled, scored)
+    return Batch(rows, [contexts], inputs, sampled, scored, pace, perf_counter())

@@ -26,7 +26,7 @@ class StreamTask : AttentionTask {
              const Tile& tile, int64_t first_head, int64_t last_head)
       : AttentionTask(job, partial, tile, first_head, last_head),
         streams_(streams),
-        step_(step_of(streams_.step_size, 8)) {}
+        step_(step_of(job.pool.scales ? job.pool.kv_heads : heads(), streams_.step_size, 8)) {}
 
   void run() {
     const int64_t queries = heads() * streams_.packed_size(rows_, D_) / kLine;
@@ -93,7 +93,9 @@ class StreamTask : AttentionTask {
   }
 
   const StreamKernels& streams_;
-  const int64_t step_;  // keys at a time, of all heads
+  // Keys at a time, of all heads. Sums of int8 are rounded after each step, so there it is the same
+  // however many heads a task has: that depends on the batch and on the threads.
+  const int64_t step_;
   char* queries_;   // packed, of all heads
   float* factors_;  // [heads, 2, J]
 };

@@ -77,10 +77,11 @@ class AttentionTask {
     }
   }
 
-  // Keys of a step that reads about `size` bytes, at least `fewest`; a tile holds a whole number.
-  int64_t step_of(int64_t size, int64_t fewest) const {
+  // Keys of a step that reads about `size` bytes of so many heads, at least `fewest`; a tile holds a
+  // whole number.
+  int64_t step_of(int64_t heads, int64_t size, int64_t fewest) const {
     int64_t keys = kKeys;
-    while (keys > fewest && keys * heads() * row_size_ > size) keys /= 2;
+    while (keys > fewest && keys * heads * row_size_ > size) keys /= 2;
     return keys;
   }
 

@@ -23,7 +23,7 @@ class TileTask : AttentionTask {
            int64_t last_head)
       : AttentionTask(job, partial, tile, first_head, last_head),
         packs_(packs(job, rows_)),
-        step_(rows_ > kFewRows ? kKeys : step_of(kAhead * kLine * heads(), 4)),
+        step_(rows_ > kFewRows ? kKeys : step_of(1, kAhead * kLine, 4)),
         in_place_(reads_in_place()) {}
 
   void run() {

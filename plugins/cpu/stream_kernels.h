@@ -198,7 +198,8 @@ void pack_weights(float* p_MJ, const float* factor_J, int64_t rows) {
 }
 
 // Columns [e, e + kWide) of all keys, two keys at a time: elements of both lie side by side, and
-// the sums stay in registers.
+// the sums stay in registers. Sums of bfloat16 go on from the outputs, in the order of the keys, so
+// that no bit depends on how many come at once.
 constexpr int kWide = 64;
 
 template <class Products, int Rows>
@@ -211,6 +212,16 @@ void add_columns(const float* p_MJ, const Stream& values, float* out_ME, int64_t
   __mmask32 mask[kHalves];
   KVG_UNROLL
   for (int h = 0; h < kHalves; ++h) mask[h] = first_of(width - e - h * kPairs);
+  const auto part_of = [&](int h) { return static_cast<__mmask16>(mask[h / 2] >> h % 2 * kWords); };
+  const auto out_of = [&](int m, int h) { return out_ME + m * width + e + h * kWords; };
+  if constexpr (!Products::kScaled) {
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) {
+      KVG_UNROLL
+      for (int h = 0; h < 2 * kHalves; ++h)
+        sum[m][h] = _mm512_maskz_loadu_ps(part_of(h), out_of(m, h));
+    }
+  }
   Ahead& ahead = *values.ahead;
   const int64_t from = values.offset + e * kSize;
   for (int64_t j = 0; j < keys; j += 2) {
@@ -234,11 +245,10 @@ void add_columns(const float* p_MJ, const Stream& values, float* out_ME, int64_t
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
     for (int h = 0; h < 2 * kHalves; ++h) {
-      const auto part = static_cast<__mmask16>(mask[h / 2] >> h % 2 * kWords);
-      float* out = out_ME + m * width + e + h * kWords;
-      Vector added = Products::floats(sum[m][h]);
-      if (Products::kScaled) added *= p_MJ[m * kKeys + kUnit];
-      _mm512_mask_storeu_ps(out, part, _mm512_maskz_loadu_ps(part, out) + (__m512)added);
+      auto total = (__m512)Products::floats(sum[m][h]);
+      if constexpr (Products::kScaled)
+        total = _mm512_maskz_loadu_ps(part_of(h), out_of(m, h)) + total * p_MJ[m * kKeys + kUnit];
+      _mm512_mask_storeu_ps(out_of(m, h), part_of(h), total);
     }
   }
 }

@@ -125,14 +125,22 @@ def test_the_variable_is_read_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize("name", X86)
-@pytest.mark.parametrize("pool", ["bfloat16", "int8"])
-def test_results_do_not_depend_on_threads_or_on_other_rows(name: str, pool: str) -> None:
+@pytest.mark.parametrize(
+    ("pool", "kv_heads", "granularity"),
+    [("bfloat16", 2, 0), ("bfloat16", 8, 0), ("int8", 2, 64), ("int8", 16, 128)],
+)
+def test_results_do_not_depend_on_threads_or_on_other_rows(
+    name: str, pool: str, kv_heads: int, granularity: int
+) -> None:
+    """Of 8 heads in bfloat16, and of 16 in int8, a task takes all or one: steps of 8 or 32 keys."""
     rows = ((3000, 1), (40, 5), (0, 90), (700, 1))
-    groups = 64 if pool == "int8" else 0
-    case = Case("paged_attention", "bfloat16", pool, 8, 2, 128, rows=rows, granularity=groups)
+    heads, groups = max(8, kv_heads), granularity
+    case = Case(
+        "paged_attention", "bfloat16", pool, heads, kv_heads, 128, rows=rows, granularity=groups
+    )
     with forced_isa(name) as library:
         results = []
-        for threads in (1, 3):
+        for threads in (1, 16):
             library.dll.kvg_cpu_set_num_threads(threads)
             results.append(attend(case))
         library.dll.kvg_cpu_set_num_threads(0)

@@ -96,5 +96,7 @@ def test_a_record_holds_checked_values(tmp_path: Path) -> None:
     assert TierConfig(prefixes=[tmp_path]).prefixes == (tmp_path,)
     with refused("max_batch_size: expected >= 1, got 0"):
         BatchConfig(max_batch_size=0)
+    with refused("max_prefill_tokens: expected >= 1, 'auto' or None, got 0"):
+        BatchConfig(max_prefill_tokens=0)
     with pytest.raises(FrozenInstanceError):
         BatchConfig().max_batch_size = 3  # type: ignore[misc]

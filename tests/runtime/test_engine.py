@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import pytest
 import kvgraph
 from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.contract.dims import TOTAL_SEQ_LEN
+from kvgraph.runtime import scheduler
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.sampling import Token
 from tests.runtime.scripted import Scripted, assert_empty, greedy, scripted
@@ -363,9 +364,33 @@ def test_chunks_are_not_bounded_while_more_prompts_wait_than_rows_decode(
     assert steps[:4] == [41, 3 + 7, 3 + 7, 3 + 6]
 
 
-def test_small_chunks_give_the_same_tokens(artifact: Artifact) -> None:
+def test_chunks_are_as_large_as_the_time_of_steps_allows(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Scripted(artifact, range(2, 400))
+
+    def clock() -> float:
+        """A step takes a second, and as much for each ten tokens."""
+        return len(session.steps) + sum(session.steps) / 10
+
+    monkeypatch.setattr(scheduler, "perf_counter", clock)
+    engine = Engine(artifact, session=session, num_pages=200, max_prefill_tokens="auto")
+    for first in (2, 50, 100, 150):
+        engine.submit(list(range(first, first + 40)), greedy(100))
+    while len(session.steps) < 40:
+        engine.step()
+    session.steps.clear()
+    engine.submit(list(range(40, 300)), greedy(4))
+    for _ in range(20):
+        engine.step()
+    decoding = 1 + 4 / 10
+    assert all(1.4 < 1 + tokens / 10 < 2 * decoding for tokens in session.steps[5:])
+
+
+@pytest.mark.parametrize("most", [3, "auto"])
+def test_small_chunks_give_the_same_tokens(artifact: Artifact, most: int | Literal["auto"]) -> None:
     prompts = [list(range(5 + i, 45 + 7 * i)) for i in range(6)]
     sampling = greedy(12)
     expected = ids(Engine(artifact, num_pages=200).generate(prompts, sampling))
-    bounded = Engine(artifact, num_pages=200, max_prefill_tokens=3, max_batch_size=4)
+    bounded = Engine(artifact, num_pages=200, max_prefill_tokens=most, max_batch_size=4)
     assert ids(bounded.generate(prompts, sampling)) == expected

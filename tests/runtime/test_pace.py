@@ -1,0 +1,82 @@
+"""How many tokens of prompts a step carries: what steps took decides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvgraph.runtime.pace import FIRST_CHUNK, SMALLEST_CHUNK, FixedPace, StepPace
+
+SECONDS: dict[str, Callable[[int, int], float]] = {
+    "processor": lambda rows, tokens: 6e-3 + 0.5e-3 * rows + 0.4e-3 * tokens,
+    "slow processor": lambda rows, tokens: 13e-3 + 2.2e-3 * rows + 2.2e-3 * tokens,
+    "GPU": lambda rows, tokens: max(6.7e-3, 0.04e-3 * (rows + tokens)),
+}
+
+
+@pytest.fixture(params=SECONDS)
+def seconds(request: pytest.FixtureRequest) -> Callable[[int, int], float]:
+    return SECONDS[request.param]
+
+
+def taught(seconds: Callable[[int, int], float], rng: random.Random) -> StepPace:
+    """A pace that has seen steps of up to 32 rows, as it chose them itself."""
+    pace = StepPace()
+    for _ in range(400):
+        rows = rng.randint(0, 32)
+        most = pace.prompt_tokens(rows, 1) if rng.random() < 0.6 else 0
+        tokens = 768 if most is None else min(most, 768)
+        if rows or tokens:
+            pace.learn(rows, tokens, seconds(rows, tokens) * rng.uniform(1, 1.1))
+    return pace
+
+
+@pytest.mark.parametrize("rows", [4, 16, 32])
+def test_a_step_with_a_prompt_takes_at_most_about_two_without(
+    seconds: Callable[[int, int], float], rows: int
+) -> None:
+    pace = taught(seconds, random.Random(0))
+    tokens = pace.prompt_tokens(rows, 1)
+    assert tokens is not None
+    assert tokens > SMALLEST_CHUNK or seconds(rows, tokens) > 1.5 * seconds(rows, 0)
+    assert 1.3 < seconds(rows, tokens) / seconds(rows, 0) < 2.6
+
+
+def test_prompts_get_more_the_more_of_them_wait(seconds: Callable[[int, int], float]) -> None:
+    pace = taught(seconds, random.Random(1))
+    tokens = [pace.prompt_tokens(8, waiting) or 0 for waiting in (1, 2, 8, 24)]
+    assert tokens[0] == tokens[1]
+    assert tokens[1] < tokens[2] < tokens[3]
+    assert tokens[3] > 3 * tokens[0]
+
+
+def test_one_long_pause_is_soon_forgotten(seconds: Callable[[int, int], float]) -> None:
+    pace = taught(seconds, random.Random(2))
+    before = pace.prompt_tokens(8, 1)
+    pace.learn(8, 0, 30.0)
+    after = pace.prompt_tokens(8, 1)
+    assert before is not None
+    assert after is not None
+    assert before / 1.5 < after < 1.5 * before
+
+
+def test_nothing_is_bounded_where_no_row_decodes() -> None:
+    pace = StepPace()
+    assert pace.prompt_tokens(0, 4) is None
+    assert pace.prompt_tokens(1, 1) == FIRST_CHUNK
+
+
+def test_tokens_that_cost_nothing_are_not_bounded() -> None:
+    pace = StepPace()
+    for _ in range(20):
+        pace.learn(4, 0, 0.01)
+    assert pace.prompt_tokens(4, 1) is None
+
+
+def test_a_fixed_number_ends_where_more_prompts_wait_than_rows_decode() -> None:
+    pace = FixedPace(48)
+    pace.learn(4, 48, 1.0)
+    assert pace.prompt_tokens(4, 4) == 48
+    assert pace.prompt_tokens(4, 5) is None
