@@ -59,12 +59,12 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def engine_over(artifact: Artifact, store: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine_over(
+    artifact: Artifact, store: Any, monkeypatch: pytest.MonkeyPatch, host_pages: int = 1
+) -> Engine:
     """An engine with this store below a host tier of one page."""
-    monkeypatch.setattr(
-        "kvgraph.runtime.cache.tier_options",
-        lambda params, tiers: {"total_num_host_pages": 1, "stores": [opener(store)]},
-    )
+    options = {"total_num_host_pages": host_pages, "stores": [opener(store)]}
+    monkeypatch.setattr("kvgraph.runtime.cache.tier_options", lambda params, tiers: options)
     return Engine(artifact, num_pages=24, num_threads=1)
 
 
@@ -271,6 +271,23 @@ def test_pages_that_tiers_hold_are_given_up_where_a_request_needs_them(
     metrics = manager.get_metrics_aggregated()
     assert metrics.disk_blocks_written + metrics.offload_dropped == 6 * 22
     manager.close()
+
+
+def test_a_stuck_store_leaves_room_for_requests(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    """Of the pages that wait for a slot most are given up, while another request runs."""
+    monkeypatch.setattr("kvgraph.kv.tiers.lookup.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("kvgraph.kv.tiers.open.STAGING_BYTES", 0)  # 4 slots
+    store = MemoryStore(fails=lambda call: call == "write" and not gate.wait(30))
+    with engine_over(artifact, store, monkeypatch, host_pages=0) as engine:
+        answers(engine, prompts(1, 16 * 20), tokens=1)  # its pages are committed, and wait
+        engine.submit(prompts(1, 20, seed=1)[0], greedy(60))
+        later = engine.submit(prompts(1, 16 * 8, seed=2)[0], greedy(1))
+        while later not in {token.request_id for token in engine.step()}:
+            assert engine.busy
+        assert engine.busy, "expected the one to run while the other was admitted"
+        gate.set()
 
 
 def test_a_store_that_breaks_its_word_stops_nothing(

@@ -114,8 +114,7 @@ class TieredConnector(TierWorkers):
                 ):
                     self._changed.wait()
                 elif self._offloads:
-                    self._counts.offload_dropped += len(self._offloads)
-                    self._end_offloads()
+                    self._drop_offloads()
                 else:
                     return False
         return True
@@ -136,7 +135,9 @@ class TieredConnector(TierWorkers):
     def reset(self) -> None:
         with self._lock:
             self._generation += 1
-            self._end_offloads()
+            if self._offloads:  # given up, but not for want of room
+                self._end(Transfer(list(self._offloads), is_load=False))
+                self._offloads.clear()
             self._host.clear()
             while self._writes:  # an interrupt leaves a slot pinned, and unpins none twice
                 self._host.unpin(self._writes.popleft())

@@ -49,8 +49,8 @@ class TierWorkers:
     """Two threads, or none (`threads=False`: everything runs in `work`, for tests).
 
     - `stores` are written through; `sources` (bound prefixes) are only read, and first
-    - `max_offloads`: pages that may wait to be copied out; `max_writes`: slots that may wait for
-      the stores. What comes beyond them is dropped and counted.
+    - `max_offloads`: pages that may wait to be copied out, a quarter of them for slots: requests
+      miss them; `max_writes`: slots that may wait for the stores. The rest is dropped and counted.
     - `largest`: bytes of the largest record
     """
 
@@ -116,10 +116,11 @@ class TierWorkers:
 
     def drop_queued(self) -> None:
         with self._lock:
-            dropped = len(self._offloads) + len(self._stores) * len(self._writes)
-            self._counts.offload_dropped += dropped
+            writes = len(self._stores) * len(self._writes)
+            dropped = len(self._offloads) + writes
+            self._counts.offload_dropped += writes
             self._max_offloads = self._max_writes = 0
-            self._end_offloads()
+            self._drop_offloads()
             while self._writes:
                 self._host.unpin(self._writes.popleft())
             for transfer in (*self._loads, *self._loading):
@@ -188,11 +189,11 @@ class TierWorkers:
         self._ended.append(transfer)
         self._tell()
 
-    def _end_offloads(self) -> None:
-        """Give up those that are queued."""
-        if self._offloads:
-            self._end(Transfer(list(self._offloads), is_load=False))
-            self._offloads.clear()
+    def _drop_offloads(self, keep: int = 0) -> None:
+        """Give up those that are queued, but for the first `keep`."""
+        if rest := [self._offloads.pop() for _ in range(len(self._offloads) - keep)]:
+            self._counts.offload_dropped += len(rest)
+            self._end(Transfer(rest, is_load=False))
 
     def _tell(self) -> None:
         self._news = True
@@ -226,10 +227,11 @@ class TierWorkers:
             if slot is None and not self._host.knows(move.key, size):
                 break
             copies.append((self._offloads.popleft(), slot))
-        is_starved = bool(self._offloads) and not copies
-        if is_starved and not self._is_starved:
-            self._changed.notify_all()  # `yield_pages` may wait for it
-        self._is_starved = is_starved
+        was_starved, self._is_starved = self._is_starved, bool(self._offloads) and not copies
+        if self._is_starved:
+            self._drop_offloads(keep=self._max_offloads // 4)
+            if not was_starved:
+                self._changed.notify_all()  # `yield_pages` may wait for it
         return copies
 
     def _copy_in(self, transfer: Transfer, slots: list[Slot]) -> None:
