@@ -61,7 +61,8 @@ def register_schemas() -> None:
 def library_path() -> str:
     """What `SessionOptions.register_custom_ops_library` loads: the ops for ONNX Runtime on a CPU.
 
-    KernelError where the package was installed without its native libraries.
+    KernelError where the package was installed without its native libraries, DeviceError where this
+    processor cannot run them.
     """
     from kvgraph.ops.native import library_path
 

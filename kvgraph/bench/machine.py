@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-from kvgraph.contract.devices import processors
+from kvgraph.contract.devices import first_processor, processors
 from kvgraph.errors import RequestError
 from kvgraph.runtime.machine import TOPOLOGY, default_threads
 
@@ -65,7 +65,7 @@ def memory(limit: Path = CGROUP) -> int:
 
 def describe() -> dict[str, object]:
     """Plain data: model and flags of the processor, memory in bytes, system, Python."""
-    fields = _first_processor()
+    fields = first_processor()
     return {
         "processor": fields.get("model name") or platform.processor() or platform.machine(),
         "flags": (fields.get("flags") or fields.get("Features") or "").split(),
@@ -80,13 +80,3 @@ def describe() -> dict[str, object]:
 def load_average() -> float:
     """Processes that ran or wanted to, over the last minute."""
     return os.getloadavg()[0]
-
-
-def _first_processor() -> dict[str, str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    block = text.split("\n\n")[0]
-    pairs = (line.partition(":") for line in block.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from kvgraph.errors import DeviceError, UnsupportedError
 
 CUDA_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 CPU_ISAS = ("avx2", "avx512")
+NEEDED_FLAGS = ("avx2", "bmi2", "f16c", "fma")
+"""What an x86-64 processor must have, as /proc/cpuinfo names it: all native code uses it."""
+
 PORTABLE = "portable"
 """Instead of architectures: code that an engine's own compiler finishes where it runs."""
 
@@ -42,6 +47,32 @@ def processors() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+@cache
+def first_processor(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Fields of the first processor by name; none where the system does not say."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def require_flags(what: str) -> None:
+    """DeviceError that names `what` where this processor lacks some of NEEDED_FLAGS.
+
+    One of another architecture, or of a system that does not say, is taken to have them.
+    """
+    flags = first_processor().get("flags")
+    missing = [] if flags is None else [f for f in NEEDED_FLAGS if f not in flags.split()]
+    if missing:
+        raise DeviceError(
+            f"{what}: expected a processor with {', '.join(NEEDED_FLAGS)}, got one without "
+            f"{', '.join(missing)} (/proc/cpuinfo); use another machine, or, in a virtual "
+            "machine, give it the processor of its host"
+        )
 
 
 def parse_logical(text: str) -> LogicalDevice:

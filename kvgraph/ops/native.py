@@ -20,6 +20,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from kvgraph.contract.devices import require_flags
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import KernelError
@@ -34,6 +35,8 @@ NativeOperand = tuple[int, str, tuple[int, ...]] | None
 """(address, dtype name, shape) of dense row-major memory; None: left out."""
 
 INSTALL = "pip install --force-reinstall --no-deps . in a clone of kvgraph"
+FOR_CPU = ("cpu", "onnxruntime")
+"""Libraries with the CPU kernels in them."""
 MAX_RANK = max(len(o.dims) for spec in ALL_SPECS for o in spec.inputs + spec.outputs)
 MESSAGE_BYTES = 512
 
@@ -85,7 +88,10 @@ def library_path(name: str) -> Path:
     """The shared library `libkvgraph_{name}`: "cpu" (this module's) or "onnxruntime" (custom ops).
 
     An editable install has several folders in the package's path; the library is in one of them.
+    DeviceError where this processor cannot run it; KernelError where there is none.
     """
+    if name in FOR_CPU:
+        require_flags(f"libkvgraph_{name}")
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     file = f"libkvgraph_{name}{suffix}"
     package = find_spec("kvgraph")
@@ -184,38 +190,12 @@ class Library:
                 f"got {found}; install both from one build: {INSTALL}"
             )
         self._frames = threading.local()
-        self.dll.kvg_cpu_sample.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-        ]
-
-        self.dll.kvg_cpu_logprobs.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-        ]
-
-        self.dll.kvg_cpu_round_groups.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-        ]
+        pointer, count, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
+        logits, message = (pointer, size, count), (pointer, size)
+        self.dll.kvg_cpu_sample.argtypes = [pointer, pointer, size, count, pointer, *message]
+        self.dll.kvg_cpu_logprobs.argtypes = [*logits, pointer, size, pointer, *message]
+        groups = (pointer, pointer, size, count, count)
+        self.dll.kvg_cpu_round_groups.argtypes = [*groups, pointer, pointer, *message]
 
     def isa(self) -> str:
         """As `isa` of this module."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from kvgraph.ptx.operands import TYPES, Decoder, Reader
 from kvgraph.ptx.state import Lanes, Mask, State, Step
 
-TINY = np.finfo(np.float32).tiny
 HALVES = ("f16", "bf16")
 PACKED = {
     "f16x2": ("b32", "f16"),
@@ -38,12 +38,15 @@ CANONICAL = {
     )
 }
 
+TINY = {kind: ml_dtypes.finfo(kind).smallest_normal for kind in CANONICAL}
+"""Of each floating-point type, the least positive number that is not subnormal."""
+
 INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
 
 
 def flushed(x: Lanes) -> Lanes:
-    """Subnormal float32 numbers become zeros of their sign (.ftz)."""
-    return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
+    """Subnormal numbers become zeros of their sign (.ftz)."""
+    return np.where(np.abs(x) < TINY[x.dtype], np.copysign(x.dtype.type(0), x), x)
 
 
 def canonical(x: Lanes) -> Lanes:
@@ -73,12 +76,19 @@ def _remainder(x: Lanes, y: Lanes) -> Lanes:
 
 
 def _smaller(x: Lanes, y: Lanes) -> Lanes:
-    """Of a NaN and a number, the number."""
-    return np.fmin(x, y) if x.dtype.kind == "f" else np.minimum(x, y)
+    """Of a NaN and a number, the number; of two zeros, the negative one."""
+    if x.dtype.kind in "iu":
+        return np.minimum(x, y)
+    bits = f"u{x.dtype.itemsize}"
+    return np.where(x == y, (x.view(bits) | y.view(bits)).view(x.dtype), np.fmin(x, y))
 
 
 def _larger(x: Lanes, y: Lanes) -> Lanes:
-    return np.fmax(x, y) if x.dtype.kind == "f" else np.maximum(x, y)
+    """Of a NaN and a number, the number; of two zeros, the positive one."""
+    if x.dtype.kind in "iu":
+        return np.maximum(x, y)
+    bits = f"u{x.dtype.itemsize}"
+    return np.where(x == y, (x.view(bits) & y.view(bits)).view(x.dtype), np.fmax(x, y))
 
 
 def _fma(x: Lanes, y: Lanes, z: Lanes) -> Lanes:
@@ -134,16 +144,14 @@ def arithmetic(decoder: Decoder) -> Step:
         return _integer(decoder, name, type_)
     if type_ not in (*HALVES, *PACKED, "f32", "f64"):
         raise decoder.refuse()
-    if type_.endswith("16x2") and type_[0] in "su" and name not in PAIRED:
+    if type_ in ("s16x2", "u16x2") and (name not in PAIRED or len(decoder.parts) != 2):
         raise decoder.refuse()
     if type_ in HALVES and "f32" in decoder.parts:
         return _mixed(decoder, type_)
     decoder.expect_parts(type_, "ftz", *ROUNDED.get(name, ()))
-    is_flushed = "ftz" in decoder.parts and type_ == "f32"
     function = FUNCTIONS[name]
-    if is_flushed:
+    if "ftz" in decoder.parts:
         function = _flushing(function)
-
     count = 1 if name in UNARY else 3 if name in TERNARY else 2
     counts = (2, 3) if name in ("min", "max") else (count,)
     decoder.expect_operands(*(1 + each for each in counts))

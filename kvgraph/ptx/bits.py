@@ -56,7 +56,10 @@ def shift(decoder: Decoder) -> Step:
 
 
 def bfe(decoder: Decoder) -> Step:
-    """Bits `[position, position + length)` of a; a signed field is extended by its sign."""
+    """Bits `[position, position + length)` of a; a signed field is extended by its sign.
+
+    Bits of a signed number beyond its width are its sign, those of another one are zeros.
+    """
     decoder.expect_parts("u32", "s32", "u64", "s64")
     decoder.expect_operands(4)
     kind = TYPES[decoder.type]
@@ -74,7 +77,7 @@ def bfe(decoder: Decoder) -> Step:
         left = value.view(plain) << up.astype(plain)
         moved = left.view(signed) if kind.kind == "i" else left
         found = moved >> np.clip(down, 0, bits - 1).astype(moved.dtype)
-        empty = (count == 0) | (at >= bits)
+        empty = (count == 0) | ((at >= bits) & (kind.kind == "u"))
         return np.where(empty, np.zeros((), kind), found.astype(kind))
 
     return lambda s, m: put(s, field(np.asarray(x(s)), position(s), length(s)), m)

@@ -54,19 +54,23 @@ def _function(decoder: Decoder, to: str, type_: str) -> Callable[[Lanes], Lanes]
         if len(modifiers) != 1 or modifiers[0] not in ROUNDINGS:
             raise decoder.refuse()
         rounded = ROUNDINGS[modifiers[0]]
-        return lambda x: _to_integer(rounded(x.astype(np.float64)), kind)
+        bits = 8 * kind.itemsize
+        most = type_ == "f64" or bits == 64
+        of_nan = np.array(1 << bits - 1 if most else 0, f"u{kind.itemsize}").view(kind)
+        return lambda x: _to_integer(rounded(x.astype(np.float64)), kind, of_nan)
     if modifiers:
         raise decoder.refuse()
     return lambda x: x.astype(kind)
 
 
-def _to_integer(x: Lanes, kind: Kind) -> Lanes:
-    """The nearest one in range; a NaN is 0."""
+def _to_integer(x: Lanes, kind: Kind, of_nan: Lanes) -> Lanes:
+    """The nearest one in range; `of_nan` of a NaN."""
     limits = np.iinfo(kind)
     low, high = float(limits.min), float(limits.max)
-    inside = np.where(np.isnan(x), 0.0, np.clip(x, low, high))
+    inside = np.clip(x, low, high)
     # 2^63 - 1 is no float64: its neighbour 2^63 would wrap.
-    return np.where(inside >= high, kind.type(limits.max), inside.astype(kind))
+    found = np.where(inside >= high, kind.type(limits.max), inside.astype(kind))
+    return np.where(np.isnan(x), of_nan, found)
 
 
 def _stored(decoder: Decoder, to: str) -> Callable[[Lanes], Lanes]:

@@ -208,7 +208,7 @@ class _Batch:
             taken = mask
             if op.guard >= 0:
                 if self._doubtful:
-                    self._require_defined(op, place, mask)
+                    self._require_defined(frozenset([op.guard]), place, mask)
                 found = registers[op.guard]
                 found = ~found if op.said.negated else found
                 taken = self._whole(found if mask is None else found & mask)
@@ -217,7 +217,7 @@ class _Batch:
                     continue
             if op.step is not None:
                 if self._doubtful:
-                    self._require_defined(op, place, taken)
+                    self._require_defined(op.reads, place, taken)
                 try:
                     op.step(state, taken)
                 except FaultError as fault:
@@ -267,9 +267,9 @@ class _Batch:
     def _whole(mask: npt.NDArray[np.bool_]) -> Mask:
         return None if mask.all() else mask
 
-    def _require_defined(self, op: Operation, place: int, mask: Mask) -> None:
+    def _require_defined(self, reads: frozenset[int], place: int, mask: Mask) -> None:
         state = self._state
-        for slot in op.reads & self._doubtful:
+        for slot in reads & self._doubtful:
             bad = state.active(mask) & ~state.defined[slot]
             if bad.any():
                 name = list(self._kernel.registers)[slot]

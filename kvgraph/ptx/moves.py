@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import numpy as np
 
+from kvgraph.ptx.arithmetic import FUNCTIONS, canonical
 from kvgraph.ptx.operands import TYPES, Decoder, Reader
 from kvgraph.ptx.state import LANES, FaultError, Lanes, Mask, State, Step
 
@@ -164,15 +166,25 @@ def _require_active(mask: Lanes, source: Lanes) -> None:
 
 
 def require_members(state: State, mask: Mask, members: Reader) -> None:
-    """FaultError unless the threads that are here are those of the member mask, in each warp."""
-    named = members(state).astype(np.uint32)
-    bits = (named >> state.lane & np.uint32(1)).astype(bool)
+    """FaultError unless each thread that is here is in its member mask, and all of that are here.
+
+    Masks of threads that are not here do not count: their registers may hold anything.
+    """
     here = state.active(mask)
-    missing = here.any(1, keepdims=True) & (bits & ~here)
+    named = np.where(here, members(state).astype(np.uint32), np.uint32(0))
+    outside = here & ~_has_lane(state, named)
+    if outside.any():
+        raise FaultError("expected each thread in its own member mask, got one outside", outside)
+    missing = _has_lane(state, np.bitwise_or.reduce(named, axis=1, keepdims=True)) & ~here
     if missing.any():
         raise FaultError(
             "expected all threads of the member mask, got some that are not here", missing
         )
+
+
+def _has_lane(state: State, members: Lanes) -> Lanes:
+    """Whether a member mask names the lane that it is looked at from."""
+    return (members >> state.lane & np.uint32(1)).astype(bool)
 
 
 def vote(decoder: Decoder) -> Step:
@@ -228,19 +240,22 @@ def redux(decoder: Decoder) -> Step:
     value = decoder.read(decoder.operands[1], type_)
     members = decoder.read(decoder.operands[2], "u32")
     put = decoder.write(decoder.operands[0])
-    reduce = REDUCTIONS[name]
-    if is_float:
-        reduce = np.fmin.reduce if name == "min" else np.fmax.reduce
+    of_lanes = _reduction_of_floats(name) if is_float else REDUCTIONS[name]
 
     def step(state: State, mask: Mask) -> None:
         require_members(state, mask, members)
         here = state.active(mask)
         if (here.any(1) & ~here.all(1)).any():
             raise FaultError("expected all threads of a warp, got a part of them", here)
-        found = reduce(np.broadcast_to(value(state), state.shape), axis=1, keepdims=True)
+        found = of_lanes(np.broadcast_to(value(state), state.shape), axis=1, keepdims=True)
         put(state, np.broadcast_to(found, state.shape), mask)
 
     return step
+
+
+def _reduction_of_floats(name: str) -> Callable[..., Lanes]:
+    function = FUNCTIONS[name]
+    return lambda x, axis, keepdims: canonical(reduce(function, x.T))[:, None]
 
 
 FAMILY = {"redux": redux, "setp": setp, "selp": selp, "mov": mov, "shfl": shfl, "vote": vote}

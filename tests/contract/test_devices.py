@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvgraph import Device, Target, virtual_devices
-from kvgraph.contract.devices import CUDA_ARCHS, HOST, code_of, parse_logical
+from kvgraph.contract import devices
+from kvgraph.contract.devices import (
+    CUDA_ARCHS,
+    HOST,
+    code_of,
+    first_processor,
+    parse_logical,
+    require_flags,
+)
 from kvgraph.errors import DeviceError, UnsupportedError
 
 
@@ -29,6 +39,31 @@ def test_code_of_newer_architectures_is_for_one_capability() -> None:
         "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_121a",
     ]  # fmt: skip
     assert [code_of(other) for other in ("sm_90a", "sm_", "other")] == ["sm_90a", "sm_", "other"]
+
+
+def test_fields_of_the_first_processor(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nflags\t\t: fpu avx2\nbugs\t\t:\n\nprocessor\t: 1\n")
+    assert first_processor(info) == {"processor": "0", "flags": "fpu avx2", "bugs": ""}
+    assert first_processor(tmp_path / "none") == {}
+
+
+def test_a_processor_without_what_native_code_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"flags": "fpu avx f16c avx512_vnni"}
+    monkeypatch.setattr(devices, "first_processor", lambda: found)
+    with pytest.raises(
+        DeviceError,
+        match=r"^kernels: expected a processor with avx2, bmi2, f16c, fma, got one without avx2, "
+        r"bmi2, fma \(/proc/cpuinfo\); use another machine",
+    ):
+        require_flags("kernels")
+    found["flags"] += " fma bmi2 avx2"
+    require_flags("kernels")
+
+
+def test_a_processor_whose_flags_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "first_processor", lambda: {"Features": "fp asimd"})
+    require_flags("kernels")
 
 
 @pytest.mark.parametrize("text", ["cpu", "cpu:avx512", "cuda:sm_90"])

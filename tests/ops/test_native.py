@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvgraph.contract import devices
+from kvgraph.errors import DeviceError
 from kvgraph.ops import STORE_KV, native
 from tests.runtime.test_faults import Fault, lines_of, traced
 
@@ -38,3 +40,13 @@ def test_a_call_that_is_interrupted(next_tokens: int) -> None:
         with traced(Fault(line, 1, KeyboardInterrupt), line[0]), pytest.raises(KeyboardInterrupt):
             stored(3)
         np.testing.assert_array_equal(stored(next_tokens), wanted[0])
+
+
+def test_no_library_of_kernels_is_loaded_by_a_processor_that_cannot_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "first_processor", lambda: {"flags": "fpu sse4_2 avx"})
+    for name in ("cpu", "onnxruntime"):
+        with pytest.raises(DeviceError, match=rf"libkvgraph_{name}: .* got one without avx2, bmi2"):
+            native.library_path(name)
+    assert native.library_path("cuda").exists()

@@ -154,6 +154,22 @@ def test_a_register_that_was_not_written_is_a_fault() -> None:
     assert (run_out(kernel(body.replace("@%p1 mov", "mov")))[:32] == 1).all()
 
 
+def test_of_an_instruction_that_is_not_run_no_register_is_read() -> None:
+    body = f"""{addresses(4, 4)}
+        setp.lt.s32 %p1, %r0, 8;
+        @%p1 ld.global.b32 %r3, [%d1];
+        @%p1 st.global.b32 [%d2], %r3;
+        ret;"""
+    x, y = vectors(32)
+    run(kernel(body), x, y)
+    assert (y[:32] == np.where(np.arange(32) < 8, x[:32], 0)).all()
+    with pytest.raises(KernelFaultError, match=r"thread 8: expected a value in %r3"):
+        run(kernel(body.replace("@%p1 st", "st")), *vectors(32))
+    guard = body.replace("@%p1 ld", "@%p1 setp.ne.s32 %p2, %r0, 0;\n@%p2 ld")
+    with pytest.raises(KernelFaultError, match=r"thread 8: expected a value in %p2"):
+        run(kernel(guard), *vectors(32))
+
+
 def run_out(text: str) -> np.ndarray:
     x, y = vectors(32)
     run(text, x, y)
@@ -182,6 +198,36 @@ def test_a_part_of_a_warp_takes_no_part_in_a_shuffle_of_all() -> None:
     )
     with pytest.raises(KernelFaultError, match="expected all threads of the member mask"):
         run(text, *vectors(32))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "shfl.sync.idx.b32 %r2, %r1, 0, 31, 7;",
+        "vote.sync.ballot.b32 %r2, %p1, 7;",
+        "redux.sync.add.s32 %r2, %r1, 7;",
+        "bar.warp.sync 7;",
+    ],
+)
+def test_a_thread_outside_of_its_member_mask_is_a_fault(step: str) -> None:
+    text = kernel(f"mov.u32 %r1, %tid.x;\nsetp.lt.s32 %p1, %r1, 3;\n{step}\nret;")
+    with pytest.raises(
+        KernelFaultError,
+        match=r"thread 3: expected each thread in its own member mask, got one outside",
+    ):
+        run(text, *vectors(32))
+
+
+def test_member_masks_of_threads_that_are_not_here_do_not_count() -> None:
+    text = kernel(
+        f"""{addresses(4, 4)}
+        setp.lt.s32 %p1, %r0, 8;
+        @%p1 mov.b32 %r4, 255;
+        @%p1 shfl.sync.idx.b32 %r3, %r0, 5, 31, %r4;
+        @%p1 st.global.b32 [%d2], %r3;
+        ret;"""
+    )
+    assert (run_out(text).view(np.int32)[:8] == 5).all()
 
 
 COPY = f"""{addresses(16, 16)}
