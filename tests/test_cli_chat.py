@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvgraph import Engine, SamplingParams
+from kvgraph.serve.facts import longest_context
 from tests.support.artifacts import Compiled
 from tests.support.command_line import COMMAND, Outcome, run
 
@@ -81,6 +82,26 @@ def test_sampling(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         piped(monkeypatch, artifact, QUESTION, *hot, seed).out for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+def test_an_answer_ends_where_the_pool_does(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user says how long it is."""
+    few = ("--num-pages", 4, "--temperature", 2, "--seed", 1)
+    monkeypatch.setattr("sys.stdin", stream_of(QUESTION.encode()))
+    outcome = run("chat", artifact, *few)
+    assert (outcome.code, outcome.err) == (0, "")
+    engine = Engine(artifact, num_pages=4)
+    prompt = engine.apply_chat_template([{"role": "user", "content": QUESTION}])
+    room = longest_context(engine) - len(prompt)
+    assert 0 < room < 100
+    sampling = SamplingParams(max_new_tokens=room, temperature=2, seed=1)
+    assert outcome.out == f"{engine.generate([prompt], sampling)[0].text}\n"
+    monkeypatch.setattr("sys.stdin", stream_of(QUESTION.encode()))
+    outcome = run("chat", artifact, *few, "--max-new-tokens", room + 1)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "expected at most 4 pages from the pool" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,6 @@ import typer
 from kvgraph.cli.console import stderr, working
 from kvgraph.cli.options import (
     ArtifactFolder,
-    MaxNewTokens,
     NumPages,
     Seed,
     SessionName,
@@ -29,13 +29,19 @@ if TYPE_CHECKING:
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.sampling import SamplingParams
 
+MOST = 1024
+"""Tokens of an answer, where the user does not say."""
+
 
 def chat(
     artifact: ArtifactFolder,
     system: Annotated[
         str | None, typer.Option(help="Text that the model reads before the first message.")
     ] = None,
-    max_new_tokens: MaxNewTokens = 1024,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help=f"Most tokens to generate [default: {MOST}, or what fits]."),
+    ] = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -52,9 +58,10 @@ def chat(
     from kvgraph.runtime.artifact import load
     from kvgraph.runtime.engine import Engine
     from kvgraph.runtime.sampling import SamplingParams
+    from kvgraph.serve.facts import longest_context
 
     sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=MOST if max_new_tokens is None else max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -68,7 +75,8 @@ def chat(
             max_batch_size=1,
             num_threads=threads,
         )
-    talk = Talk(engine, sampling, system)
+    longest = longest_context(engine) if max_new_tokens is None else None
+    talk = Talk(engine, sampling, system, longest)
     for line in _typed() if talk.is_live else _piped():
         if line == "/quit":
             break
@@ -81,11 +89,18 @@ def chat(
 class Talk:
     """The messages so far, which the next answer follows.
 
+    `longest`: tokens of prompt and answer at which an answer ends; None: where `sampling` says.
     `is_live`: there is a user at a terminal, who sees errors and figures, and may stop an answer.
     """
 
-    def __init__(self, engine: Engine, sampling: SamplingParams, system: str | None) -> None:
-        self.engine, self.sampling = engine, sampling
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingParams,
+        system: str | None,
+        longest: int | None = None,
+    ) -> None:
+        self.engine, self.sampling, self.longest = engine, sampling, longest
         self.is_live = sys.stdin.isatty() and sys.stdout.isatty()
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.clear()
@@ -107,7 +122,7 @@ class Talk:
         start, before = time.perf_counter(), self.engine.generated_tokens
         said = ""
         try:
-            for piece in self.engine.stream(prompt, self.sampling):
+            for piece in self.engine.stream(prompt, self._fitting(prompt)):
                 said += piece
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -120,6 +135,12 @@ class Talk:
         if self.is_live:
             count, seconds = self.engine.generated_tokens - before, time.perf_counter() - start
             stderr.print(f"{count} tokens, {count / seconds:.1f} tokens/s", style="dim")
+
+    def _fitting(self, prompt: list[int]) -> SamplingParams:
+        """A prompt that has no room is refused by the engine."""
+        most = self.sampling.max_new_tokens
+        room = most if self.longest is None else self.longest - len(prompt)
+        return replace(self.sampling, max_new_tokens=room) if 0 < room < most else self.sampling
 
 
 def _typed() -> Iterator[str]:

@@ -64,11 +64,11 @@ def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:
         spelled = None if token in special else tokenizer.id_to_token(token)
         if spelled is None:
             return None
-        if fallback := BYTE_TOKEN.fullmatch(spelled):
-            return bytes([int(fallback[1], 16)])
-        if letters and all(letter in letters for letter in spelled):
-            return bytes([letters[letter] for letter in spelled])
-        return None
+        if letters:
+            known = all(letter in letters for letter in spelled)
+            return bytes([letters[letter] for letter in spelled]) if known else None
+        fallback = BYTE_TOKEN.fullmatch(spelled)
+        return bytes([int(fallback[1], 16)]) if fallback else None
 
     return piece
 

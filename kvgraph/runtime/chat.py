@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
@@ -14,13 +14,16 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance, said
 from kvgraph.runtime.messages import (
+    ASKS_FOR_NONE,
     NAMES_DEVELOPER,
+    Message,
+    as_parts,
     developers_as_system,
-    has_parts,
     joined_text,
     plain_messages,
     plain_object,
     plain_tools,
+    with_content,
 )
 from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.text import Completion, TextCodec
@@ -37,6 +40,12 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 
 PROBE = "a probe"
 """A message that shows what a template takes."""
+
+KEPT_FORMS = 64
+"""Forms of messages that are kept, by template and kinds of messages."""
+
+Form: TypeAlias = Callable[[list[Message]], list[Message]]
+"""From messages as they are given to those that a template renders."""
 
 
 class ChatFields(TypedDict, total=False):
@@ -115,6 +124,7 @@ class ChatTemplates:
             self._files[path.stem] = _text(path)
         self._config = self._read(CONFIG)
         self._tokens = self._special_tokens()
+        self._forms: dict[tuple[str, frozenset[object]], Form] = {}
 
     def render(
         self,
@@ -130,7 +140,8 @@ class ChatTemplates:
         `tools` are JSON schemas of functions. `add_generation_prompt`: whether the text ends where
         an answer begins. `chat_template`: a template, or the name of one of the artifact's.
         `chat_template_kwargs`: more variables of the template, `documents` among them. Parts of a
-        message's content are joined where the template takes text alone.
+        message's content are joined where the template takes text alone; text is a part where it
+        takes lists of parts alone.
         A message of role developer is one of system where the template names no developer.
         RequestError: what is no message, or a template that refuses the messages or fails at them.
         ArtifactError: no template, or one that is damaged.
@@ -149,14 +160,26 @@ class ChatTemplates:
         source = self._source(chat_template, tools is not None)
         if not NAMES_DEVELOPER.search(source):
             chat = developers_as_system(chat)
-        if has_parts(chat) and not self._renders_parts(source, variables, chat):
-            chat = joined_text(chat)
+        if ASKS_FOR_NONE.search(source):
+            chat = with_content(chat, None)
         try:
-            return self._jinja.render(source, variables | {"messages": chat})
+            return self._rendered(source, variables, chat)
         except ValueError as error:
             raise RequestError(
                 f"messages: expected a chat that its template takes, got from the template: {error}"
             ) from error
+
+    def _rendered(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> str:
+        """ValueError where the template fails, with an empty content of tool calls alone too: some
+        join each content with other text."""
+        taken = self._form(source, variables, chat)(chat)
+        try:
+            return self._jinja.render(source, {**variables, "messages": taken})
+        except ValueError:
+            filled = with_content(chat, "")
+            if filled == chat:
+                raise
+        return self._rendered(source, variables, filled)
 
     def _source(self, given: str | None, has_tools: bool) -> str:
         """The template that is asked for, which compiles."""
@@ -183,22 +206,38 @@ class ChatTemplates:
             raise ArtifactError(f"{self._folder}: chat template {given!r}: {failed}") from error
         return given if source is None else source
 
-    def _renders_parts(self, source: str, variables: Mapping[str, Any], chat: Messages) -> bool:
-        """Whether a list of one part is rendered as its text is, or text is not rendered at all:
-        in messages of the same roles, as a template may ask for some of them."""
+    def _form(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> Form:
+        """What `chat` becomes for a template: it is asked for each set of kinds of messages once,
+        unless it shows no message."""
+        kinds = source, frozenset([(each["role"], "tool_calls" in each) for each in chat])
+        if (form := self._forms.get(kinds)) is None:
+            form, is_certain = self._probed_form(source, variables, chat)
+            if is_certain:
+                if len(self._forms) >= KEPT_FORMS:
+                    self._forms.clear()
+                self._forms[kinds] = form
+        return form
 
-        def rendered(content: object) -> str:
-            messages = [
-                each if each.get("content") is None else {**each, "content": content}
-                for each in chat
-            ]
-            return self._jinja.render(source, {**variables, "messages": messages})
+    def _probed_form(
+        self, source: str, variables: Mapping[str, object], chat: list[Message]
+    ) -> tuple[Form, bool]:
+        """The form, and whether the template shows it: in messages of the same roles, as a template
+        may ask for some of them."""
 
-        try:
-            text, parts = map(rendered, (PROBE, [{"type": "text", "text": PROBE}]))
-        except ValueError:
-            return False
-        return parts == text or PROBE not in text
+        def rendered(messages: list[Message]) -> str | None:
+            try:
+                return self._jinja.render(source, {**variables, "messages": messages})
+            except ValueError:
+                return None
+
+        probes = [each | {"content": PROBE} if each.get("content") else each for each in chat]
+        text, parts = rendered(probes), rendered(as_parts(probes))
+        shows_text, shows_parts = PROBE in (text or ""), PROBE in (parts or "")
+        if shows_parts and not shows_text:
+            return as_parts, True
+        if text is not None and text == parts:
+            return list, shows_text  # as they are
+        return joined_text, shows_text
 
     @property
     def _names(self) -> str:

@@ -23,6 +23,11 @@ DEVELOPER = "developer"
 NAMES_DEVELOPER = re.compile(rf"""['"]{DEVELOPER}['"]""")
 """In a template that has the role."""
 
+ASKS_FOR_NONE = re.compile(
+    r"""\bcontent(?:['"][\])])?\s*(?:is\s+(?:not\s+)?none|[=!]=\s*[nN]one)\b"""
+)
+"""In a template that tells a call of tools by its content."""
+
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Copies of the messages, of plain JSON values, as templates take them.
@@ -55,6 +60,21 @@ def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, object]:
     return copy
 
 
+def with_content(messages: list[Message], content: str | None) -> list[Message]:
+    """The messages, of which those without a content (tool calls alone) have this one."""
+    return [{"content": content} | message for message in messages]
+
+
+def as_parts(messages: list[Message]) -> list[Message]:
+    """The messages with a list of one part for each text, for templates that take lists alone."""
+    return [
+        message | {"content": [{"type": "text", "text": content}]}
+        if isinstance(content := message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
 def joined_text(messages: list[Message]) -> list[Message]:
     """The messages with their parts joined, a line for each, for templates that take text alone."""
     return [
@@ -71,11 +91,6 @@ def developers_as_system(messages: list[Message]) -> list[Message]:
         message | {"role": "system"} if message["role"] == DEVELOPER else message
         for message in messages
     ]
-
-
-def has_parts(messages: list[Message]) -> bool:
-    """Whether a message's content is a list of parts."""
-    return any(isinstance(message.get("content"), list) for message in messages)
 
 
 def _message(where: str, given: Mapping[str, Any]) -> Message:

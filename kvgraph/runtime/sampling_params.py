@@ -173,4 +173,7 @@ def require_single(sampling: SamplingParams) -> None:
     """RequestError unless these are SamplingParams of one completion."""
     instance("sampling", sampling, SamplingParams, "SamplingParams")
     if sampling.n > 1:
-        raise RequestError(f"n: expected 1 of a single request, got {sampling.n}; use generate")
+        raise RequestError(
+            f"n: expected 1 of a single request, got {sampling.n}; use Engine.generate, or one "
+            "request for each of `SamplingParams.each()`"
+        )

@@ -43,8 +43,8 @@ def text_of(tokens: Iterable[Token]) -> str:
 
 
 class Spelling:
-    """How single tokens read: `decode` gives the text of some, `piece` a token's own bytes where it
-    may be a part of a character."""
+    """How single tokens read behind others: `decode` gives the text of some, `piece` a token's own
+    bytes where it may be a part of a character."""
 
     def __init__(
         self, decode: Callable[[list[int]], str], piece: Callable[[int], bytes | None]
@@ -57,8 +57,15 @@ class Spelling:
     def __call__(self, token: int) -> str:
         text = self._known.get(token)
         if text is None:
-            text = self._known[token] = self._decode([token])
+            own = self._piece(token)
+            text = self._second(token) if own is None else own.decode(errors="replace")
+            self._known[token] = text
         return text
+
+    def _second(self, token: int) -> str:
+        """The text of a token behind itself: some decoders strip the space before a text."""
+        first, both = self._decode([token]), self._decode([token, token])
+        return (both[len(first) :] if both.startswith(first) else "") or first
 
     def bytes_of(self, token: int) -> bytes:
         """Those of all tokens, one after the other, are those of the text."""

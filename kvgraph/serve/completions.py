@@ -48,7 +48,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         )
     wanted = DEFAULT_MAX_TOKENS if given.max_tokens is None else max(1, given.max_tokens)
     fits = None if given.max_tokens is None else wanted
-    for prompt in prompts:  # a default that does not fit ends at the longest context
+    for prompt in prompts:  # of a default, as many tokens are generated as fit
         require_output_room(prompt, fits, served.facts.longest)
     params = sampling_of(
         given,
@@ -78,7 +78,9 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
 
 
 async def _echo(served: Served, given: str | list[int], tokens: list[int], offsets: bool) -> Echo:
-    text = given if isinstance(given, str) else served.detokenize(tokens, special_tokens=False)
+    text = given
+    if not isinstance(text, str):
+        text = served.detokenize(tokens, special_tokens=False, field="prompt")
     if not offsets:
         return Echo(text)
     return Echo(text, await asyncio.to_thread(served.offsets_in, text, tokens))

@@ -86,6 +86,7 @@ class Generation:
     ) -> None:
         """Submit each prompt with each of `params`; all of them or, with a ServeError, none.
 
+        A prompt gets no more tokens than fit behind it; a limit that a client gives was checked.
         `most`: unread tokens of a choice at which it is cancelled.
         """
         each = [prompt for prompt in prompts for _ in params]
@@ -121,8 +122,9 @@ class Generation:
     ) -> None:
         """One after another: the later ones find what is kept of the first."""
         for number, one in enumerate(params):
+            fits = self._admission.fitting(one, prompt)
             stream = await self._runner.submit(
-                prompt, one, cache_salt=salt, most_unread=most, news=self._news
+                prompt, fits, cache_salt=salt, most_unread=most, news=self._news
             )
             choice = Choice(index + number, prompt, stream)
             stream.watch = partial(self._came, choice)

@@ -6,13 +6,18 @@ import asyncio
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Thread
 from typing import TypeVar
 
 from kvgraph.runtime.async_engine import AsyncEngine
 
 T = TypeVar("T")
+
+MAKING = "kvgraph-make"
+"""Name of a thread."""
 
 SWITCH_SECONDS = 0.0005
 """How long a thread keeps Python's lock while another waits for it. At Python's own 5 ms a busy
@@ -31,14 +36,48 @@ def keep_heap() -> None:
     gc.freeze()
 
 
-async def make_behind(make: Callable[[], T], nice: int) -> T:
+async def make_behind(
+    make: Callable[[], T], nice: int, drop: Callable[[T], object] = lambda made: None
+) -> T:
     """What `make` returns. It runs in a thread of its own with this niceness, which threads that it
-    starts (those that compute) inherit."""
-    executor = ThreadPoolExecutor(1, "kvgraph-make", _add_niceness, (nice,))
-    try:
-        return await asyncio.get_running_loop().run_in_executor(executor, make)
-    finally:
-        executor.shutdown(wait=False)
+    starts (those that compute) inherit.
+
+    The end of the process does not wait for that thread. `drop` takes what is made when the caller
+    has left.
+    """
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[T] = loop.create_future()
+
+    def give(value: T) -> None:
+        if made.cancelled():
+            drop(value)
+        else:
+            made.set_result(value)
+
+    def fail(error: BaseException) -> None:
+        if not made.cancelled():
+            made.set_exception(error)
+
+    def run() -> None:
+        try:
+            _add_niceness(nice)
+            value = make()
+        except BaseException as error:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(fail, error)
+            return
+        try:
+            loop.call_soon_threadsafe(give, value)
+        except RuntimeError:  # the loop is closed
+            drop(value)
+
+    Thread(target=run, name=MAKING, daemon=True).start()
+    return await made
+
+
+def is_making() -> bool:
+    """Whether a `make` of `make_behind` runs, its caller there or not."""
+    return any(thread.name == MAKING for thread in threading.enumerate())
 
 
 async def step_behind(engine: AsyncEngine, nice: int) -> None:

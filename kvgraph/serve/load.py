@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from kvgraph.runtime.engine import Engine
-from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.stats import EngineStats
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.facts import EngineFacts
@@ -106,6 +106,11 @@ class Admission:
                 f"{max(0, self.num_open - self._rows)} and {self.queued_tokens}; try again later",
                 retry_after=self.retry_after(count, tokens),
             )
+
+    def fitting(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
+        """`params` with as many tokens as fit behind `prompt`, which itself fits."""
+        room = self._facts.longest - len(prompt)
+        return params if params.max_new_tokens <= room else params._with(max_new_tokens=room)
 
     def retry_after(self, count: int, tokens: int) -> int:
         """Whole seconds until the request may fit: prompts are computed, rows end, pages free."""

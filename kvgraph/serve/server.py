@@ -6,9 +6,11 @@ Tiers have a few seconds for the pages that wait for them; after the second sign
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -18,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
-from kvgraph.serve.latency import share_python
+from kvgraph.serve.latency import is_making, share_python
 from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
@@ -38,7 +40,7 @@ def serve(
     """Serve the engine that `make` gives until SIGTERM or SIGINT; port 0 takes a free one.
 
     OSError for an address that cannot be had. What `make` raises ends the server, and is raised
-    here.
+    here. Where the signal comes before `make` is done, the process ends here, with exit code 0.
     """
     listening = listen(host, port)
     share_python()
@@ -56,6 +58,10 @@ def serve(
     write_line({"event": "listening", "url": url_of(*listening.getsockname()[:2])})
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(config, service).main(listening))
+    if is_making():  # it may hold locks that Python's own end would wait for
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,26 +84,49 @@ class _Protocol(HttpToolsProtocol):
 
     Java's client offers `Upgrade: h2c` with every request; httptools then takes the body for
     HTTP/2, so that it is lost. The header's name is changed before httptools reads it, wherever the
-    network cuts it. A body in JSON has no such line: behind a raw line break comes no bare word.
+    network cuts it. httptools gets heads and bodies apart, as only heads are changed.
     """
 
     _is_body = False
+    _left = 0
+    """Bytes of a body that are to come, where the head says how many there are."""
     _held = b""
-    """Of a head, what may be the beginning of that header."""
+    """What may be the beginning of that header, or of the end of a head or of chunks."""
 
     def data_received(self, data: bytes) -> None:
         data, self._held = self._held + data, b""
-        if not self._is_body and b"\r\n\r\n" not in data and (begun := _BEGUN.search(data)):
-            data, self._held = data[: begun.start()], data[begun.start() :]
-        if data:
-            super().data_received(_UPGRADE.sub(rb"\r\nx-offer", data))
+        at = 0
+        while at < len(data) and not self.transport.is_closing():
+            end = self._end_of_part(data, at)
+            if end == at:
+                self._held = data[at:]
+                return
+            part, at = data[at:end], end
+            if self._is_body:
+                self._left = max(0, self._left - len(part))
+            else:
+                part = _UPGRADE.sub(rb"\r\nx-offer", part)
+            super().data_received(part)
+
+    def _end_of_part(self, data: bytes, at: int) -> int:
+        """Where a head ends that begins at `at`, or a body; `at` where that is not known yet.
+
+        Chunks end with an empty line, as heads do: what follows one is looked at on its own.
+        """
+        if self._left:
+            return at + min(self._left, len(data) - at)
+        if (found := data.find(b"\r\n\r\n", at)) >= 0:
+            return found + 4
+        begun = _BEGUN.search(data, at)
+        return begun.start() if begun else len(data)
 
     def on_headers_complete(self) -> None:
         self._is_body = True
+        self._left = int(dict(self.headers).get(b"content-length", 0))
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._is_body = False
+        self._is_body, self._left = False, 0
         super().on_message_complete()
 
 

@@ -54,15 +54,15 @@ class Served:
         except (RequestError, ArtifactError) as error:
             raise ServeError(400, str(error), param="prompt") from error
 
-    def detokenize(self, tokens: list[int], *, special_tokens: bool = True) -> str:
-        """ServeError without a tokenizer, or for a token that it has not."""
-        tokenizer = self._tokenizer()
+    def detokenize(
+        self, tokens: list[int], *, special_tokens: bool = True, field: str = "tokens"
+    ) -> str:
+        """ServeError about `field` without a tokenizer, or for a token that it has not."""
+        tokenizer = self._tokenizer(field)
         size = self.facts.vocab_size
         if tokens and max(tokens) >= size:
             raise ServeError(
-                400,
-                f"tokens: expected token ids in [0, {size}), got {max(tokens)}",
-                param="tokens",
+                400, f"{field}: expected token ids in [0, {size}), got {max(tokens)}", param=field
             )
         text: str = tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
         return text
@@ -70,7 +70,7 @@ class Served:
     def offsets_in(self, text: str, tokens: list[int]) -> list[int]:
         """Where each token of a prompt begins in `text`. A character begins with its last byte; a
         special token has a place where it is spelled out."""
-        tokenizer = self._tokenizer()
+        tokenizer = self._tokenizer("prompt")
         stream = TextStream(tokenizer, 0)
         stream.begin()
         added = tokenizer.get_added_tokens_decoder().items()
@@ -83,9 +83,10 @@ class Served:
             at += len(spelled if spelled and text.startswith(spelled, at) else piece)
         return offsets
 
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self, field: str) -> Any:
         if (tokenizer := self.prompts._text.tokenizer) is None:
-            raise ServeError(400, "tokens: expected an artifact with a tokenizer, got none")
+            sentence = f"{field}: expected an artifact with a tokenizer, got none"
+            raise ServeError(400, sentence, param=field)
         return tokenizer
 
 
@@ -152,7 +153,7 @@ class EngineService(Service):
         self._events: KVEventPublisher | None = None
 
     async def load(self) -> None:
-        engine = await make_behind(self._make, self.options.nice)
+        engine = await make_behind(self._make, self.options.nice, Engine.close)
         shared = AsyncEngine(engine)
         shared.after_failure = lambda error: self.after_failure(error)
         meter = LoadMeter(engine)
@@ -187,7 +188,7 @@ class EngineService(Service):
 def _decoder(prompts: Prompts) -> Callable[[list[int]], str]:
     tokenizer: Any = prompts._text.tokenizer
     if tokenizer is None:
-        return lambda tokens: f"token_id:{tokens[0]}"
+        return lambda tokens: "".join([f"token_id:{token}" for token in tokens])
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
 
 

@@ -38,6 +38,38 @@ def test_chat_templates_and_all_end_tokens_travel(tmp_path: Path) -> None:
     assert (chats.render(messages), chats.render(messages, tools=[])) == ("a", "b")
 
 
+def test_a_template_of_a_processor_travels(tmp_path: Path) -> None:
+    """Older checkpoints of models that see images have it in JSON; their tokenizer's comes after
+    it, and a file of the template alone before it."""
+    folder = settings(tmp_path, chat_template="the tokenizer's")
+    old = folder / "chat_template.json"
+    old.write_text('{"chat_template": "the é of its processor"}')
+    found = text_files(folder, 2048)
+    assert found["chat_template.jinja"] == "the é of its processor".encode()
+    assert "chat_template.json" not in found
+    (folder / "chat_template.jinja").write_text("newer")
+    assert text_files(folder, 2048)["chat_template.jinja"] == folder / "chat_template.jinja"
+    (folder / "chat_template.jinja").unlink()
+    old.write_text('{"chat_template": null}')
+    assert "chat_template.jinja" not in text_files(folder, 2048)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"chat_template": 3}', "expected a chat_template of text, got int"),
+        ("[]", "expected a chat_template of text, got list"),
+        ("{", "expected JSON, got a damaged file"),
+    ],
+)
+def test_a_damaged_template_of_a_processor_is_refused(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(ModelError, match=rf"chat_template\.json: {message}"):
+        text_files(tmp_path, 2048)
+
+
 def settings(folder: Path, **fields: object) -> Path:
     """A folder with the tokenizer of tiny-llama, and such a tokenizer_config.json."""
     shutil.copyfile(TINY_LLAMA / "tokenizer.json", folder / "tokenizer.json")

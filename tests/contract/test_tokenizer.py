@@ -21,6 +21,10 @@ def test_letters_stand_for_bytes() -> None:
     assert [piece(token) for token in range(5)] == [b" a", b"\xf0\x9f", None, None, None]
 
 
+def test_letters_that_spell_a_byte_are_text_among_letters() -> None:
+    assert byte_pieces(of(["<0xE2>"], decoders.ByteLevel()))(0) == b"<0xE2>"
+
+
 def test_tokens_stand_for_bytes() -> None:
     fallback = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
     piece = byte_pieces(of(["\u2581a", "<0xE2>", "\u00e9"], fallback))

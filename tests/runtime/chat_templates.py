@@ -112,6 +112,19 @@ PARTS = """\
 {% endfor %}
 """
 
+PARTS_ALONE = """\
+{% for message in messages %}
+{%- if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}
+{%- for content in message['content'] | selectattr('type', 'equalto', 'image') %}
+    {{- '<image>\n' }}
+{%- endfor %}
+{%- for content in message['content'] | selectattr('type', 'equalto', 'text') %}
+    {{- content['text'] + ' ' }}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}
+"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "headers": HEADERS,

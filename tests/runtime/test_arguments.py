@@ -123,7 +123,8 @@ def test_numpy_scalars_are_numbers(engine: Engine) -> None:
         ({"sampling": {"top_k": 1}}, "sampling: expected SamplingParams, got dict {'top_k': 1}"),
         (
             {"sampling": SamplingParams(n=2)},
-            "n: expected 1 of a single request, got 2; use generate",
+            "n: expected 1 of a single request, got 2; use Engine.generate, or one request for "
+            "each of `SamplingParams.each()`",
         ),
         ({"request_id": 5}, "request_id: expected text, got int 5"),
         ({"request_id": b"5"}, "request_id: expected text, got bytes b'5'"),

@@ -59,6 +59,15 @@ def test_a_developer_says_what_a_system_does(engine: Engine) -> None:
     assert engine.chat(chat, greedy(4)).token_ids == engine.chat(CHAT, greedy(4)).token_ids
 
 
+def test_a_call_without_content_is_rendered(engine: Engine) -> None:
+    """As a server answers it: the next turn of the client has it."""
+    function = {"name": "find", "arguments": "{}"}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": calls}, CHAT[3]]
+    empty = [CHAT[1], {"role": "assistant", "content": ""}, CHAT[3]]
+    assert engine.apply_chat_template(chat) == engine.apply_chat_template(empty)
+
+
 def test_chat_is_generate_behind_the_template(engine: Engine) -> None:
     prompt = engine.apply_chat_template(CHAT)
     done = engine.chat(CHAT, greedy(20))

@@ -11,13 +11,14 @@ from jinja2 import TemplateError
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from kvgraph.errors import ArtifactError, RequestError
-from kvgraph.runtime.chat import ChatTemplates
+from kvgraph.runtime.chat import KEPT_FORMS, ChatTemplates
 from kvgraph.runtime.text import TextCodec
 from tests.runtime.chat_templates import (
     ASSISTANT,
     CALLING,
     CHATS,
     PARTS,
+    PARTS_ALONE,
     RESULT,
     SYSTEM,
     TEMPLATES,
@@ -30,8 +31,11 @@ from tests.runtime.chat_templates import (
 from tests.support.artifacts import TINY_LLAMA
 
 DOCUMENTS = [{"title": "import", "text": "binds"}]
-REFUSED = {("turns", "system"), ("turns", "calls"), ("headers", "calls"), ("instructions", "calls")}
-"""By a template's own exception, and where text and nothing are added."""
+REFUSED = {("turns", "system"), ("turns", "calls")}
+"""By a template's own exception."""
+
+JOINING = {("headers", "calls"), ("instructions", "calls")}
+"""These add text and a content; transformers fails where there is none."""
 
 
 def tokenizer(chat_template: Any = None) -> PreTrainedTokenizerFast:
@@ -69,6 +73,10 @@ def test_a_chat_is_rendered_as_transformers_renders_it(
                 theirs.apply_chat_template(messages, tokenize=False, **given, **options)
             continue
         text = ours.render(messages, **given, chat_template_kwargs=options)
+        if (style, chat) in JOINING:
+            with pytest.raises((TemplateError, TypeError)):
+                theirs.apply_chat_template(messages, tokenize=False, **given, **options)
+            messages = [each | {"content": each["content"] or ""} for each in messages]
         assert text == theirs.apply_chat_template(messages, tokenize=False, **given, **options)
         tokens = TextCodec(tmp_path).tokenize(text, special_tokens=False)
         expected = theirs.apply_chat_template(messages, **given, **options)["input_ids"]
@@ -129,6 +137,56 @@ def test_parts_of_text(tmp_path: Path) -> None:
     chat: list[Message] = [{"role": "system", "content": "s"}, message]
     theirs = tokenizer(with_system).apply_chat_template(chat, tokenize=False)
     assert saved(with_system, tmp_path / "system").render(chat) == theirs
+
+
+def test_text_is_a_part_where_a_template_takes_lists_alone(tmp_path: Path) -> None:
+    """As those of LLaVA and Idefics do, in which text disappears without a word."""
+    ours, theirs = saved(PARTS_ALONE, tmp_path), tokenizer(PARTS_ALONE)
+    chat: list[Message] = [SYSTEM, USER, ASSISTANT, USER]
+    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
+    text = ours.render(chat)
+    assert text == theirs.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+    assert all(each["content"] in text for each in chat)
+    assert ours.render(parts) == ours.render([*parts[:2], *chat[2:]]) == text
+    calls = ours.render([USER, CALLING, RESULT])
+    assert calls == f"USER: {USER['content']} ASSISTANT: TOOL: {RESULT['content']} ASSISTANT:"
+    asks_the_first = "{% for m in messages %}{{ m.content[0].text + '!' }}{% endfor %}"
+    assert saved(asks_the_first, tmp_path / "first").render([ASSISTANT]) == "It binds a name.!"
+
+
+def test_a_template_is_asked_once_for_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours, counts = saved(PARTS_ALONE, tmp_path), []
+    render = ours._jinja.render
+    monkeypatch.setattr(ours._jinja, "render", lambda *given: counts.append(1) or render(*given))
+    for length in (1, 3, 5, 1):
+        ours.render(([USER, ASSISTANT] * 3)[:length])
+    assert len(counts) == 4 + 2 * 2  # of users alone, and of users and assistants
+    for number in range(KEPT_FORMS + 1):
+        ours.render([USER], chat_template=f"{{{{ messages[0].content }}}} {number}")
+    assert len(ours._forms) <= KEPT_FORMS
+
+
+def test_tool_calls_alone_have_an_empty_content_where_a_template_joins_it(tmp_path: Path) -> None:
+    """As the server answers them; a template that tells them by None is given it."""
+    joins = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] "
+        "+ '<|im_end|>\n' }}{% endfor %}"
+    )
+    (_, call, _), ours = CHATS["calls"], saved(joins, tmp_path / "joins")
+    assert ours.render([USER, call]).endswith("<|im_start|>assistant\n<|im_end|>\n")
+    without = {name: value for name, value in call.items() if name != "content"}
+    assert ours.render([USER, without]) == ours.render([USER, call])
+    for asks in ("m.content is none", "m['content'] == None", "m.get('content') is none"):
+        tells = (
+            f"{{% for m in messages %}}{{% if {asks} %}}{{{{ m.tool_calls[0].function.name }}}}"
+            "{% else %}{{ m.content + '|' }}{% endif %}{% endfor %}"
+        )
+        asking = saved(tells, tmp_path / "asks")
+        assert asking.render([ASSISTANT, without]) == f"{ASSISTANT['content']}|find"
+    others = "{{ messages[0].reasoning_content is none }} {{ messages[0].content }}"
+    assert saved(others, tmp_path / "others").render([call]) == "False "
 
 
 def test_arguments_in_json_are_rendered_as_objects(tmp_path: Path) -> None:

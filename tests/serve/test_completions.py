@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvgraph import Engine, SamplingParams
-from tests.serve.running import Server, answered
+from tests.serve.running import Server, answered, refusal, serving
 
 PROMPT = "The import statement combines two operations; it searches for the named module, then"
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -209,6 +210,22 @@ def test_a_long_prompt_leaves_the_others_their_room(server: Server, engine: Engi
         choices[1]["text"]
         == server.complete([5, 6], ignore_eos=True, max_tokens=16)["choices"][0]["text"]
     )
+
+
+def test_a_default_ends_where_the_pool_does(artifact: Path, tmp_path: Path) -> None:
+    """Each prompt has its own room; a limit that is given is not cut."""
+    with serving(tmp_path / "log", artifact, "--threads", 1, "--num-pages", 4) as server:
+        longest = answered(server.client.get("/v1/models"))["data"][0]["max_model_len"]
+        assert longest < 100
+        body: dict[str, Any] = {"prompt": [[5] * (longest - 5), [5, 6]], "ignore_eos": True}
+        answer = answered(server.post("/v1/completions", body))
+        assert answer["usage"]["completion_tokens"] == 5 + 16
+        sentence = refusal(server.post("/v1/completions", {**body, "max_tokens": 6}), 400)
+        assert f"max_tokens: expected at most {longest} tokens of prompt and output" in sentence
+        sentence = refusal(server.post("/v1/completions", {"prompt": [5] * longest}), 400)
+        assert f"prompt: expected at most {longest} tokens of prompt and output" in sentence
+        usage = server.chat("Hi", ignore_eos=True, max_tokens=None)["usage"]
+        assert usage["total_tokens"] == longest
 
 
 def test_offsets_behind_special_tokens_that_are_spelled_out(server: Server) -> None:

@@ -6,14 +6,17 @@ import asyncio
 import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from kvgraph import AsyncEngine, Engine
-from kvgraph.serve.latency import keep_heap, make_behind, step_behind
+from kvgraph.serve.latency import is_making, keep_heap, make_behind, step_behind
 from tests.serve.running import Server, serving
 from tests.support.command_line import run
 
@@ -67,6 +70,35 @@ def test_threads_inherit_it_and_the_caller_keeps_its_own(artifact: Path) -> None
 def test_what_make_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         asyncio.run(make_behind(lambda: 1 // 0, 1))
+
+
+@pytest.mark.parametrize("is_loop_there", [True, False])
+def test_what_is_made_for_nobody_is_dropped(is_loop_there: bool) -> None:
+    """The caller leaves; the loop, or the end of it, does not wait for the thread."""
+    may_end, dropped = threading.Event(), SimpleQueue[int]()
+
+    def make() -> int:
+        may_end.wait(60)
+        return 5
+
+    async def leave() -> None:
+        making = asyncio.ensure_future(make_behind(make, 0, dropped.put))
+        await asyncio.sleep(0.05)
+        assert is_making()
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        if is_loop_there:
+            may_end.set()
+            assert await asyncio.to_thread(dropped.get, timeout=60) == 5
+
+    asyncio.run(leave())
+    if not is_loop_there:
+        assert is_making()
+        may_end.set()
+        assert dropped.get(timeout=60) == 5
+    while is_making():
+        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,6 +53,23 @@ def stream_of(server: Server, body: dict[str, Any] = WAITING) -> Iterator[Iterat
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         yield lines
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 2])
+def test_a_signal_ends_a_server_that_loads(
+    signals: list[signal.Signals], artifact: Path, tmp_path: Path
+) -> None:
+    """At once, with no word of Python's, whatever the loading thread waits for."""
+    server = Server([*LIMITED, artifact, json.dumps({"waits": True})], tmp_path / "log")
+    wait_for(lambda: is_alive(server), "no answer")
+    for each in signals:
+        server.process.send_signal(each)
+        server.event("draining")
+    begun = time.monotonic()
+    server.close()
+    assert time.monotonic() - begun < 10
+    lines = [json.loads(line) for line in server.log().splitlines()]
+    assert [line["event"] for line in lines] == ["listening", "draining"]
 
 
 def test_not_ready_until_it_is_loaded(artifact: Path, tmp_path: Path) -> None:

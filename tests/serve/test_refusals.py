@@ -30,6 +30,7 @@ TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
         ({"prompt": ["The", []]}, "expected a prompt, got an empty one", "prompt"),
         ({"prompt": [5, "The"]}, "expected token ids alone", "prompt"),
         ({"prompt": [2048]}, "expected token ids in [0, 2048), got 2048", None),
+        ({"prompt": [2048], "echo": True}, "prompt: expected token ids in [0, 2048)", "prompt"),
         ({"prompt": {"a": 1}}, "got `object`", "prompt"),
         ({"temperature": -1}, "temperature: expected >= 0 and finite, got -1", "temperature"),
         ({"top_p": 0}, "top_p: expected in (0, 1]", "top_p"),

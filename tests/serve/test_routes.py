@@ -89,6 +89,35 @@ def test_a_client_that_offers_http_2_is_answered_in_http_1(server: Server, frami
     assert "pgrade" not in server.log()
 
 
+@pytest.mark.parametrize("cut", [None, *range(1, 12)])
+def test_a_body_is_left_as_it_is(server: Server, cut: int | None) -> None:
+    """A chunk begins behind a line break; requests come one behind the other in a packet."""
+    parts = ['{"prompt":"please ', 'upgrade: now"}\r\n\r\n\r\n']
+    offers = "".join(f"{name}: {value}\r\n" for name, value in OFFERS.items())
+    head = f"POST /tokenize HTTP/1.1\r\nHost: kvgraph\r\n{offers}"
+    chunks = "".join(f"{len(part):x}\r\n{part}\r\n" for part in parts)
+    body = "".join(parts)
+    chunked = f"{head}Transfer-Encoding: chunked\r\n\r\n{chunks}0\r\n\r\n"
+    whole = chunked + f"{head}Content-Length: {len(body)}\r\n\r\n{body}" + chunked
+    expected = answered(server.post("/tokenize", {"prompt": "please upgrade: now"}))
+    url = server.client.base_url
+    with socket.create_connection((url.host, url.port)) as to:
+        to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        at = 0 if cut is None else len(chunked) - cut  # around the end of the chunks
+        to.sendall(whole[:at].encode())
+        time.sleep(0.02)
+        to.sendall(whole[at:].encode())
+        with to.makefile("rb") as answers:
+            for _ in range(3):
+                length = 0
+                assert answers.readline().startswith(b"HTTP/1.1 200")
+                while line := answers.readline().strip().lower():
+                    if line.startswith(b"content-length:"):
+                        length = int(line.split(b":")[1])
+                assert json.loads(answers.read(length)) == expected
+    assert "pgrade" not in server.log()
+
+
 def test_a_packet_of_line_breaks_does_not_stop_the_server(server: Server) -> None:
     """The search for a header that may be cut took a minute for 65,000 of them."""
     url = server.client.base_url

@@ -20,7 +20,11 @@ NAMES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-TOKENIZER, SETTINGS, _, GENERATION, _ = NAMES
+TOKENIZER, SETTINGS, _, GENERATION, TEMPLATE = NAMES
+
+OLD_TEMPLATE = "chat_template.json"
+"""Where older checkpoints of models that see images have the template of their processor."""
+
 FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 """Of an added token."""
 
@@ -38,13 +42,27 @@ Files = dict[str, Path | bytes]
 def text_files(folder: Path, vocab_size: int) -> Files:
     """Those of NAMES that are in `folder`, and templates, for a model of so many tokens.
 
-    ModelError for a damaged tokenizer: the artifact would only fail at its user's.
+    ModelError for a damaged tokenizer or template: the artifact would only fail at its user's.
     """
     more = [f"{MORE_TEMPLATES}/{p.name}" for p in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
     found: Files = {n: folder / n for n in (*NAMES, *more) if (folder / n).is_file()}
     if TOKENIZER in found:
         found[TOKENIZER] = whole_tokenizer(folder / TOKENIZER, vocab_size)
+    if TEMPLATE not in found and (old := _old_template(folder / OLD_TEMPLATE)) is not None:
+        found[TEMPLATE] = old.encode()
     return found
+
+
+def _old_template(path: Path) -> str | None:
+    """The template that a JSON file has; it goes before one of the tokenizer's settings, as in
+    transformers' processors. ModelError for a damaged file."""
+    if not path.is_file():
+        return None
+    fields = read_json(path)
+    given = fields.get("chat_template") if isinstance(fields, dict) else fields
+    if not isinstance(given, str | None):
+        raise ModelError(f"{path}: expected a chat_template of text, got {type(given).__name__}")
+    return given
 
 
 def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
