@@ -6,7 +6,7 @@ It needs the compiler and the session that runs what was made, so it stands abov
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,13 +46,13 @@ def compile(
     dtype: str | None = None,
     weights: str | None = None,
     cache_dtype: str | None = None,
-    page_size: int = DEFAULT_PAGE_SIZE,
-    cache: str = "paged",
+    page_size: int | None = None,
+    cache: str | None = None,
     params: KVCacheParams | MultiKVCacheParams | None = None,
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
     tokenizer: str | Path | None = None,
-    eos_token_ids: int | Sequence[int] | None = None,
+    eos_token_ids: int | Iterable[int] | None = None,
     bos_token_id: int | None = None,
     max_batch: int | None = None,
     max_tokens: int | None = None,
@@ -70,8 +70,9 @@ def compile(
     of a checkpoint in fewer bits, "stored" (default under backend onnx: "stored" for such a one,
     "bf16" for a bfloat16 one; else as `dtype`); on CUDA with
     backend torch "int8", "int4" or "stored" (default: "stored" for such a one, else as `dtype`),
-    `cache_dtype` the pool's (default: `dtype`), `page_size` in tokens,
-    `cache` "paged", "continuous" or "padded", `max_seq_len` the tokens of the longest context
+    `cache_dtype` the pool's (default: `dtype`), `page_size` in tokens (default: 128),
+    `cache` "paged" (the default), "continuous" or "padded". Where `params` is given it says these
+    three, and another value is refused. `max_seq_len` is the tokens of the longest context
     (default: the checkpoint's; it settles rotary frequencies that depend on the length). An
     nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
     tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
@@ -87,7 +88,7 @@ def compile(
     KVGraphErrors).
     """
     out = Path(out)
-    page_size = whole("page_size", page_size, UnsupportedError)
+    page_size = _optional_whole("page_size", page_size)
     tp = whole("tp", tp, UnsupportedError)
     vocab_size = _optional_whole("vocab_size", vocab_size)
     max_seq_len = _optional_whole("max_seq_len", max_seq_len)
@@ -128,11 +129,13 @@ def compile(
                 is_quantized=loaded.is_quantized,
             )
         options.require_quantized(weights, is_quantized=loaded.is_quantized)
-        if cache != KVCacheStrategy.PAGED and page_size != DEFAULT_PAGE_SIZE:
-            notes.append(f"page_size: {page_size} has no effect, a {cache} cache has no pages")
+        has_pages = request.cache == KVCacheStrategy.PAGED
+        if not has_pages and page_size not in (None, DEFAULT_PAGE_SIZE):
+            no_effect = f"has no effect, a {request.cache} cache has no pages"
+            notes.append(f"page_size: {page_size} {no_effect}")
 
         progress("describing the cache")
-        plan = pipeline.plan_for(loaded, params, cache, cache_dtype, page_size, request)
+        plan = pipeline.plan_for(loaded, params, request)
         signature = pipeline.describe(loaded, plan)
         notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
         pipeline.require_kernels(plan, request)

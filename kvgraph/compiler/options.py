@@ -31,6 +31,10 @@ class Request:
     """Rows and new tokens of a step at most."""
     ranks: int
     """Processes that will run it together."""
+    cache: str
+    cache_dtype: str | None
+    """None: as `params` says, or as activations are."""
+    page_size: int
     reason: str
     """Why the target's default backend is its default, as the end of a sentence; empty for a
     backend that was asked for."""
@@ -44,25 +48,29 @@ def resolve(
     target: str,
     backend: str | None,
     *,
-    cache: str,
+    cache: str | None = None,
     cache_dtype: str | None,
-    page_size: int,
+    page_size: int | None,
     params: KVCacheParams | MultiKVCacheParams | None = None,
     max_batch: int | None = None,
     max_tokens: int | None = None,
     tp: int = 1,
 ) -> Request:
     """The request, its defaults filled in; UnsupportedError or ParamsError for what no graph for
-    the target has."""
+    the target has, or what contradicts `params`."""
     parsed, chosen = _target_and_backend(target, backend)
-    _require_cache(cache, cache_dtype)
-    _require_page_size(page_size)
     if params is not None:
         require_target(params, parsed, tp)
-        _require_page_size(params.page_size)
+        _require_agreement(params, cache, cache_dtype, page_size)
+        cache, page_size = params.cache_strategy, params.page_size
+    cache = KVCacheStrategy.PAGED if cache is None else cache
+    page_size = DEFAULT_PAGE_SIZE if page_size is None else page_size
+    _require_cache(cache, cache_dtype)
+    _require_page_size(page_size)
     require_ranks(tp, chosen, parsed, cache)
     bounds = _step_bounds(chosen, parsed, max_batch, max_tokens)
-    return Request(parsed, chosen, bounds, tp, _reason(parsed) if backend is None else "")
+    reason = _reason(parsed) if backend is None else ""
+    return Request(parsed, chosen, bounds, tp, cache, cache_dtype, page_size, reason)
 
 
 def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backend]:
@@ -76,6 +84,26 @@ def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backe
             f"target: expected architectures for backend {chosen.name}, got {target!r}"
         )
     return parsed, chosen
+
+
+def _require_agreement(
+    params: KVCacheParams | MultiKVCacheParams,
+    cache: str | None,
+    cache_dtype: str | None,
+    page_size: int | None,
+) -> None:
+    """UnsupportedError for an option that says something else than `params`."""
+    for leaf in params.leaves.values():
+        pool = leaf.quantization.dtype if leaf.quantization else leaf.dtype
+        for name, given, own in (
+            ("cache", cache, leaf.cache_strategy),
+            ("cache_dtype", cache_dtype, pool),
+            ("page_size", page_size, leaf.page_size),
+        ):
+            if given is not None and given != own:
+                raise UnsupportedError(
+                    f"{name}: expected {own} from params, got {given}; leave it out with params"
+                )
 
 
 def _require_cache(cache: str, cache_dtype: str | None) -> None:

@@ -97,12 +97,11 @@ def load_model(
                 f"weights, got a module in {loaded.dtype}; give module.float(), or backend 'torch'"
             )
         return loaded, []
-    given = [name for name, value in text.items() if value is not None]
-    if given:
-        raise UnsupportedError(
-            f"{given[0]}: expected None for a model folder, which has its own, got "
-            f"{text[given[0]]!r}"
-        )
+    for name, value in {"vocab_size": vocab_size, **text}.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{name}: expected None for a model folder, which has its own, got {value!r}"
+            )
     wanted = dtype or checkpoint_dtype(read_config(model))
     if float32 and wanted != "float32":
         note = (
@@ -131,27 +130,30 @@ def _require_torch() -> None:
 def plan_for(
     model: Model,
     params: KVCacheParams | MultiKVCacheParams | None,
-    cache: str,
-    cache_dtype: str | None,
-    page_size: int,
     request: Request,
 ) -> CachePlan:
     """Where the layers' caches are, on one device: as given, or as the model's attention needs
-    them. UnsupportedError where the ranks cannot share its heads."""
+    them. UnsupportedError where the ranks cannot share its heads, or `params` has other layers."""
     target = request.target
     require_heads(model.architecture, model.layers, request.ranks)
     if params is not None:
-        return CachePlan.of(of_one_replica(params, target.kind))
+        plan = CachePlan.of(of_one_replica(params, target.kind))
+        if model.layers and len(plan.layers) != len(model.layers):
+            raise UnsupportedError(
+                f"params: num_layers: expected {len(model.layers)} from {model.architecture!r}, "
+                f"got {len(plan.layers)}"
+            )
+        return plan
     if not model.layers:
         raise UnsupportedError("params: expected KVCacheParams to compile an nn.Module, got None")
-    dtype, quantization = pool_types(model.dtype, cache_dtype)
+    dtype, quantization = pool_types(model.dtype, request.cache_dtype)
     return plan_cache(
         model.layers,
         dtype=dtype,
         quantization=quantization,
-        page_size=page_size,
+        page_size=request.page_size,
         devices=virtual_devices(str(target)),
-        strategy=KVCacheStrategy(cache),
+        strategy=KVCacheStrategy(request.cache),
     )
 
 

@@ -25,7 +25,6 @@ from kvgraph.compiler.options import (
 from kvgraph.compiler.reserve import Reserve
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
-from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
 
 ROWS = (1, 64)
@@ -103,7 +102,6 @@ def plan_deployment(
     request = resolve(
         target,
         None,
-        cache=KVCacheStrategy.PAGED,
         cache_dtype=cache_dtype,
         page_size=page_size,
         tp=tp,

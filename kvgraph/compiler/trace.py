@@ -35,7 +35,8 @@ def trace(
     """
     buffers = {name for name, _ in model.module.named_buffers()}
     for name, weight in model.module.state_dict().items():
-        if weight.is_floating_point() and not isinstance(weight, FakeTensor):
+        is_real = isinstance(weight, torch.Tensor) and not isinstance(weight, FakeTensor)
+        if is_real and weight.is_floating_point():  # others: get_extra_state of a module
             require_finite(name, weight, or_infinite=name in buffers)
 
     def exported(dump: Callable[[str, Traced], None] | None) -> Traced:

@@ -81,6 +81,11 @@ TENSORRT = {"backend": "tensorrt", "target": "cuda:sm_86"}
             {"max_tokens": 8, "backend": "torch"},
             "max_tokens: expected none for backend torch, .* 8",
         ),
+        ({"vocab_size": 99}, "vocab_size: expected None for a model folder, .*, got 99"),
+        (
+            {"params": kvgraph.KVCacheParams("float32", 2, 32, num_layers=3)},
+            "params: num_layers: expected 4 from 'llama', got 3",
+        ),
         (TENSORRT | {"max_batch": 0}, "max_batch: expected 1 to 4096, got 0"),
         (TENSORRT | {"max_batch": 4097}, "max_batch: expected 1 to 4096, got 4097"),
         (TENSORRT | {"max_tokens": 0}, "max_tokens: expected 1 to 1048576, got 0"),

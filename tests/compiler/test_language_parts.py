@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import kvgraph
 from kvgraph import UnsupportedError
+from kvgraph.compiler import pipeline
 from kvgraph.compiler.check.reference import eager, transformers_logits
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.folder import checkpoint_dtype
 from tests.support.models import COMMON, greedy_tokens
 
 VISION: dict[str, Any] = {
@@ -91,6 +93,41 @@ def test_end_and_begin_tokens_are_those_of_the_whole_model(name: str, tmp_path: 
     changed(tmp_path, eos_token_id=[1, 9], bos_token_id=7)
     loaded = huggingface.load(tmp_path, "float32", weightless=True)
     assert (loaded.eos_token_ids, loaded.bos_token_id) == ((1, 9), 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "found"),
+    [
+        ({"dtype": "float16", "torch_dtype": "float32"}, {"dtype": "bfloat16"}, "float16"),
+        ({"torch_dtype": "float16"}, {"dtype": "bfloat16"}, "float16"),
+        ({"dtype": None}, {"dtype": "bfloat16", "torch_dtype": "float16"}, "bfloat16"),
+        ({}, {"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({}, {}, "float32"),
+        (None, {"torch_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_where_a_dtype_is_named(text: object, whole: dict[str, Any], found: str) -> None:
+    assert checkpoint_dtype(whole | {"text_config": text}) == found
+
+
+def test_a_dtype_that_the_whole_model_names(tmp_path: Path) -> None:
+    """As Gemma 3 is published: float32 activations on a CPU, and weights as they are stored."""
+    make("gemma3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    parts = {part: {**config[part], "dtype": None} for part in ("text_config", "vision_config")}
+    changed(tmp_path, **parts, dtype=None, torch_dtype="bfloat16")
+    loaded, notes = pipeline.load_model(tmp_path, True, None, None, None, True, {})
+    assert loaded.stored_dtype == "bfloat16"
+    assert notes[0].startswith("activations: bfloat16 converted to float32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_end_tokens_where_the_generation_config_names_none(name: str, tmp_path: Path) -> None:
+    make(name, tmp_path)
+    changed(tmp_path, eos_token_id=[1, 9], bos_token_id=7)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "bos_token_id": 4}')
+    loaded = huggingface.load(tmp_path, "float32", weightless=True)
+    assert (loaded.eos_token_ids, loaded.bos_token_id) == ((1, 9), 4)
 
 
 def tied_in_its_text_part(name: str, folder: Path) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 
 import kvgraph
 from kvgraph import ops
+from kvgraph.compiler.frontends.module import load
 from tests.support.artifacts import TINY_LLAMA
 
 PARAMS = kvgraph.KVCacheParams("float32", n_kv_heads=2, head_dim=8, num_layers=1, page_size=4)
@@ -146,6 +147,9 @@ def test_it_generates(tmp_path: Path) -> None:
             "expected float32 activations .*, got a module in bfloat16; give module.float",
         ),
         (Decoder(), {"vocab_size": None}, "vocab_size: expected a value .*, got None"),
+        (Decoder(), {"cache": "padded"}, "cache: expected paged from params, got padded; leave it"),
+        (Decoder(), {"cache_dtype": "int8"}, "cache_dtype: expected float32 from params, got int8"),
+        (Decoder(), {"page_size": 128}, "page_size: expected 4 from params, got 128; leave it out"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
         (Counting(), {}, "nothing but the cache, got aten.add_.Tensor that changes 'count'"),
         (Meddler(), {}, "paged_attention of layer 0: kv_blocks: expected a pool .* got aten.mul_"),
@@ -208,6 +212,12 @@ def test_a_module_in_inference_mode(tmp_path: Path) -> None:
     assert compile_module(Inferring(), tmp_path / "out").model.vocab_size == VOCAB
 
 
+class Lazy(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.LazyLinear(64)
+
+
 def with_buffer(values: torch.Tensor) -> Decoder:
     module = Decoder()
     module.register_buffer("own", values)
@@ -219,6 +229,7 @@ def with_buffer(values: torch.Tensor) -> Decoder:
     [
         (Decoder, {}, "model: expected a folder, a GGUF file or an nn.Module, got the class Dec"),
         (len, {}, "got builtin_function_or_method"),
+        (Lazy(), {}, "qkv.weight: expected a tensor with values, got one that is not initialised"),
         (Decoder().to("meta"), {}, "embed.weight: expected a tensor with values, got one on"),
         (Decoder(), {"params": {}}, "params: expected KVCacheParams, got dict"),
         (Decoder(), {"vocab_size": 256.0}, "vocab_size: expected an integer, got float 256.0"),
@@ -356,6 +367,15 @@ def test_a_module_brings_its_text_files(tmp_path: Path) -> None:
             kvgraph.UnsupportedError,
             "bos_token_id: expected token ids below vocab_size=32, got -1",
         ),
+        *[
+            ({name: given}, kvgraph.UnsupportedError, f"{name}: expected an integer, got {said}")
+            for name, given, said in (
+                ("eos_token_ids", "17", "str '17'"),
+                ("eos_token_ids", 2.7, "float 2.7"),
+                ("eos_token_ids", [3, None], "NoneType None"),
+                ("bos_token_id", "1", "str '1'"),
+            )
+        ],
     ],
 )
 def test_text_that_does_not_fit(
@@ -363,6 +383,14 @@ def test_text_that_does_not_fit(
 ) -> None:
     with pytest.raises(error, match=message):
         compile_module(Decoder(), tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("given", [{3, 5}, np.array([3, 5]), iter((3, 5)), torch.tensor([3, 5])])
+def test_end_tokens_come_in_any_order_of_things(given: Any) -> None:
+    options: dict[str, Any] = {"vocab_size": VOCAB, "max_seq_len": 64, "dtype": None}
+    loaded = load(Decoder(), eos_token_ids=given, bos_token_id=np.int64(1), **options)
+    assert (loaded.eos_token_ids, loaded.bos_token_id) == ((3, 5), 1)
+    assert load(Decoder(), eos_token_ids=np.array(3), **options).eos_token_ids == (3,)
 
 
 def test_a_model_folder_has_its_own_text_files(tmp_path: Path) -> None:

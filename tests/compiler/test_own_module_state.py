@@ -193,6 +193,35 @@ def test_torchscript_is_named(tmp_path: Path) -> None:
             compile_module(given, tmp_path / "out")
 
 
+class Versioned(Decoder):
+    def get_extra_state(self) -> Any:
+        return {"version": 2}
+
+
+def test_a_state_that_is_no_tensor(tmp_path: Path) -> None:
+    assert compile_module(Versioned(), tmp_path / "out").notes[-1].startswith("check: logits of")
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_weights_that_torch_packed_are_named(tmp_path: Path) -> None:
+    module = Decoder()
+    quantize = torch.ao.quantization.quantize_dynamic
+    packed = quantize(module, {nn.Linear}, dtype=torch.qint8)
+    module.register_buffer("own", torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8))
+    for given, name, got in (
+        (packed, "qkv._packed_params", r"packed ones of .*\.LinearPackedParamsBase; give the"),
+        (
+            module,
+            "own",
+            "torch.qint8; give the module before torch.ao quantises it, and weights='i",
+        ),
+    ):
+        expected = f"^{name}: expected weights as plain tensors, got {got}"
+        with pytest.raises(kvgraph.UnsupportedError, match=expected):
+            compile_module(given, tmp_path / "out")
+
+
 def test_another_default_device(tmp_path: Path) -> None:
     """What the module makes itself, and what we give it, is in host memory all the same."""
     module = Masked()

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 import kvgraph
-from kvgraph import ParamsError
-from kvgraph.compiler.frontends import measured
+from kvgraph import ModelError, ParamsError
+from kvgraph.compiler.frontends import huggingface, measured
 from tests.support.models import greedy_tokens, make_model
 
 BASE, OWN, ORIGINAL, FACTOR = 10000.0, 128, 32, 4.0
@@ -27,6 +27,12 @@ LONGROPE = {
     "short_factor": SHORT,
     "long_factor": LONG,
     "original_max_position_embeddings": ORIGINAL,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": BASE,
+    "factor": FACTOR,
+    "original_max_position_embeddings": OWN,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": BASE, "factor": FACTOR}
 OF_MODEL: dict[str, dict[str, Any]] = {
@@ -92,7 +98,16 @@ def test_tokens_are_those_of_one_length(
             assert done.token_ids == greedy_tokens(model, prompt, 12)
 
 
-@pytest.mark.parametrize(("rope", "most"), [(LONGROPE, OWN), (DYNAMIC, OWN * 4)])
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        (LONGROPE, OWN),
+        (DYNAMIC, OWN * 4),
+        (YARN, OWN * 4),
+        (YARN | {"original_max_position_embeddings": OWN // 8}, OWN),
+        (YARN | {"factor": None}, OWN),
+    ],
+)
 @pytest.mark.parametrize("over", [0, -1, None])
 def test_a_length_that_the_model_does_not_have(
     rope: dict[str, Any], most: int, over: int | None, tmp_path: Path
@@ -105,6 +120,41 @@ def test_a_length_that_the_model_does_not_have(
     with pytest.raises(ParamsError, match=wanted):
         kvgraph.compile(folder, tmp_path / "out", max_seq_len=asked)
     assert not (tmp_path / "out").exists()
+
+
+def test_yarn_beside_the_shorter_length(tmp_path: Path) -> None:
+    """As Qwen2.5 and Qwen3 tell to write it: the length is the one before YaRN."""
+    sizes = {"max_position_embeddings": 32, "head_dim": 16}
+    rope = YARN | {"original_max_position_embeddings": 32}
+    folder = make_model("qwen3", tmp_path / "model", **sizes, rope_parameters=rope)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    manifest = kvgraph.compile(folder, tmp_path / "out", page_size=16, max_seq_len=128)
+    assert manifest.model.max_seq_len == 128
+    with kvgraph.Engine(tmp_path / "out", num_pages=32) as engine:
+        for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
+            assert done.token_ids == greedy_tokens(model, prompt, 12)
+    assert huggingface.load(folder, "float32", weightless=True).max_seq_len == 32
+
+
+@pytest.mark.parametrize("weightless", [True, False])
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        (LONGROPE | {"long_factor": LONG[:3]}, "expected values that frequencies are made of, got"),
+        (DYNAMIC | {"factor": "2"}, "factor: expected a number, got '2'"),
+        (YARN | {"factor": float("inf")}, "factor: expected a number, got inf"),
+    ],
+)
+def test_parameters_that_transformers_does_not_validate(
+    rope: dict[str, Any], said: str, weightless: bool, tmp_path: Path
+) -> None:
+    folder = make_model("llama", tmp_path, max_position_embeddings=OWN, head_dim=16)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    with pytest.raises(ModelError, match=f"^config.json: rope_parameters: {said}"):
+        huggingface.load(folder, "float32", max_seq_len=64, weightless=weightless)
 
 
 def test_a_shorter_context_of_any_model(tmp_path: Path) -> None:

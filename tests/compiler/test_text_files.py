@@ -70,6 +70,53 @@ def test_a_damaged_template_of_a_processor_is_refused(
         text_files(tmp_path, 2048)
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": [2, 5', "expected JSON, got a damaged file (Expecting"),
+        ("[]", "expected an object, got list"),
+        ("null", "expected an object, got NoneType"),
+        ('{"eos_token_id": [2, null]}', "eos_token_id: expected an integer, got NoneType None"),
+        ('{"eos_token_id": "151645"}', "eos_token_id: expected an integer, got str '151645'"),
+        ('{"eos_token_id": 2.5}', "eos_token_id: expected an integer, got float 2.5"),
+        ('{"bos_token_id": true}', "bos_token_id: expected an integer, got bool True"),
+    ],
+)
+@pytest.mark.parametrize("weightless", [True, False])
+def test_a_damaged_generation_config(
+    content: str, message: str, weightless: bool, llama: Path, tmp_path: Path
+) -> None:
+    """The end tokens of config.json are others."""
+    path = shutil.copytree(llama, tmp_path / "model") / "generation_config.json"
+    path.write_text(content)
+    with pytest.raises(ModelError) as refused:
+        huggingface.load(path.parent, "float32", weightless=weightless)
+    assert str(refused.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"max_new_tokens": 0},
+        {"num_return_sequences": 2},
+        {"cache_implementation": "none of transformers'"},
+        {"watermarking_config": {"a": 1}},
+    ],
+)
+@pytest.mark.parametrize("weightless", [True, False])
+def test_generation_fields_that_nothing_reads(
+    field: dict[str, object], weightless: bool, llama: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(field | {"eos_token_id": [5, 7]}))
+    assert huggingface.load(folder, "float32", weightless=weightless).eos_token_ids == (5, 7)
+
+
 def settings(folder: Path, **fields: object) -> Path:
     """A folder with the tokenizer of tiny-llama, and such a tokenizer_config.json."""
     shutil.copyfile(TINY_LLAMA / "tokenizer.json", folder / "tokenizer.json")

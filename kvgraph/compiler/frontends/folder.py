@@ -78,10 +78,12 @@ def read_json(path: Path) -> object:
 
 
 def checkpoint_dtype(config: Config) -> str:
-    """The dtype that a configuration names (float32 where it names none)."""
+    """The dtype that a configuration names for its text part, or else for the whole model (float32
+    where it names none)."""
     text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    return str(text.get("dtype") or text.get("torch_dtype") or "float32")
+    parts = [text, config] if isinstance(text, dict) else [config]
+    named = (part.get(name) for part in parts for name in ("dtype", "torch_dtype"))
+    return str(next(filter(None, named), "float32"))
 
 
 def _instead_of_a_folder(path: Path) -> str:

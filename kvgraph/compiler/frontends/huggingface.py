@@ -5,7 +5,6 @@ What is read runs as `decoder.py` says.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +26,7 @@ from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import settle
-from kvgraph.compiler.frontends.text_files import as_ids, text_files
+from kvgraph.compiler.frontends.text_files import GENERATION, as_id, as_ids, end_tokens, text_files
 from kvgraph.compiler.frontends.weightless import (
     NO_SAFETENSORS,
     Located,
@@ -42,7 +41,7 @@ from kvgraph.compiler.shards import INDEXES, read_index
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 NAME = "kvgraph"
 IMPLEMENTATIONS = {
@@ -87,12 +86,14 @@ def _load(
             _probed(_make(transformers, folder, text, dtype), text)
     longest = _longest(text, max_seq_len)
     files = text_files(folder, text.vocab_size)
+    is_part = text.model_type != config["model_type"]
+    larger = _parse_config(transformers, folder, config) if is_part else None
+    eos, bos = _tokens(folder, text, larger)
     model, located = None, Located(None)
     is_quantized = quantization(config) is not None
-    is_part = text.model_type != config["model_type"]
-    is_built = is_part and not _is_loaded(transformers, folder, config)
+    is_built = larger is not None and not _is_loaded(transformers, larger)
     if weightless or is_quantized or is_built:
-        model, located = _build(transformers, folder, config, text, dtype)
+        model, located = _build(transformers, folder, config, text, larger, dtype)
     checkpoint = located.checkpoint
     if checkpoint is None:
         if is_quantized:
@@ -107,9 +108,6 @@ def _load(
     if checkpoint is not None and not weightless:
         checkpoint.fill(model)
         checkpoint = None
-    generation = model.generation_config
-    eos = generation.eos_token_id
-    eos = getattr(text, "eos_token_id", None) if eos is None else eos  # not every type has one
     settled = settle(model, longest)
     decoder = Decoder(model)
     layers = probe(decoder, text.model_type, text.num_hidden_layers)
@@ -122,8 +120,8 @@ def _load(
         max_seq_len=longest,
         dtype=dtype,
         files=files,
-        eos_token_ids=as_ids(eos),
-        bos_token_id=_begin(generation, text, is_part=is_part),
+        eos_token_ids=eos,
+        bos_token_id=bos,
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
         is_quantized=quantization(config) is not None,
@@ -131,10 +129,19 @@ def _load(
     )
 
 
-def _begin(generation: GenerationConfig, text: PretrainedConfig, *, is_part: bool) -> int | None:
-    """The begin token: of the whole model where `text` is a part of one."""
-    found: int | None = generation.bos_token_id if is_part else None
-    return getattr(text, "bos_token_id", None) if found is None else found
+def _tokens(
+    folder: Path, text: PretrainedConfig, larger: PretrainedConfig | None
+) -> tuple[tuple[int, ...], int | None]:
+    """End tokens and the begin token: of generation_config.json, of the `larger` model that `text`
+    is a part of, or of `text`. A model that is no part begins as its config.json says."""
+    eos, begin = end_tokens(folder / GENERATION)
+    bos = None if larger is None else begin
+    for config in (larger, text):  # not every type has them
+        said = getattr(config, "eos_token_id", None), getattr(config, "bos_token_id", None)
+        eos = eos or as_ids(f"{folder}/config.json: eos_token_id", said[0], ModelError)
+        if bos is None:
+            bos = as_id(f"{folder}/config.json: bos_token_id", said[1], ModelError)
+    return eos, bos
 
 
 def _notes_of(
@@ -157,26 +164,19 @@ def _notes_of(
 
 
 def _build(
-    transformers: ModuleType, folder: Path, config: Config, text: PretrainedConfig, dtype: str
+    transformers: ModuleType,
+    folder: Path,
+    config: Config,
+    text: PretrainedConfig,
+    larger: PretrainedConfig | None,
+    dtype: str,
 ) -> tuple[PreTrainedModel | None, Located]:
     """The model with fake parameters and where their values are, or why it has to be loaded."""
     with fake_parameters():
         model = _make(transformers, folder, text, dtype)
-    larger = None
-    if text.model_type != config["model_type"]:
-        larger = _parse_config(transformers, folder, config)
     located = locate(model, folder, config, larger)
     if located.checkpoint is not None:
         located.checkpoint.fill_buffers(model)
-    if getattr(model, "generation_config", None) is None:  # of a class that is ours
-        model.generation_config = transformers.GenerationConfig()
-    if larger is not None:  # as the whole model generates
-        model.generation_config = transformers.GenerationConfig.from_model_config(larger)
-    if (folder / "generation_config.json").is_file():
-        with contextlib.suppress(OSError):  # as from_pretrained: the model's own defaults stay
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                folder, local_files_only=True
-            )
     return model, located
 
 
@@ -306,10 +306,9 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
         raise UnsupportedError(unsupported(kind, Reason.SPARSE.said()))
 
 
-def _is_loaded(transformers: ModuleType, folder: Path, config: Config) -> bool:
+def _is_loaded(transformers: ModuleType, config: PretrainedConfig) -> bool:
     """Whether transformers has a language model of the whole configuration."""
-    whole = _parse_config(transformers, folder, config)
-    return type(whole) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    return type(config) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrainedModel:
@@ -318,6 +317,7 @@ def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrai
             folder,
             dtype=getattr(torch, dtype),
             **IMPLEMENTATIONS,
+            generation_config=transformers.GenerationConfig(),  # not the folder's: nothing uses it
             local_files_only=True,
             ignore_mismatched_sizes=True,  # info lists them
             output_loading_info=True,

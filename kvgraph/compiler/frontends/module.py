@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kvgraph.compiler.frontends.text_files import (
     GENERATION,
     TOKENIZER,
     Files,
+    as_id,
     as_ids,
     end_tokens,
     text_files,
@@ -20,6 +22,11 @@ from kvgraph.compiler.frontends.text_files import (
 from kvgraph.compiler.model import Model
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError, UnsupportedError
+
+PACKED = (
+    "{}: expected weights as plain tensors, got {}; give the module before torch.ao quantises it, "
+    "and weights='int8'"
+)
 
 
 def load(
@@ -29,7 +36,7 @@ def load(
     max_seq_len: int | None,
     dtype: str | None,
     tokenizer: str | Path | None = None,
-    eos_token_ids: int | Sequence[int] | None = None,
+    eos_token_ids: int | Iterable[int] | None = None,
     bos_token_id: int | None = None,
 ) -> Model:
     """Wrap `module`; what no configuration file says comes from the caller.
@@ -53,8 +60,10 @@ def load(
     files = _files(tokenizer, vocab_size)
     generation = files.get(GENERATION)
     eos, bos = end_tokens(generation if isinstance(generation, Path) else Path())
-    eos = eos if eos_token_ids is None else as_ids(eos_token_ids)
-    bos = bos if bos_token_id is None else bos_token_id
+    if eos_token_ids is not None:
+        eos = as_ids("eos_token_ids", eos_token_ids, UnsupportedError)
+    if bos_token_id is not None:
+        bos = as_id("bos_token_id", bos_token_id, UnsupportedError)
     for name, ids in (("eos_token_ids", eos), ("bos_token_id", () if bos is None else (bos,))):
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
@@ -109,9 +118,23 @@ def _require_python(module: nn.Module) -> None:
 
 
 def _require_values(module: nn.Module) -> None:
-    """ModelError for parameters and buffers without values, UnsupportedError for sparse ones."""
+    """ModelError for parameters and buffers without values, UnsupportedError for sparse and packed
+    ones."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name}: expected a tensor with values, got one that is not initialised; run the "
+                "module once"
+            )
         if tensor.is_meta:
             raise ModelError(f"{name}: expected a tensor with values, got one on device meta")
         if tensor.layout is not torch.strided:
             raise UnsupportedError(f"{name}: expected a dense tensor, got {tensor.layout}")
+        if tensor.is_quantized:
+            raise UnsupportedError(PACKED.format(name, tensor.dtype))
+    for part, each in module.named_modules():
+        for value in vars(each).values():
+            if isinstance(value, torch.ScriptObject) and "quantized" in str(value._type()):
+                raise UnsupportedError(
+                    PACKED.format(part or "model", f"packed ones of {value._type()}")
+                )

@@ -8,31 +8,28 @@ every position, as vLLM takes LongRoPE's factors by its `max_model_len`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
-from kvgraph.errors import ParamsError, UnsupportedError
+from kvgraph.compiler.frontends.decoder import first_line
+from kvgraph.errors import ModelError, ParamsError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LONG, DYNAMIC = "longrope", "dynamic"
+LONG, DYNAMIC, YARN = "longrope", "dynamic", "yarn"
 OWN_INIT = "rope_init_fn"
 """Of Phi-MoE's embedding, which asks it in each step and has scales of its own."""
 
 
-class _RopeParameters(TypedDict, total=False):
-    """Of a configuration's `rope_parameters`, what is read here."""
-
-    rope_type: str
-    factor: float
-    original_max_position_embeddings: int
-    short_mscale: float
-    long_mscale: float
+_RopeParameters = Mapping[str, object]
+"""A configuration's `rope_parameters`, of all layers or of a layer type."""
+ORIGINAL = "original_max_position_embeddings"
 
 
 class _Embedding(Protocol):
@@ -56,13 +53,14 @@ class _Frequencies(NamedTuple):
 def longest(config: PretrainedConfig, asked: int | None) -> int | None:
     """Tokens of the longest context: `asked`, or the model's own; None where it has no limit.
 
-    ParamsError where `asked` is more: only dynamic frequencies stretch, `factor` times.
+    ParamsError where `asked` is more than its frequencies are for: dynamic ones stretch `factor`
+    times its own length, YaRN's are for `factor` times its original one. ModelError where these are
+    no numbers.
     """
     own: int | None = getattr(config, "max_position_embeddings", None)
     if asked is None or own is None:
         return own
-    stretched = [p["factor"] for p in _parameters(config) if p.get("rope_type") == DYNAMIC]
-    most = int(own * max([1.0, *stretched]))
+    most = max([own, *(_most(given, own) for given in _parameters(config))])
     if not 1 <= asked <= most:
         raise ParamsError(
             f"max_seq_len: expected 1 to {most} tokens from the model's config.json, got {asked}"
@@ -70,30 +68,69 @@ def longest(config: PretrainedConfig, asked: int | None) -> int | None:
     return asked
 
 
-def settle(model: nn.Module, max_seq_len: int) -> tuple[str, ...]:
-    """Give each embedding the frequencies of `max_seq_len`, for good; what to tell about it."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+def _most(given: _RopeParameters, own: int) -> int:
+    """Tokens that frequencies are for, in a model whose configuration names `own`."""
+    kind = given.get("rope_type")
+    if kind == DYNAMIC:
+        return int(own * _number(given, "factor"))
+    if kind == YARN and given.get("factor") is not None:  # None: as the two lengths say
+        return int(_number(given, ORIGINAL) * _number(given, "factor"))
+    return own
 
+
+def _number(given: _RopeParameters, name: str) -> float:
+    value = given.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(
+            f"config.json: rope_parameters: {name}: expected a number, got {value!r:.100}"
+        )
+    return value
+
+
+def settle(model: nn.Module, max_seq_len: int) -> tuple[str, ...]:
+    """Give each embedding the frequencies of `max_seq_len`, for good; what to tell about it.
+
+    ModelError for rotary parameters that transformers does not take.
+    """
     notes: list[str] = []
     for module in model.modules():
         embedding = cast(_Embedding, module)
         for kind, layer_type, given in _frequencies(embedding):
-            options = {"layer_type": layer_type} if layer_type else {}
             config = embedding.config
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, seq_len=max_seq_len, **options)
-            is_long = kind == LONG and max_seq_len > given["original_max_position_embeddings"]
-            if kind == LONG and hasattr(module, OWN_INIT):
-                scale = given.get("long_mscale" if is_long else "short_mscale", scale)
+            frequencies, scale = _computed(config, kind, layer_type, max_seq_len)
+            is_long = kind == LONG and max_seq_len > _number(given, ORIGINAL)
+            of_length = "long_mscale" if is_long else "short_mscale"
+            if kind == LONG and hasattr(module, OWN_INIT) and of_length in given:
+                scale = _number(given, of_length)
             _set(embedding, layer_type, frequencies, scale)
             notes.append(_note(kind, given, max_seq_len, config.max_position_embeddings))
     return tuple(dict.fromkeys(notes))
 
 
+def _computed(
+    config: PretrainedConfig, kind: str, layer_type: str | None, max_seq_len: int
+) -> tuple[torch.Tensor, float]:
+    """The frequencies of contexts of `max_seq_len` tokens, and the scale of cosines and sines."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    options = {"layer_type": layer_type} if layer_type else {}
+    try:
+        found: tuple[torch.Tensor, float] = ROPE_INIT_FUNCTIONS[kind](
+            config, seq_len=max_seq_len, **options
+        )
+    except Exception as error:  # transformers only warns of values that do not fit
+        raise ModelError(
+            "config.json: rope_parameters: expected values that frequencies are made of, got one "
+            f"that is not: {first_line(error)}"
+        ) from error
+    return found
+
+
 def _parameters(config: PretrainedConfig) -> Iterator[_RopeParameters]:
     """Of all layers, or of each layer type."""
-    given: dict[str, _RopeParameters] = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in given.values() if isinstance(each, dict)]
-    yield from nested or [cast(_RopeParameters, given)]
+    given: _RopeParameters = getattr(config, "rope_parameters", None) or {}
+    nested: list[_RopeParameters] = [each for each in given.values() if isinstance(each, dict)]
+    yield from nested or [given]
 
 
 def _frequencies(module: _Embedding) -> Iterator[_Frequencies]:
@@ -132,9 +169,9 @@ def _set(
 def _note(kind: str, given: _RopeParameters, max_seq_len: int, own: int) -> str:
     start = f"rotary embedding: {kind}, settled for contexts of {max_seq_len} tokens"
     if kind == DYNAMIC:
-        most = int(own * given["factor"])
+        most = int(own * _number(given, "factor"))
         return f"{start} (--max-seq-len up to {most} stretches its frequencies)"
-    original = given["original_max_position_embeddings"]
+    original = _number(given, ORIGINAL)
     if max_seq_len > original:
         return f"{start}: its long factors (--max-seq-len up to {original} takes the short ones)"
     return f"{start}: its short factors (--max-seq-len above {original} takes the long ones)"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvgraph.compiler.frontends.folder import Config, read_json
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.tokenizer import read_tokenizer
-from kvgraph.errors import ModelError
+from kvgraph.errors import KVGraphError, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -114,16 +116,30 @@ def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
     """End tokens and the begin token that a generation_config.json names; ModelError if damaged."""
     if not path.is_file():
         return (), None
-    config = cast(Config, read_json(path))
-    try:
-        bos = config.get("bos_token_id")
-        return as_ids(config.get("eos_token_id")), None if bos is None else int(bos)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: expected a generation config, got {error}") from error
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: expected an object, got {type(config).__name__}")
+    eos, bos = (config.get(f"{role}_token_id") for role in ("eos", "bos"))
+    return (
+        as_ids(f"{path}: eos_token_id", eos, ModelError),
+        as_id(f"{path}: bos_token_id", bos, ModelError),
+    )
 
 
-def as_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Token ids of a field that holds one, several or None."""
+def as_ids(
+    name: str, given: int | Iterable[int] | None, refusal: type[KVGraphError]
+) -> tuple[int, ...]:
+    """Token ids of a field that holds one, several or None; `refusal` names `name` for what is no
+    integer."""
     if given is None:
         return ()
-    return tuple(map(int, given)) if isinstance(given, Sequence) else (int(given),)
+    several: list[object] = [given]
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes):
+        with suppress(TypeError):  # an array of no dimensions is one id
+            several = list(given)
+    return tuple(whole(name, each, refusal) for each in several)
+
+
+def as_id(name: str, given: int | None, refusal: type[KVGraphError]) -> int | None:
+    """The same, of a field that holds one or None."""
+    return None if given is None else whole(name, given, refusal)
