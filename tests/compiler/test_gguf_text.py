@@ -170,6 +170,39 @@ def test_who_adds_the_first_token(
     assert tokenizer.encode(BEGIN).ids == [257] * (1 + adds)
 
 
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_files_beside_it_say_nothing(
+    name: str,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model's folder, which llama.cpp's converter writes into."""
+    said = gguf_files.sentencepiece()
+    if name == "byte_level":
+        said = gguf_files.byte_level("llama-bpe", {BEGIN: 3, END: 3}, bos_token_id=257)
+    template = {"tokenizer__chat_template": "own"}
+    path = gguf_files.make(model_folder("llama"), tmp_path / "own.gguf", text=said, **template)
+    alone = text_of(path)
+    foreign = json.loads(alone["tokenizer.json"]) | {"post_processor": None}
+    assert foreign != json.loads(alone["tokenizer.json"])
+    beside = {
+        "tokenizer.json": foreign,
+        "tokenizer_config.json": {"add_bos_token": False, "chat_template": "foreign"},
+        "config.json": {"model_type": "gemma2"},
+    }
+    for file, content in beside.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    monkeypatch.chdir(tmp_path)
+    assert text_of(Path(path.name)) == alone
+    assert alone["chat_template.jinja"] == "own"
+
+
+def text_of(path: Path) -> dict[str, str]:
+    with as_folder(path) as folder:
+        return {file.name: file.read_text() for file in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
     ("said", "ends"),
     [

@@ -15,9 +15,11 @@ import kvgraph
 from kvgraph import UnsupportedError
 from kvgraph.compiler.frontends import measured
 from kvgraph.compiler.frontends.left_plain import left_plain, left_plain_experts
+from kvgraph.compiler.frontends.stored_forms import PLAIN, stored_forms
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.pair_complex import pair_complex
 from kvgraph.contract.safetensors import read_layout
+from kvgraph.ops.packed import INT8, NVFP4, Form
 from tests.support import quantized
 from tests.support.models import COMMON, make_model
 from tests.support.plans import LLAMA_8B, plan
@@ -43,6 +45,8 @@ LEFT: dict[str, dict[str, Any]] = {
     "names": COMPRESSED
     | {"ignore": [f"model.layers.{i}.self_attn.{n}_proj" for i in range(32) for n in "qkvo"]},
     "targets": COMPRESSED | {"config_groups": ONLY_MLP},
+    "activations": COMPRESSED
+    | {"config_groups": ONLY_MLP | {"group_1": {"targets": ["Linear"], "weights": None}}},
     "awq": {
         "quant_method": "awq",
         "bits": 4,
@@ -84,7 +88,7 @@ PLAIN_ATTENTION = 32 * 2 * 4096 * (4096 + 1024) * 2
 """Bytes of Llama-3-8B's in bfloat16."""
 
 
-def of_8b(folder: Path, given: Mapping[str, Any]) -> Any:
+def of_8b(folder: Path, given: Mapping[str, Any] | None) -> Any:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": given}))
     return plan(folder)
@@ -96,7 +100,7 @@ def test_layers_that_lists_leave_plain_are_counted_so(case: str, tmp_path: Path)
     lists = ("ignore", "exclude_modules", "modules_to_not_convert", "dynamic")
     whole = {name: value for name, value in given.items() if name not in lists}
     whole.pop("modules_in_block_to_quantize", None)
-    if case == "targets":
+    if "config_groups" in given:
         whole["config_groups"] = GROUPS
     if case == "some layers":
         whole = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
@@ -196,6 +200,61 @@ def test_forms_that_are_not_known_are_said(tmp_path: Path) -> None:
         "quantization_config: quant_method: expected a model with experts for 'mxfp4', got one "
         "without; its weights are counted as plain"
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "bits"),
+    [
+        ({"quant_algo": "NVFP4"}, 4),
+        ({"quant_algo": "mxfp4"}, 4),
+        ({"quant_algo": "FP8"}, 8),
+        ({"quant_algo": "W4A16_AWQ"}, 16),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "MXFP4"}, "b": {"quant_algo": "FP8"}},
+            },
+            8,
+        ),
+    ],
+)
+def test_what_a_plan_takes_modelopts_forms_for(given: dict[str, Any], bits: int) -> None:
+    config = {"quantization_config": {"quant_method": "modelopt", **given}}
+    assert stored_forms(config).linears.bits == bits
+
+
+INT4, FP4 = GROUPS["group_0"]["weights"], {"num_bits": 4, "type": "float", "group_size": 16}
+ONLY_INPUTS = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}}
+
+
+@pytest.mark.parametrize(
+    ("form", "groups", "expected"),
+    [
+        ("pack-quantized", [{"weights": INT4}, ONLY_INPUTS], Form(4, 128)),
+        ("pack-quantized", [ONLY_INPUTS], PLAIN),
+        ("pack-quantized", [{"weights": INT4 | {"actorder": "group"}}], Form(4)),
+        ("pack-quantized", [{"weights": INT4 | {"actorder": "weight"}}], Form(4, 128)),
+        ("int-quantized", [{"weights": INT4}], Form(8, 128, INT8)),
+        (
+            "mixed-precision",
+            [{"weights": FP4, "format": "nvfp4-pack-quantized"}],
+            Form(4, 16, NVFP4),
+        ),
+    ],
+)
+def test_what_a_plan_takes_groups_for(form: str, groups: list[object], expected: Form) -> None:
+    named = {f"group_{place}": group for place, group in enumerate(groups)}
+    config = {"quantization_config": COMPRESSED | {"format": form, "config_groups": named}}
+    assert stored_forms(config).linears == expected
+
+
+def test_a_scheme_by_its_name_is_counted_as_plain(tmp_path: Path) -> None:
+    found = of_8b(tmp_path, COMPRESSED | {"config_groups": GROUPS | {"W8A8": ["Linear"]}})
+    assert found.warnings == [
+        "quantization_config: config_groups: expected groups that say what their weights are, got "
+        "the scheme 'W8A8' by its name; all weights are counted as plain"
+    ]
+    assert found.weights == of_8b(tmp_path, None).weights
 
 
 # -- rotary tables, the head, experts

@@ -19,7 +19,6 @@ from kvgraph.compiler import values
 from kvgraph.compiler.frontends import folder as folders
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import read_config
-from kvgraph.compiler.frontends.stored_forms import stored_forms
 from kvgraph.compiler.quantized import weights_of
 from kvgraph.compiler.shards import stored_tensors
 from tests.support import quantized
@@ -83,6 +82,10 @@ def cut(name: str) -> Edit:
 
 def put(name: str, number: float) -> Edit:
     return lambda tensors: tensors[name].view(-1).__setitem__(3, number)
+
+
+def add(name: str, *shape: int) -> Edit:
+    return lambda tensors: tensors.update({name: torch.ones(*shape, dtype=torch.int32)})
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,25 @@ def put(name: str, number: float) -> Edit:
         ),
         ("mxfp8", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
         ("mxfp4-packed", put(f"{LAYER}.weight_scale", 255), "expected a finite scale, got nan"),
+        (
+            "w8a8",
+            add(f"{LAYER}.weight_g_idx", 63),
+            "weight_g_idx: expected [64] from the tensors beside it, got [63]",
+        ),
+        (
+            "fp8-group",
+            add(f"{LAYER}.weight_g_idx", 64),
+            f"compressed-tensors: {LAYER}.weight_g_idx: expected none, got a part of {LAYER}.weight"
+            " that is not read; compile the checkpoint that it was made from",
+        ),
+        *(
+            (
+                form,
+                add(f"{LAYER}.weight_zero_point", 96, 2),
+                f"{LAYER}.weight_zero_point: expected none, got a part of {LAYER}.weight that is n",
+            )
+            for form in ("fp8-channel", "mxfp4-packed", "nvfp4-packed", "nvfp4")
+        ),
     ],
 )
 def test_damaged_weights(
@@ -216,7 +238,10 @@ def test_forms_that_are_not_read(
     )
 
 
-@pytest.mark.parametrize("form", ["fp8", "w8a8"])
+KINDS = {"fp8": "F8_E4M3", "w8a8": "I8", "gptq": "I32", "awq": "I32", "nvfp4-packed": "U8"}
+
+
+@pytest.mark.parametrize("form", KINDS)
 @pytest.mark.parametrize("key", [None, "compression_config"])
 def test_numbers_without_a_word_of_their_scales(
     form: str, key: str | None, plain: Callable[[str], Path], tmp_path: Path
@@ -229,9 +254,11 @@ def test_numbers_without_a_word_of_their_scales(
     if key is not None:
         kvgraph.compile(folder, folder.with_name("out"), check=False)
         return
-    said = refused(folder)
-    kind = "F8_E4M3" if form == "fp8" else "I8"
-    assert f"that quantization_config in config.json says the scales of, got {kind}; " in said
+    said = f"that quantization_config in config.json says the scales of, got {KINDS[form]}; "
+    assert f"{said}compile the checkpoint that it was made from" in refused(folder)
+    (folder / "quantize_config.json").write_text(json.dumps(own))  # as early AutoGPTQ does
+    copy = "copy quantize_config.json there with its quant_method, 'gptq' or 'awq', or compile the"
+    assert f"{said}{copy} checkpoint that it was made from" in refused(folder)
 
 
 def changed(
@@ -262,6 +289,23 @@ def test_scales_that_are_exponents(plain: Callable[[str], Path], tmp_path: Path)
             meant[name.removesuffix("_scale_inv")] = weight.float() * spread[:height, :width]
 
     found = changed(folder, edit, scale_fmt="ue8m0")
+    assert meant
+    for name, weight in meant.items():
+        assert torch.equal(found[name], weight)
+
+
+def test_bytes_in_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
+    meant: dict[str, torch.Tensor] = {}
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            outputs, inputs = tensors[name].shape
+            index, scales = torch.randperm(inputs) % 2, torch.rand(outputs, 2)
+            tensors |= {f"{name}_scale": scales, f"{name}_g_idx": index.int()}
+            meant[name] = tensors[name].float() * scales[:, index]
+
+    found = changed(folder, edit)
     assert meant
     for name, weight in meant.items():
         assert torch.equal(found[name], weight)
@@ -349,24 +393,3 @@ def refused(folder: Path) -> str:
         kvgraph.compile(folder, folder.with_name("out"), check=False)
     assert not folder.with_name("out").exists()
     return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "bits"),
-    [
-        ({"quant_algo": "NVFP4"}, 4),
-        ({"quant_algo": "mxfp4"}, 4),
-        ({"quant_algo": "FP8"}, 8),
-        ({"quant_algo": "W4A16_AWQ"}, 16),
-        (
-            {
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a": {"quant_algo": "MXFP4"}, "b": {"quant_algo": "FP8"}},
-            },
-            8,
-        ),
-    ],
-)
-def test_what_a_plan_takes_modelopts_forms_for(given: dict[str, Any], bits: int) -> None:
-    config = {"quantization_config": {"quant_method": "modelopt", **given}}
-    assert stored_forms(config).linears.bits == bits

@@ -107,6 +107,15 @@ def _write(path: Path, folder: Path) -> None:
         _write_tokenizer(path, reader, folder)
 
 
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """A folder with a link to the file and nothing else: transformers takes a tokenizer.json in
+    the file's own folder before the file's tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="kvgraph-gguf-") as name:
+        (Path(name) / path.name).symlink_to(path.absolute())
+        yield Path(name)
+
+
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
     if int(field(reader, "split.count") or 1) > 1:
         raise UnsupportedError(
@@ -129,9 +138,9 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
     import transformers
 
     try:
-        with quiet_loggers("transformers"):
+        with quiet_loggers("transformers"), _alone(path) as only:
             read = transformers.AutoConfig.from_pretrained(
-                path.parent, gguf_file=path.name, local_files_only=True
+                only, gguf_file=path.name, local_files_only=True
             )
             if read.model_type == "mistral":  # of a Llama whose name is "mistral"
                 read = _llama(reader, read)
@@ -139,6 +148,7 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{path}: cannot read the configuration: {first}") from error
     config: dict[str, object] = read.to_dict() | {"dtype": "bfloat16"}
+    config.pop("_name_or_path", None)
     stated = field(reader, f"{kind}.attention.key_length")
     width = int(stated or read.hidden_size // read.num_attention_heads)
     _require_plain(path, reader, kind, width, read.max_position_embeddings)
@@ -292,9 +302,9 @@ def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
     import transformers
 
     try:
-        with quiet_loggers("transformers"):
+        with quiet_loggers("transformers"), _alone(path) as only:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                path.parent,
+                only,
                 gguf_file=path.name,
                 local_files_only=True,
                 add_bos_token=adds_bos,

@@ -87,8 +87,10 @@ def _of_compressed_tensors(given: Config) -> _Rule:
 
 
 def _targets(groups: object) -> Iterator[str]:
-    """Of all groups; one that names none, or none at all, is of every linear layer."""
+    """Of all groups with weights; one that names none, or none at all, is of every linear layer."""
     for group in groups.values() if isinstance(groups, dict) and groups else [None]:
+        if isinstance(group, dict) and not group.get("weights"):
+            continue
         named = group.get("targets") if isinstance(group, dict) else group
         yield from _texts(named) or [CLASS]
 

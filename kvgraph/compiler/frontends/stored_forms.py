@@ -17,6 +17,12 @@ ROW = 1 << 30
 
 PLAIN = Form(16)
 
+UNPACKED = ("int-quantized", "naive-quantized")
+"""Formats of compressed-tensors that give a number of any bits a byte."""
+
+BY_INPUT = ("group", "dynamic", "true")
+"""`actorder` of compressed-tensors where inputs are not in order; "weight" leaves them so."""
+
 MODELOPT = {
     **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), Form(8, ROW, E4M3)),
     **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), Form(8, 128, E4M3)),
@@ -57,9 +63,10 @@ def stored_forms(config: Config) -> StoredForms:
     rules = (given.get("dynamic") or {}).items()  # of GPTQ, what some layers have otherwise
     others = [rule for name, rule in rules if isinstance(rule, dict) and name[:2] != "-:"]
     each = [given, *({**given, **rule} for rule in others)]
-    if groups:  # those of a scheme by name are in lists
-        each = [g.get("weights") or {} for g in groups.values() if isinstance(g, dict)]
-    forms = [_form(one, str(given.get("format"))) for one in each]
+    packing = given.get("format")
+    forms = [_form(one, str(packing)) for one in each]
+    if groups:
+        forms = [_of_group(one, packing) for one in groups.values() if _has_weights(one)]
     widest = max(forms, key=lambda form: form.bits, default=PLAIN)
     return StoredForms(widest, widest)
 
@@ -80,6 +87,12 @@ def doubts_of(config: Config, *, has_experts: bool) -> Iterator[str]:
                 f"quantization_config: quant_algo: expected one of {list(MODELOPT)}, got "
                 f"{algorithm!r}; its weights are counted as plain, and compile may refuse them"
             )
+    for name, group in (given.get("config_groups") or {}).items():
+        if isinstance(group, list):
+            yield (
+                "quantization_config: config_groups: expected groups that say what their weights "
+                f"are, got the scheme {name!r} by its name; all weights are counted as plain"
+            )
 
 
 def _each_of_modelopt(given: Config) -> list[Config]:
@@ -91,6 +104,18 @@ def _each_of_modelopt(given: Config) -> list[Config]:
 
 def _of_modelopt(given: Config) -> Form:
     return MODELOPT.get(str(given.get("quant_algo")).upper(), PLAIN)
+
+
+def _has_weights(group: Config | list[object]) -> bool:
+    """Or is a scheme by its name, which may have; others are of activations or a cache."""
+    return isinstance(group, list) or bool(group.get("weights"))
+
+
+def _of_group(group: Config | list[object], packing: object) -> Form:
+    """Of compressed-tensors. `packing`: of groups that name none."""
+    if isinstance(group, list):
+        return PLAIN
+    return _form(group["weights"], str(group.get("format") or packing))
 
 
 def _form(given: Config, packing: str) -> Form:
@@ -107,8 +132,9 @@ def _form(given: Config, packing: str) -> Form:
     group = given.get("group_size", given.get("q_group_size"))
     if bits > 8:
         return PLAIN
-    rounded = 4 if bits <= 4 else 8
-    if not isinstance(group, int) or group % GROUP or group <= 0 or given.get("desc_act"):
+    rounded = 4 if bits <= 4 and packing not in UNPACKED else 8
+    has_order = given.get("desc_act") or str(given.get("actorder")).lower() in BY_INPUT
+    if not isinstance(group, int) or group % GROUP or group <= 0 or has_order:
         return Form(rounded)
     symmetric = given.get("symmetric", given.get("sym", not given.get("zero_point", True)))
     if rounded == 8:

@@ -32,6 +32,12 @@ METHODS: Mapping[str, Callable[[Parts, Config], dict[str, Values]]] = {
 WITH_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8")
 """Stored types of numbers that are no weight without a scale."""
 
+PACKED = (".qweight", ".weight_packed")
+"""Ends of names of such numbers, whatever their type."""
+
+OLDER_CONFIGS = ("quantize_config.json", "quant_config.json")
+"""Where early AutoGPTQ and AutoAWQ wrote what config.json says now."""
+
 
 def weights_of(
     folder: Path, config: Config, stored: Mapping[str, Stored]
@@ -51,16 +57,33 @@ def weights_of(
     unread = {name: each.dtype for name, each in stored.items() if name not in readable}
     parts = Parts(folder, method, readable, unread)
     found = METHODS[method](parts, given)
+    _require_whole(parts, found)
     _require_scales(folder, {k: each for k, each in stored.items() if k not in parts.taken})
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
     return {**others, **found}, parts.said
 
 
+def _require_whole(parts: Parts, found: Mapping[str, Values]) -> None:
+    """UnsupportedError where a weight has a part that its method does not take."""
+    for name in sorted({*parts.stored, *parts.unread} - parts.taken):
+        stem, is_part, _ = name.rpartition(".weight_")
+        if is_part and f"{stem}.weight" in found:
+            raise parts.refuse(name, "none", f"a part of {stem}.weight that is not read")
+
+
 def _require_scales(folder: Path, others: Mapping[str, Stored]) -> None:
     """UnsupportedError where tensors that no method takes are numbers without their scales."""
     for name, each in sorted(others.items()):
-        if each.dtype in WITH_SCALES and len(each.shape) > 1:
+        has_scales = each.dtype in WITH_SCALES and len(each.shape) > 1
+        if has_scales or name.endswith(PACKED):
             raise UnsupportedError(
                 f"{folder}: {name}: expected numbers that quantization_config in config.json says "
-                f"the scales of, got {each.dtype}; {INSTEAD}"
+                f"the scales of, got {each.dtype}; {_instead(folder)}"
             )
+
+
+def _instead(folder: Path) -> str:
+    older = next((name for name in OLDER_CONFIGS if (folder / name).is_file()), None)
+    if older is None:
+        return INSTEAD
+    return f"copy {older} there with its quant_method, 'gptq' or 'awq', or {INSTEAD}"

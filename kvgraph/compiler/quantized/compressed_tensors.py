@@ -6,7 +6,7 @@ For a weight of N outputs and K inputs in G groups:
                            weight_shape; perhaps weight_zero_point int32 [N * bits / 32, G] and
                            weight_g_idx [K]. Numbers have 2 ** (bits - 1) added.
     int-quantized          weight int8 [N, K], weight_scale [N, G], [N, 1] or [1]; perhaps
-                           weight_zero_point
+                           weight_zero_point and weight_g_idx
     float-quantized        weight float8_e4m3fn, weight_scale of blocks, rows, groups of a row or
                            one; bytes are exponents (mxfp8)
     mxfp4-, nvfp4-pack-    weight_packed uint8 [N, K / 2], weight_scale [N, G]: exponents, or
@@ -100,9 +100,7 @@ def _packed(parts: Parts, stem: str) -> Values:
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:  # packed, or one byte each
         parts.require_shape(zeros, (-(-outputs * bits // 32), groups), (outputs, groups))
-    index = parts.find(f"{stem}.weight_g_idx")
-    if index is not None:
-        parts.require_shape(index, [inputs])
+    index = _index(parts, stem, inputs)
     return _Integers(packed, scales, zeros, index, bits, (outputs, inputs), groups)
 
 
@@ -118,7 +116,16 @@ def _scaled(parts: Parts, stem: str, block: tuple[int, int] | None) -> Values:
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:
         parts.require_shape(zeros, scales.shape)
-    return _Integers(numbers, scales, zeros, None, 8, (outputs, inputs), groups)
+    index = _index(parts, stem, inputs)
+    return _Integers(numbers, scales, zeros, index, 8, (outputs, inputs), groups)
+
+
+def _index(parts: Parts, stem: str, inputs: int) -> Plain | None:
+    """The group of each input, where inputs are not in order."""
+    index = parts.find(f"{stem}.weight_g_idx")
+    if index is not None:
+        parts.require_shape(index, [inputs])
+    return index
 
 
 def _groups(parts: Parts, scales: Plain, outputs: int, inputs: int) -> int:
