@@ -208,11 +208,18 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
         )
 
 
-def require_state_unchanged(program: ExportedProgram) -> None:
-    """UnsupportedError for a module that writes into its own buffers: a step would depend on those
-    before it, whatever their requests."""
-    signature = program.graph_signature
-    own = {**signature.inputs_to_buffers, **signature.inputs_to_parameters}
+def require_state_unchanged(program: ExportedProgram, signature: GraphSignature) -> None:
+    """UnsupportedError for a module that writes into its own tensors, or into inputs that are no
+    buffer of the cache: a step would depend on those before it, whatever their requests."""
+    held = program.graph_signature
+    own = {
+        **held.inputs_to_buffers,
+        **held.inputs_to_parameters,
+        **held.inputs_to_lifted_tensor_constants,
+    }
+    for name, symbol in zip(held.user_inputs, signature.inputs, strict=True):
+        if symbol.kind != "buffer":
+            own[str(name)] = symbol.name
     for node in program.graph.nodes:
         written = written_by(node)
         name = None if written is None else own.get(base_of(written).name)

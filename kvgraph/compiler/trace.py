@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import export, require_state_unchanged, stack_traces
+from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.identity import program_digest
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.lists import TRACE, run_passes
@@ -28,7 +29,8 @@ def trace(
 ) -> Traced:
     """Export, prove that tokens meet in the cache ops alone, and fuse these.
 
-    Afterwards each layer has one update_and_attend, with the rotary embedding in it where it fits.
+    Afterwards each layer has one update_and_attend, with the rotary embedding in it where it fits,
+    and nothing but the caches is written in place.
     `functional`: the buffers are outputs too, behind the logits. `dump`: as `Traced.dump`.
     UnsupportedError as the export and the passes raise it; ModelError for a weight in memory that
     is not finite (one that is streamed is checked on its way).
@@ -42,7 +44,7 @@ def trace(
     def exported(dump: Callable[[str, Traced], None] | None) -> Traced:
         program = export(model, signature, return_buffers=functional)
         digest = program_digest(program, signature)
-        traced = Traced(model, signature, plan, program, digest, dump=dump)
+        traced = Traced(model, signature, plan, without_writes(program), digest, dump=dump)
         traced.changed("export")
         return traced
 
@@ -50,12 +52,12 @@ def trace(
         traced = exported(dump)
         with contextlib.suppress(UnsupportedError):
             run_passes(traced, TRACE)
-            require_state_unchanged(traced.program)
+            require_state_unchanged(traced.program, signature)
             return traced
     with stack_traces(True):  # to say which line of the model is refused
         traced = exported(None)
         run_passes(traced, TRACE)
-        require_state_unchanged(traced.program)
+        require_state_unchanged(traced.program, signature)
     return traced
 
 

@@ -194,6 +194,29 @@ def test_the_composed_norm(dtype: torch.dtype, eps: float | None) -> None:
         torch.testing.assert_close(program.module()(x), before(x), rtol=1e-6, atol=0)
 
 
+class Shifted(Written):
+    """Gemma's norm of a sum: its weight is computed behind the sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.linear(x) + self.linear(x * 2)
+        return torch.rms_norm(total, (32,), 1.0 + self.weight, 1e-6) + total
+
+
+def test_a_weight_that_is_computed_behind_the_sum() -> None:
+    module, x = Shifted(torch.float32), torch.rand(5, 32)
+    program = exported(module, x)
+    report, _ = fuse(program)
+    assert (report.applied, report.unmatched) == (
+        1,
+        [
+            "rms_norm: fused without the sum before it: expected a weight from before the sum, "
+            "got add_1"
+        ],
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), module(x), rtol=1e-6, atol=1e-6)
+
+
 class Stream(Written):
     """`read` says what else reads the terms of the sum: 0 nothing, 1 a later sum, 2 a view."""
 

@@ -234,3 +234,45 @@ def test_a_dtype_is_that_of_a_parameter_with_a_name(tmp_path: Path) -> None:
     expected = r"expected bfloat16 from the module's first parameter 'embed\.weight', got float32"
     with pytest.raises(kvgraph.UnsupportedError, match=expected):
         compile_module(Decoder(dtype=torch.bfloat16), tmp_path / "out", dtype="float32")
+
+
+class Counts(Decoder):
+    """A tensor that no list of buffers has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(1)
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        self.count.add_(1)
+        return super().forward(*inputs) * self.count
+
+
+class Lengthens(Decoder):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        inputs[4].add_(1)
+        return super().forward(*inputs)
+
+
+@pytest.mark.parametrize(("module", "name"), [(Counts(), "count"), (Lengthens(), "cache_lengths")])
+def test_state_of_any_kind_is_refused(module: Decoder, name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        kvgraph.UnsupportedError,
+        match=rf"module: expected one that changes nothing but the cache, got aten\.add_\.Tensor "
+        rf"that changes '{name}'",
+    ):
+        compile_module(module, tmp_path / "out")
+
+
+class Fresh(Decoder):
+    """A constant that each step makes again, and changes."""
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        factor = torch.tensor([1.0, 2.0])
+        factor[1:] *= 3.0
+        return super().forward(*inputs) * factor.sum()
+
+
+def test_what_a_step_makes_itself_may_change(tmp_path: Path) -> None:
+    manifest = compile_module(Fresh(), tmp_path / "out")
+    assert manifest.notes[-1].startswith("check: logits of two ragged rows")

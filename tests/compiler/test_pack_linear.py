@@ -20,9 +20,7 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_batch_dim import drop_batch_dim
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
-from kvgraph.compiler.passes.half_embeddings import half_embeddings
 from kvgraph.compiler.passes.pack_linear import PACKED, pack_linear
-from kvgraph.compiler.passes.parameters import held
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ModelError, UnsupportedError
 from tests.support.models import layers, make_model
@@ -220,39 +218,6 @@ def test_halves_of_one_layer(case: str) -> None:
     assert 0 < error < 0.03
 
 
-class Tables(nn.Module):
-    """A table that is only gathered from, twice, and one that is a matrix too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.only, self.both = nn.Embedding(48, 32, padding_idx=0), nn.Embedding(48, 32)
-
-    def forward(self, tokens: Any) -> Any:
-        x = self.only(tokens) + self.only(tokens + 1) + self.both(tokens)
-        return x @ self.both.weight.T
-
-
-def test_tables_that_are_only_gathered_from_become_bfloat16() -> None:
-    module, tokens = Tables(), torch.arange(40)
-    program = torch.export.export(module, (tokens,))
-    expected = module(tokens)
-    report = packed_by(half_embeddings, program)
-    assert report.applied == 1
-    assert [why.partition(":")[2] for why in report.unmatched] == [
-        " expected no use but as a table, got numpy_t"
-    ]
-    lookups = [n for n in program.graph.nodes if n.target is torch.ops.aten.embedding.default]
-    dtypes = [found[1].dtype for n in lookups if (found := held(program, n.args[0]))]
-    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
-    assert "only.weight" not in program.state_dict
-    with torch.no_grad():
-        found = program.module()(tokens)
-        module.only.weight.copy_(module.only.weight.bfloat16())
-    assert torch.equal(found, module(tokens))
-    assert not torch.equal(found, expected)
-
-
 class Head(nn.Module):
     """A module of one's own, whose last linear layer is what it returns."""
 
@@ -270,6 +235,25 @@ class Head(nn.Module):
         out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=0, scale=0.3)
         x = (x + out.reshape(x.shape[0], -1) @ self.qkv.weight[:32])[chosen.long()]
         return self.head(x)
+
+
+class Gated(nn.Module):
+    """A layer of one output, whose weight is a row."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.row = nn.Parameter(torch.rand(64, dtype=dtype))
+        self.layer = nn.Linear(64, 64, dtype=dtype)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * nn.functional.linear(x[None], self.row)[0].sigmoid()[:, None]
+
+
+def test_a_layer_whose_weight_is_a_row_stays() -> None:
+    report = packed_by(pack_linear, torch.export.export(Gated(), (torch.rand(5, 64),)), 16)
+    assert report.applied == 1
+    assert report.unmatched == ["linear_1: expected a matrix of weights, got 1 dims"]
 
 
 def test_a_module_of_one_s_own(tmp_path: Path) -> None:

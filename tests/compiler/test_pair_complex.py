@@ -22,6 +22,11 @@ def sliced(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(turn.contiguous().unsqueeze(0) * turn) + x.sum()
 
 
+def narrowed(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    turn = torch.polar(torch.ones_like(angle), angle.double().cos().float()).to(torch.complex128)
+    return torch.view_as_real(turn.to(torch.complex64)) * 3 + x.sum()
+
+
 class Model(torch.nn.Module):
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -36,7 +41,7 @@ def complex_nodes(program: torch.export.ExportedProgram) -> list[str]:
     return [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.is_complex()]
 
 
-@pytest.mark.parametrize("function", [rotated, sliced])
+@pytest.mark.parametrize("function", [rotated, sliced, narrowed])
 def test_the_same_numbers_without_complex_ones(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:

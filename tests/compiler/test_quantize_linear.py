@@ -29,7 +29,7 @@ from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import KernelError
 from kvgraph.ops.matrices import GROUP, numbers_of
 from tests.compiler.test_pack_experts import folder_of
-from tests.compiler.test_pack_linear import NODES
+from tests.compiler.test_pack_linear import NODES, Gated
 from tests.compiler.test_plan import LLAMA_8B, TABLE, plan
 from tests.support.command_line import run
 from tests.support.models import layers, make_model
@@ -47,6 +47,13 @@ def quantized(program: ExportedProgram, bits: int) -> PassReport:
 
 def nodes(program: ExportedProgram) -> list[Node]:
     return [node for node in program.graph.nodes if node.target is QUANTIZED]
+
+
+def test_a_layer_whose_weight_is_a_row_stays() -> None:
+    x = torch.rand(5, 64, dtype=torch.bfloat16)
+    report = packed_by(quantize_linear, torch.export.export(Gated(torch.bfloat16), (x,)), 8)
+    assert report.applied == 1
+    assert report.unmatched == ["linear_1: expected a matrix of weights, got 1 dims"]
 
 
 @pytest.mark.parametrize("name", NODES)

@@ -74,6 +74,7 @@ def fuse_rms_norm(graph: Graph) -> PassReport:
                 continue
             _fuse(graph, norm, report)
             report.applied += 1
+    graph.lint()
     return report
 
 
@@ -217,6 +218,7 @@ def _call(
 def _stream(norm: Norm) -> tuple[Node, Node]:
     """Of a sum that is normalised: the term that becomes the sum, and the other one."""
     total = node_of(norm.x, [ADD], "a sum")
+    expect(norm.weight < total, f"expected a weight from before the sum, got {norm.weight.name}")
     expect(len(total.args) == 2 and not total.kwargs, f"expected two terms, got {total.args}")
     first = any_node(total.args[0], "a tensor")
     second = other_factor(total, first)

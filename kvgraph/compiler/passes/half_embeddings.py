@@ -1,10 +1,13 @@
 """aten.embedding of a float32 table -> of the table in bfloat16, whose rows become float32.
 
-Applies to tables that nothing else reads, so after `pack_linear`, which gives a tied projection
-weights of its own. half_tables.py does the same to an ONNX graph.
+Applies to parameters whose rows are those of tokens, and that nothing else reads, so after
+`pack_linear`, which gives a tied projection weights of its own. Rows of positions stay, as an angle
+has to be exact. half_tables.py does the same to an ONNX graph.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch.export import ExportedProgram
@@ -13,21 +16,30 @@ from torch.fx import Node
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import UnmatchedError, any_node, expect, value
 from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, name_outputs
+from kvgraph.compiler.passes.token_functions import packet
+from kvgraph.compiler.passes.token_labels import MADE, SIZES
 from kvgraph.compiler.weights import Weights
+from kvgraph.contract.signature import GraphSignature
 
 aten = torch.ops.aten
 EMBEDDING = aten.embedding.default
 
 
-def half_embeddings(program: ExportedProgram, weights: Weights) -> PassReport:
+def half_embeddings(
+    program: ExportedProgram, signature: GraphSignature, weights: Weights
+) -> PassReport:
     """Rewrite `program` in place."""
     report = PassReport("half_embeddings")
+    names = program.graph_signature.user_inputs
+    inputs = {str(n): x.name for n, x in zip(names, signature.inputs, strict=True)}
     by_table: dict[Node, list[Node]] = {}
     for node in program.graph.nodes:
         if node.target is EMBEDDING:
             by_table.setdefault(any_node(node.args[0], "a table"), []).append(node)
     for table, lookups in by_table.items():
         try:
+            for lookup in lookups:
+                _require_tokens(any_node(lookup.args[1], "an index"), inputs)
             _halve(program, weights, table, lookups)
         except UnmatchedError as why:
             report.unmatched.append(f"{table.name}: {why}")
@@ -40,11 +52,27 @@ def half_embeddings(program: ExportedProgram, weights: Weights) -> PassReport:
     return report
 
 
+def _require_tokens(index: Node, inputs: Mapping[str, str]) -> None:
+    """UnmatchedError unless `index` is computed from the values of the input `tokens` alone."""
+    reached, waiting = {index}, [index]
+    while waiting:
+        node = waiting.pop()
+        if packet(node) not in (*MADE, *SIZES):
+            waiting += [x for x in node.all_input_nodes if x not in reached]
+            reached |= set(node.all_input_nodes)
+    found = sorted({inputs[node.name] for node in reached if node.name in inputs})
+    expect(
+        found == ["tokens"], f"expected rows of tokens, got rows of {', '.join(found) or 'none'}"
+    )
+
+
 def _halve(program: ExportedProgram, weights: Weights, table: Node, lookups: list[Node]) -> None:
     found = held(program, table)
     expect(found is not None, "expected a weight of the model, got a computed one")
     assert found is not None
     name, weight = found
+    is_parameter = name in program.graph_signature.parameters
+    expect(is_parameter, f"expected a parameter, got {name!r}, which is none")
     expect(weight.dtype == torch.float32, f"expected float32, got {weight.dtype}")
     others = [user.name for user in table.users if user not in lookups]
     expect(not others, f"expected no use but as a table, got {', '.join(others)}")

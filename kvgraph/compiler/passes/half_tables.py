@@ -1,24 +1,36 @@
-"""Embedding tables that are only gathered from -> bfloat16, whose rows become float32.
+"""Tables of tokens that are only gathered from -> bfloat16, whose rows become float32.
 
-Written for ONNX after its optimiser, which does not know a normalisation behind a Cast.
+Applies to parameters, as half_embeddings.py does to a program. Written for ONNX after its
+optimiser, which does not know a normalisation behind a Cast.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 import torch
+from torch.export import ExportedProgram
 
 from kvgraph.compiler.passes import PassReport
 
+SIZES = ("Shape", "Size")
+"""They read no element."""
 
-def half_tables(onnx_model: ir.Model) -> PassReport:
-    """Rewrite `onnx_model` in place."""
+
+def half_tables(onnx_model: ir.Model, program: ExportedProgram) -> PassReport:
+    """Rewrite `onnx_model`, which was made of `program`, in place."""
     report = PassReport("half_tables")
+    parameters = set(program.graph_signature.parameters)
     for name, table in list(onnx_model.graph.initializers.items()):
-        if table.dtype != ir.DataType.FLOAT or len(table.shape or ()) != 2:
+        if (
+            name not in parameters
+            or table.dtype != ir.DataType.FLOAT
+            or len(table.shape or ()) != 2
+        ):
             continue
         uses = list(table.uses())
         if not uses or any((use.node.op_type, use.idx) != ("Gather", 0) for use in uses):
+            continue
+        if not all(_inputs_of(use.node.inputs[1]) == {"tokens"} for use in uses):
             continue
         assert table.const_value is not None
         table.const_value = _halved(table.const_value, name)
@@ -27,6 +39,18 @@ def half_tables(onnx_model: ir.Model) -> PassReport:
             _cast_rows(onnx_model.graph, use.node)
         report.applied += 1
     return report
+
+
+def _inputs_of(index: ir.Value | None) -> set[str | None]:
+    """Inputs of the graph whose elements `index` is computed from."""
+    reached, waiting = {index}, [index]
+    while waiting:
+        value = waiting.pop()
+        node = value.producer() if value is not None else None
+        given = node.inputs if node is not None and node.op_type not in SIZES else ()
+        waiting += [each for each in given if each not in reached]
+        reached.update(given)
+    return {value.name for value in reached if value is not None and value.is_graph_input()}
 
 
 def _halved(table: ir.TensorProtocol, name: str) -> ir.LazyTensor:

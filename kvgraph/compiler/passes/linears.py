@@ -188,6 +188,8 @@ def _layer(program: ExportedProgram, node: Node, kinds: Container[torch.dtype]) 
     weight = held(program, node.args[1])
     expect(weight is not None, "expected a weight of the model, got a computed one")
     assert weight is not None
+    rank = weight[1].dim()
+    expect(rank == 2, f"expected a matrix of weights, got {rank} dims")
     given = node.args[2] if len(node.args) > 2 else None
     bias = held(program, given)
     expect(given is None or bias is not None, "expected a bias of the model, got a computed one")

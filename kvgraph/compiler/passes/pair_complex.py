@@ -15,7 +15,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.operands import UnmatchedError, add_call, expect
+from kvgraph.compiler.passes.operands import UnmatchedError, add_call, expect, value
+from kvgraph.compiler.passes.operands import cast as cast_to
 
 aten = torch.ops.aten
 MOVES = (aten.alias, aten.clone, aten.contiguous, aten.detach)
@@ -78,9 +79,11 @@ class _Pairs:
         source = self._known.get(args[0])
         if source is None:
             raise UnmatchedError(f"expected an operator on pairs, got {node.target}")
-        if packet is aten.view_as_real or packet in CASTS:
-            expect(packet not in CASTS or _is_complex(node), "expected a complex result")
+        if packet is aten.view_as_real:
             return source
+        if packet in CASTS:
+            expect(_is_complex(node), "expected a complex result")
+            return cast_to(source, value(node).dtype.to_real())
         if packet in MOVES:
             return self._call(node.target, source, *args[1:], **node.kwargs)
         if packet in AT_DIM and len(args) > 1:

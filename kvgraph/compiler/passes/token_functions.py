@@ -32,9 +32,12 @@ LAYOUT = (
     *(aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand, aten.t),
     *(aten.slice, aten.select, aten.chunk, aten.split, aten.split_with_sizes, aten.unbind),
     *(aten.cat, aten.stack, aten.repeat_interleave, aten.repeat, operator.getitem),
+    *(aten.slice_scatter, aten.select_scatter, aten.copy),
     *(aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy),
 )
 """They move elements and compute nothing."""
+VIEWS = (aten.view, aten._unsafe_view)
+"""Those of LAYOUT that only take what is laid out for them."""
 
 ELEMENTWISE = (
     *CASTS,
@@ -156,6 +159,9 @@ class TokenFunctions:
             return self._extent(given, TOKENS) if symbolic else operand(x)
 
         target: Any = node.target
+        if packet(node) in VIEWS:  # numbers are not laid out as the value is
+            expect(target is not aten.view.dtype, f"{node.name}: expected elements that stay whole")
+            target = aten.reshape.default
         return target(*map_arg(node.args, load), **map_arg(node.kwargs, load))
 
     def _tokens(self, node: Node) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from kvgraph.compiler.passes import token_functions
 from kvgraph.compiler.passes.labels import NONE, Labels, Value, join, nothing
 from kvgraph.compiler.passes.token_functions import BATCH_NORM, CREATED, LAYOUT, REDUCED, packet
 from kvgraph.ops import torch_ops
@@ -35,9 +36,9 @@ MOVED = (
     *(*LAYOUT, aten.view_as, aten.expand_as, aten.narrow, aten.movedim, aten.swapaxes, aten.concat),
     *(aten.roll, aten.flip, aten.tile, aten.unfold, aten.diagonal, aten.triu, aten.tril),
     *(aten.numpy_T, aten.mT, aten.adjoint),
-    *(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter),
+    aten.diagonal_scatter,
 )
-VIEWS = (aten.view, aten._unsafe_view, aten.view_as)
+VIEWS = (*token_functions.VIEWS, aten.view_as)
 SIZES = (aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset)
 ALONG = (
     *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod),
@@ -48,7 +49,7 @@ ELEMENTWISE = (
     *(aten.__or__, aten.__and__, aten.__ior__, aten.__iand__, aten.logical_and, aten.logical_or),
     *(aten.multiply, aten.divide, aten.subtract, aten.floor_divide, aten.true_divide, aten.rsub),
     *(aten.where, aten.masked_fill, aten.masked_fill_, aten.isclose, aten.absolute, aten.negative),
-    *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.copy, aten.clamp),
+    *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.clamp),
 )
 """Those that torch does not tag as pointwise."""
 

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch._C import Argument
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+
+from kvgraph.compiler.passes.operands import add_call, typed
+
+aten = torch.ops.aten
 
 
 def writes_are_plain(graph: Graph, calls: Iterable[Node]) -> bool:
@@ -31,12 +36,33 @@ def writes_are_plain(graph: Graph, calls: Iterable[Node]) -> bool:
 
 
 def written_by(node: Node) -> Node | None:
-    """The operand that a call writes in place."""
+    """The operand whose numbers a call writes in place."""
+    if node.target is aten.detach_.default:  # writes no number
+        return None
     for argument, x in schema_arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             assert isinstance(x, Node)
             return x
     return None
+
+
+def write_elsewhere(call: Node, op: OpOverload) -> bool:
+    """Compute what `call` writes in place by `op`, as a new value, which all that follows reads.
+
+    Whether the new value has the type of what was written. Right where `writes_are_plain` is.
+    """
+    written = written_by(call)
+    assert written is not None
+    with call.graph.inserting_before(call):
+        made = add_call(call.graph, op, *call.args, **call.kwargs)
+    made.meta = {**call.meta, "val": made.meta["val"]}
+    if typed(made) != typed(written):
+        made.graph.erase_node(made)
+        return False
+    call.replace_all_uses_with(made)
+    made.graph.erase_node(call)
+    written.replace_all_uses_with(made, delete_user_cb=lambda user: made < user)
+    return True
 
 
 def base_of(node: Node) -> Node:

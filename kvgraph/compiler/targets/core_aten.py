@@ -24,7 +24,7 @@ from torch.fx.node import Argument
 from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.operands import add_call, computed, value
 from kvgraph.compiler.passes.parameters import name_outputs
-from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
+from kvgraph.compiler.passes.writes import base_of, write_elsewhere, writes_are_plain, written_by
 
 aten = torch.ops.aten
 
@@ -91,14 +91,7 @@ def _write_elsewhere(call: Node, given: Collection[object]) -> bool:
     base = base_of(written)
     if base.op == "placeholder" and not (written is base and base.name in given):
         return False
-    made = _before(call, op, *call.args, **call.kwargs)
-    if (value(made).dtype, value(made).shape) != (value(written).dtype, value(written).shape):
-        made.graph.erase_node(made)
-        return False
-    call.replace_all_uses_with(made)
-    made.graph.erase_node(call)
-    written.replace_all_uses_with(made, delete_user_cb=lambda user: made < user)
-    return True
+    return write_elsewhere(call, op)
 
 
 def _without_mutation(program: ExportedProgram) -> ExportedProgram:
