@@ -130,9 +130,8 @@ class BatchConfig:
     bound both further; over a padded cache requests run one after the other.
     `max_prefill_tokens`: most tokens of prompts in a step in which other requests decode, so that
     their next token does not wait for a whole prompt. A number has no effect while more requests
-    wait than decode, so that a burst begins together. "auto": what the time of earlier steps says,
-    so that a step takes less than twice as long as without a prompt; longer, the more requests
-    wait. None: no such limit.
+    wait than decode, so that a burst begins together. "auto": as many as take the time of those
+    that decode, as earlier steps tell it, and more the more requests wait. None: no such limit.
     """
 
     max_batch_size: int = 64

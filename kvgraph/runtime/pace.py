@@ -8,14 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-PROMPT_SHARE = 0.8
-"""Time for prompts in a step, against the time of its rows that decode. Below 1, a step with
-prompts takes less than two without, and so does the slowest token of an answer."""
-
-EXPECTED_WAITING = 0.25
-"""Prompts that wait for each row that decodes, above which prompts get more time: for each further
-one, as much as the rows. So a queue does not grow without end, and a burst begins together."""
-
 SMALLEST_CHUNK = 8
 FIRST_CHUNK = 48
 """Tokens, before any step was measured."""
@@ -51,12 +43,13 @@ class FixedPace:
 
 
 class StepPace:
-    """Learns the seconds of a step: `a + b * rows + c * tokens`, of rows that decode and of tokens
-    of prompts.
+    """Prompts take as much time of a step as the rows that decode, and more by as many as wait for
+    each of those: a step takes about twice its time without prompts, and a burst begins together.
 
-    By normalised least mean squares (Haykin, Adaptive Filter Theory, chapter 7), which keep what
-    they know of rows and tokens that do not vary for long. A step counts for at most twice the
-    expected time, so that a pause of the machine is soon forgotten.
+    The seconds of a step, `a + b * rows + c * tokens` of prompts, are learned by normalised least
+    mean squares (Haykin, Adaptive Filter Theory, chapter 7), which keep what they know of rows and
+    tokens that do not vary for long. A step counts for at most twice the expected time, so that a
+    pause of the machine is soon forgotten.
     """
 
     def __init__(self) -> None:
@@ -80,6 +73,5 @@ class StepPace:
         if self._weights is None:
             return FIRST_CHUNK
         shared, row, token = self._weights
-        share = PROMPT_SHARE + max(0.0, waiting / rows - EXPECTED_WAITING)
-        seconds = share * (shared + row * rows / ROWS)
+        seconds = (shared + row * rows / ROWS) * (rows + waiting) / rows
         return max(SMALLEST_CHUNK, int(seconds * TOKENS / token)) if token else None

@@ -34,22 +34,21 @@ def taught(seconds: Callable[[int, int], float], rng: random.Random) -> StepPace
 
 
 @pytest.mark.parametrize("rows", [4, 16, 32])
-def test_a_step_with_a_prompt_takes_at_most_about_two_without(
+def test_a_step_with_a_prompt_takes_about_two_without(
     seconds: Callable[[int, int], float], rows: int
 ) -> None:
     pace = taught(seconds, random.Random(0))
     tokens = pace.prompt_tokens(rows, 1)
     assert tokens is not None
-    assert tokens > SMALLEST_CHUNK or seconds(rows, tokens) > 1.5 * seconds(rows, 0)
-    assert 1.3 < seconds(rows, tokens) / seconds(rows, 0) < 2.6
+    assert tokens > SMALLEST_CHUNK
+    assert 1.5 < seconds(rows, tokens) / seconds(rows, 0) < 3
 
 
 def test_prompts_get_more_the_more_of_them_wait(seconds: Callable[[int, int], float]) -> None:
     pace = taught(seconds, random.Random(1))
-    tokens = [pace.prompt_tokens(8, waiting) or 0 for waiting in (1, 2, 8, 24)]
-    assert tokens[0] == tokens[1]
-    assert tokens[1] < tokens[2] < tokens[3]
-    assert tokens[3] > 3 * tokens[0]
+    tokens = [pace.prompt_tokens(8, waiting) or 0 for waiting in (0, 8, 24)]
+    assert tokens[1] == pytest.approx(2 * tokens[0], abs=2)
+    assert tokens[2] == pytest.approx(4 * tokens[0], abs=4)
 
 
 def test_one_long_pause_is_soon_forgotten(seconds: Callable[[int, int], float]) -> None:
