@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,21 @@ def test_limits_without_torch_say_so() -> None:
     reading = json.loads(done.stdout)
     assert reading["missing"] == "bfloat16 and int8 rates: torch is not installed"
     assert [gemm["library"] for gemm in reading["gemms"]] == ["numpy"]
+
+
+@pytest.mark.parametrize(("gflops", "size"), [(100.0, limits.GEMM_SIZE), (1.5, limits.SMALL_SIZE)])
+def test_a_slow_product_is_read_of_a_small_size(
+    gflops: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def product(size: int) -> Callable[[], object]:
+        asked.append(size)
+        return lambda: size
+
+    monkeypatch.setattr(limits, "best_seconds", lambda call: 2 * int(call()) ** 3 / (gflops * 1e9))
+    assert limits._gemm("bfloat16", "torch", product).gflops == pytest.approx(gflops)
+    assert asked[-1] == size
 
 
 def test_each_part_of_the_buffer_is_first_written_by_a_thread_of_its_own(

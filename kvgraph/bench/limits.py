@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
 LEAST_READ_BYTES = 1 << 30
 CACHES = 4
 """The buffer is as large as so many last-level caches, and at least `LEAST_READ_BYTES`."""
-GEMM_SIZE = 2048
+GEMM_SIZE, SMALL_SIZE = 2048, 256
 READS = 5
 SLOW_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """Square products of `GEMM_SIZE`, by a library."""
+    """Square products of `GEMM_SIZE`, by a library; of `SMALL_SIZE` where one of those would take
+    SLOW_SECONDS: torch multiplies bfloat16 in loops where the processor has no instructions for it.
+    """
 
     dtype: str
     library: str
@@ -99,14 +102,8 @@ def reader(size: int, threads: int, workers: ThreadPoolExecutor) -> Callable[[],
 
 
 def best_seconds(call: Callable[[], object], repeats: int = READS) -> float:
-    """Of the calls behind a first one; that one's where it takes SLOW_SECONDS.
-
-    torch multiplies bfloat16 in loops where the processor has no instructions for it: a minute.
-    """
-    start = time.perf_counter()
+    """Of the calls behind a first one."""
     call()
-    if (first := time.perf_counter() - start) > SLOW_SECONDS:
-        return first
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -119,36 +116,40 @@ def main() -> None:
     threads, size = int(sys.argv[1]), int(sys.argv[2])
     with ThreadPoolExecutor(threads) as workers:
         read_gbs = size / best_seconds(reader(size, threads, workers)) / 1e9
-    gemms, missing = [_gemm("float32", "numpy", _numpy_gemm())], None
+    gemms, missing = [_gemm("float32", "numpy", _numpy_gemm)], None
     try:
         import torch
     except ImportError:
         missing = "bfloat16 and int8 rates: torch is not installed"
     else:
         torch.set_num_threads(threads)
-        gemms += [_gemm(dtype, "torch", call) for dtype, call in _torch_gemms(torch).items()]
+        for dtype in ("float32", "bfloat16", "int8"):
+            gemms.append(_gemm(dtype, "torch", partial(_torch_gemm, torch, dtype)))
     fields = [{"dtype": g.dtype, "library": g.library, "gflops": g.gflops} for g in gemms]
     reading = {"read_gbs": read_gbs, "read_bytes": size, "gemms": fields, "missing": missing}
     print(json.dumps(reading))
 
 
-def _gemm(dtype: str, library: str, call: Callable[[], object]) -> Gemm:
-    return Gemm(dtype, library, 2 * GEMM_SIZE**3 / best_seconds(call) / 1e9)
+def _gemm(dtype: str, library: str, product: Callable[[int], Callable[[], object]]) -> Gemm:
+    seconds = best_seconds(product(SMALL_SIZE))
+    size = SMALL_SIZE
+    if seconds * (GEMM_SIZE / SMALL_SIZE) ** 3 < SLOW_SECONDS:
+        size, seconds = GEMM_SIZE, best_seconds(product(GEMM_SIZE))
+    return Gemm(dtype, library, 2 * size**3 / seconds / 1e9)
 
 
-def _numpy_gemm() -> Callable[[], object]:
-    a = np.random.default_rng(0).standard_normal((GEMM_SIZE, GEMM_SIZE), dtype=np.float32)
+def _numpy_gemm(size: int) -> Callable[[], object]:
+    a = np.random.default_rng(0).standard_normal((size, size), dtype=np.float32)
     return lambda: a @ a
 
 
-def _torch_gemms(torch: ModuleType) -> dict[str, Callable[[], object]]:
-    a = torch.randn(GEMM_SIZE, GEMM_SIZE)
-    b, c = a.bfloat16(), (a * 20).to(torch.int8)
-    return {
-        "float32": lambda: a @ a,
-        "bfloat16": lambda: b @ b,
-        "int8": lambda: torch._int_mm(c, c),
-    }
+def _torch_gemm(torch: ModuleType, dtype: str, size: int) -> Callable[[], object]:
+    a = torch.randn(size, size)
+    if dtype == "int8":
+        c = (a * 20).to(torch.int8)
+        return lambda: torch._int_mm(c, c)
+    b = a.to(getattr(torch, dtype))
+    return lambda: b @ b
 
 
 if __name__ == "__main__":

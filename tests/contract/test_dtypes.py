@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "kvgraph"
 
 ELSEWHERE = {
     "compiler/check/compare.py: ROUNDED": "tolerances that the check measured",
-    "bench/limits.py: _torch_gemms": "the products that are timed",
+    "bench/limits.py: main": "the products that are timed",
     "bench/peers/llama_cpp.py: PRECISIONS": "another engine's, and another interpreter's",
     "bench/peers/llama_cpp.py: KINDS": "another engine's, and another interpreter's",
     "bench/peers/openvino.py: PRECISIONS": "another engine's, and another interpreter's",
