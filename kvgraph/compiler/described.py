@@ -88,6 +88,8 @@ class Described:
     """Where weights may be kept as they are stored."""
     notes: tuple[str, ...] = ()
     """What a plan tells of it."""
+    most_seq_len: int = 0
+    """That may be asked for, where that is more than `max_seq_len`."""
 
     @property
     def parameters(self) -> int:

@@ -153,10 +153,9 @@ def _require_steps(max_batch_size: int, max_batch_tokens: int) -> None:
 
 def _length(model: Described, given: int | None) -> int:
     length = model.max_seq_len if given is None else given
-    if not 1 <= length <= model.max_seq_len:
-        raise ParamsError(
-            f"max_seq_len: expected 1 to {model.max_seq_len} from the model, got {length}"
-        )
+    most = max(model.max_seq_len, model.most_seq_len)
+    if not 1 <= length <= most:
+        raise ParamsError(f"max_seq_len: expected 1 to {most} from the model, got {length}")
     return length
 
 

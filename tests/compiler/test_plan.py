@@ -21,6 +21,7 @@ from kvgraph import ParamsError, UnsupportedError
 from kvgraph.compiler.described import Described
 from kvgraph.compiler.frontends import measured, stored
 from kvgraph.compiler.frontends.folder import read_config
+from kvgraph.compiler.frontends.lengths import ORIGINAL
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.safetensors import read_layout
 from tests.support.models import OVERRIDES, make_model
@@ -360,6 +361,29 @@ def test_sliding_layers_are_planned_for_their_windows(model_folder: Callable[[st
     )
     assert made.pages == {"sliding": 8 * 4 + 2048 // 16, "full": 8 * 32}
     assert made.concurrent_requests == 8
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 4 * 32768),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, ORIGINAL: 65536}}, 4 * 32768),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 8192}}, 32768),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 2 * 32768),
+    ],
+)
+def test_lengths_that_frequencies_stretch_to_are_planned(
+    rope: dict[str, Any], most: int, tmp_path: Path
+) -> None:
+    """YaRN by the files alone, dynamic frequencies by transformers: as a compile takes them."""
+    config = LLAMA_8B | {"max_position_embeddings": 32768, "num_hidden_layers": 1} | rope
+    for given in [value for value in rope.values() if "rope_type" in value]:
+        given.setdefault("rope_theta", 10000.0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(tmp_path, max_seq_len=most).max_seq_len == most
+    assert plan(tmp_path, max_seq_len=None).max_seq_len == 32768
+    with pytest.raises(ParamsError, match=f"expected 1 to {most} from the model"):
+        plan(tmp_path, max_seq_len=most + 1)
 
 
 def test_lengths_beyond_the_model_are_refused(llama_8b: Path) -> None:

@@ -23,9 +23,10 @@ from kvgraph.compiler.frontends.decoder import (
 )
 from kvgraph.compiler.frontends.folder import Config, quantization, read_config
 from kvgraph.compiler.frontends.language_part import language_model
+from kvgraph.compiler.frontends.lengths import most_tokens
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
-from kvgraph.compiler.frontends.rope import settle
+from kvgraph.compiler.frontends.rope import parameters_of, settle
 from kvgraph.compiler.frontends.text_files import GENERATION, as_id, as_ids, end_tokens, text_files
 from kvgraph.compiler.frontends.weightless import (
     NO_SAFETENSORS,
@@ -229,6 +230,8 @@ class Description:
     module: nn.Module
     """Parameters are fake."""
     max_seq_len: int
+    most_seq_len: int
+    """That may be asked for."""
 
 
 def describe(folder: Path, dtype: str) -> Description:
@@ -242,7 +245,8 @@ def describe(folder: Path, dtype: str) -> Description:
         text = _decoder_config(transformers, folder, config)
         model = _make(transformers, folder, text, dtype)
         layers = _probed(model, text)
-    return Description(text.model_type, layers, model, _longest(text))
+    own = _longest(text)
+    return Description(text.model_type, layers, model, own, most_tokens(parameters_of(text), own))
 
 
 def _longest(config: PretrainedConfig, asked: int | None = None) -> int:

@@ -57,6 +57,7 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
         architecture=model.architecture,
         layers=model.layers,
         max_seq_len=model.max_seq_len,
+        most_seq_len=model.most_seq_len,
         hidden_size=hidden,
         vocab_size=rows,
         widest=max([hidden, *widths]),

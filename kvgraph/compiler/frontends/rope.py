@@ -8,8 +8,7 @@ every position, as vLLM takes LongRoPE's factors by its `max_model_len`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -17,19 +16,21 @@ import torch
 from torch import nn
 
 from kvgraph.compiler.frontends.decoder import first_line
+from kvgraph.compiler.frontends.lengths import (
+    DYNAMIC,
+    ORIGINAL,
+    RopeParameters,
+    most_tokens,
+    number,
+)
 from kvgraph.errors import ModelError, ParamsError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LONG, DYNAMIC, YARN = "longrope", "dynamic", "yarn"
+LONG = "longrope"
 OWN_INIT = "rope_init_fn"
 """Of Phi-MoE's embedding, which asks it in each step and has scales of its own."""
-
-
-_RopeParameters = Mapping[str, object]
-"""A configuration's `rope_parameters`, of all layers or of a layer type."""
-ORIGINAL = "original_max_position_embeddings"
 
 
 class _Embedding(Protocol):
@@ -47,7 +48,7 @@ class _Frequencies(NamedTuple):
 
     kind: str
     layer_type: str | None
-    given: _RopeParameters
+    given: RopeParameters
 
 
 def longest(config: PretrainedConfig, asked: int | None) -> int | None:
@@ -60,31 +61,12 @@ def longest(config: PretrainedConfig, asked: int | None) -> int | None:
     own: int | None = getattr(config, "max_position_embeddings", None)
     if asked is None or own is None:
         return own
-    most = max([own, *(_most(given, own) for given in _parameters(config))])
+    most = most_tokens(parameters_of(config), own)
     if not 1 <= asked <= most:
         raise ParamsError(
             f"max_seq_len: expected 1 to {most} tokens from the model's config.json, got {asked}"
         )
     return asked
-
-
-def _most(given: _RopeParameters, own: int) -> int:
-    """Tokens that frequencies are for, in a model whose configuration names `own`."""
-    kind = given.get("rope_type")
-    if kind == DYNAMIC:
-        return int(own * _number(given, "factor"))
-    if kind == YARN and given.get("factor") is not None:  # None: as the two lengths say
-        return int(_number(given, ORIGINAL) * _number(given, "factor"))
-    return own
-
-
-def _number(given: _RopeParameters, name: str) -> float:
-    value = given.get(name)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(
-            f"config.json: rope_parameters: {name}: expected a number, got {value!r:.100}"
-        )
-    return value
 
 
 def settle(model: nn.Module, max_seq_len: int) -> tuple[str, ...]:
@@ -98,10 +80,10 @@ def settle(model: nn.Module, max_seq_len: int) -> tuple[str, ...]:
         for kind, layer_type, given in _frequencies(embedding):
             config = embedding.config
             frequencies, scale = _computed(config, kind, layer_type, max_seq_len)
-            is_long = kind == LONG and max_seq_len > _number(given, ORIGINAL)
+            is_long = kind == LONG and max_seq_len > number(given, ORIGINAL)
             of_length = "long_mscale" if is_long else "short_mscale"
             if kind == LONG and hasattr(module, OWN_INIT) and of_length in given:
-                scale = _number(given, of_length)
+                scale = number(given, of_length)
             _set(embedding, layer_type, frequencies, scale)
             notes.append(_note(kind, given, max_seq_len, config.max_position_embeddings))
     return tuple(dict.fromkeys(notes))
@@ -126,11 +108,10 @@ def _computed(
     return found
 
 
-def _parameters(config: PretrainedConfig) -> Iterator[_RopeParameters]:
-    """Of all layers, or of each layer type."""
-    given: _RopeParameters = getattr(config, "rope_parameters", None) or {}
-    nested: list[_RopeParameters] = [each for each in given.values() if isinstance(each, dict)]
-    yield from nested or [given]
+def parameters_of(config: PretrainedConfig) -> RopeParameters:
+    """Of all layers, or by layer type."""
+    given: RopeParameters | None = getattr(config, "rope_parameters", None)
+    return given or {}
 
 
 def _frequencies(module: _Embedding) -> Iterator[_Frequencies]:
@@ -166,12 +147,12 @@ def _set(
         module.config.rope_parameters = module.config.rope_parameters | {"rope_type": "default"}
 
 
-def _note(kind: str, given: _RopeParameters, max_seq_len: int, own: int) -> str:
+def _note(kind: str, given: RopeParameters, max_seq_len: int, own: int) -> str:
     start = f"rotary embedding: {kind}, settled for contexts of {max_seq_len} tokens"
     if kind == DYNAMIC:
-        most = int(own * _number(given, "factor"))
+        most = int(own * number(given, "factor"))
         return f"{start} (--max-seq-len up to {most} stretches its frequencies)"
-    original = _number(given, ORIGINAL)
+    original = number(given, ORIGINAL)
     if max_seq_len > original:
         return f"{start}: its long factors (--max-seq-len up to {original} takes the short ones)"
     return f"{start}: its short factors (--max-seq-len above {original} takes the long ones)"

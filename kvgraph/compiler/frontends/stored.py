@@ -17,6 +17,7 @@ from typing import Any
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.described import Described, Experts, Linear
 from kvgraph.compiler.frontends.folder import Config, checkpoint_dtype
+from kvgraph.compiler.frontends.lengths import most_tokens
 from kvgraph.compiler.shards import Index, read_index, shard_paths, stored_tensors
 from kvgraph.contract.dtypes import DTYPES, itemsize
 
@@ -96,6 +97,7 @@ def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
     head_dim = _count(config, "head_dim", _count(config, "hidden_size") // heads)
     kv_heads = _count(config, "num_key_value_heads", heads)
     types = _layer_types(family, config, layers)
+    longest = _count(config, "max_position_embeddings")
     sizes = _sizes(folder, family, config, layers, by_shape)
     _require_shapes(sizes.shapes, config, heads * head_dim, kv_heads * head_dim)
     return Described(
@@ -103,7 +105,7 @@ def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
         layers=tuple(
             LayerNeed(kv_heads, head_dim, head_dim, _window(config, each)) for each in types
         ),
-        max_seq_len=_count(config, "max_position_embeddings"),
+        max_seq_len=longest,
         hidden_size=_count(config, "hidden_size"),
         vocab_size=_count(config, "vocab_size"),
         widest=_widest(config, heads * head_dim, kv_heads * head_dim),
@@ -112,6 +114,9 @@ def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
         other_elements=sizes.others,
         rotary_dims=_rotary_dims(family, config, head_dim, types),
         experts=sizes.experts,
+        most_seq_len=most_tokens(
+            config.get("rope_parameters") or config.get("rope_scaling") or {}, longest
+        ),
     )
 
 
