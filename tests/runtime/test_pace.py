@@ -46,32 +46,76 @@ def test_a_step_with_a_prompt_takes_about_two_without(
 
 def test_prompts_get_more_the_more_of_them_wait(seconds: Callable[[int, int], float]) -> None:
     pace = taught(seconds, random.Random(1))
+    pace.learn(8, 768, seconds(8, 768))
+    pace.learn(8, 0, seconds(8, 0))
     tokens = [pace.prompt_tokens(8, waiting) or 0 for waiting in (0, 8, 24)]
     assert tokens[1] == pytest.approx(2 * tokens[0], abs=2)
     assert tokens[2] == pytest.approx(4 * tokens[0], abs=4)
 
 
-def test_one_long_pause_is_soon_forgotten(seconds: Callable[[int, int], float]) -> None:
+@pytest.mark.parametrize("tokens", [0, 100])
+def test_one_long_pause_is_soon_forgotten(
+    seconds: Callable[[int, int], float], tokens: int
+) -> None:
     pace = taught(seconds, random.Random(2))
+    pace.learn(8, 0, seconds(8, 0))
     before = pace.prompt_tokens(8, 1)
-    pace.learn(8, 0, 30.0)
+    pace.learn(8, tokens, 30.0)
+    for _ in range(8):
+        chunk = pace.prompt_tokens(8, 1)
+        assert chunk is not None
+        pace.learn(8, chunk, seconds(8, chunk))
+        pace.learn(8, 0, seconds(8, 0))
     after = pace.prompt_tokens(8, 1)
     assert before is not None
     assert after is not None
     assert before / 1.5 < after < 1.5 * before
 
 
+@pytest.mark.parametrize("tokens", [12, 512])
+def test_slow_first_steps_are_not_learned(
+    seconds: Callable[[int, int], float], tokens: int
+) -> None:
+    """They load, compile and capture what later ones find."""
+    slow, quick = StepPace(), StepPace()
+    for pace, extra in ((slow, 10.0), (quick, 0.0)):
+        pace.learn(0, tokens, seconds(0, tokens) + extra)
+        pace.learn(1, 0, seconds(1, 0) + extra)
+        for step in range(50):
+            chunk = (pace.prompt_tokens(4, 1) or 0) * (step % 4 > 0)
+            pace.learn(4, chunk, seconds(4, chunk))
+    assert slow.prompt_tokens(4, 1) == quick.prompt_tokens(4, 1)
+
+
+def test_steps_without_prompts_are_measured_under_any_load(
+    seconds: Callable[[int, int], float],
+) -> None:
+    """Prompts always wait, and what was learned of decode steps was wrong."""
+    pace = taught(
+        lambda rows, tokens: 5 * seconds(rows, 0) + seconds(rows, tokens), random.Random(3)
+    )
+    for _ in range(300):
+        chunk = pace.prompt_tokens(8, 1)
+        assert chunk is not None
+        pace.learn(8, chunk, seconds(8, chunk))
+    chunk = pace.prompt_tokens(8, 1)
+    assert chunk is not None
+    assert 1.5 < seconds(8, chunk) / seconds(8, 0) < 3
+
+
+def test_a_chunk_is_at_most_twice_the_one_before() -> None:
+    pace = StepPace()
+    pace.learn(0, 512, 0.01)
+    for _ in range(4):
+        pace.learn(8, 0, 0.01)
+    pace.learn(8, 48, 0.01)
+    assert pace.prompt_tokens(8, 1) == 96
+
+
 def test_nothing_is_bounded_where_no_row_decodes() -> None:
     pace = StepPace()
     assert pace.prompt_tokens(0, 4) is None
     assert pace.prompt_tokens(1, 1) == FIRST_CHUNK
-
-
-def test_tokens_that_cost_nothing_are_not_bounded() -> None:
-    pace = StepPace()
-    for _ in range(20):
-        pace.learn(4, 0, 0.01)
-    assert pace.prompt_tokens(4, 1) is None
 
 
 def test_a_fixed_number_ends_where_more_prompts_wait_than_rows_decode() -> None:
