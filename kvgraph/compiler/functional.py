@@ -3,8 +3,9 @@
 Decision: passes take a node for a value. A write in place gives a node another value, and its views
 too, so a pass that reads it at another place, or computes it from its operands, would be wrong. So
 each write becomes a new value before the first pass. A call is replaced where it stands if only
-the name that it wrote is read later, as in the models of transformers. Else torch traces the
-program once more without writes, and the cache ops get their own form back.
+the name that it wrote is read later, or the value that it wrote a part of, as in the models of
+transformers. Else torch traces the program once more without writes, and the cache ops get their
+own form back: passes then see other operators than the module's.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from kvgraph.compiler.export import symbolic_batch
-from kvgraph.compiler.passes.operands import add_call
+from kvgraph.compiler.passes.operands import add_call, typed
 from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.compiler.passes.require_tokens_apart import CACHE_OPS
 from kvgraph.compiler.passes.writes import (
     base_of,
     schema_arguments,
     write_elsewhere,
+    write_part_elsewhere,
     writes_are_plain,
     written_by,
 )
 from kvgraph.ops import OpSpec
+
+aten = torch.ops.aten
+DROPOUTS = (aten.dropout.default, aten.feature_dropout.default)
 
 
 def without_writes(program: ExportedProgram) -> ExportedProgram:
@@ -41,11 +46,12 @@ def without_writes(program: ExportedProgram) -> ExportedProgram:
     or constants stays as it is, for `require_state_unchanged` to refuse it, and so does one whose
     cache ops write into a part of an input, for `require_whole_inputs`.
     """
-    calls = _writes(program)
-    if not calls:
+    if not _writes(program):
         return program
+    _drop_identities(program.graph)
+    calls = _writes(program)
     with symbolic_batch():
-        if writes_are_plain(program.graph, calls) and all(map(_replaced, calls)):
+        if all(map(_replaced, calls)):
             program.graph_module.recompile()
             return program
         made: ExportedProgram = program.run_decompositions({})
@@ -59,6 +65,18 @@ def without_writes(program: ExportedProgram) -> ExportedProgram:
     made.graph.lint()
     made.graph_module.recompile()
     return made
+
+
+def _drop_identities(graph: Graph) -> None:
+    """Operators that give their operand itself, where their schemas do not say so."""
+    for node in list(graph.nodes):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node):
+            continue
+        is_idle = node.target in DROPOUTS and not node.args[2]
+        if is_idle or (node.target is aten.type_as.default and typed(node) == typed(source)):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def _writes(program: ExportedProgram) -> list[Node]:
@@ -90,8 +108,14 @@ def _pools(call: Node) -> list[Node]:
 
 
 def _replaced(call: Node) -> bool:
+    """Whether a new value stands for the write: of the name that was written, or of what that name
+    is a part of."""
     op = _functional(call.target)
-    return op is not None and write_elsewhere(call, op)
+    if op is None:
+        return False
+    if writes_are_plain(call.graph, [call]):
+        return write_elsewhere(call, op)
+    return write_part_elsewhere(call, op)
 
 
 def _functional(target: object) -> OpOverload | None:
@@ -148,6 +172,6 @@ def _write_inputs(program: ExportedProgram) -> None:
             kept.append(index)
         elif results[index] is not (pool := inputs[str(spec.target)]):
             with program.graph.inserting_before(output):
-                add_call(program.graph, torch.ops.aten.copy_.default, pool, results[index])
+                add_call(program.graph, aten.copy_.default, pool, results[index])
     output.args = (tuple(results[index] for index in kept),)
     specs[:] = [specs[index] for index in kept]

@@ -56,6 +56,46 @@ class Between(Parts):
         return q + 2 * self.b(h)
 
 
+class Filled(Parts):
+    """An empty value whose parts are written, as DeepSeek's keys are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.a(x).chunk(2, dim=-1)
+        h = x.new_empty(x.shape)
+        h[..., :16].copy_(first)
+        h[..., 16:].copy_(second.to(torch.bfloat16))
+        h[0] += 1.0
+        h.select(0, 1)[3:5] = 2.0
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + h
+
+
+class Viewed(Parts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        h.view(-1).mul_(3.0)
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + h
+
+
+class Twice(Parts):
+    """A part that is read behind the write of another one, which it has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        part = h[:, :8]
+        h[:, 4:] *= 3.0
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + part.sum(-1, keepdim=True)
+
+
+class Dropped(Parts):
+    """Without training, a dropout gives its operand itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        h = nn.functional.dropout(x, training=False)
+        h += self.b(h)
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + x
+
+
 class Constant(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         t = torch.tensor([1.0, 2.0, 4.0, 8.0]).repeat(8)
@@ -90,6 +130,10 @@ def folded(program: ExportedProgram) -> None:
     [
         (Normed(), normed, 1e-6),
         (ByName(), normed, 1e-6),
+        (Filled(), normed, 1e-6),
+        (Viewed(), normed, 1e-6),
+        (Twice(), normed, 1e-6),
+        (Dropped(), normed, 1e-6),
         (Between(), packed, 2e-2),
         (Constant(), folded, 0),
     ],
@@ -106,10 +150,19 @@ def test_the_same_numbers_through_a_pass(
         torch.testing.assert_close(program.module()(x), module(x), rtol=0, atol=most)
 
 
-def test_a_plain_write_is_replaced_where_it_stands() -> None:
-    for module, in_place in ((ByName(), True), (Normed(), False)):
-        program = exported(module)
-        assert (without_writes(program) is program) == in_place
+@pytest.mark.parametrize(
+    ("module", "in_place"),
+    [(ByName(), True), (Normed(), True), (Filled(), True), (Viewed(), False), (Twice(), False)],
+)
+def test_writes_are_replaced_where_they_stand(module: nn.Module, in_place: bool) -> None:
+    program = exported(module)
+    assert (without_writes(program) is program) == in_place
+
+
+def test_other_operators_stay() -> None:
+    """Passes look for those of the module."""
+    targets = {str(node.target) for node in without_writes(exported(Filled())).graph.nodes}
+    assert {"aten.chunk.default", "aten.to.dtype", "aten.slice_scatter.default"} <= targets
 
 
 class Scaled(Own):
@@ -185,7 +238,7 @@ def inputs_of_writes() -> tuple[torch.Tensor, ...]:
 def test_writes_into_inputs_stay() -> None:
     with torch.no_grad():
         program = without_writes(export(Writes(), inputs_of_writes()))
-    assert writes(program) == ["kvgraph.store_kv.default", "aten.copy_.default"]
+    assert writes(program) == ["kvgraph.store_kv.default", "aten.mul_.Tensor"]
     assert [spec.kind.name for spec in program.graph_signature.output_specs] == ["USER_OUTPUT"] * 2
     given, expected = inputs_of_writes(), inputs_of_writes()
     results = zip(program.module()(*given), Writes()(*expected), strict=True)

@@ -19,7 +19,7 @@ from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.ops.packed import GELU, GELU_TANH
-from tests.support.models import greedy_tokens, make_model
+from tests.support.models import LATENT, greedy_tokens, make_model
 from tests.support.programs import packed_by, program_of, step
 
 FOUR = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4}
@@ -41,6 +41,7 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "ernie4_5_moe": (1, {"moe_layer_start_index": 1, "moe_layer_end_index": 1}),
     "hunyuan_v1_moe": (2, {}),
     "minimax_m2": (2, {"rotary_dim": 16}),
+    "deepseek_v3": (1, {**LATENT, "first_k_dense_replace": 1}),
 }
 IN_MAKE_TEST = ("gpt_oss", "qwen3_moe")
 """Families whose compile and run are part of `make test`; the others are `slow`."""

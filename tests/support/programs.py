@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from kvgraph.compiler.cache import plan_cache
 from kvgraph.compiler.export import export
 from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import fuse_update_and_attend
 from kvgraph.compiler.weights import Weights
@@ -51,7 +52,7 @@ def _export(folder: Path, dtype: str, weightless: bool) -> tuple[ExportedProgram
     )
     model.place(plan)
     signature = GraphSignature.of(plan.params.get_symbolic_inputs()[0], model.vocab_size)
-    program = export(model, signature, return_buffers=False)
+    program = without_writes(export(model, signature, return_buffers=False))
     fuse_update_and_attend(program.graph)
     return program, signature
 

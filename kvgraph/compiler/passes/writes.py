@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import torch
 from torch._C import Argument
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from kvgraph.compiler.passes.operands import add_call, typed
+from kvgraph.compiler.passes.operands import add_call, any_node, typed
 
 aten = torch.ops.aten
+SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+"""What takes a part of a value -> the value with another part there."""
 
 
 def writes_are_plain(graph: Graph, calls: Iterable[Node]) -> bool:
@@ -51,18 +57,73 @@ def write_elsewhere(call: Node, op: OpOverload) -> bool:
 
     Whether the new value has the type of what was written. Right where `writes_are_plain` is.
     """
+    made = _new_value(call, op)
+    if made is None:
+        return False
+    _take_over(call, made)
+    return True
+
+
+def write_part_elsewhere(call: Node, op: OpOverload) -> bool:
+    """The same for a write into slices of a value, which becomes a new one around the new part.
+
+    Whether it is one: of a value of the program itself, of which no other part is read later.
+    """
+    written = written_by(call)
+    assert written is not None
+    parts = [written]
+    while parts[-1].target in SCATTERS:
+        parts.append(any_node(parts[-1].args[0], "a tensor"))
+    base = parts[-1]
+    if base is not base_of(written) or base.op == "placeholder":
+        return False
+    others = [name for name in _names_of(base) if name not in (base, written, call)]
+    if any(call < user for name in others if name < call for user in name.users):
+        return False
+    made = _new_value(call, op)
+    if made is None:
+        return False
+    whole = made
+    with call.graph.inserting_before(call):
+        for part, source in pairwise(parts):
+            scatter = SCATTERS[part.target]  # type: ignore[index]
+            whole = add_call(call.graph, scatter, source, whole, *part.args[1:], **part.kwargs)
+            whole.meta = {**call.meta, "val": whole.meta["val"]}
+    _take_over(call, made)
+    base.replace_all_uses_with(whole, delete_user_cb=lambda user: whole < user)
+    return True
+
+
+def _new_value(call: Node, op: OpOverload) -> Node | None:
+    """What `op` makes of the operands of `call`; None where that is not of the written type."""
     written = written_by(call)
     assert written is not None
     with call.graph.inserting_before(call):
         made = add_call(call.graph, op, *call.args, **call.kwargs)
     made.meta = {**call.meta, "val": made.meta["val"]}
-    if typed(made) != typed(written):
-        made.graph.erase_node(made)
-        return False
+    if typed(made) == typed(written):
+        return made
+    made.graph.erase_node(made)
+    return None
+
+
+def _take_over(call: Node, made: Node) -> None:
+    """All that follows `call` reads `made` by the name that was written."""
+    written = written_by(call)
+    assert written is not None
     call.replace_all_uses_with(made)
     made.graph.erase_node(call)
     written.replace_all_uses_with(made, delete_user_cb=lambda user: made < user)
-    return True
+
+
+def _names_of(base: Node) -> list[Node]:
+    """The values that share its memory, itself first."""
+    names, waiting = [base], [base]
+    while waiting:
+        found = [user for user in waiting.pop().users if base_of(user) is base]
+        waiting += [user for user in found if user not in names]
+        names += [user for user in found if user not in names]
+    return names
 
 
 def base_of(node: Node) -> Node:
