@@ -208,8 +208,11 @@ class ChatTemplates:
 
     def _form(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> Form:
         """What `chat` becomes for a template: it is asked for each set of kinds of messages once,
-        unless it shows no message."""
-        kinds = source, frozenset([(each["role"], "tool_calls" in each) for each in chat])
+        unless it shows no message, or some have parts: these may depend on the variables."""
+        if any(isinstance(each.get("content"), list) for each in chat):
+            return self._probed_form(source, variables, chat)[0]
+        asked = [(each["role"], "tool_calls" in each, bool(each.get("content"))) for each in chat]
+        kinds = source, frozenset(asked)
         if (form := self._forms.get(kinds)) is None:
             form, is_certain = self._probed_form(source, variables, chat)
             if is_certain:

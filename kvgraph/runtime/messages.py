@@ -62,7 +62,10 @@ def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, object]:
 
 def with_content(messages: list[Message], content: str | None) -> list[Message]:
     """The messages, of which those without a content (tool calls alone) have this one."""
-    return [{"content": content} | message for message in messages]
+    return [
+        message if message.get("content") is not None else {**message, "content": content}
+        for message in messages
+    ]
 
 
 def as_parts(messages: list[Message]) -> list[Message]:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -59,8 +60,9 @@ def serve(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(config, service).main(listening))
     if is_making():  # it may hold locks that Python's own end would wait for
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(0)
 
 

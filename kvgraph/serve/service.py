@@ -154,7 +154,7 @@ class EngineService(Service):
 
     async def load(self) -> None:
         engine = await make_behind(self._make, self.options.nice, Engine.close)
-        shared = AsyncEngine(engine)
+        self.engine = shared = AsyncEngine(engine)  # from here on `close` closes it
         shared.after_failure = lambda error: self.after_failure(error)
         meter = LoadMeter(engine)
         shared.after_step = meter.after_step
@@ -163,7 +163,6 @@ class EngineService(Service):
             shared.after_step = _both(meter, engine, self._events)
         facts = facts_of(engine)
         await shared.start()
-        self.engine = shared
         await step_behind(shared, self.options.nice)
 
         def load() -> Load:

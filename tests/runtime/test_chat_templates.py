@@ -168,6 +168,17 @@ def test_a_template_is_asked_once_for_what_it_takes(
     assert len(ours._forms) <= KEPT_FORMS
 
 
+def test_parts_are_joined_whatever_was_asked_before(tmp_path: Path) -> None:
+    source = (
+        "{% if tools %}[tools]{{ messages[0].content | trim }}{% elif messages[0].content is "
+        "string %}{{ messages[0].content }}{% else %}{{ messages[0].content[0].text }}{% endif %}"
+    )
+    ours = saved(source, tmp_path)
+    user = USER | {"content": [{"type": "text", "text": "hello"}]}
+    assert ours.render([user]) == "hello"
+    assert ours.render([user], tools=[TOOL]) == "[tools]hello"
+
+
 def test_tool_calls_alone_have_an_empty_content_where_a_template_joins_it(tmp_path: Path) -> None:
     """As the server answers them; a template that tells them by None is given it."""
     joins = (
@@ -185,6 +196,8 @@ def test_tool_calls_alone_have_an_empty_content_where_a_template_joins_it(tmp_pa
         )
         asking = saved(tells, tmp_path / "asks")
         assert asking.render([ASSISTANT, without]) == f"{ASSISTANT['content']}|find"
+    both = "{{ messages[0].content is none }}{{ messages[0].content + '|' }}"
+    assert saved(both, tmp_path / "both").render([without]) == "False|"
     others = "{{ messages[0].reasoning_content is none }} {{ messages[0].content }}"
     assert saved(others, tmp_path / "others").render([call]) == "False "
 

@@ -229,7 +229,7 @@ class TierWorkers:
             copies.append((self._offloads.popleft(), slot))
         was_starved, self._is_starved = self._is_starved, bool(self._offloads) and not copies
         if self._is_starved:
-            self._drop_offloads(keep=self._max_offloads // 4)
+            self._drop_offloads(keep=max(1, self._max_offloads // 4))
             if not was_starved:
                 self._changed.notify_all()  # `yield_pages` may wait for it
         return copies
