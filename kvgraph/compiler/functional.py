@@ -113,7 +113,7 @@ def _replaced(call: Node) -> bool:
     op = _functional(call.target)
     if op is None:
         return False
-    if writes_are_plain(call.graph, [call]):
+    if writes_are_plain([call]):
         return write_elsewhere(call, op)
     return write_part_elsewhere(call, op)
 

@@ -171,7 +171,7 @@ def test_who_adds_the_first_token(
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-def test_files_beside_it_say_nothing(
+def test_files_next_to_it_say_nothing(
     name: str,
     model_folder: Callable[[str], Path],
     tmp_path: Path,
@@ -186,12 +186,12 @@ def test_files_beside_it_say_nothing(
     alone = text_of(path)
     foreign = json.loads(alone["tokenizer.json"]) | {"post_processor": None}
     assert foreign != json.loads(alone["tokenizer.json"])
-    beside = {
+    others = {
         "tokenizer.json": foreign,
         "tokenizer_config.json": {"add_bos_token": False, "chat_template": "foreign"},
         "config.json": {"model_type": "gemma2"},
     }
-    for file, content in beside.items():
+    for file, content in others.items():
         (tmp_path / file).write_text(json.dumps(content))
     monkeypatch.chdir(tmp_path)
     assert text_of(Path(path.name)) == alone

@@ -122,7 +122,7 @@ def test_a_length_that_the_model_does_not_have(
     assert not (tmp_path / "out").exists()
 
 
-def test_yarn_beside_the_shorter_length(tmp_path: Path) -> None:
+def test_yarn_next_to_the_shorter_length(tmp_path: Path) -> None:
     """As Qwen2.5 and Qwen3 tell to write it: the length is the one before YaRN."""
     sizes = {"max_position_embeddings": 32, "head_dim": 16}
     rope = YARN | {"original_max_position_embeddings": 32}

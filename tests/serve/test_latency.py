@@ -73,7 +73,7 @@ def test_what_make_raises_is_raised() -> None:
 
 
 @pytest.mark.parametrize("is_loop_there", [True, False])
-def test_what_is_made_for_nobody_is_dropped(is_loop_there: bool) -> None:
+def test_what_is_made_for_no_caller_is_dropped(is_loop_there: bool) -> None:
     """The caller leaves; the loop, or the end of it, does not wait for the thread."""
     may_end, dropped = threading.Event(), SimpleQueue[int]()
 

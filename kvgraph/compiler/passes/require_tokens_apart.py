@@ -66,7 +66,7 @@ def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) ->
     The report counts the cache ops and the logits that were followed to their own tokens.
     """
     others = [node for node in program.graph.nodes if not _cache_op(node)]
-    if writes_are_plain(program.graph, others):
+    if writes_are_plain(others):
         with contextlib.suppress(UnsupportedError):
             return _Follower(program, signature).run()
     # Without writes in place, and in operators of which each one's rule is known.

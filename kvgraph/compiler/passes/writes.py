@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import pairwise
 
 import torch
 from torch._C import Argument
 from torch._ops import OpOverload
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from kvgraph.compiler.passes.operands import add_call, any_node, typed
 
@@ -21,22 +21,14 @@ SCATTERS = {
 """What takes a part of a value -> the value with another part there."""
 
 
-def writes_are_plain(graph: Graph, calls: Iterable[Node]) -> bool:
+def writes_are_plain(calls: Iterable[Node]) -> bool:
     """Whether what `calls` write in place is read later by the name that was written alone.
 
     Then a write is no more than a new value of that name.
     """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    names: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        names.setdefault(base_of(node), []).append(node)
-    for node in calls:
-        written = written_by(node)
-        if written is None:
-            continue
-        others = [name for name in names[base_of(written)] if name not in (written, node)]
-        before = [name for name in others if order[name] < order[node]]
-        if any(order[user] > order[node] for name in before for user in name.users):
+    for call in calls:
+        written = written_by(call)
+        if written is not None and _is_read_later(call, base_of(written), (written, call)):
             return False
     return True
 
@@ -77,8 +69,7 @@ def write_part_elsewhere(call: Node, op: OpOverload) -> bool:
     base = parts[-1]
     if base is not base_of(written) or base.op == "placeholder":
         return False
-    others = [name for name in _names_of(base) if name not in (base, written, call)]
-    if any(call < user for name in others if name < call for user in name.users):
+    if _is_read_later(call, base, (base, written, call)):
         return False
     made = _new_value(call, op)
     if made is None:
@@ -114,6 +105,12 @@ def _take_over(call: Node, made: Node) -> None:
     call.replace_all_uses_with(made)
     made.graph.erase_node(call)
     written.replace_all_uses_with(made, delete_user_cb=lambda user: made < user)
+
+
+def _is_read_later(call: Node, base: Node, known: Container[Node]) -> bool:
+    """Whether memory of `base` is read behind `call` by a name from before it, but for `known`."""
+    others = [name for name in _names_of(base) if name not in known and name < call]
+    return any(call < user for name in others for user in name.users)
 
 
 def _names_of(base: Node) -> list[Node]:

@@ -62,7 +62,7 @@ def _decomposed() -> Set[OpOverload]:
 def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
     """Rewrite what can be. Whether nothing is left to decompose, and every value is known."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    is_done, is_plain = True, writes_are_plain(program.graph, calls)
+    is_done, is_plain = True, writes_are_plain(calls)
     given = set(program.graph_signature.user_inputs)
     for node in calls:
         if _has_own_graph(node):
