@@ -137,6 +137,10 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3, yarn": ("qwen3", {"rope_scaling": YARN}),
+    "qwen3, yarn in the older field, none in the newer": (
+        "qwen3",
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "gemma2 of 2024": ("gemma2", {"layer_types": None, "tie_word_embeddings": None}),
     "gemma3 of 2025": (
         "gemma3_text",

@@ -17,7 +17,7 @@ from typing import Any
 from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.described import Described, Experts, Linear
 from kvgraph.compiler.frontends.folder import Config, checkpoint_dtype
-from kvgraph.compiler.frontends.lengths import most_tokens
+from kvgraph.compiler.frontends.lengths import ORIGINAL, RopeParameters, most_tokens
 from kvgraph.compiler.shards import Index, read_index, shard_paths, stored_tensors
 from kvgraph.contract.dtypes import DTYPES, itemsize
 
@@ -51,6 +51,7 @@ DOUBTFUL = (
     "is_encoder_decoder",
     "kv_lora_rank",
     "num_kv_shared_layers",
+    ORIGINAL,
     "partial_rotary_factor",
     "quantization_config",
     "text_config",
@@ -114,9 +115,7 @@ def describe(folder: Path, config: Config, *, by_shape: bool) -> Described:
         other_elements=sizes.others,
         rotary_dims=_rotary_dims(family, config, head_dim, types),
         experts=sizes.experts,
-        most_seq_len=most_tokens(
-            config.get("rope_parameters") or config.get("rope_scaling") or {}, longest
-        ),
+        most_seq_len=most_tokens(_rope_parameters(family, config), longest),
     )
 
 
@@ -187,6 +186,16 @@ def _window(config: Config, layer_type: str) -> int | None:
     if layer_type != SLIDING or not config.get("use_sliding_window", True):
         raise InDoubtError(f"its config.json has layers of {layer_type}")
     return _count(config, "sliding_window")
+
+
+def _rope_parameters(family: Family, config: Config) -> RopeParameters:
+    """Of a checked configuration; the older field comes first, as transformers reads them."""
+    given: RopeParameters = (
+        config.get("rope_scaling")
+        or config.get("rope_parameters")
+        or family.defaults.get("rope_parameters", {})
+    )
+    return given
 
 
 def _rotary_dims(
@@ -368,12 +377,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": _family(
         _sliding_behind, others=(*TWO_NORMS, *QK_NORMS), use_sliding_window=False, **BIASED
     ),
-    "gemma2": _family(
-        _alternating,
-        others=FOUR_NORMS,
-        tie_word_embeddings=True,
-        **BIASED,
-    ),
+    "gemma2": _family(_alternating, others=FOUR_NORMS, tie_word_embeddings=True, **BIASED),
     "gemma3_text": _family(
         _by_pattern,
         others=(*FOUR_NORMS, *QK_NORMS),
@@ -389,6 +393,7 @@ FAMILIES: Mapping[str, Family] = {
         mlp=None,
         others=(*TWO_NORMS, "self_attn.sinks", *EXPERTS),
         attention_bias=True,
+        rope_parameters={"rope_type": "yarn", "factor": 32.0, ORIGINAL: 4096},
     ),
 }
 """Types of decoders of which tests compare what is described here with what transformers builds."""
