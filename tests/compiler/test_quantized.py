@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -187,6 +188,14 @@ def test_damaged_weights(
     assert message in refused(folder)
 
 
+def in_groups_of(size: int, form: str) -> dict[str, Any]:
+    """Its configuration, with groups of that size: where they do not divide a row, the last one is
+    shorter, and the number of scales alone would tell other groups."""
+    config = copy.deepcopy(quantized.FORMS[form][0])
+    config["config_groups"]["group_0"]["weights"]["group_size"] = size
+    return config
+
+
 GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w4a16"))
 
 
@@ -223,6 +232,16 @@ GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w
             COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}},
             "transform_config: expected none, got transforms of activations; ",
         ),
+        (
+            "awq",
+            AWQ | {"group_size": 48},
+            "scales: expected groups of 48 that divide the ",
+        ),
+        *(
+            (form, in_groups_of(48, form), "weight_scale: expected groups of 48 that divide the ")
+            for form in ("w4a16", "w8a16", "nvfp4-packed", "mxfp4-packed")
+        ),
+        ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 3]: "),
     ],
 )
 def test_forms_that_are_not_read(

@@ -9,13 +9,14 @@ The layout of AutoAWQ's "gemm" version, for a weight of N outputs and K inputs i
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.integers import Integers
 from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
-from kvgraph.errors import ModelError
 
 BITS = 4
 HALF = 1 << (BITS - 1)
@@ -30,8 +31,10 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         raise parts.refuse("bits", str(BITS), bits)
     if form != "gemm":
         raise parts.refuse("version", "'gemm'", repr(form))
+    size = config.get("group_size", config.get("q_group_size"))
+    sizes = [size] if isinstance(size, int) and size > 0 else []  # -1: whole rows
     found: dict[str, Values] = {
-        f"{stem}.weight": _weight(parts, stem) for stem in parts.stems(".qweight")
+        f"{stem}.weight": _weight(parts, stem, sizes) for stem in parts.stems(".qweight")
     }
     for stem in parts.stems(".scales"):
         if (name := f"{stem}.scales") not in parts.taken:
@@ -39,16 +42,13 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     return found
 
 
-def _weight(parts: Parts, stem: str) -> Values:
+def _weight(parts: Parts, stem: str, sizes: Collection[int]) -> Values:
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
     (inputs, words), (groups, _) = parts.require_matrix(packed), parts.require_matrix(scales)
     parts.require_shape(scales, [groups, words * len(ORDER)])
     parts.require_shape(zeros, [groups, words])
-    if inputs % groups:
-        raise ModelError(
-            f"{scales.where}: expected groups that divide the {inputs} inputs, got {groups}"
-        )
+    parts.require_even_groups(scales, inputs, groups, sizes)
     parts.kinds.add(f"4 bits in groups of {inputs // groups}")
     return _Grouped(packed, zeros, scales)
 

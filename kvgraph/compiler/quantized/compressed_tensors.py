@@ -45,13 +45,14 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
         if form in UNREAD:
             raise parts.refuse("format", "FP4, FP8 or integers", repr(form))
     parts.taken.update(name for name in parts.stored if name.endswith(LEFT))
+    sizes = _sizes(config)
     found: dict[str, Values] = {}
     for stem in parts.stems(".weight_packed"):
-        found[f"{stem}.weight"] = _packed(parts, stem)
+        found[f"{stem}.weight"] = _packed(parts, stem, sizes)
     for stem in parts.stems(".weight_scale"):
         name = f"{stem}.weight"
         if name not in found:
-            found[name] = _scaled(parts, stem, _block(config))
+            found[name] = _scaled(parts, stem, sizes, _block(config))
     return found
 
 
@@ -76,27 +77,37 @@ def _block(config: Config) -> tuple[int, int] | None:
     return None
 
 
-def _packed(parts: Parts, stem: str) -> Values:
+def _sizes(config: Config) -> set[int]:
+    """Of groups of a row; empty where a scheme is given by its name alone."""
+    groups = (config.get("config_groups") or {}).values()
+    if any(isinstance(each, list) for each in groups):
+        return set()
+    found = [(each.get("weights") or {}).get("group_size") for each in groups]
+    return {size for size in found if isinstance(size, int) and size > 0}
+
+
+def _packed(parts: Parts, stem: str, sizes: set[int]) -> Values:
     packed = parts.take(f"{stem}.weight_packed", stem)
     scales = parts.take(f"{stem}.weight_scale", packed.stored.name)
     if packed.dtype == torch.uint8:
         whole = parts.find(f"{stem}.weight_global_scale")
         if whole is not None:
             parts.require_shape(whole, (), (1,))
+        parts.require_even_groups(scales, packed.shape[-1] * 2, scales.shape[-1], sizes)
         groups = packed.shape[-1] * 2 // max(1, scales.shape[-1])
         parts.require_shape(scales, (*packed.shape[:-1], packed.shape[-1] * 2 // max(1, groups)))
         parts.kinds.add(f"4 bits in groups of {groups}")
         return FourBits(packed, scales, whole)
     outputs, words = parts.require_matrix(packed)
     shape = parts.take(f"{stem}.weight_shape", packed.stored.name)
-    sizes = [int(size) for size in shape.read()]
-    inputs = sizes[-1]
+    read = [int(size) for size in shape.read()]
+    inputs = read[-1]
     bits = next((b for b in BITS if -(-inputs * b // 32) == words), None)
-    if len(sizes) != 2 or sizes[0] != outputs:
-        raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {sizes}")
+    if len(read) != 2 or read[0] != outputs:
+        raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {read}")
     if bits is None:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")
-    groups = _groups(parts, scales, outputs, inputs)
+    groups = _groups(parts, scales, outputs, inputs, sizes)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:  # packed, or one byte each
         parts.require_shape(zeros, (-(-outputs * bits // 32), groups), (outputs, groups))
@@ -104,15 +115,15 @@ def _packed(parts: Parts, stem: str) -> Values:
     return _Integers(packed, scales, zeros, index, bits, (outputs, inputs), groups)
 
 
-def _scaled(parts: Parts, stem: str, block: tuple[int, int] | None) -> Values:
+def _scaled(parts: Parts, stem: str, sizes: set[int], block: tuple[int, int] | None) -> Values:
     scales = parts.take(f"{stem}.weight_scale", stem)
     numbers = parts.take(f"{stem}.weight", scales.stored.name)
     if numbers.stored.dtype == FLOAT8:
-        return scaled(parts, numbers, scales, block)
+        return scaled(parts, numbers, scales, block, sizes)
     if numbers.dtype != torch.int8:
         raise parts.refuse(f"{stem}.weight", "int8 or float8_e4m3fn", numbers.stored.dtype)
     outputs, inputs = parts.require_matrix(numbers)
-    groups = _groups(parts, scales, outputs, inputs)
+    groups = _groups(parts, scales, outputs, inputs, sizes)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:
         parts.require_shape(zeros, scales.shape)
@@ -128,13 +139,10 @@ def _index(parts: Parts, stem: str, inputs: int) -> Plain | None:
     return index
 
 
-def _groups(parts: Parts, scales: Plain, outputs: int, inputs: int) -> int:
+def _groups(parts: Parts, scales: Plain, outputs: int, inputs: int, sizes: set[int]) -> int:
     """Groups of a row."""
     count = scales.shape[-1] if len(scales.shape) == 2 else 1
-    if inputs % max(1, count):
-        raise ModelError(
-            f"{scales.where}: expected groups that divide the {inputs} inputs, got {count}"
-        )
+    parts.require_even_groups(scales, inputs, count, sizes)
     parts.require_shape(scales, (outputs, count), (1,), ())
     parts.kinds.add("a scale a row" if count == 1 else f"groups of {inputs // count}")
     return count

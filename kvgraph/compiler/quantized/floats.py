@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from kvgraph.compiler.quantized.parts import Parts, read_finite, require_finite
@@ -71,9 +73,15 @@ class Scaled(Values):
             )
 
 
-def scaled(parts: Parts, numbers: Plain, scales: Plain, block: Block | None) -> Values:
+def scaled(
+    parts: Parts,
+    numbers: Plain,
+    scales: Plain,
+    block: Block | None,
+    sizes: Collection[int] = (),
+) -> Values:
     """ModelError where `scales` are not those of `numbers`: one, of rows, of groups of a row, or of
-    `block`."""
+    `block`. `sizes`: inputs that a group may have; any where there are none."""
     *leading, height, width = numbers.shape if len(numbers.shape) > 1 else (1, *numbers.shape)
     shapes: dict[tuple[int, ...], Block] = {(): (height, width), (1,): (height, width)}
     shapes[(*leading, 1, 1)] = height, width
@@ -82,8 +90,9 @@ def scaled(parts: Parts, numbers: Plain, scales: Plain, block: Block | None) -> 
         grid = tuple(-(-size // each) for size, each in zip((height, width), block, strict=True))
         shapes[(*leading, *grid)] = shapes[(*leading, grid[0], 1, grid[1], 1)] = block
     groups = scales.shape[-1] if scales.shape else 1
-    if width % max(1, groups) == 0:
-        shapes.setdefault((*leading, height, groups), (1, width // max(1, groups)))
+    each, rest = divmod(width, max(1, groups))
+    if rest == 0 and (not sizes or each in sizes):
+        shapes.setdefault((*leading, height, groups), (1, each))
     parts.require_shape(scales, *shapes)
     form = shapes[scales.shape]
     parts.kinds.add(_kind(form, height, width))

@@ -41,7 +41,7 @@ def _weight(parts: Parts, stem: str) -> Values:
     scales = parts.take(f"{stem}.weight_scale", stem)
     numbers = parts.take(f"{stem}.weight", scales.stored.name)
     if numbers.stored.dtype == FLOAT8:
-        return scaled(parts, numbers, scales, BLOCK)
+        return scaled(parts, numbers, scales, BLOCK, (MXFP4_GROUP,))
     is_nvfp4 = scales.stored.dtype == FLOAT8
     if numbers.dtype != torch.uint8 or not (is_nvfp4 or scales.dtype == torch.uint8):
         got = f"{numbers.stored.dtype} with scales in {scales.stored.dtype}"

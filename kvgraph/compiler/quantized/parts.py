@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,19 @@ class Parts:
                 f"{part.where}: expected {wanted} from the tensors beside it, got "
                 f"{list(part.shape)}: a damaged file, or a form that is not read; {INSTEAD}"
             )
+
+    def require_even_groups(
+        self, scales: Plain, inputs: int, count: int, sizes: Collection[int]
+    ) -> None:
+        """ModelError unless `count` groups of a row are equal, and of one of `sizes` where there
+        are any: a last group that is shorter would shift the others."""
+        if count <= 1 or (inputs % count == 0 and (not sizes or inputs // count in sizes)):
+            return
+        of = " or ".join(map(str, sorted(sizes)))
+        raise ModelError(
+            f"{scales.where}: expected groups {f'of {of} ' if sizes else ''}that divide the "
+            f"{inputs} inputs, got {count}; {INSTEAD}"
+        )
 
     def require_matrix(self, part: Plain) -> tuple[int, int]:
         """Its shape. UnsupportedError for another number of dims."""
