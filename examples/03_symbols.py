@@ -25,7 +25,9 @@ def main() -> None:
         for symbol in record:
             print(f"{symbol.name:14} {symbol.dtype:9} {symbol.device!s:7} {list(symbol.shape)}")
     plan = kvgraph.plan_memory(params, available=60 << 30, max_batch_size=64, max_seq_len=8192)
-    print(f"60 GiB: {plan.num_pages} pages of {plan.bytes_per_page} bytes for each replica")
+    print(
+        f"60 GiB: {plan.num_pages} pages of {plan.bytes_per_page} bytes in all devices of a replica"
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def main(out: Path) -> None:
         artifact = out.with_name(f"{out.stem}-{weights}.kvg")
         kvgraph.compile(MODEL, artifact, weights=weights, cache_dtype="int8", force=True)
         size = (artifact / "weights.safetensors").stat().st_size
-        quality = measure(artifact, MODEL, most_tokens=1024)
+        quality = measure(artifact, MODEL)
         print(
             f"{weights}: {size / 2**20:.1f} MiB, perplexity {quality.perplexity:.2f} "
             f"(float32: {quality.reference_perplexity:.2f}), {quality.agreement:.0%} of the "

@@ -29,7 +29,7 @@ def main(path: Path) -> None:
     torch.onnx.export(lowered, f=path, custom_translation_table=table, **named, verbose=False)
 
     least = dict.fromkeys((dim for symbol in signature.inputs for dim in symbol.symbolic_dims), 1)
-    most = least | {"batch_size": 64, "total_seq_len": 512, "num_page_slots": 257}
+    most = dict.fromkeys(least, 64) | {"total_seq_len": 512, "num_page_slots": 257}
     for name, (low, _, high) in signature.to_tensorrt_profile(least, least, most).items():
         print(f"{name:18} {low} to {high}")
 

@@ -15,6 +15,7 @@ from kvgraph.contract.backends import OURS, default_backend
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.command_line import run
 from tests.support.models import OVERRIDES
+from tools import commands
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -34,6 +35,10 @@ def rows(text: str) -> list[list[str]]:
 
 def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_page_of_commands_has_every_option() -> None:
+    assert commands.PAGE.read_text() == commands.page(), "make generate"
 
 
 # -- ops, backends, extras

@@ -1,4 +1,5 @@
-"""`make generate`: the blocks of the sources that follow from a table, for type checkers.
+"""`make generate`: the blocks of the sources that follow from a table, for type checkers, and the
+page of commands.
 
 A block stands between `# generated: NAME` and `# end of generated`; a test compares.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 import kvgraph
 from kvgraph import ops
 from kvgraph.ops.signatures import stub
+from tools import commands
 
 PACKAGE = Path(__file__).parents[1] / "kvgraph"
 END = "# end of generated\n"
@@ -60,3 +62,4 @@ def _ruff(source: str, *arguments: str) -> str:
 if __name__ == "__main__":
     for path in BLOCKS:
         path.write_text(generated(path))
+    commands.PAGE.write_text(commands.page())
