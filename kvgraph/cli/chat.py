@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -122,7 +121,7 @@ class Talk:
         start, before = time.perf_counter(), self.engine.generated_tokens
         said = ""
         try:
-            for piece in self.engine.stream(prompt, self._fitting(prompt)):
+            for piece in self.engine.stream(prompt, self._sampling_of(prompt)):
                 said += piece
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -136,11 +135,11 @@ class Talk:
             count, seconds = self.engine.generated_tokens - before, time.perf_counter() - start
             stderr.print(f"{count} tokens, {count / seconds:.1f} tokens/s", style="dim")
 
-    def _fitting(self, prompt: list[int]) -> SamplingParams:
-        """A prompt that has no room is refused by the engine."""
-        most = self.sampling.max_new_tokens
-        room = most if self.longest is None else self.longest - len(prompt)
-        return replace(self.sampling, max_new_tokens=room) if 0 < room < most else self.sampling
+    def _sampling_of(self, prompt: list[int]) -> SamplingParams:
+        """With as many tokens as fit; a prompt that has no room is refused by the engine."""
+        if self.longest is None:
+            return self.sampling
+        return self.sampling._within(self.longest - len(prompt))
 
 
 def _typed() -> Iterator[str]:

@@ -160,6 +160,10 @@ class SamplingParams:
             object.__setattr__(made, name, value)
         return made
 
+    def _within(self, room: int) -> SamplingParams:
+        """With at most `room` new tokens; itself where there is no room at all."""
+        return self._with(max_new_tokens=room) if 0 < room < self.max_new_tokens else self
+
     @property
     def grammar(self) -> Grammar | None:
         """What the text must look like."""

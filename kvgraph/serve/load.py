@@ -109,8 +109,7 @@ class Admission:
 
     def fitting(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
         """`params` with as many tokens as fit behind `prompt`, which itself fits."""
-        room = self._facts.longest - len(prompt)
-        return params if params.max_new_tokens <= room else params._with(max_new_tokens=room)
+        return params._within(self._facts.longest - len(prompt))
 
     def retry_after(self, count: int, tokens: int) -> int:
         """Whole seconds until the request may fit: prompts are computed, rows end, pages free."""
