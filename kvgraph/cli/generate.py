@@ -121,11 +121,11 @@ def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) ->
     engine.submit(prompt, sampling)
     length = len(engine.tokenize(prompt) if isinstance(prompt, str) else prompt)
     for token in _tokens(engine, length):
-        if token.error:
-            raise GenerationError(token.error)
         times.append(time.perf_counter())
         sys.stdout.write(token.text)
         sys.stdout.flush()
+        if token.error:
+            raise GenerationError(token.error)
     sys.stdout.write("\n")
     sys.stdout.flush()
     cached, first = engine.stats().cached_tokens, times[1] - times[0]

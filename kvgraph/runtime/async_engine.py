@@ -126,7 +126,8 @@ class AsyncEngine:
         """Queue a prompt (text or token ids). RequestError as of `Engine.submit`, at once.
 
         A stream with more than `most_unread` unread tokens is cancelled: its reader is too slow,
-        and its last token has finish_reason "error".
+        and its last token has finish_reason "error". Those of one step do not count (a grammar may
+        force many), nor is a stream cancelled whose last token has come.
         """
         self._require_running("submit")
         if request_id is None:
@@ -160,10 +161,10 @@ class AsyncEngine:
         stream = await self.submit(prompt, sampling)
         try:
             async for tokens in stream:
-                if error := tokens[-1].error:
-                    raise GenerationError(error)
                 if text := "".join([token.text for token in tokens]):
                     yield text
+                if error := tokens[-1].error:
+                    raise GenerationError(error)
         finally:
             stream.cancel()
 

@@ -90,34 +90,33 @@ class Engine(Chats):
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}  # all that have not ended, in the order of arrival
         self._held: list[Token] = []  # not handed over yet
+        self._streamed: set[str] = set()  # ids whose tokens are for a `stream`, not for `step`
         self._abandoned: deque[Request] = deque()  # that no caller waits for any more
         self._outcome: Outcome | None = None  # of a step that has happened and is not recorded yet
         self._is_whole = True  # scheduler and manager: False where a call that changes them stopped
         self._in_step = False  # a step has begun to run and is not recorded yet
-        self.generated_tokens = 0
-        self.failed_requests = 0
-        self.repairs = 0
+        self.generated_tokens = self.failed_requests = self.repairs = 0
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do, or tokens to give."""
-        return bool(self._open or self._held or self._outcome)
+        return bool(self._open or self._outcome or self._held_apart(self._streamed)[1])
 
     # -- the loop everything else is a footnote to
 
     def step(self) -> list[Token]:
         """Run one batch; the tokens that it generated, in row order.
 
-        Before them come tokens of steps before it that no call has handed over.
-        Empty when idle (see `busy`), and where a batch was nothing but chunks of prompts.
+        Before them come tokens of steps before it that no call has handed over; an open `stream`
+        gives its own. Empty when idle (see `busy`), and of a batch that is but chunks of prompts.
         """
         call = ("step", get_ident())
         try:
             if (running := self._turns.take(call)) is not call:
                 raise self._turns.overlap(call, running)
             self._run_step()
-            tokens = self._held
-            self._held = []  # no call from here on, so no interrupt: the caller has them
+            held, tokens = self._held_apart(self._streamed)
+            self._held = held  # no call from here on, so no interrupt: the caller has them
             return tokens
         finally:
             if self._turns.running is call:
@@ -160,10 +159,11 @@ class Engine(Chats):
 
     @in_turn("cancel")
     def cancel(self, request_id: str) -> None:
-        """Stop a request and free its pages; an unknown id is a RequestError."""
+        """Stop a request: its pages are free, and no token of it comes any more. RequestError for
+        an id that is unknown, or whose last token was handed over."""
         self._settle()
         instance("request_id", request_id, str, "text")
-        if request_id not in self._open:
+        if not self._is_open(request_id):
             raise RequestError(f"cancel of {request_id!r}: expected a submitted request, got none")
         self._end(request_id)
 
@@ -176,13 +176,14 @@ class Engine(Chats):
         """
         request = self._request(prompt, sampling)
         try:
+            self._streamed.add(request.request_id)
             self._begin(request)
             while self._is_open(request.request_id):
                 for token in self._step_for([request.request_id]):
-                    if token.error:
-                        raise GenerationError(token.error)
                     if token.text:
                         yield token.text
+                    if token.error:
+                        raise GenerationError(token.error)
         finally:
             self._leave(request)
 
@@ -259,8 +260,7 @@ class Engine(Chats):
             for token in outcome.generated:
                 if token.finish_reason:
                     self._open.pop(token.request_id, None)
-        held = self._held + outcome.generated
-        self._held, self._outcome, self._in_step = held, None, False
+        self._held, self._outcome, self._in_step = self._held + outcome.generated, None, False
         self.generated_tokens += len(outcome.generated) - failed
         self.failed_requests += failed
 
@@ -312,7 +312,8 @@ class Engine(Chats):
             with shared(requests) as tell:
                 while any(map(self._is_open, tokens)):
                     self._run_step()
-                    for token in self._take(tokens):
+                    own, self._held = self._held_apart(tokens)
+                    for token in own:
                         tokens[token.request_id].append(token)
                     tell()
         finally:
@@ -341,10 +342,12 @@ class Engine(Chats):
         self._is_whole = True
 
     def _end(self, request_id: str) -> None:
-        """Stop an open request and free its pages."""
+        """Stop the request if it runs, free its pages, and drop what is held of it."""
+        held = self._held_apart([request_id])[1]
         self._is_whole = False
-        del self._open[request_id]
-        self.scheduler.cancel(request_id)
+        self._held = held  # with the next line, no call between them: neither is done alone
+        if self._open.pop(request_id, None) is not None:
+            self.scheduler.cancel(request_id)
         self._is_whole = True
 
     @in_turn("stream")
@@ -357,7 +360,8 @@ class Engine(Chats):
     def _step_for(self, ids: Collection[str]) -> list[Token]:
         """A step's tokens of `ids`; those of other requests are held for who asks for them."""
         self._run_step()
-        return self._take(ids)
+        own, self._held = self._held_apart(ids)
+        return own
 
     def _leave(self, request: Request) -> None:
         """No caller waits for the request any more: it is forgotten as soon as no call runs.
@@ -374,18 +378,14 @@ class Engine(Chats):
                 del self._turns.running
 
     def _forget(self, request: Request) -> None:
-        """Stop the request if it runs, and drop what is held of it."""
-        request_id = request.request_id
-        if self._open.get(request_id, request) is request:
-            self._held = [token for token in self._held if token.request_id != request_id]
-            if request_id in self._open:
-                self._end(request_id)
+        if self._open.get(request.request_id, request) is request:
+            self._end(request.request_id)
+        self._streamed.discard(request.request_id)
 
-    def _take(self, ids: Collection[str]) -> list[Token]:
-        """Held tokens of `ids`."""
-        mine = [token for token in self._held if token.request_id in ids]
-        self._held = [token for token in self._held if token.request_id not in ids]
-        return mine
+    def _held_apart(self, ids: Collection[str]) -> tuple[list[Token], list[Token]]:
+        """Held tokens of `ids`, and the others."""
+        own = [token for token in self._held if token.request_id in ids]
+        return own, [token for token in self._held if token.request_id not in ids]
 
     def _is_open(self, request_id: str) -> bool:
         """Whether there are tokens of the request to come."""

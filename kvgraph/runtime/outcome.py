@@ -99,7 +99,7 @@ def tokens_with_text(
     generated = []
     for row, token in zip(rows, tokens, strict=True):
         if token is None:
-            generated.append(_failure(row, _no_token(row)))
+            generated.append(_failure(row, _no_token(row), _held_text(row)))
         elif row.guide is None or ahead is None:
             generated.append(_with_text(row, token))
         else:
@@ -128,7 +128,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
 
     `is_last`: nothing can follow it, so the request ends, and its text counts.
     """
-    reason, stream, text = row.reason_after(token, behind), row.text, ""
+    reason, stream, text, held = row.reason_after(token, behind), row.text, "", ""
     is_text = reason != "stop"
     if is_last:
         reason = "stop"
@@ -139,6 +139,8 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
             if stream.decoder is None:
                 stream.start(row.context)
             assert stream.decoder is not None
+            if stream.stops is not None:
+                held = stream.stops.held
             if is_text:
                 try:
                     text = stream.decoder.step(stream.tokenizer, token) or ""
@@ -156,7 +158,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             why = f"expected the text of token {token} from the tokenizer, got {error}"
-            return _failure(row, why)
+            return _failure(row, why, held)
     if stop is None and not is_text and token in row.source.params.stop_token_ids:
         stop = token
     elif stop is not None:
@@ -220,5 +222,18 @@ def _no_token(row: Request) -> str:
     return NO_NUMBER if row.source.edits is None else NOT_ALLOWED
 
 
-def _failure(row: Request, why: str) -> Token:
-    return Token(row.request_id, NO_TOKEN, "", "error", f"request {row.request_id!r}: {why}")
+def _held_text(row: Request) -> str:
+    """What its stop strings hold back of the text so far; nothing of one that cannot be made."""
+    stream = row.text
+    if stream is None or stream.stops is None:
+        return ""
+    if stream.decoder is None:
+        try:
+            stream.start(row.context)
+        except Exception:
+            return ""
+    return stream.stops.held
+
+
+def _failure(row: Request, why: str, held: str) -> Token:
+    return Token(row.request_id, NO_TOKEN, held, "error", f"request {row.request_id!r}: {why}")

@@ -25,8 +25,8 @@ class Token(NamedTuple):
     """One generated token, and with the last one why its request ended (as `Completion` says it).
 
     A request that fails on its own ends with finish_reason "error": then `error` is a sentence that
-    says why, `token_id` is NO_TOKEN and `text` is empty. The first token of a request that asks for
-    them carries its `prompt_logprobs` (of `Completion`).
+    says why, `token_id` is NO_TOKEN, and `text` what its stop strings held back. The first token of
+    a request that asks for them carries its `prompt_logprobs` (of `Completion`).
     """
 
     request_id: str

@@ -35,6 +35,7 @@ class TokenStream:
         self._cancel = cancel
         self._most_unread = most_unread
         self._unread: list[Token] = []
+        self._most_at_once = 0  # of the unread
         self._news = news or asyncio.Event()
 
     def __aiter__(self) -> TokenStream:
@@ -55,7 +56,7 @@ class TokenStream:
 
     def take(self) -> list[Token]:
         """All tokens since the last time, without waiting."""
-        tokens, self._unread = self._unread, []
+        tokens, self._unread, self._most_at_once = self._unread, [], 0
         return tokens
 
     def cancel(self) -> None:
@@ -65,13 +66,19 @@ class TokenStream:
         self._cancel(self)
 
     def give(self, tokens: list[Token]) -> None:
-        """Tokens have come; the last one may end it."""
+        """Tokens have come; the last one may end it.
+
+        A grammar forces many at once, which no reader could have had before: of the unread tokens
+        the most that came in one call do not count.
+        """
         self._unread += tokens
+        self._most_at_once = max(self._most_at_once, len(tokens))
         self.has_ended = bool(tokens[-1].finish_reason)
         self._news.set()
-        if self._most_unread is not None and len(self._unread) > self._most_unread:
+        late, most = len(self._unread) - self._most_at_once, self._most_unread
+        if most is not None and late > most and not self.has_ended:
             self.cancel()
-            self._unread = [failed(self.request_id, _unread(self.request_id, self._most_unread))]
+            self._unread = [failed(self.request_id, _unread(self.request_id, most))]
         if self.watch is not None:
             self.watch()
 

@@ -42,6 +42,12 @@ def text_of(tokens: Iterable[Token]) -> str:
     return "".join([token.text for token in tokens])
 
 
+def reason_of(tokens: Sequence[Token]) -> str | None:
+    """Why a choice ended, where it has; None of one that failed: an event of its own says so."""
+    last = tokens[-1]
+    return None if last.error else last.finish_reason
+
+
 class Spelling:
     """How single tokens read behind others: `decode` gives the text of some, `piece` a token's own
     bytes where it may be a part of a character."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.answers import DONE, chat_logprobs, event, failure, text_of, usage_of
+from kvgraph.serve.answers import DONE, chat_logprobs, event, failure, reason_of, text_of, usage_of
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
 from kvgraph.serve.jobs import Job, require_output_room, usage_so_far
@@ -135,17 +135,15 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
     async for fresh in generation:
         for choice in fresh:
             tokens = choice.tokens
-            if error := tokens[-1].error:
-                yield failure(error)
-                continue
-            text = text_of(tokens)
-            delta, why = {"content": text} if text else {}, choice.finish_reason
+            error, text = tokens[-1].error, text_of(tokens)
+            delta, why = {"content": text} if text else {}, reason_of(tokens)
             if choice.index in held:
                 delta, why = _held(job, held, choice.index, text, why)
-            if not (delta or why or job.logprobs):
-                continue
-            piece = _piece(choice.index, delta, _logprobs(job, tokens), why)
-            yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
+            if delta or why or (job.logprobs and not error):
+                piece = _piece(choice.index, delta, _logprobs(job, tokens), why)
+                yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
+            if error:
+                yield failure(error)
     if job.sends_usage:
         yield event({**head, "choices": [], "usage": usage_of(generation)})
     yield DONE

@@ -13,6 +13,7 @@ from kvgraph.serve.answers import (
     event,
     failure,
     offsets_of,
+    reason_of,
     text_of,
     usage_of,
 )
@@ -103,17 +104,20 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
     lengths: dict[int, int] = {}
     async for fresh in generation:
         for choice in fresh:
-            if error := choice.tokens[-1].error:
+            error, text = choice.tokens[-1].error, text_of(choice.tokens)
+            if error and not text:
                 yield failure(error)
                 continue
             length = lengths.get(choice.index)
             piece = _piece(job, choice, choice.tokens, length)
             if length is None:
-                length = len(piece["text"]) - len(text_of(choice.tokens))
+                length = len(piece["text"]) - len(text)
             widths = [token.width for token in choice.tokens] if job.logprobs else ()
             lengths[choice.index] = length + sum(widths)
             if piece["text"] or piece["finish_reason"] or job.logprobs:
                 yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
+            if error:
+                yield failure(error)
     if job.sends_usage:
         yield event({**head, "choices": [], "usage": _usage(job, generation)})
     yield DONE
@@ -129,7 +133,7 @@ def _piece(job: Job, choice: Choice, tokens: list[Token], length: int | None) ->
         "index": choice.index,
         "text": echo.text + text_of(kept),
         "logprobs": _logprobs(job, choice, kept, echo, length),
-        "finish_reason": "length" if job.drops_output else tokens[-1].finish_reason,
+        "finish_reason": "length" if job.drops_output else reason_of(tokens),
     }
 
 
@@ -138,6 +142,7 @@ def _logprobs(
 ) -> JsonObject | None:
     if not job.logprobs:
         return None
+    kept = [token for token in kept if not token.error]
     scores = [token.logprobs for token in kept]
     ids = [token.token_id for token in kept]
     offsets = offsets_of(kept, len(echo.text) + (length or 0))

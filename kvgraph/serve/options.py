@@ -25,7 +25,7 @@ class ServeOptions:
     max_choices: int = 128
     """Of one request: its prompts times `n`."""
     max_unread_tokens: int = 4096
-    """A stream whose reader is so many tokens behind is cancelled."""
+    """A stream whose reader is more tokens behind is cancelled, as of `AsyncEngine.submit`."""
     send_seconds: float = 60.0
     """A connection that takes nothing for so long is closed."""
     receive_seconds: float = 60.0

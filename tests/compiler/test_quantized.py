@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvgraph
-from kvgraph import KVGraphError
 from kvgraph.compiler import quantized as readers
 from kvgraph.compiler import values
 from kvgraph.compiler.frontends import folder as folders
@@ -185,76 +183,7 @@ def test_damaged_weights(
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert message in refused(folder)
-
-
-def in_groups_of(size: int, form: str) -> dict[str, Any]:
-    """Its configuration, with groups of that size: where they do not divide a row, the last one is
-    shorter, and the number of scales alone would tell other groups."""
-    config = copy.deepcopy(quantized.FORMS[form][0])
-    config["config_groups"]["group_0"]["weights"]["group_size"] = size
-    return config
-
-
-GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w4a16"))
-
-
-@pytest.mark.parametrize(
-    ("form", "config", "message"),
-    [
-        ("gptq", GPTQ | {"bits": 3}, "gptq: bits: expected 2, 4 or 8, got 3; "),
-        (
-            "gptq",
-            GPTQ | {"checkpoint_format": "marlin"},
-            "checkpoint_format: expected one of ['gptq",
-        ),
-        ("gptq", GPTQ | {"bits": "4"}, "gptq: bits: expected 2, 4 or 8, got '4'; "),
-        ("gptq", GPTQ | {"rotation": "hadamard"}, "rotation: expected none, got 'hadamard'; "),
-        (
-            "w4a16",
-            COMPRESSED | {"format": "mxfp6-pack-quantized"},
-            "compressed-tensors: format: expected FP4, FP8 or integers, got 'mxfp6-pack-quantized'",
-        ),
-        (
-            "w4a16",
-            COMPRESSED | {"config_groups": {"a": [], "b": {"format": "mxfp6-pack-quantized"}}},
-            "compressed-tensors: format: expected FP4, FP8 or integers, got 'mxfp6-pack-quantized'",
-        ),
-        ("awq", AWQ | {"version": "gemv"}, "awq: version: expected 'gemm', got 'gemv'; "),
-        ("awq", AWQ | {"bits": 8}, "awq: bits: expected 4, got 8; "),
-        (
-            "w4a16",
-            COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparsity_config: expected dense weights, got 'sparse-24-bitmask'; ",
-        ),
-        (
-            "w4a16",
-            COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}},
-            "transform_config: expected none, got transforms of activations; ",
-        ),
-        (
-            "awq",
-            AWQ | {"group_size": 48},
-            "scales: expected groups of 48 that divide the ",
-        ),
-        *(
-            (form, in_groups_of(48, form), "weight_scale: expected groups of 48 that divide the ")
-            for form in ("w4a16", "w8a16", "nvfp4-packed", "mxfp4-packed")
-        ),
-        ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 3]: "),
-    ],
-)
-def test_forms_that_are_not_read(
-    form: str, config: dict[str, Any], message: str, plain: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
-    given = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(given | {"quantization_config": config}))
-    said = refused(folder)
-    assert message in said
-    assert said.endswith(
-        "compile the checkpoint that it was made from, with --weights int4 or int8"
-    )
+    assert message in quantized.refused(folder)
 
 
 KINDS = {"fp8": "F8_E4M3", "w8a8": "I8", "gptq": "I32", "awq": "I32", "nvfp4-packed": "U8"}
@@ -274,10 +203,10 @@ def test_numbers_without_a_word_of_their_scales(
         kvgraph.compile(folder, folder.with_name("out"), check=False)
         return
     said = f"that quantization_config in config.json says the scales of, got {KINDS[form]}; "
-    assert f"{said}compile the checkpoint that it was made from" in refused(folder)
+    assert f"{said}compile the checkpoint that it was made from" in quantized.refused(folder)
     (folder / "quantize_config.json").write_text(json.dumps(own))  # as early AutoGPTQ does
     copy = "copy quantize_config.json there with its quant_method, 'gptq' or 'awq', or compile the"
-    assert f"{said}{copy} checkpoint that it was made from" in refused(folder)
+    assert f"{said}{copy} checkpoint that it was made from" in quantized.refused(folder)
 
 
 def changed(
@@ -345,7 +274,7 @@ def test_what_older_exports_say_beside_the_configuration(
         assert torch.equal(tensor, expected[name])
     for text, message in (("[]", "expected quantization, an object"), ("{", "expected JSON")):
         beside.write_text(text)
-        assert f"{beside}: {message}" in refused(folder)
+        assert f"{beside}: {message}" in quantized.refused(folder)
 
 
 def test_zero_points_of_0_borrow_from_the_next(
@@ -375,7 +304,7 @@ def test_scales_of_an_activation_are_refused(plain: Callable[[str], Path], tmp_p
     tensors["model.layers.0.mlp.act.scales"] = torch.ones(4)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     said = "mlp.act.scales: expected scales of weights alone, got scales of an activation; "
-    assert said in refused(folder)
+    assert said in quantized.refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +325,7 @@ def test_fields_of_another_kind(
     given = json.loads((folder / "config.json").read_text())
     given["quantization_config"][name] = value
     (folder / "config.json").write_text(json.dumps(given))
-    assert refused(folder).endswith(f"quantization_config: {name}: expected {expected}")
+    assert quantized.refused(folder).endswith(f"quantization_config: {name}: expected {expected}")
 
 
 def test_a_scheme_by_its_name(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -405,10 +334,3 @@ def test_a_scheme_by_its_name(plain: Callable[[str], Path], tmp_path: Path) -> N
     found = changed(folder, lambda tensors: None, config_groups={"W8A8": ["Linear"]})
     assert all(torch.equal(found[name], weight) for name, weight in before.items())
     kvgraph.compile(folder, tmp_path / "out", check=False)
-
-
-def refused(folder: Path) -> str:
-    with pytest.raises(KVGraphError) as error:
-        kvgraph.compile(folder, folder.with_name("out"), check=False)
-    assert not folder.with_name("out").exists()
-    return str(error.value)

@@ -1,4 +1,4 @@
-"""AsyncEngine compiles grammars in threads, one at a time."""
+"""AsyncEngine compiles grammars in threads, one at a time, and a grammar may force many tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import pytest
 from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.request_builder import RequestBuilder
+from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.stats import RequestStats
+from kvgraph.runtime.token_stream import TokenStream
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `guide`")
 
@@ -59,3 +62,46 @@ def test_the_next_waits_for_one_whose_caller_has_left(
 
     asyncio.run(task())
     assert most == 1
+
+
+@pytest.mark.parametrize("most", [0, 20])
+def test_tokens_that_a_grammar_forces_cancel_no_stream(
+    compiled: Callable[..., Path], most: int
+) -> None:
+    """They come in one step; the reader keeps up."""
+    text = "qzxj" * 60
+    forcing = SamplingParams(guided_json={"const": text}, max_new_tokens=400)
+
+    async def task() -> tuple[int, str]:
+        async with AsyncEngine(Engine(compiled("tiny-llama"), num_threads=1)) as shared:
+            stream = await shared.submit("The", forcing, most_unread=most)
+            given = [tokens async for tokens in stream]
+            assert given[-1][-1].finish_reason == "stop"
+            said = "".join([token.text for tokens in given for token in tokens])
+            return max(map(len, given)), said
+
+    longest, said = asyncio.run(asyncio.wait_for(task(), 60))
+    assert longest > 20
+    assert said == f'"{text}"'
+
+
+def given(stream: TokenStream, *counts: int, ends: bool = False) -> bool:
+    """Whether it is cancelled where so many tokens come in each call, and nobody reads."""
+    for at, count in enumerate(counts, 1):
+        last = "stop" if ends and at == len(counts) else None
+        stream.give([*[Token("a", 5, "a", None)] * (count - 1), Token("a", 5, "a", last)])
+    return stream.take()[-1].finish_reason == "error"
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_unread_tokens(most: int) -> None:
+    """Those of the largest step do not count, and a stream that has ended is not cancelled."""
+    left: list[TokenStream] = []
+    stream = TokenStream("a", RequestStats(prompt_tokens=1), left.append, most, None)
+    ones = [1] * most
+    for counts in ([1], [100], [1, *ones], [100, *ones], [*ones, 100]):
+        assert not given(stream, *counts)
+    assert not given(stream, 100, *ones, 1, ends=True)
+    assert not left
+    assert given(stream, 100, *ones, 1)
+    assert left == [stream]

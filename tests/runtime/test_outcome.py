@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import kvgraph
 from kvgraph import Engine, GenerationError, SamplingParams
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.async_engine import AsyncEngine
 from kvgraph.runtime.prefix import write_prefix
 from kvgraph.runtime.sampling import NO_TOKEN, Token
 from tests.runtime.test_faults import Recalling, assert_whole
@@ -94,6 +97,43 @@ def test_a_stream_says_why_it_ends(artifact: Artifact) -> None:
     assert_whole(engine)
 
 
+def test_text_that_waits_for_a_stop_string_comes_with_the_failure(artifact: Artifact) -> None:
+    """Also where the text is made again, as behind a step that raised."""
+    engine = make_engine(artifact)
+    wanted = engine.generate([BAD], SAMPLINGS["greedy"])[0]
+    assert len(wanted.text) > 2
+    waits = replace(SAMPLINGS["greedy"], stop=wanted.text[1:] + "never")
+    done = engine.generate([BAD], waits)[0]
+    assert (done.text, done.token_ids) == (wanted.text, wanted.token_ids)
+    pieces: list[str] = []
+    with pytest.raises(GenerationError, match="expected a logit above -inf from the model"):
+        pieces.extend(engine.stream(BAD, waits))
+    assert "".join(pieces) == wanted.text
+    assert pieces[-1] == wanted.text[1:]
+    engine.submit(BAD, waits, request_id="bad")
+    tokens = engine.step() + engine.step() + engine.step()
+    engine.scheduler.running[0].rewind_output()
+    tokens += engine.step()
+    assert "".join(token.text for token in tokens) == wanted.text
+    assert_whole(engine)
+
+
+def test_an_async_stream_gives_all_text_before_it_raises(artifact: Artifact) -> None:
+    engine = make_engine(artifact)
+    wanted = engine.generate([BAD], SAMPLINGS["greedy"])[0].text
+    waits = replace(SAMPLINGS["greedy"], stop=wanted[1:] + "never")
+    pieces: list[str] = []
+
+    async def task() -> None:
+        async with AsyncEngine(engine) as shared:
+            async for piece in shared.stream(BAD, waits):
+                pieces.append(piece)
+
+    with pytest.raises(GenerationError, match="expected a logit above -inf from the model"):
+        asyncio.run(asyncio.wait_for(task(), 60))
+    assert "".join(pieces) == wanted
+
+
 def test_what_a_failed_step_computed_is_not_cached(
     artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,8 +158,10 @@ def test_a_text_that_cannot_be_made_ends_its_request(
 ) -> None:
     engine = make_engine(artifact, Recalling)
     wanted = engine.generate([GOOD, BAD], SAMPLINGS["greedy"])
-    for name, prompt in (("good", GOOD), ("bad", BAD)):
-        engine.submit(prompt, SAMPLINGS["greedy"], request_id=name)
+    text = engine.generate([BAD], replace(SAMPLINGS["greedy"], max_new_tokens=2))[0].text
+    waits = replace(SAMPLINGS["greedy"], stop=wanted[1].text + "never")
+    engine.submit(GOOD, SAMPLINGS["greedy"], request_id="good")
+    engine.submit(BAD, waits, request_id="bad")
     said = engine.step() + engine.step()
 
     class Decoder:
@@ -135,5 +177,6 @@ def test_a_text_that_cannot_be_made_ends_its_request(
     assert [token.token_id for token in bad] == [*wanted[1].token_ids[:2], NO_TOKEN]
     why = f"request 'bad': expected the text of token {wanted[1].token_ids[2]} from the tokenizer"
     assert bad[-1].error == f"{why}, got no such word"
+    assert [token.text for token in bad] == ["", "", text]
     assert engine.failed_requests == 1
     assert_whole(engine)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from kvgraph import Engine, RequestError, SamplingParams
-from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
+from kvgraph.runtime.sampling import NO_TOKEN, Token
 from kvgraph.runtime.stats import RequestStats
 from kvgraph.runtime.token_stream import TokenStream
+from kvgraph.serve.answers import Spelling
+from kvgraph.serve.chats import chat_events
+from kvgraph.serve.completions import completion_events
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.facts import facts_of
 from kvgraph.serve.generation import Generation
+from kvgraph.serve.jobs import Job
 from kvgraph.serve.load import Admission, Load
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.options import ServeOptions
@@ -38,6 +44,7 @@ class Scripted:
 
 
 Parts = tuple[Scripted, Admission, Generation]
+Events = Callable[[Job, Generation], AsyncIterator[bytes]]
 
 
 def generation_of(engine: Engine, runner: Scripted) -> tuple[Admission, Generation]:
@@ -105,6 +112,44 @@ def test_an_engine_that_has_ended_says_so(parts: Parts) -> None:
         assert counts(admission) == (0, 0, 0)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("events", [completion_events, chat_events])
+def test_a_stream_gives_all_text_before_its_error(
+    parts: Parts, events: Events, logprobs: bool
+) -> None:
+    """What came with the error in one piece, and what stop strings had held back."""
+    runner, _, generation = parts
+    spell = Spelling(lambda tokens: "?" * len(tokens), lambda token: None)
+    job = Job("id", "tiny", [[5]], [SamplingParams()], b"", True, True, spell, logprobs, tools=None)
+    score = TokenLogprobs(Logprob(5, -1.0, 1), ()) if logprobs else None
+
+    async def main() -> list[Any]:
+        await generation.start(job.prompts, job.params, b"", 100)
+        (stream,) = runner.streams
+        frames = events(job, generation)
+        stream.give([Token("0", 5, "a", None, logprobs=score, characters=1)])
+        stream.give(
+            [
+                Token("0", 6, "b", None, logprobs=score, characters=3),
+                Token("0", NO_TOKEN, "cd", "error", "it failed"),
+            ]
+        )
+        return [frame.removeprefix(b"data: ") async for frame in frames]
+
+    *frames, usage, done = asyncio.run(main())
+    assert done == b"[DONE]\n\n"
+    assert json.loads(usage)["usage"]["completion_tokens"] == 2
+    *told, error = map(json.loads, frames)
+    assert error["error"]["message"] == "it failed"
+    choices = [frame["choices"][0] for frame in told]
+    said = [choice.get("text", choice.get("delta", {}).get("content")) for choice in choices]
+    assert "".join(said) == "abcd"
+    assert {choice["finish_reason"] for choice in choices} == {None}
+    if logprobs:
+        scored = choices[-1]["logprobs"]
+        assert len(scored.get("tokens", scored.get("content"))) == 2
 
 
 class Slow(Scripted):

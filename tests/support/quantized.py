@@ -13,8 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+import kvgraph
+from kvgraph import KVGraphError
 
 Tensors = dict[str, torch.Tensor]
 Packed = tuple[Tensors, torch.Tensor]
@@ -309,3 +313,11 @@ def mixed(folder: Path, other: Path, stem: str) -> None:
     theirs = load_file(other / "model.safetensors").items()
     tensors |= {n: t for n, t in theirs if n.startswith(stem)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder: Path) -> str:
+    """What a compile says of it; nothing is written."""
+    with pytest.raises(KVGraphError) as error:
+        kvgraph.compile(folder, folder.with_name("out"), check=False)
+    assert not folder.with_name("out").exists()
+    return str(error.value)

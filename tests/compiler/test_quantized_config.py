@@ -1,0 +1,82 @@
+"""What a quantization_config says of a checkpoint in fewer bits that is not read is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import quantized
+
+
+def in_groups_of(size: int, form: str) -> dict[str, Any]:
+    """Its configuration, with groups of that size: where they do not divide a row, the last one is
+    shorter, and the number of scales alone would tell other groups."""
+    config = copy.deepcopy(quantized.FORMS[form][0])
+    config["config_groups"]["group_0"]["weights"]["group_size"] = size
+    return config
+
+
+GPTQ, AWQ, COMPRESSED = (quantized.FORMS[name][0] for name in ("gptq", "awq", "w4a16"))
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "message"),
+    [
+        ("gptq", GPTQ | {"bits": 3}, "gptq: bits: expected 2, 4 or 8, got 3; "),
+        (
+            "gptq",
+            GPTQ | {"checkpoint_format": "marlin"},
+            "checkpoint_format: expected one of ['gptq",
+        ),
+        ("gptq", GPTQ | {"bits": "4"}, "gptq: bits: expected 2, 4 or 8, got '4'; "),
+        ("gptq", GPTQ | {"rotation": "hadamard"}, "rotation: expected none, got 'hadamard'; "),
+        (
+            "w4a16",
+            COMPRESSED | {"format": "mxfp6-pack-quantized"},
+            "compressed-tensors: format: expected FP4, FP8 or integers, got 'mxfp6-pack-quantized'",
+        ),
+        (
+            "w4a16",
+            COMPRESSED | {"config_groups": {"a": [], "b": {"format": "mxfp6-pack-quantized"}}},
+            "compressed-tensors: format: expected FP4, FP8 or integers, got 'mxfp6-pack-quantized'",
+        ),
+        ("awq", AWQ | {"version": "gemv"}, "awq: version: expected 'gemm', got 'gemv'; "),
+        ("awq", AWQ | {"bits": 8}, "awq: bits: expected 4, got 8; "),
+        (
+            "w4a16",
+            COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config: expected dense weights, got 'sparse-24-bitmask'; ",
+        ),
+        (
+            "w4a16",
+            COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}},
+            "transform_config: expected none, got transforms of activations; ",
+        ),
+        (
+            "awq",
+            AWQ | {"group_size": 48},
+            "scales: expected groups of 48 that divide the ",
+        ),
+        *(
+            (form, in_groups_of(48, form), "weight_scale: expected groups of 48 that divide the ")
+            for form in ("w4a16", "w8a16", "nvfp4-packed", "mxfp4-packed")
+        ),
+        ("fp8-group", in_groups_of(48, "fp8-group"), "from the tensors beside it, got [64, 3]: "),
+    ],
+)
+def test_forms_that_are_not_read(
+    form: str, config: dict[str, Any], message: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = quantized.make(form, plain("llama"), tmp_path / "packed")
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(given | {"quantization_config": config}))
+    said = quantized.refused(folder)
+    assert message in said
+    assert said.endswith(
+        "compile the checkpoint that it was made from, with --weights int4 or int8"
+    )
