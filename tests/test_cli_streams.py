@@ -65,6 +65,14 @@ def test_json_is_utf_8_at_every_terminal(snowman: Path) -> None:
     assert json.loads(done.stdout.decode("utf-8"))["artifact"] == str(snowman)
 
 
+def test_json_escapes_what_utf_8_lacks(compiled: Compiled, tmp_path: Path) -> None:
+    path = tmp_path / "a\u2603\udcff.kvg"
+    path.symlink_to(compiled("tiny-llama"))
+    done = subprocess.run([*COMMAND, "verify", path, "--json"], capture_output=True, timeout=180)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout.decode("utf-8"))["artifact"] == str(path)
+
+
 @pytest.mark.parametrize(
     ("encoding", "errors", "expected"),
     [
@@ -180,6 +188,55 @@ def workers(folder: Path) -> list[str]:
         with suppress(OSError):  # it has ended
             if f"{folder}/kvgraph-bench-" in (line := path.read_text(errors="replace")):
                 found.append(line)
+    return found
+
+
+VERIFY = """
+import time
+from kvgraph.cli import main
+from kvgraph.kernels import execute
+
+execute.read_kernels = lambda folder: []
+execute.run_task, execute.tasks_of = time.sleep, lambda kernels: [600, 600]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_verify_that_is_ended_takes_its_workers_with_it(
+    number: signal.Signals, compiled: Compiled, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", VERIFY, "verify", str(compiled("tiny-llama")), "--execute"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+        )
+    while process.poll() is None and len(session(process.pid)) < 4:  # two of them are Python's
+        time.sleep(0.01)
+    if number == signal.SIGINT:  # as a terminal sends it
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    codes = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}
+    assert process.wait(60) == codes[number]
+    latest = time.monotonic() + 60
+    while session(process.pid) and time.monotonic() < latest:
+        time.sleep(0.01)
+    left = session(process.pid)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def session(leader: int) -> list[int]:
+    """Processes of its session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, _, _, owner = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(owner) == leader and state != "Z":
+                found.append(int(path.parent.name))
     return found
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvgraph import cli
 from kvgraph.contract.manifest import QualityInfo, read_manifest
 from kvgraph.quality import measure, record
 from kvgraph.quality.scores import Scores, compare, score
-from kvgraph.quality.text import cut_windows, held_out_text, read_text
+from kvgraph.quality.text import Text, cut_windows, held_out_text, read_text
 from tests.support.artifacts import TINY_LLAMA, Compiled
 
 MOST = 700
@@ -111,26 +112,50 @@ def test_hopeless_scores_stay_plain_numbers() -> None:
     assert info.agreement == pytest.approx(1 / 3, abs=1e-6)
 
 
+INFO = QualityInfo(
+    text="a text",
+    sha256="ab" * 32,
+    tokens=2048,
+    perplexity=73.5,
+    reference_perplexity=70.0,
+    agreement=0.9876,
+)
+
+
 def test_manifest_and_inspect(compiled: Compiled, tmp_path: Path) -> None:
     folder = shutil.copytree(compiled("tiny-llama"), tmp_path / "artifact")
     assert read_manifest(folder).quality is None
     assert "quality" not in CliRunner().invoke(cli.app, ["inspect", str(folder)]).stdout
-    info = QualityInfo(
-        text="a text",
-        sha256="ab" * 32,
-        tokens=2048,
-        perplexity=73.5,
-        reference_perplexity=70.0,
-        agreement=0.9876,
-    )
-    assert record(folder, info).quality == info
-    assert read_manifest(folder).quality == info
+    measured = read_manifest(folder)
+    assert record(folder, measured, INFO).quality == INFO
+    assert read_manifest(folder).quality == INFO
+    assert record(folder, measured, INFO).quality == INFO  # a second time too
     kvgraph.load(folder)  # the manifest's own hash is right, and the files are as they were
     shown = " ".join(CliRunner().invoke(cli.app, ["inspect", str(folder)]).stdout.split())
     assert "73.5 (the checkpoint in float32: 70, so +5.00%), 98.76% of" in shown
     assert "2,048 tokens of a text" in shown
     in_json = json.loads(CliRunner().invoke(cli.app, ["inspect", str(folder), "--json"]).stdout)
     assert in_json["quality"]["agreement"] == 0.9876
+
+
+def test_quality_of_another_artifact_is_not_recorded(compiled: Compiled, tmp_path: Path) -> None:
+    folder = shutil.copytree(compiled("tiny-llama"), tmp_path / "artifact")
+    other = read_manifest(compiled("tiny-llama", weights="int8"))
+    before = (folder / "manifest.json").read_bytes()
+    message = f"{folder}: expected the artifact that was measured, got another: it was replaced"
+    with pytest.raises(kvgraph.ArtifactError, match=message):
+        record(folder, other, INFO)
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_the_name_of_a_text_fits_a_manifest(compiled: Compiled, tmp_path: Path) -> None:
+    folder = shutil.copytree(compiled("tiny-llama"), tmp_path / "artifact")
+    path = tmp_path / "a\nb\x1b\udcff \u2603.txt"
+    path.write_text("text")
+    text = read_text(path)
+    assert text == Text("a\ufffdb\ufffd\ufffd \u2603.txt", "text")
+    record(folder, read_manifest(folder), replace(INFO, text=text.name))
+    assert read_manifest(folder).quality == replace(INFO, text=text.name)
 
 
 def test_bad_input(compiled: Compiled, tmp_path: Path, model_folder: Callable[[str], Path]) -> None:

@@ -120,7 +120,7 @@ def bench(
             status.update(stage)
 
         report = run(plan, timeout=timeout, progress=show)
-    data = to_json(report_data(report), indent=1) + b"\n"
+    data = to_json(report_data(report), indent=1, errors="backslashreplace") + b"\n"
     if save is not None:
         with terminable(), replacing(save) as file:
             file.write(data)

@@ -192,7 +192,7 @@ def _measured(
     from kvgraph.quality import measure, record
 
     try:
-        return record(output, measure(output, model, text, progress=progress))
+        return record(output, manifest, measure(output, model, text, progress=progress))
     except KVGraphError as why:
         stderr.print(f"note: quality not measured: {why}", soft_wrap=True)
         return manifest

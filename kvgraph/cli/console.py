@@ -93,7 +93,7 @@ def working(stage: str) -> Iterator[None]:
 
 
 def print_json(value: object) -> None:
-    write_json(to_json(value, indent=1) + b"\n")
+    write_json(to_json(value, indent=1, errors="backslashreplace") + b"\n")
 
 
 def write_json(data: bytes) -> None:

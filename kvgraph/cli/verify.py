@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvgraph.cli.console import print_json, stdout, summary, working
+from kvgraph.cli.console import print_json, stdout, summary, terminable, working
 from kvgraph.cli.options import ArtifactFolder, Json
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
@@ -48,7 +49,7 @@ def verify(
     if record:
         from kvgraph.kernels.execute import record as keep
 
-        manifest = keep(artifact, ran)
+        manifest = keep(artifact, manifest, ran)
     if json:
         kernels = {"kernels": [asdict(each) for each in ran]} if execute else {}
         print_json(summary(artifact, manifest) | kernels)
@@ -63,8 +64,13 @@ def _execute(artifact: Path) -> list[Ran]:
     kernels = read_kernels(artifact)
     ran: list[Ran] = []
     tasks = len(tasks_of(kernels))
-    with working("executing kernels"), task("executing", tasks, "steps") as advance:
-        for found in executed(kernels, os.cpu_count() or 1):
+    with (
+        terminable(),
+        working("executing kernels"),
+        task("executing", tasks, "steps") as advance,
+        closing(executed(kernels, os.cpu_count() or 1)) as results,
+    ):
+        for found in results:
             ran += found
             advance(1)
     return ran

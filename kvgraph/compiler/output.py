@@ -22,13 +22,16 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from kvgraph.contract.files import can_write, kind_of
+from kvgraph.contract.files import can_write, kind_of, require_utf8
 from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
 from kvgraph.errors import ArtifactError
 
 PREFIX = ".kvgraph-staging."
 OWNER, MADE, REPLACED = "owner", "made", "replaced"
 MARKER = {"kvgraph": "staging"}
+
+NO_ROOM = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Of a file system that takes no more."""
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Of a file system that locks nothing: leftovers stay there, since none proves to be dead."""
@@ -46,6 +49,7 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
     one that would lose something: any folder without `force`, and with it one that holds more than
     the files of an artifact.
     """
+    require_utf8(absolute(out), "libraries that write there")
     _require_parent(out)
     kind = kind_of(out)
     if kind is None:
@@ -89,7 +93,8 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
         os.write(owner, json.dumps(MARKER | {"output": out.name}).encode())
         made = folder / MADE
         made.mkdir()
-        yield made
+        with _naming(out):
+            yield made
         _follow_umask(made)
         _replace(out, folder, require_free(out, force=force))
     finally:
@@ -97,9 +102,30 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
         os.close(owner)
 
 
+@contextmanager
+def _naming(out: Path) -> Iterator[None]:
+    """ArtifactError that names `out` where a write to it fails without the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in NO_ROOM:
+            raise
+        raise ArtifactError(
+            f"{out}: expected to write all of it, got {error.strerror!r}"
+        ) from error
+
+
 def absolute(out: Path) -> Path:
-    """`out` with a name of its own: "." and "x/.." have none."""
-    out = out.absolute()
+    """`out` with a name of its own: "." and "x/.." have none.
+
+    ArtifactError for a relative one in a working folder that is gone.
+    """
+    try:
+        out = out.absolute()
+    except FileNotFoundError as error:
+        raise ArtifactError(
+            f"{out}: expected a working folder to make it in, got one that was removed"
+        ) from error
     return out.resolve() if out.name in ("", "..") else out
 
 

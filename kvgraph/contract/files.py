@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from kvgraph.errors import RequestError
+from kvgraph.errors import ArtifactError, RequestError
 
 PARTIAL = re.compile(r"\.kvgraph-[0-9a-f]{16}\.partial")
 """Names of files that are being written; a kill leaves one."""
@@ -62,6 +62,16 @@ def require_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) 
             f"{path}: expected no such file, or {what} to replace, got {got} (kept); "
             "give another name"
         )
+
+
+def require_utf8(path: Path, reader: str) -> None:
+    """ArtifactError for a path of other bytes, which `reader`, a library, does not take."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ArtifactError(
+            f"{path}: expected a path in UTF-8 for {reader}, got {os.fsencode(path)!r}"
+        ) from None
 
 
 def kind_of(path: Path) -> str | None:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,8 @@ from kvgraph.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+NOT_PLAIN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and what UTF-8 lacks: text of a manifest has neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +204,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` so that it appears whole or not at all, with its own hash in it.
 
     Mappings keep their order: that of a layout's leaves is the order of the bindings.
+    ArtifactError, with nothing written, for text that `read_manifest` refuses.
     """
     fields = to_plain(manifest)
+    try:
+        _require_plain_text(fields)
+    except ValueError as error:
+        raise ArtifactError(f"{folder / MANIFEST_NAME}: {error}") from error
     text = to_json(fields | {"sha256": _hash(fields)}, indent=1)
     with replacing(folder / MANIFEST_NAME) as file:
         file.write(text + b"\n")
@@ -237,6 +243,21 @@ def read_manifest(folder: Path) -> Manifest:
             inside_folder(folder, name)
         _require_values(manifest)
         return manifest
+
+
+def read_measured(folder: Path, measured: Manifest) -> Manifest:
+    """The manifest of `folder`, to which figures of the artifact `measured` can be added.
+
+    ArtifactError where it differs in more than such figures.
+    """
+    found = read_manifest(folder)
+    first, now = (to_plain(replace(each, quality=None, executed=[])) for each in (measured, found))
+    if first != now:
+        raise ArtifactError(
+            f"{folder}: expected the artifact that was measured, got another: it was replaced "
+            "while it was measured"
+        )
+    return found
 
 
 def listed_names(folder: Path) -> frozenset[str]:
@@ -310,9 +331,9 @@ def _require_counts(name: str, records: Sequence[object]) -> None:
 
 
 def _require_plain_text(value: object) -> None:
-    """ValueError for text that would write more to a terminal than itself."""
-    if isinstance(value, str) and CONTROL.search(value):
-        raise ValueError(f"expected text without control characters, got {value!r:.100}")
+    """ValueError for text that would write more to a terminal than itself, or is not UTF-8."""
+    if isinstance(value, str) and NOT_PLAIN.search(value):
+        raise ValueError(f"expected text without control characters, in UTF-8, got {value!r:.100}")
     if isinstance(value, list | dict):
         for each in (*value, *value.values()) if isinstance(value, dict) else value:
             _require_plain_text(each)

@@ -37,13 +37,19 @@ def from_plain(kind: type[T], value: object, where: str = "") -> T:
     return typing.cast(T, _convert(kind, value, where))
 
 
-def to_json(value: object, *, indent: int | None = None, sort: bool = False) -> bytes:
-    """One form for equal values: no spaces without `indent`, keys in their order or sorted."""
+def to_json(
+    value: object, *, indent: int | None = None, sort: bool = False, errors: str = "strict"
+) -> bytes:
+    """One form for equal values: no spaces without `indent`, keys in their order or sorted.
+
+    UnicodeEncodeError for text that UTF-8 lacks, such as the bytes of a path; with `errors`
+    "backslashreplace" it is written as JSON's escapes.
+    """
     separators = (",", ": ") if indent else (",", ":")
     text = json.dumps(
         value, indent=indent, separators=separators, sort_keys=sort, ensure_ascii=False
     )
-    return text.encode()
+    return text.encode(errors=errors)
 
 
 def _convert(kind: object, value: object, where: str) -> object:

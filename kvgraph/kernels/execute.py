@@ -9,15 +9,20 @@ from __future__ import annotations
 import gzip
 import json
 import multiprocessing
+import os
+import signal
+import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvgraph import ptx
-from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_manifest, write_manifest
+from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_measured, write_manifest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import matrix_trials, trials
@@ -138,19 +143,56 @@ def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
     return tasks
 
 
-def executed(kernels: Sequence[Packed], jobs: int) -> Iterator[list[Ran]]:
+def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None, None]:
     """Results of each task, in order, from processes of their own.
 
-    KernelError: a kernel that faults, or computes something else than its reference.
+    They end with this one, and where the iterator is closed or raises. KernelError: a kernel that
+    faults, or computes something else than its reference.
     """
     # A fork of this process would have its locks without its threads.
     clean = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(jobs, mp_context=clean) as pool:
-        yield from pool.map(run_task, tasks_of(kernels))
+    theirs, ours = clean.Pipe(duplex=False)
+    with (
+        theirs,
+        ours,
+        ProcessPoolExecutor(
+            jobs, mp_context=clean, initializer=_end_with, initargs=(theirs,)
+        ) as pool,
+    ):
+        try:
+            with _without_interrupts():  # Ctrl-C is for this process: it ends the others
+                found = pool.map(run_task, tasks_of(kernels))
+            yield from found
+        except BaseException:
+            ours.close()
+            raise
 
 
-def record(folder: Path, ran: Sequence[Ran]) -> Manifest:
-    """Write what kernels did into the artifact's manifest, which appears whole or not at all."""
+def _end_with(pipe: Connection) -> None:
+    """End this process, in the middle of a task too, when the other end of `pipe` is closed."""
+
+    def wait() -> None:
+        pipe.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A scope whose new processes never get SIGINT, and after which this one does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def record(folder: Path, measured: Manifest, ran: Sequence[Ran]) -> Manifest:
+    """Write what kernels did into the artifact's manifest, which appears whole or not at all.
+
+    ArtifactError, with nothing written, where `folder` no longer has the artifact of `measured`.
+    """
     by_file: dict[str, list[Ran]] = {}
     for each in ran:
         by_file.setdefault(each.file, []).append(each)
@@ -165,7 +207,7 @@ def record(folder: Path, ran: Sequence[Ran]) -> Manifest:
         )
         for file, found in sorted(by_file.items())
     ]
-    manifest = replace(read_manifest(folder), executed=entries)
+    manifest = replace(read_measured(folder, measured), executed=entries)
     write_manifest(folder, manifest)
     return manifest
 

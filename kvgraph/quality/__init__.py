@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kvgraph.contract.manifest import Manifest, QualityInfo, read_manifest, write_manifest
+from kvgraph.contract.manifest import Manifest, QualityInfo, read_measured, write_manifest
 from kvgraph.errors import RequestError
 from kvgraph.quality.scores import compare
 from kvgraph.quality.text import WINDOW_TOKENS, cut_windows, read_text
@@ -56,8 +56,11 @@ def measure(
     return compare(scores, reference, text=given.name, sha256=given.sha256)
 
 
-def record(folder: Path, quality: QualityInfo) -> Manifest:
-    """Write `quality` into the artifact's manifest, which appears whole or not at all."""
-    manifest = replace(read_manifest(folder), quality=quality)
+def record(folder: Path, measured: Manifest, quality: QualityInfo) -> Manifest:
+    """Write `quality` into the artifact's manifest, which appears whole or not at all.
+
+    ArtifactError, with nothing written, where `folder` no longer has the artifact of `measured`.
+    """
+    manifest = replace(read_measured(folder, measured), quality=quality)
     write_manifest(folder, manifest)
     return manifest

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.manifest import NOT_PLAIN
 from kvgraph.contract.tokenizer import NAME, encode, read_tokenizer
 from kvgraph.errors import MissingDependencyError, ModelError, RequestError
 
@@ -39,13 +40,17 @@ class Text:
 
 
 def read_text(path: Path | None) -> Text:
-    """The text of a UTF-8 file, or the held-out text where no path is given."""
+    """The text of a UTF-8 file, or the held-out text where no path is given.
+
+    In its name U+FFFD stands for what a manifest does not hold.
+    """
     if path is None:
         return held_out_text()
     try:
-        return Text(path.name, path.read_text(encoding="utf-8"))
+        content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: expected text in UTF-8, got {error}") from error
+    return Text(NOT_PLAIN.sub("\ufffd", path.name), content)
 
 
 def held_out_text() -> Text:

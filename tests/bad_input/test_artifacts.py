@@ -187,11 +187,11 @@ MIXTURE = {"layers": 1, "experts": 4, "active": 1, "parameters": 1, "bytes": 1}
         (lambda fields: fields.update(files=[]), r"files: expected dict, got \[\]"),
         (
             lambda fields: fields["model"].update(architecture="x\x1b[2J"),
-            r"expected text without control characters, got 'x\\x1b\[2J'",
+            r"expected text without control characters, in UTF-8, got 'x\\x1b\[2J'",
         ),
         (
             lambda fields: fields["outputs"][0].update(dtype="float32\nkvgraph: all is well"),
-            r"expected text without control characters, got 'float32\\nkvgraph: all",
+            r"expected text without control characters, in UTF-8, got 'float32\\nkvgraph: all",
         ),
         (
             lambda fields: fields.update(layers=[{"leaf": "", "index": 99}]),

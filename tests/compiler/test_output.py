@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import kvgraph
 from kvgraph.compiler import output
 from kvgraph.compiler.output import OWNER, PREFIX, require_free, staging
 from kvgraph.contract.plain import to_json
@@ -181,6 +183,40 @@ def test_an_output_that_cannot_be_made(out: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == before
     for name in ("new", "new/deep", "linked/new", "out/../new"):
         assert require_free(tmp_path / name, force=False) == frozenset()
+
+
+def test_a_path_that_is_not_utf_8(
+    tmp_path: Path, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a\udcff"
+    folder.mkdir()
+    message = r"expected a path in UTF-8 for libraries that write there, got b'.*a\\xff/out'"
+    with pytest.raises(ArtifactError, match=message):
+        kvgraph.compile(model_folder("tiny-llama"), folder / "out")
+    monkeypatch.chdir(folder)
+    with pytest.raises(ArtifactError, match=message):
+        require_free(Path("out"), force=False)
+    assert not list(folder.iterdir())
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        ArtifactError, match=r"^out: expected a working folder .*, got one that was"
+    ):
+        require_free(Path("out"), force=False)
+    assert require_free(tmp_path / "out", force=False) == frozenset()
+
+
+def test_a_write_that_names_no_file_names_the_output(tmp_path: Path) -> None:
+    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    message = "out: expected to write all of it, got 'File too large'"
+    with pytest.raises(ArtifactError, match=message), staging(tmp_path / "out", force=False):
+        raise error
+    assert not list(tmp_path.iterdir())
 
 
 @contextmanager

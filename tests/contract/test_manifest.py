@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from rich.console import Console
 
 import kvgraph
-from kvgraph.contract.manifest import read_manifest
+from kvgraph.contract.manifest import read_manifest, write_manifest
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.runtime.artifact import verify
@@ -62,6 +63,16 @@ def artifact(tmp_path: Path, compiled: Compiled) -> Path:
 
 def inspect(folder: Path) -> None:
     show(folder, read_manifest(folder), Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\x1b[2J", "a\udcff"])
+def test_what_no_reader_takes_is_not_written(artifact: Path, text: str) -> None:
+    before = (artifact / "manifest.json").read_bytes()
+    manifest = read_manifest(artifact)
+    message = r"manifest\.json: expected text without control characters, in UTF-8, got 'a\\"
+    with pytest.raises(ArtifactError, match=message):
+        write_manifest(artifact, replace(manifest, notes=[text]))
+    assert (artifact / "manifest.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "gemma2"])

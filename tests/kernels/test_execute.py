@@ -18,7 +18,14 @@ pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import aot
-from kvgraph.kernels.execute import Packed, read_kernels, run_task, run_trial, tasks_of
+from kvgraph.kernels.execute import (
+    Packed,
+    read_kernels,
+    record,
+    run_task,
+    run_trial,
+    tasks_of,
+)
 from kvgraph.kernels.shapes import AttentionShape, CacheShape
 from kvgraph.kernels.trials import Trial, attention_trial, rows_of
 from tests.support.command_line import run
@@ -83,6 +90,14 @@ def test_nothing_is_kept_of_what_did_not_run(artifact: Path) -> None:
         2,
         "kvgraph: --record: expected --execute beside it, got none\n",
     )
+
+
+def test_what_another_artifact_did_is_not_kept(artifact: Path, tmp_path: Path) -> None:
+    shutil.copytree(artifact, tmp_path / "kept")
+    other = replace(read_manifest(artifact), dtype="bfloat16")
+    with pytest.raises(ArtifactError, match=r"kept: expected the artifact that was measured"):
+        record(tmp_path / "kept", other, [])
+    assert read_manifest(tmp_path / "kept") == read_manifest(artifact)
 
 
 def test_ptx_is_small_and_the_same_each_time(artifact: Path) -> None:

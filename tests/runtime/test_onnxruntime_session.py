@@ -226,6 +226,14 @@ class Breaking(CountingBinding):
             raise KeyboardInterrupt
 
 
+def test_a_path_that_is_not_utf_8_is_refused(compiled: Compiled, tmp_path: Path) -> None:
+    linked = tmp_path / "a\udcff.kvg"
+    linked.symlink_to(compiled("tiny-llama"))
+    message = r"expected a path in UTF-8 for onnxruntime, got b'.*/a\\xff\.kvg/model\.onnx'"
+    with pytest.raises(kvgraph.ArtifactError, match=message):
+        kvgraph.load(linked).session()
+
+
 def rebind(session: Any, binding: Any) -> None:
     for holder in (*session._inputs, session._logits):
         holder._binding = binding

@@ -45,6 +45,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.files import require_utf8
 from kvgraph.contract.signature import output_name
 from kvgraph.errors import (
     ArtifactError,
@@ -213,6 +214,7 @@ def open_session(
     ArtifactError: it refuses the model, which may be of a newer version than it knows.
     """
     require_provider(ort, provider)
+    require_utf8(model, "onnxruntime")
     chosen = (provider, dict(settings)) if settings else provider
     try:
         given: str | bytes = str(model)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvgraph.contract.files import require_utf8
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
 from kvgraph.runtime.sessions.cuda_errors import opening_error
@@ -15,6 +16,7 @@ from kvgraph.runtime.sessions.cuda_errors import opening_error
 def opening(path: Path, framework: str) -> Iterator[None]:
     """ArtifactError for what `framework` ("torch 2.13.0") raises while it opens `path`, but
     CapacityError where a GPU has too little memory, and DeviceLostError."""
+    require_utf8(path, framework)
     try:
         yield
     except (KVGraphError, MemoryError):
