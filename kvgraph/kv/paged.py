@@ -217,10 +217,10 @@ class PagedKVCacheManager(PagedQueries):
     def reset_prefix_cache(self) -> None:
         """Forget every committed page, and empty the tiers.
 
-        A page that a live request holds is forgotten when the last such request releases it; until
-        then other requests may take it as their prefix. A copy that has begun is discarded when it
-        ends, and a request that waits for a load is computed. Bound prefixes stay, and so does what
-        other models keep in a shared store.
+        A live request keeps its pages and runs on, but no other request takes them, nor what it
+        computes over them. A copy that has begun is discarded when it ends, and a request that
+        waits for a load is computed. Bound prefixes stay, and so does what other models keep in a
+        shared store.
         """
         for replica in self._replicas:
             replica.reset_prefix_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.memory import most_pages
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.pool.identity import PoolSettings
+from kvgraph.kv.pool.journal import Stored
 from kvgraph.kv.pool.leaf import ReplicaBuffers
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.plan import Loadable
@@ -97,7 +98,8 @@ class PagedQueries(KVCacheManager):
         for ctx in contexts:
             first, end = ctx.processed_length, ctx.processed_length + ctx.active_length
             row = row_of(ctx.request_id, claimed, replica_idx, "coming_pages")
-            coming.update(row.digests[first // size : ceildiv(end, size)])
+            if replica.commits(row):
+                coming.update(row.digests[first // size : ceildiv(end, size)])
         return coming
 
     def missing_page(self, ctx: TextContext, replica_idx: int = 0) -> bytes | None:
@@ -220,15 +222,20 @@ class PagedQueries(KVCacheManager):
         return held_pages(replica.leaves, self.leaf_pools(replica_idx), visible)
 
     def adopted_pages(
-        self, digests: Sequence[Sequence[bytes]], replica_idx: int = 0
+        self,
+        digests: Sequence[Sequence[bytes]],
+        replica_idx: int = 0,
+        *,
+        stored: Iterable[Stored] = (),
     ) -> AbstractContextManager[list[LeafPages]]:
         """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
 
-        At its end they are committed and free; after an error they are free as before.
-        InsufficientPagesError if too few are free.
+        At its end they are committed and free, and told of by `events`: as in `stored`, or by their
+        digests alone. After an error they are free as before. InsufficientPagesError if too few are
+        free.
         """
         leaves = at_replica(self._replicas, replica_idx, "adopted_pages").leaves
-        return adopted_pages(leaves, self.leaf_pools(replica_idx), digests)
+        return adopted_pages(leaves, self.leaf_pools(replica_idx), digests, stored)
 
     def get_device_buffer(self, replica_idx: int = 0) -> ReplicaBuffers:
         """The replica's raw pools, for transfers: `.all_buffers`."""

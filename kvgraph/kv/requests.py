@@ -41,8 +41,9 @@ class TextContext:
 
     Plain slots, because the managers read them in their innermost loops. `request_id` must not
     change while the request is claimed. `cache_salt` and `adapter` keep prefixes of different
-    tenants and adapters apart. RequestError for an argument of another type, and if `tokens` is
-    empty, not one-dimensional, not int32 or has a negative one.
+    tenants and adapters apart. A request that `is_private` takes no cached pages, and leaves none.
+    RequestError for an argument of another type, and if `tokens` is empty, not one-dimensional, not
+    int32 or has a negative one.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class TextContext:
         "cache_salt",
         "cached_prefix_length",
         "current_length",
+        "is_private",
         "processed_length",
         "request_id",
     )
@@ -64,12 +66,14 @@ class TextContext:
         *,
         cache_salt: bytes = b"",
         adapter: str = "",
+        is_private: bool = False,
     ) -> None:
-        _require_types(request_id, cache_salt, adapter)
+        _require_types(request_id, cache_salt, adapter, is_private)
         self._tokens = _as_int32(request_id, tokens)
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.adapter = adapter
+        self.is_private = is_private
         self.current_length = self.active_length = self._tokens.size
         self.processed_length = self.cached_prefix_length = 0
 
@@ -146,9 +150,15 @@ class TextContext:
         )
 
 
-def _require_types(request_id: RequestID, cache_salt: bytes, adapter: str) -> None:
+def _require_types(
+    request_id: RequestID, cache_salt: bytes, adapter: str, is_private: bool
+) -> None:
     require_key(request_id)
-    for name, value, kind in (("cache_salt", cache_salt, bytes), ("adapter", adapter, str)):
+    for name, value, kind in (
+        ("cache_salt", cache_salt, bytes),
+        ("adapter", adapter, str),
+        ("is_private", is_private, bool),
+    ):
         if not isinstance(value, kind):
             raise RequestError(
                 f"{name} of {request_id!r}: expected {kind.__name__}, "

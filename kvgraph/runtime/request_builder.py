@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from secrets import token_bytes
 from typing import cast
 
 from kvgraph.contract.manifest import ModelInfo
@@ -55,9 +54,9 @@ class RequestBuilder:
         if not sampling.ignore_eos:
             stops |= set(self.model.eos_token_ids)
         scores = self._scores(request_id, sampling.prompt_logprobs, len(tokens))
-        # No other request has pages of a new salt: the whole prompt is computed.
-        salt = cache_salt if scores is None else cache_salt + token_bytes(16)
-        context = TextContext(request_id, tokens, cache_salt=salt)
+        # All logits of its prompt are asked for: none of it may come from the cache.
+        is_private = scores is not None
+        context = TextContext(request_id, tokens, cache_salt=cache_salt, is_private=is_private)
         ends = [token for token in stops if token < self.model.vocab_size]
         guide: Guide | None = None
         edits = edits_of(sampling, context, ends)

@@ -67,7 +67,8 @@ class SamplingParams:
     `logprobs` asks for the log-probability and rank of each token, and for that many of the
     likeliest ones (0 to 20); `prompt_logprobs` asks the same about the prompt's tokens. Both are of
     the model's own distribution, before all of the above. A request with `prompt_logprobs` computes
-    its whole prompt, without pages of the prefix cache, in chunks of at most 128 tokens.
+    its whole prompt, in chunks of at most 128 tokens; it takes no pages of the prefix cache, and
+    leaves none there.
 
     `n` (1 to 128): completions of each prompt that `Engine.generate` gives, which share the pages
     of the prompt. With a `seed`, number i has seed + i.

@@ -84,18 +84,16 @@ def test_a_page_published_after_its_copy_is_the_youngest() -> None:
     assert pool.index == {bytes([0]): 0, b"copied": 1}
 
 
-def test_forget_spares_held_pages_until_no_request_holds_them() -> None:
+def test_forget_uncommits_pages_that_requests_and_copies_hold() -> None:
     pool = cached_pool(4, 4)
     pool.hold([0, 1, 1])
     pool.pin([1, 2])
     epoch = pool.epoch
     pool.forget()
     assert pool.epoch is not epoch
-    assert pool.index == {bytes([0]): 0, bytes([1]): 1}
-    pool.drop([0, 1])
-    assert pool.index == {bytes([1]): 1}
-    pool.drop([1])
-    assert pool.index == {}
+    assert (pool.index, pool.digests) == ({}, [None] * 4)
+    assert (pool.refs, pool.num_free) == ([1, 2, 0, 0], 1)
+    pool.drop([0, 1, 1])
     pool.unpin([1, 2])
     assert (pool.num_free, pool.evictions) == (4, 0)
 

@@ -105,7 +105,7 @@ def test_hits_are_not_evicted_by_the_growth_of_the_same_batch() -> None:
     assert not set(manager.get_req_blocks("fresh")) & {0, 1}
 
 
-def test_reset_forgets_what_nobody_holds() -> None:
+def test_reset_forgets_what_requests_hold_too() -> None:
     manager = make_cached()
     serve(manager, "a", range(9))
     live = start(manager, "b", range(50, 59))
@@ -113,7 +113,20 @@ def test_reset_forgets_what_nobody_holds() -> None:
     manager.step([live])
     manager.reset_prefix_cache()
     assert start(manager, "a2", range(9)).cached_prefix_length == 0
-    assert start(manager, "b2", range(50, 59)).cached_prefix_length == 8
+    assert start(manager, "b2", range(50, 59)).cached_prefix_length == 0
+
+
+def test_a_private_request_takes_no_page_and_leaves_none() -> None:
+    manager = make_cached(pages=20)
+    serve(manager, "a", range(9))
+    known = manager.committed_digests()
+    private = start(manager, "b", range(17), is_private=True)
+    assert (private.cached_prefix_length, manager.missing_page(private)) == (0, None)
+    assert manager.coming_pages([private]) == set()
+    decode(manager, private, *range(1, 6))
+    assert manager.committed_digests() == known
+    manager.release("b")
+    assert start(manager, "c", range(17)).cached_prefix_length == 8
 
 
 def test_a_chunk_survives_a_hit() -> None:

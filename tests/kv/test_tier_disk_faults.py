@@ -300,6 +300,38 @@ def test_a_clear_that_fails_is_done_before_the_store_answers_again(
     assert held(opened(tmp_path)) == [1]
 
 
+def test_a_clear_that_failed_is_tried_again_as_the_store_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
+    store = opened(tmp_path)
+    put(store, 0)
+    store.flush()
+    with locked_index(tmp_path):
+        store.clear()
+    store.close()
+    assert held(opened(tmp_path)) == []
+
+
+def test_a_store_that_closes_before_it_is_emptied_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
+    store = opened(tmp_path)
+    put(store, 0)
+    store.flush()
+    with locked_index(tmp_path):
+        store.clear()
+        caplog.clear()
+        store.close()
+        store.close()
+    told = [one for one in caplog.messages if "could not be emptied" in one]
+    assert len(told) == 1
+    assert told[0].endswith(f"run kvgraph cache clear {tmp_path}")
+    tools.clear(tmp_path)
+    assert held(opened(tmp_path)) == []
+
+
 def test_room_that_the_dead_claimed_is_free_again(tmp_path: Path) -> None:
     store = opened(tmp_path, pages=1)
     code = (

@@ -22,7 +22,6 @@ from kvgraph.contract.inputs import Buffer
 from kvgraph.errors import CapacityError, InsufficientPagesError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.tiers import lookup, workers
-from kvgraph.kv.tiers.store import page_key
 from tests.kv.model_requests import STAMP, Request, params_of
 from tests.kv.test_kv_model import ROWS, CacheMachine
 from tests.support.builders import snapshot
@@ -48,10 +47,6 @@ class Cells:
 
 def hashes_of(record: bytes) -> bytes:
     return (np.frombuffer(record, np.int64) & ~STAMP).tobytes()
-
-
-def last_write(record: bytes) -> int:
-    return int(np.frombuffer(record, np.int64)[-1]) & STAMP
 
 
 class Unthreaded(PagedKVCacheManager):
@@ -224,22 +219,13 @@ class TierMachine(CacheMachine):
 
     @rule()
     def reset(self) -> None:
-        """With copies in flight as they happen to be: all that the tiers hold is known, too."""
-        host = self.tiers.connector._host  # type: ignore[attr-defined]
-        slots = [slot for shelf in host._shelves.values() for slot in shelf.held.values()]
-        self.known |= {(slot.key, last_write(bytes(slot.data))) for slot in slots}
-        for store in self.stores:
-            self.known |= {(key, last_write(record)) for key, record in store.pages.items()}
+        """With copies in flight as they happen to be."""
         seen["resets with loads on their way"] += bool(self.tiers._loading)
         seen["resets with offloads on their way"] += self.num_pinned() > self.num_pages_loading()
         seen["resets with answers"] += any(
             self.tiers._lookup_of(r.ctx) for r in self.requests.values()
         )
         super().reset()
-
-    def name_of(self, i: int, digest: bytes) -> Any:
-        pools = self.tiers.pools[0][i]
-        return page_key(digest, pools.leaf, pools.shards)
 
     @rule()
     def lose_the_host(self) -> None:

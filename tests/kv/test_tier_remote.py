@@ -277,8 +277,23 @@ def test_a_clear_that_fails_is_done_before_the_store_answers_again(own: RedisSer
     store.close()
 
 
+def test_a_clear_that_failed_is_tried_again_as_the_store_closes(own: RedisServer) -> None:
+    own.start()
+    store = RemoteStore(own.url(), MODEL, SIZE)
+    put(store, 0, 1)
+    freeze(own, store)
+    store.clear()
+    thaw(own, store)
+    store.close()
+    again = RemoteStore(own.url(), MODEL, SIZE)
+    assert again.contains(KEYS[:2]) == [False, False]
+    again.close()
+
+
 @pytest.mark.parametrize("command", ["scan", "unlink"])
-def test_a_store_that_may_not_clear_answers_no_more(command: str, own: RedisServer) -> None:
+def test_a_store_that_may_not_clear_answers_no_more(
+    command: str, own: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     own.start()
     with redis.Redis.from_url(own.url()) as client:
         client.acl_setuser(
@@ -292,6 +307,10 @@ def test_a_store_that_may_not_clear_answers_no_more(command: str, own: RedisServ
     assert got(store, 0) is None
     assert put(store, 1) == [False]
     store.close()
+    store.close()
+    told = [one for one in caplog.messages if "could not be emptied" in one]
+    assert len(told) == 1
+    assert told[0].endswith(f"remove the keys kvgraph-1:{MODEL.hex()[:32]}:*")
 
 
 @pytest.mark.parametrize("credentials", ["", "someone:", ":wrong-secret@", "someone:wrong-secret@"])

@@ -16,7 +16,7 @@ from kvgraph.kv.tiers.connector import Move
 from kvgraph.kv.tiers.host import HostStore
 from kvgraph.kv.tiers.tiered import TieredConnector
 from tests.kv.test_tier_model import Unthreaded
-from tests.support.builders import make_params, start
+from tests.support.builders import decode, make_manager, make_params, start
 from tests.support.stores import MemoryStore, opener
 
 PROMPT = range(13)
@@ -207,16 +207,62 @@ def test_a_request_of_a_later_epoch_is_loaded_again() -> None:
     assert manager.is_loading("c")
 
 
-def test_pages_of_a_live_request_are_hit_until_it_ends() -> None:
+def test_pages_of_a_live_request_are_not_hit() -> None:
     manager = make()
     prefill(manager, "a")
     manager.reset_prefix_cache()
-    assert start(manager, "b", PROMPT).cached_prefix_length == 12
-    manager.release("a")
-    assert start(manager, "c", PROMPT).cached_prefix_length == 12
+    assert len(manager.get_req_blocks("a")) == 4
+    assert start(manager, "b", PROMPT).cached_prefix_length == 0
     manager.release("b")
-    manager.release("c")
+    manager.release("a")
     assert_forgotten(manager)
+
+
+@pytest.mark.parametrize("chunk", [4, 6])
+def test_a_live_request_commits_nothing_more(chunk: int) -> None:
+    """Neither the page that the reset cuts, nor those computed over older ones."""
+    store = MemoryStore()
+    manager = make(store)
+    ctx = TextContext("a", PROMPT)
+    ctx.active_length = chunk
+    manager.claim("a")
+    manager.alloc(ctx)
+    ctx.update()
+    manager.step([ctx])
+    manager.reset_prefix_cache()
+    assert not manager.coming_pages([ctx])
+    manager.alloc(ctx)
+    decode(manager, ctx, *range(1, 6))
+    assert ctx.processed_length == 17
+    assert manager.committed_digests() == []
+    manager.release("a")
+    assert_forgotten(manager)
+    assert not store.pages
+
+
+def test_a_live_request_that_is_preempted_commits_again() -> None:
+    manager = make()
+    ctx = prefill(manager, "a")
+    manager.reset_prefix_cache()
+    manager.release("a")
+    ctx.rewind()
+    manager.claim("a")
+    manager.alloc(ctx)
+    assert ctx.cached_prefix_length == 0
+    ctx.update(1)
+    manager.step([ctx])
+    assert start(manager, "b", PROMPT).cached_prefix_length == 12
+
+
+@pytest.mark.parametrize("window", [4, 8])
+def test_a_live_request_commits_nothing_behind_its_window(window: int) -> None:
+    manager = make_manager(page_size=4, window_size=window, enable_prefix_caching=True)
+    ctx = prefill(manager, "a")
+    manager.reset_prefix_cache()
+    manager.alloc(ctx)
+    decode(manager, ctx, *range(2, 9))
+    assert manager.committed_digests() == []
+    assert len(set(manager.get_req_blocks("a"))) < len(manager.get_req_blocks("a"))
 
 
 def test_a_store_that_cannot_be_emptied_misses_until_it_is() -> None:

@@ -19,6 +19,7 @@ from kvgraph import Engine, SamplingParams
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import DeviceError, MissingDependencyError, TransferError
 from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.pool.journal import Cleared, Stored
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.nixl_pools import NixlPools
 from kvgraph.kv.tiers.transfer import PageTransfer, Way
@@ -125,6 +126,71 @@ def test_pages_arrive_as_they_were(way: Way, kind: str) -> None:
     assert transfer(sender, ctx, receiver, way) == (0, 0), "it has them all"
 
 
+def test_pages_that_the_receiver_has_are_not_evicted() -> None:
+    """They are those that its requests let go of first."""
+    sender, receiver = manager(), manager(pages=8)
+    ctx = compute(sender)
+    compute(receiver, TOKENS[:9])
+    compute(receiver, [50] * 21)
+    assert len(receiver.committed_digests()) == 2 + 5
+    assert transfer(sender, ctx, receiver, "connection") == (5, 5)
+    follower = TextContext("next", [*TOKENS, 1, 2])
+    receiver.claim("next")
+    receiver.alloc(follower)
+    assert follower.cached_prefix_length == 28
+
+
+def test_too_little_room_besides_the_pages_that_the_receiver_has() -> None:
+    sender, receiver = manager(), manager(pages=6)
+    ctx = compute(sender)
+    compute(receiver, TOKENS[:9])
+    before = snapshot(receiver)
+    sent, received = transfer(sender, ctx, receiver, "connection")
+    assert sent == received
+    assert "pages of another engine: expected 5 free pages, got 4" in sent
+    assert snapshot(receiver) == before
+
+
+@pytest.mark.parametrize("make", [manager, tree])
+def test_pages_that_arrive_are_told(make: Callable[[], PagedKVCacheManager]) -> None:
+    """As the sender told of them."""
+    sender, receiver = make(), make()
+    sender.follow()
+    ctx = compute(sender)
+    compute(receiver, TOKENS[:9])
+    receiver.follow()
+    transfer(sender, ctx, receiver, "connection")
+    assert receiver.events() == [Cleared(), *sender.events()[3:]]
+
+
+def test_pages_of_an_older_sender_are_told_without_tokens() -> None:
+    sender, receiver = manager(), manager()
+    digests = sender.page_identities(compute(sender))
+    receiver.follow()
+    with receiver.adopted_pages([digests]):
+        pass
+    assert receiver.events() == [Cleared(), *(Stored(digest, None, []) for digest in digests)]
+    with sender.held_pages(TextContext("x", TOKENS)) as leaves:
+        header = PageTransfer(sender)._header(TextContext("x", TOKENS), leaves, "connection")
+    del header["root"], header["tokens"]
+    assert PageTransfer(receiver)._stored(header) == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tokens": []}, {"tokens": [1 << 70]}, {"tokens": "x"}, {"root": 5}]
+)
+def test_tokens_that_are_none_are_refused(changes: Any) -> None:
+    sender, receiver = manager(), manager()
+    ctx = compute(sender)
+    ours, theirs = Pipe()
+    with sender.held_pages(ctx) as leaves:
+        header = PageTransfer(sender)._header(ctx, leaves, "connection") | changes
+    ours.send_bytes(json.dumps(header).encode())
+    with pytest.raises(TransferError, match="transfer: "):
+        PageTransfer(receiver).receive(theirs)
+    assert receiver.num_free_blocks() == 20
+
+
 @pytest.mark.parametrize(
     ("receiver", "message"),
     [
@@ -157,7 +223,7 @@ def test_a_sender_that_dies_leaves_nothing(after: int) -> None:
     ctx = compute(sender)
     header = PageTransfer(sender)._header
     with sender.held_pages(ctx) as leaves:
-        first = json.dumps(header(leaves, "connection")).encode()
+        first = json.dumps(header(ctx, leaves, "connection")).encode()
     ours, theirs = Pipe()
     if after:
         ours.send_bytes(first)
@@ -198,7 +264,7 @@ def test_a_way_that_is_none_is_refused(way: Any) -> None:
     with pytest.raises(TransferError, match=expected):
         PageTransfer(kv).send(ctx, ours, way=way)
     with kv.held_pages(ctx) as leaves:
-        header = PageTransfer(kv)._header(leaves, "connection") | {"way": way}
+        header = PageTransfer(kv)._header(ctx, leaves, "connection") | {"way": way}
     ours.send_bytes(json.dumps(header).encode())
     with pytest.raises(TransferError, match=f"way: expected one .* receiver has, got {way}"):
         PageTransfer(manager()).receive(theirs)
@@ -217,7 +283,8 @@ def test_a_page_of_another_size_is_no_page() -> None:
     ctx = compute(sender)
     ours, theirs = Pipe()
     with sender.held_pages(ctx) as leaves:
-        ours.send_bytes(json.dumps(PageTransfer(sender)._header(leaves, "connection")).encode())
+        header = PageTransfer(sender)._header(ctx, leaves, "connection")
+        ours.send_bytes(json.dumps(header).encode())
     ours.send_bytes(b"\x01" * 10)
     with pytest.raises(TransferError, match="a page of 10 bytes instead of 1024"):
         PageTransfer(receiver).receive(theirs)

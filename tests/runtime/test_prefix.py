@@ -69,6 +69,17 @@ def test_a_bound_prefix_is_not_computed(artifact: Artifact, written: Path) -> No
         assert kv.get_metrics_aggregated().cache_tokens == 96
 
 
+def test_figures_are_of_all_that_are_bound(
+    artifact: Artifact, written: Path, tmp_path: Path
+) -> None:
+    other = write_prefix(Engine(artifact, num_pages=60), TOKENS[50:90], tmp_path / "other.kvp")
+    with Engine(artifact, num_pages=60, prefixes=[written, other]) as engine:
+        kv: Any = engine.kv
+        engine.generate([[*TOKENS, 5, 6]], greedy(1))
+        found = kv.tier_stats()["prefix"]
+        assert (found.num_pages, found.num_used_pages, found.read) == (6 + 2, 6 + 2, 6)
+
+
 @pytest.mark.parametrize(
     ("model", "page_size"), [("gemma3_text", 8), ("qwen3", 8), ("tiny-llama", 32)]
 )

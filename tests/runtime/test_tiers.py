@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvgraph
-from kvgraph import Engine, RequestError
+from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.artifact import Artifact
@@ -205,6 +205,27 @@ def test_counters_tell_the_truth(artifact: Artifact) -> None:
     assert manager.get_num_used_host_pages() == 0
     manager.close()
     assert store.is_closed
+
+
+def test_a_prompt_that_is_scored_leaves_no_pages(artifact: Artifact) -> None:
+    """Neither in the pool nor in a tier. Where it is preempted, it is computed again."""
+    with Engine(artifact, num_pages=40, total_num_host_pages=30, num_threads=1) as engine:
+        kv: Any = engine.kv
+        asked = prompts(1, 100)
+        answers(engine, asked, tokens=1)
+        scored = SamplingParams(max_new_tokens=40, ignore_eos=True, prompt_logprobs=0)
+        whole = engine.generate(asked, scored)[0].token_ids
+        engine.submit(asked[0], scored)
+        tokens = engine.step()
+        engine.scheduler._preempt(engine.scheduler.running)
+        while engine.busy:
+            tokens += engine.step()
+        assert [token.token_id for token in tokens] == whole
+        settle(kv)
+        assert len(kv.committed_digests()) == kv.get_num_used_host_pages() == 6
+        metrics = kv.get_metrics_aggregated()
+        assert (metrics.cache_tokens, metrics.d2h_blocks_copied) == (0, 6)
+        assert_conserved(engine)
 
 
 # -- bad input

@@ -86,6 +86,8 @@ def snapshot(manager: PagedKVCacheManager) -> Any:
 
 
 def _row(row: Any) -> Any:
-    names = "index phase pages passed capacity limit wake digests committed counted prefill_end"
+    names = (
+        "index phase pages passed capacity limit wake digests epoch committed counted prefill_end"
+    )
     values = {name: getattr(row, name) for name in names.split()}
     return values | {"pages": [list(p) for p in row.pages], "passed": list(row.passed)}

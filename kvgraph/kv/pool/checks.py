@@ -23,7 +23,7 @@ def verify(replicas: Sequence[Replica], rows: Iterable[Row]) -> None:
             held = Counter(p for r in own for p in r.pages[i] if p != leaf.null)
             _verify_pool(leaf.pool, held)
             for row in own:
-                _verify_pages(leaf, row, i, replica.settings.prefix_caching)
+                _verify_pages(leaf, row, i, replica)
         replica.batch.verify()
 
 
@@ -61,16 +61,22 @@ def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
     assert committed == pool.index, (committed, pool.index)
 
 
-def _verify_pages(leaf: Leaf, row: Row, i: int, prefix_caching: bool) -> None:
-    """The lookup row holds the pages; null before the window, committed or own after it."""
+def _verify_pages(leaf: Leaf, row: Row, i: int, replica: Replica) -> None:
+    """The lookup row holds the pages; null before the window, committed or own after it.
+
+    Of a row that commits nothing no page is known.
+    """
     pages, passed = row.pages[i], row.passed[i]
     table = leaf.table[row.index].tolist()
     assert table == pages + [leaf.null] * (len(table) - len(pages)), (table, pages)
     assert [p == leaf.null for p in pages] == [at < passed for at in range(len(pages))], pages
-    if row.phase is Phase.DUMMY or not prefix_caching:
+    if row.phase is Phase.DUMMY or not replica.settings.prefix_caching:
         return
-    for at in range(passed, len(pages)):
-        digest = leaf.pool.digests[pages[at]]
+    digests = [leaf.pool.digests[page] for page in pages[passed:]]
+    if not replica.commits(row):
+        assert not any(digests), row.request_id
+        return
+    for at, digest in enumerate(digests, passed):
         # Behind the first page that is on its way there may be some that the device had.
         if at < row.committed or (row.phase is Phase.LOADING and digest is not None):
             assert digest == row.digests[at], (row.request_id, at)

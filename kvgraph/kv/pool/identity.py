@@ -29,9 +29,12 @@ class PoolSettings:
     hash_seed: bytes | None
 
     def identities(self, ctx: TextContext) -> tuple[bytes, list[bytes]]:
-        """Root, and digests of all full pages that do not hold the last token."""
+        """Root, and digests of all full pages that do not hold the last token.
+
+        Of a private request none: no page is looked up for it.
+        """
         root = chain_root(self.identity, ctx.adapter, self.hash_seed, ctx.cache_salt)
-        full = (ctx.current_length - 1) // self.page_size
+        full = 0 if ctx.is_private else (ctx.current_length - 1) // self.page_size
         return root, chain(root, ctx.tokens, self.page_size, 0, full)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 class Stored(NamedTuple):
     """A page was committed: its digest, that of the page before it (None: it is a prefix's first),
-    and its tokens."""
+    and its tokens. Of a page whose tokens are not known: None, and no tokens."""
 
     digest: bytes
     parent: bytes | None

@@ -31,7 +31,6 @@ class PagePool:
     __slots__ = (
         "_after",
         "_before",
-        "_outdated",
         "_passed",
         "digests",
         "epoch",
@@ -58,7 +57,6 @@ class PagePool:
         self._after = ids[1:] + ids[:1]
         self._before = ids[-1:] + ids[:-1]
         self._passed: set[int] = set()  # pinned pages that `take` met: out of the queue for now
-        self._outdated: set[int] = set()  # of earlier epochs, committed while requests hold them
 
     @property
     def num_used(self) -> int:
@@ -110,13 +108,11 @@ class PagePool:
 
         Cached pages join its tail, pages without content its head.
         """
-        refs, pins, digests, outdated = self.refs, self.pins, self.digests, self._outdated
+        refs, pins, digests = self.refs, self.pins, self.digests
         after, before, end = self._after, self._before, self.num_pages
         for page in pages:
             refs[page] -= 1
             if not refs[page]:
-                if outdated and page in outdated:
-                    self._uncommit(page)
                 previous = end if digests[page] is None else before[end]
                 following = after[previous]
                 after[previous] = before[following] = page
@@ -166,13 +162,13 @@ class PagePool:
         return True
 
     def forget(self) -> None:
-        """A new epoch: un-commit every page that no request holds, the others once none does."""
+        """A new epoch: un-commit every page. Requests keep those that they hold."""
         self.epoch = object()
-        for page in list(self.index.values()):
-            if self.refs[page]:
-                self._outdated.add(page)
-            else:
-                self._uncommit(page)
+        for digest, page in self.index.items():
+            self.digests[page] = None
+            if self.journal is not None:
+                self.journal.append(Removed(digest))
+        self.index.clear()
 
     def free_pages(self) -> Iterator[int]:
         """The free pages, head first."""
@@ -181,12 +177,3 @@ class PagePool:
             if page not in self.pins:
                 yield page
             page = self._after[page]
-
-    def _uncommit(self, page: int) -> None:
-        digest = self.digests[page]
-        assert digest is not None, page
-        del self.index[digest]
-        self.digests[page] = None
-        self._outdated.discard(page)
-        if self.journal is not None:
-            self.journal.append(Removed(digest))

@@ -97,7 +97,8 @@ class Replica:
     def close_row(self, row: Row) -> list[list[bytes]]:
         """Free all pages of the row, tail first, and the row itself.
 
-        Returns, per leaf, digests of the committed pages that it freed, in the order of tokens.
+        Returns, per leaf, digests of the pages that it freed and had committed, in the order of
+        tokens.
         """
         for i, leaf in enumerate(self.leaves):
             leaf.clear(row, i)
@@ -135,6 +136,7 @@ class Replica:
         """
         ctx, row, hit = plan.ctx, plan.row, plan.hit
         row.root, row.digests, row.committed = plan.root, plan.digests, hit
+        row.epoch = None if ctx.is_private else self.prefixes.epoch
         ctx.cached_prefix_length = row.counted = hit * self.settings.page_size
         if not hit:
             return
@@ -242,10 +244,14 @@ class Replica:
                 self._advance(ctx, row, committed)
         return committed
 
+    def commits(self, row: Row) -> bool:
+        """Whether other requests may take its pages: not where a reset came since it was opened."""
+        return self.settings.prefix_caching and row.epoch is self.prefixes.epoch
+
     def _advance(self, ctx: TextContext, row: Row, committed: list[Committed]) -> None:
         page_size = self.settings.page_size
         wakes = [UNBOUNDED]
-        if self.settings.prefix_caching:
+        if self.commits(row):
             self._commit(ctx, row, committed)
             wakes.append((row.committed + 1) * page_size)
         for i, window in self._windows:
@@ -317,7 +323,7 @@ class Replica:
         return pool.journal
 
     def reset_prefix_cache(self) -> None:
-        """Un-commit what no live request holds, and the rest once none holds it any more."""
+        """Un-commit all pages; the rows that are open now commit nothing more."""
         for leaf in self.leaves:
             leaf.pool.forget()
 

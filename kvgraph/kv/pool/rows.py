@@ -43,6 +43,8 @@ class Row:
       (0 while prefill tokens are still to be counted)
     - `wake`: step needs nothing below this many processed tokens
     - `digests`: of the pages hashed so far, after `root`; `committed`: pages offered to the index
+    - `epoch`: of the cache when the row got its first pages; in another it commits nothing. None:
+      it never does
     - `prefill_end`, `counted`: tokens that are prefill, and how many of them metrics have seen
     """
 
@@ -51,6 +53,7 @@ class Row:
         "committed",
         "counted",
         "digests",
+        "epoch",
         "index",
         "limit",
         "pages",
@@ -75,6 +78,7 @@ class Row:
         self.capacity = self.limit = self.wake = 0
         self.root = b""
         self.digests: list[bytes] = []
+        self.epoch: object = None
         self.committed = 0
         self.prefill_end = self.counted = 0
 

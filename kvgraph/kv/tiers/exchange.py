@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvgraph.errors import InsufficientPagesError
+from kvgraph.kv.pool.journal import Stored
 from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.tiers.leaf_pools import LeafPools
@@ -37,29 +38,60 @@ def held_pages(
         LeafPages(pools, own, [leaf.pool.index[digest] for digest in own])
         for leaf, pools, own in zip(leaves, leaf_pools, digests, strict=True)
     ]
-    for leaf, one in zip(leaves, held, strict=True):
-        leaf.pool.pin(one.pages)
-    try:
+    with _pinned([leaf.pool for leaf in leaves], [one.pages for one in held]):
         yield held
-    finally:
-        for leaf, one in zip(leaves, held, strict=True):
-            leaf.pool.unpin(one.pages)
 
 
 @contextmanager
 def adopted_pages(
-    leaves: Sequence[Leaf], leaf_pools: Sequence[LeafPools], digests: Sequence[Sequence[bytes]]
+    leaves: Sequence[Leaf],
+    leaf_pools: Sequence[LeafPools],
+    digests: Sequence[Sequence[bytes]],
+    stored: Iterable[Stored],
 ) -> Iterator[list[LeafPages]]:
     """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
 
     At its end they are committed and free; after an error, or a reset of the cache within the
-    scope, they are free as before. InsufficientPagesError if too few are free.
+    scope, they are free as before. Those that the device has stay there. InsufficientPagesError if
+    too few are free besides them. `stored` says what the journal tells of a page; of one that is
+    not there its digest alone.
     """
     pools = [leaf.pool for leaf in leaves]
+    present = [
+        [pool.index[digest] for digest in own if digest in pool.index]
+        for pool, own in zip(pools, digests, strict=True)
+    ]
     missing = [
         [digest for digest in own if digest not in pool.index]
         for pool, own in zip(pools, digests, strict=True)
     ]
+    with _pinned(pools, present):
+        _require_free(pools, missing)
+        fresh = [pool.take(len(own)) for pool, own in zip(pools, missing, strict=True)]
+        with _pinned(pools, fresh):
+            for pool, pages in zip(pools, fresh, strict=True):
+                pool.drop(pages)
+            epochs = [pool.epoch for pool in pools]
+            yield [LeafPages(*one) for one in zip(leaf_pools, missing, fresh, strict=True)]
+            if epochs == [pool.epoch for pool in pools]:
+                told = {one.digest: one for one in stored}
+                for pool, pages, own in zip(pools, fresh, missing, strict=True):
+                    _publish(pool, pages, own, told)
+
+
+@contextmanager
+def _pinned(pools: Sequence[PagePool], pages: Sequence[Sequence[int]]) -> Iterator[None]:
+    """None of `pages[pool]` is reallocated within the scope."""
+    for pool, own in zip(pools, pages, strict=True):
+        pool.pin(own)
+    try:
+        yield
+    finally:
+        for pool, own in zip(pools, pages, strict=True):
+            pool.unpin(own)
+
+
+def _require_free(pools: Sequence[PagePool], missing: Sequence[Sequence[bytes]]) -> None:
     for pool, own in zip(pools, missing, strict=True):
         if len(own) > pool.num_free:
             raise InsufficientPagesError(
@@ -70,21 +102,17 @@ def adopted_pages(
                 used=pool.num_used,
                 total=pool.num_pages,
             )
-    held = [_pinned(pool, len(own)) for pool, own in zip(pools, missing, strict=True)]
-    epochs = [pool.epoch for pool in pools]
-    try:
-        yield [LeafPages(*one) for one in zip(leaf_pools, missing, held, strict=True)]
-        if epochs == [pool.epoch for pool in pools]:
-            for pool, pages, own in zip(pools, held, missing, strict=True):
-                for page, digest in zip(reversed(pages), reversed(own), strict=True):
-                    pool.publish(page, digest)
-    finally:
-        for pool, pages in zip(pools, held, strict=True):
-            pool.unpin(pages)
 
 
-def _pinned(pool: PagePool, count: int) -> list[int]:
-    pages = pool.take(count)
-    pool.pin(pages)
-    pool.drop(pages)
-    return pages
+def _publish(
+    pool: PagePool, pages: Sequence[int], digests: Sequence[bytes], told: Mapping[bytes, Stored]
+) -> None:
+    """The last first, so that the start of the prefix is the youngest."""
+    published = [
+        digest
+        for page, digest in zip(reversed(pages), reversed(digests), strict=True)
+        if pool.publish(page, digest)
+    ]
+    if pool.journal is not None:
+        for digest in reversed(published):
+            pool.journal.append(told.get(digest, Stored(digest, None, [])))

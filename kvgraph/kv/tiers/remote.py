@@ -153,6 +153,16 @@ class RemoteStore:
         return replace(self._stats)
 
     def close(self) -> None:
+        if self._to_clear and self._usable_at < float("inf"):
+            self._usable_at = 0.0  # the last try does not wait for the end of a pause
+            self._is_ready()
+            if self._to_clear:
+                log.warning(
+                    "remote tier %s: could not be emptied: its pages from before are still there, "
+                    "and the next engine finds them; remove the keys %s*",
+                    self._server,
+                    self._prefix.decode(),
+                )
         self._usable_at = float("inf")
         self._wire.close()
 

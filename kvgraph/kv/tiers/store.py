@@ -9,7 +9,7 @@ processes. Records of one leaf all have one size; leaves of a tree may have diff
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from kvgraph.kv.pool.identity import digest_of
@@ -52,6 +52,13 @@ class StoreStats:
     dropped: int = 0
     evicted: int = 0
     problem: str = ""
+
+    def __add__(self, other: StoreStats) -> StoreStats:
+        """Of two stores: field by field, with both problems."""
+        problem = "; ".join(filter(None, (self.problem, other.problem)))
+        names = [field.name for field in fields(self) if field.name != "problem"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return StoreStats(**sums, problem=problem)
 
 
 class PageStore(Protocol):
@@ -116,7 +123,10 @@ class PageStore(Protocol):
         """Figures, without I/O; from any thread."""
 
     def close(self) -> None:
-        """Release files, connections and memory; what was written stays. Idempotent."""
+        """Release files, connections and memory; what was written stays. Idempotent.
+
+        A `clear` that failed is tried once more; a warning says where it fails again.
+        """
 
 
 def held_by_each(stores: Iterable[PageStore], keys: Iterable[bytes]) -> Iterator[set[bytes]]:

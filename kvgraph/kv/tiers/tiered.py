@@ -172,7 +172,10 @@ class TieredConnector(TierWorkers):
                 written=self._written,
                 evicted=self._host.evicted,
             )
-        return {"host": host} | {store.name: store.stats() for store in self._below}
+        found = {"host": host}
+        for store in self._below:  # two bound prefixes have one name
+            found[store.name] = found.get(store.name, StoreStats()) + store.stats()
+        return found
 
     def _has_ended(self) -> bool:
         return self._is_closing and not self._num_serving

@@ -1,10 +1,10 @@
 """Pages from one engine to another: prefill here, decode there.
 
-    sender                                    receiver
-    model, layout, digests, way     ->
-                                    <-        refused, and why | which pages it lacks
-    their bytes, the chosen way     ->
-                                    <-        how many it took
+    sender                                        receiver
+    model, layout, tokens, digests, way ->
+                                        <-        refused, and why | which pages it lacks
+    their bytes, the chosen way         ->
+                                        <-        how many it took
 
 Both talk over a `multiprocessing.connection` (TCP or a Unix socket, authenticated by its authkey);
 the bytes go over it as well, through shared memory, or by NIXL straight from pool to pool. What was
@@ -30,6 +30,8 @@ from kvgraph.contract.files import open_regular
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import KVGraphError, TransferError
 from kvgraph.kv.paged import PagedKVCacheManager
+from kvgraph.kv.pool.identity import chain
+from kvgraph.kv.pool.journal import Stored
 from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.exchange import LeafPages
 
@@ -66,7 +68,7 @@ class PageTransfer:
         connection.
         """
         with self._manager.held_pages(ctx, self._replica) as leaves, _unbroken(connection):
-            _send(connection, self._header(leaves, way))
+            _send(connection, self._header(ctx, leaves, way))
             answer = _receive(connection)
             if "refused" in answer:
                 raise TransferError(str(answer["refused"]))
@@ -81,8 +83,8 @@ class PageTransfer:
         with _unbroken(connection):
             header = _receive(connection)
             try:
-                wanted = self._check(header)
-                with self._manager.adopted_pages(wanted, self._replica) as leaves:
+                wanted, stored = self._check(header), self._stored(header)
+                with self._manager.adopted_pages(wanted, self._replica, stored=stored) as leaves:
                     self._take(connection, header, leaves)
                     taken = sum(len(leaf.pages) for leaf in leaves)
             except KVGraphError as error:
@@ -114,7 +116,7 @@ class PageTransfer:
                 connection.send_bytes(record)
         return _count(_receive(connection))
 
-    def _header(self, leaves: Sequence[LeafPages], way: Way) -> JsonObject:
+    def _header(self, ctx: TextContext, leaves: Sequence[LeafPages], way: Way) -> JsonObject:
         if way not in get_args(Way):
             raise TransferError(f"way: expected one of {', '.join(get_args(Way))}, got {way!r}")
         if way == "nixl" and self._nixl is None:
@@ -123,6 +125,8 @@ class PageTransfer:
             "format": FORMAT,
             "fingerprint": self._manager.fingerprint.hex(),
             "way": way,
+            "root": self._manager.settings.identities(ctx)[0].hex(),
+            "tokens": ctx.tokens.tolist(),
             "leaves": [
                 {
                     "path": leaf.pools.leaf,
@@ -150,6 +154,18 @@ class PageTransfer:
         if way not in get_args(Way) or (way == "nixl" and self._nixl is None):
             raise TransferError(f"way: expected one that the receiver has, got {way}")
         return [[bytes.fromhex(digest) for digest in leaf["digests"]] for leaf in theirs]
+
+    def _stored(self, header: JsonObject) -> list[Stored]:
+        """What `events` tells of the pages; nothing where the sender is of an older version."""
+        if "tokens" not in header:
+            return []
+        tokens = TextContext("transfer", header["tokens"]).tokens
+        size = self._manager.settings.page_size
+        count = len(tokens) // size
+        digests = chain(bytes.fromhex(header["root"]), tokens, size, 0, count)
+        parents = [None, *digests][:count]
+        pages = tokens[: count * size].reshape(count, size).tolist()
+        return [Stored(*one) for one in zip(digests, parents, pages, strict=True)]
 
     def _take(
         self, connection: Connection, header: JsonObject, leaves: Sequence[LeafPages]

@@ -168,10 +168,19 @@ class DiskStore:
         return replace(self._stats)
 
     def close(self) -> None:
+        if self._to_clear:
+            self._usable_at = 0.0  # the last try does not wait for the end of a pause
         self.flush()
         with self._degrading() as files:
             if files is not None:
                 files.index.release([files.owner.token])
+        if self._to_clear and not self._is_closed:
+            log.warning(
+                "disk tier %s: could not be emptied: its pages from before are still there, and "
+                "the next engine finds them; run kvgraph cache clear %s",
+                self._folder,
+                self._folder,
+            )
         self._let_go()
         self._is_closed = True
 
