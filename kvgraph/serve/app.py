@@ -172,7 +172,7 @@ class Endpoints:
             await generation.start(job.prompts, job.params, job.salt, options.max_unread_tokens)
             if job.streams:
                 frames = events(job, generation)
-                return EventStream(frames, generation, options.send_seconds, lambda: log(200))
+                return EventStream(frames, generation, lambda: log(200))
             body = await _unless_gone(request, answer(job, generation))
         except ServeError as error:
             if generation.was_lost and not job.streams and tries > 1:
@@ -225,28 +225,24 @@ class Endpoints:
 
 
 class EventStream(Response):
-    """Server-sent events, until they end, the client leaves, or it takes nothing for a while."""
+    """Server-sent events, until they end or the connection does."""
 
     def __init__(
         self,
         frames: AsyncIterator[bytes],
         generation: Generation,
-        send_seconds: float,
         log: Callable[[], None],
     ) -> None:
         super().__init__()
         self._frames = frames
         self._generation = generation
-        self._send_seconds = send_seconds
         self._log = log
-        self._sending_since = 0.0
-        """When a frame was given to the connection that it has not taken; 0: it takes all."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_gone_from(receive))
         try:
-            await self._ended(sending, leaving)
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._generation.close()
             leaving.cancel()
@@ -255,22 +251,10 @@ class EventStream(Response):
                 await sending
             self._log()
 
-    async def _ended(self, *parts: asyncio.Future[None]) -> None:
-        """One of the parts has, or a frame was not taken for `send_seconds`."""
-        rest = self._send_seconds
-        while rest > 0:
-            done, _ = await asyncio.wait(parts, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                return
-            waited = time.perf_counter() - self._sending_since if self._sending_since else 0.0
-            rest = self._send_seconds - waited
-
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         async for frame in self._frames:
-            self._sending_since = time.perf_counter()
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            self._sending_since = 0.0
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -47,6 +47,7 @@ KINDS = {
     405: ("invalid_request_error", "method_not_allowed"),
     413: ("invalid_request_error", "body_too_large"),
     429: ("rate_limit_error", "queue_full"),
+    431: ("invalid_request_error", "head_too_large"),
     500: ("server_error", "server_error"),
     503: ("server_error", "not_ready"),
 }

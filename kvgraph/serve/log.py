@@ -34,8 +34,11 @@ def log_request(
     write_line(line)
 
 
-def log_refusal(path: str, status: int) -> None:
-    """Of a request that was refused before anything of it was known; the answer says why."""
+def log_refusal(path: str | None, status: int) -> None:
+    """Of a request that was refused before anything of it was known; the answer says why.
+
+    `path`: None where its head was refused.
+    """
     write_line({"time": round(time.time(), 3), "path": path, "status": status})
 
 

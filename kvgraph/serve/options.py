@@ -27,9 +27,9 @@ class ServeOptions:
     max_unread_tokens: int = 4096
     """A stream whose reader is more tokens behind is cancelled, as of `AsyncEngine.submit`."""
     send_seconds: float = 60.0
-    """A connection that takes nothing for so long is closed."""
+    """A connection that takes nothing of its answer for so long is closed."""
     receive_seconds: float = 60.0
-    """A request is refused of whose body nothing comes for so long."""
+    """A request is refused whose head is not whole by then, or of whose body nothing comes."""
     nice: int = 0
     """How far the threads that compute stand behind the event loop's, in Linux's niceness."""
     kv_events: str | None = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import socket
 import sys
@@ -17,10 +16,10 @@ from types import FrameType
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
+from kvgraph.serve.connection import connection_type
 from kvgraph.serve.latency import is_making, share_python
 from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
@@ -48,7 +47,7 @@ def serve(
     service = EngineService(name, make, options)
     config = uvicorn.Config(
         make_app(service),
-        http=_Protocol,
+        http=connection_type(options),
         ws="none",
         lifespan="off",
         access_log=False,
@@ -79,61 +78,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class _Protocol(HttpToolsProtocol):
-    """Answers in HTTP/1.1 whatever else a client offers, as RFC 9110, 7.8 allows.
-
-    Java's client offers `Upgrade: h2c` with every request; httptools then takes the body for
-    HTTP/2, so that it is lost. The header's name is changed before httptools reads it, wherever the
-    network cuts it. httptools gets heads and bodies apart, as only heads are changed.
-    """
-
-    _is_body = False
-    _left = 0
-    """Bytes of a body that are to come, where the head says how many there are."""
-    _held = b""
-    """What may be the beginning of that header, or of the end of a head or of chunks."""
-
-    def data_received(self, data: bytes) -> None:
-        data, self._held = self._held + data, b""
-        at = 0
-        while at < len(data) and not self.transport.is_closing():
-            end = self._end_of_part(data, at)
-            if end == at:
-                self._held = data[at:]
-                return
-            part, at = data[at:end], end
-            if self._is_body:
-                self._left = max(0, self._left - len(part))
-            else:
-                part = _UPGRADE.sub(rb"\r\nx-offer", part)
-            super().data_received(part)
-
-    def _end_of_part(self, data: bytes, at: int) -> int:
-        """Where a head ends that begins at `at`, or a body; `at` where that is not known yet.
-
-        Chunks end with an empty line, as heads do: what follows one is looked at on its own.
-        """
-        if self._left:
-            return at + min(self._left, len(data) - at)
-        if (found := data.find(b"\r\n\r\n", at)) >= 0:
-            return found + 4
-        begun = _BEGUN.search(data, at)
-        return begun.start() if begun else len(data)
-
-    def on_headers_complete(self) -> None:
-        self._is_body = True
-        self._left = int(dict(self.headers).get(b"content-length", 0))
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._is_body, self._left = False, 0
-        super().on_message_complete()
-
-
-_UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
-_BEGUN = re.compile(rb"\r[\r\n]{0,3}(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)
 
 
 class _Server(uvicorn.Server):

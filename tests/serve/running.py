@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ LIMITED = (sys.executable, "-m", "tests.serve.limited")
 PACED = (sys.executable, "-m", "tests.serve.paced")
 SECONDS = 180.0
 """A wait that is longer has failed."""
+ESTABLISHED = "01"  # in Linux's /proc/net/tcp
 
 
 class Server:
@@ -56,6 +58,24 @@ class Server:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
             return frames(answer.iter_lines())
+
+    def connect(self, window: int | None = None) -> socket.socket:
+        """A connection of its own; `window`: bytes that the client's side takes unread."""
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        to = socket.socket()
+        to.settimeout(SECONDS)
+        if window is not None:
+            to.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+        to.connect((url.host, url.port))
+        return to
+
+    def has_closed(self, connection: socket.socket) -> bool:
+        """Its end of the connection, whose rest may still be unread."""
+        (_, port), (_, server) = connection.getsockname(), connection.getpeername()
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        ends = [(int(one[1][-4:], 16), int(one[2][-4:], 16), one[3]) for one in lines]
+        return (server, port, ESTABLISHED) not in ends
 
     def state(self) -> dict[str, Any]:
         return answered(self.client.get("/state"))
@@ -141,6 +161,13 @@ def paced(folder: Path, *arguments: Any) -> Iterator[tuple[Server, Pace]]:
             yield server, pace
         finally:
             pace.end()
+
+
+def posted(path: str, body: Any, version: str = "1.1") -> bytes:
+    """A request as a connection carries it."""
+    text = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+    return head.encode() + text
 
 
 def answered(answer: httpx.Response) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tests.serve.running import (
     answered,
     frames,
     paced,
+    posted,
     refusal,
     serving,
     wait_for,
@@ -33,6 +34,7 @@ from tests.serve.running import (
 from tests.support.command_line import run
 from tests.support.ports import free_port
 
+TEXTS = "/v1/completions"
 LONG = {"prompt": "The import", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 WAITING = {**LONG, "stream": True}
 
@@ -200,42 +202,34 @@ def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_gives_back_the_pages(server: Server, stream: bool) -> None:
+@pytest.mark.parametrize("second", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_who_leaves_gives_back_the_pages(server: Server, stream: bool, second: bytes) -> None:
+    """Another request may wait behind the one that runs."""
     before = server.state()["generated_tokens"]
-    text = json.dumps({**LONG, "n": 32, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
-    with socket.create_connection(address(server)) as connection:
-        connection.sendall(head.encode() + text)
+    with server.connect() as connection:
+        connection.sendall(posted(TEXTS, {**LONG, "n": 32, "stream": stream}) + second)
         wait_for(lambda: server.state()["num_running"] == 32, "they do not run")
     server.wait_until_idle()
     assert server.state()["generated_tokens"] - before < 32 * 2000
-
-
-def address(server: Server) -> tuple[str, int]:
-    url = httpx.URL(server.url)
-    assert url.port is not None
-    return url.host, url.port
 
 
 def test_a_slow_reader_is_cut(artifact: Path, tmp_path: Path) -> None:
     """It takes nothing; the stream's pages come back, and others are served meanwhile."""
     options = {"send_seconds": 0.2, "max_unread_tokens": 100}
     with limited(tmp_path, artifact, **options) as server:
-        body = json.dumps({**WAITING, "n": 40, "logprobs": 20}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.socket() as stalled:
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            stalled.connect(address(server))
-            stalled.sendall(head.encode() + body)
+        with server.connect(window=4096) as stalled:
+            stalled.sendall(posted(TEXTS, {**WAITING, "n": 40, "logprobs": 20}))
             wait_for(lambda: server.state()["generated_tokens"] > 0, "it does not run")
             server.complete("The")
             server.wait_until_idle()
+            wait_for(lambda: server.has_closed(stalled), "the connection stays")
         assert server.state()["generated_tokens"] < 40 * 2000
+        assert "ASGI" not in server.log()
 
 
 def half_sent(server: Server) -> socket.socket:
     """A connection of which a server has the head of a request and some of its body."""
-    to = socket.create_connection(address(server))
+    to = server.connect()
     to.sendall(b'POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{"prompt":')
     return to
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvgraph
 from kvgraph import Engine
-from tests.serve.running import Server, answered, refusal, serving
+from tests.serve.running import Server, answered, frames, posted, refusal, serving
 
 TEXT = "The import statement — naïvely"
 HI = {"role": "user", "content": "Hi"}
@@ -116,6 +116,28 @@ def test_a_body_is_left_as_it_is(server: Server, cut: int | None) -> None:
                         length = int(line.split(b":")[1])
                 assert json.loads(answers.read(length)) == expected
     assert "pgrade" not in server.log()
+
+
+def test_a_stream_in_http_1_0_has_no_chunks(server: Server) -> None:
+    """The end of the connection ends it."""
+    body = {"prompt": "The", "max_tokens": 8, "stream": True, "temperature": 0}
+    with server.connect() as to:
+        to.sendall(posted("/v1/completions", body, "1.0"))
+        with to.makefile("r", newline="\r\n") as answer:
+            head = list(iter(answer.readline, "\r\n"))
+            told = frames(iter(answer.read().splitlines()))
+    assert "connection: close\r\n" in head
+    assert not [line for line in head if line.startswith("transfer-encoding")]
+    text = "".join([frame["choices"][0]["text"] for frame in told])
+    assert text == server.complete("The")["choices"][0]["text"]
+
+
+def test_a_whole_answer_in_http_1_0(server: Server) -> None:
+    with server.connect() as to, HTTPResponse(to) as answer:
+        to.sendall(posted("/tokenize", {"prompt": TEXT}, "1.0"))
+        answer.begin()
+        assert answer.will_close
+        assert json.load(answer) == answered(server.post("/tokenize", {"prompt": TEXT}))
 
 
 def test_a_packet_of_line_breaks_does_not_stop_the_server(server: Server) -> None:

@@ -240,3 +240,16 @@ def start_index(name: str, namespace: str) -> ActorHandle:
         .options(name=name, namespace=namespace, lifetime="detached", num_cpus=0, max_restarts=-1)
         .remote()
     )
+
+
+class CommandLock:
+    """Its name is taken as long as the command that started it runs, and Ray's job of that."""
+
+
+def start_lock(name: str, namespace: str) -> ActorHandle:
+    """It ends with the last handle of it. ActorAlreadyExistsError while another one runs."""
+    return (
+        ray.remote(CommandLock)
+        .options(name=name, namespace=namespace, num_cpus=0, max_restarts=-1)
+        .remote()
+    )

@@ -18,7 +18,7 @@ from types import FrameType
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorAlreadyExistsError, RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.schema import ApplicationStatusOverview
 from starlette.applications import Starlette
@@ -27,13 +27,15 @@ from kvgraph.errors import RequestError
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
-from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_index
+from kvgraph.serve.replicas.actors import EngineReplica, ingress_app, start_index, start_lock
+from kvgraph.serve.replicas.address import hold
 from kvgraph.serve.replicas.report import DECODE, PREFILL
 from kvgraph.serve.replicas.router import PageRouter
-from kvgraph.serve.server import listen, url_of
+from kvgraph.serve.server import url_of
 
 APPLICATION = "kvgraph"
 NAMESPACE = "kvgraph"
+LOCK = "kvgraph-command"
 UNBOUNDED = 1 << 20
 """Requests of a replica: the ingress holds what is too much."""
 
@@ -114,21 +116,23 @@ def serve_replicas(
     _connect()
     index: ActorHandle | None = None
     try:
-        _require_alone()
-        with listen(host, port) as free:
-            host, port = free.getsockname()[:2]
-        index = start_index(APPLICATION, NAMESPACE)
-        _start_serve(host, port)
-        write_line({"event": "listening", "url": url_of(host, port)})
-        ending.listen()
-        application = _application(name, folder, make, options, replicas, index)
-        target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
-        serve.run_many([target], wait_for_applications_running=False)
-        if _wait_until_ready(ending, f"{url_of(_own(host), port)}/ready"):
-            write_line({"event": "ready", "model": name, "replicas": replicas.least})
-            while not ending.first.wait(LOOK_SECONDS):
-                _require_ray()
-            _drain(index, options, ending)
+        _lock = _require_alone()  # Ray ends it with its last handle
+        with hold(host, port) as held:
+            host, port = held.getsockname()[:2]
+            if os.environ.get("RAY_ADDRESS"):
+                held.close()  # the cluster's user, who may be another one, could not listen there
+            index = start_index(APPLICATION, NAMESPACE)
+            _start_serve(host, port)
+            write_line({"event": "listening", "url": url_of(host, port)})
+            ending.listen()
+            application = _application(name, folder, make, options, replicas, index)
+            target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
+            serve.run_many([target], wait_for_applications_running=False)
+            if _wait_until_ready(ending, f"{url_of(_own(host), port)}/ready"):
+                write_line({"event": "ready", "model": name, "replicas": replicas.least})
+                while not ending.first.wait(LOOK_SECONDS):
+                    _require_ray()
+                _drain(index, options, ending)
     finally:
         _stop(index, options, ending)
 
@@ -144,24 +148,37 @@ def _connect() -> None:
         where["object_store_memory"] = OBJECT_STORE_BYTES
     try:
         ray.init(**where)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RequestError(
-            f"RAY_ADDRESS={address}: expected a Ray cluster, got {str(error).splitlines()[0]}"
-        ) from error
+    except Exception as error:  # Ray raises that itself where a process starts too slowly
+        expected = "ray: expected its processes to start on this machine"
+        if address:
+            expected = f"RAY_ADDRESS={address}: expected a Ray cluster"
+        raise RequestError(f"{expected}, got {_first_line(error)}") from error
 
 
-def _require_alone() -> None:
-    """RequestError where Serve has applications: its address is theirs. What an earlier command
-    left behind is ended."""
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _require_alone() -> ActorHandle | None:
+    """Take the lock of a cluster of RAY_ADDRESS, and end what an earlier command left behind.
+
+    RequestError where another command has the lock, or where Serve has applications: its address is
+    theirs.
+    """
+    expected = "--replicas: expected a cluster on which Ray Serve runs nothing"
+    lock: ActorHandle | None = None
+    if os.environ.get("RAY_ADDRESS"):
+        try:
+            lock = start_lock(LOCK, NAMESPACE)
+        except ActorAlreadyExistsError as error:
+            raise RequestError(f"{expected}, got another `kvgraph serve --replicas`") from error
     with suppress(RayError):  # Serve does not run yet
         if others := list(serve.status().applications):
-            raise RequestError(
-                f"--replicas: expected a cluster on which Ray Serve runs nothing, got {others}; "
-                "end them with `serve shutdown`"
-            )
+            raise RequestError(f"{expected}, got {others}; end them with `serve shutdown`")
         serve.shutdown()
     with suppress(ValueError):  # there is none
         ray.kill(ray.get_actor(APPLICATION, namespace=NAMESPACE))
+    return lock
 
 
 def _start_serve(host: str, port: int) -> None:
@@ -173,7 +190,7 @@ def _start_serve(host: str, port: int) -> None:
     except (RayError, TimeoutError) as error:
         raise RequestError(
             f"ray: expected the proxy of Ray Serve to start within {START_SECONDS} s, got "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            f"{type(error).__name__}: {_first_line(error)}"
         ) from error
 
 

@@ -6,7 +6,6 @@ import http.server
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,19 @@ import pytest
 
 pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
 
+from ray.exceptions import ActorAlreadyExistsError
+
 from kvgraph import RequestError
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.replicas.index import RoutingIndex
+from kvgraph.serve.server import listen
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
     from kvgraph.serve.replicas import application
     from kvgraph.serve.replicas.application import ReplicaOptions, _Ending
+
+REQUIRE_ALONE = application._require_alone
 
 SECONDS = 60.0
 """A wait that is longer has failed."""
@@ -65,13 +69,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         module, _, function = name.partition(".")
         monkeypatch.setattr(getattr(application, module), function, made.note(name))
     monkeypatch.setattr(application, "_connect", lambda: None)
-    monkeypatch.setattr(application, "_require_alone", lambda: None)
+    monkeypatch.setattr(application, "_require_alone", lambda: "lock")
     monkeypatch.setattr(application, "_start_serve", lambda *address: None)
     monkeypatch.setattr(application, "_application", lambda *given: None)
     monkeypatch.setattr(application.serve, "RunTarget", lambda *given, **named: None)
     monkeypatch.setattr(application, "start_index", lambda *name: made.index)
-    free = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000))
-    monkeypatch.setattr(application, "listen", lambda *address: nullcontext(free))
     monkeypatch.setenv("RAY_ADDRESS", "somewhere")
     return made
 
@@ -106,6 +108,84 @@ def test_a_command_that_is_refused_ends_nothing(
         run(monkeypatch, lambda ending: True)
     assert cluster.asked == ["ray.shutdown"]
     assert cluster.drains == 0
+
+
+@pytest.mark.parametrize("address", ["", "somewhere"])
+def test_the_address_is_kept_on_a_ray_of_its_own(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Until Ray's proxy listens and beyond. The user of another cluster could not share it."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    kept: list[bool] = []
+
+    def start(host: str, port: int) -> None:
+        try:
+            listen(host, port).close()
+        except OSError:
+            kept.append(True)
+        else:
+            kept.append(False)
+
+    monkeypatch.setattr(application, "_start_serve", start)
+    run(monkeypatch, lambda ending: False)
+    assert kept == [not address]
+
+
+class Lock:
+    """Ray's name of an actor, which commands of a cluster take."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+
+    def start(self, name: str, namespace: str) -> str:
+        if name in self.held:
+            raise ActorAlreadyExistsError(f"The name {name} is already taken")
+        self.held.append(name)
+        return name
+
+
+@pytest.fixture
+def lock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Lock:
+    """`_require_alone` as it is, on a cluster where Serve runs nothing."""
+    made = Lock()
+    monkeypatch.setattr(application, "_require_alone", REQUIRE_ALONE)
+    monkeypatch.setattr(application, "start_lock", made.start)
+    monkeypatch.setattr(application.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(application.serve, "status", lambda: SimpleNamespace(applications={}))
+    return made
+
+
+def test_a_command_that_starts_is_not_ended_by_another(
+    cluster: Cluster, lock: Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has no application yet."""
+
+    def second(*address: object) -> None:
+        monkeypatch.setattr(application, "_start_serve", lambda *address: None)
+        cluster.asked.clear()
+        with pytest.raises(RequestError, match="got another `kvgraph serve --replicas`"):
+            run(monkeypatch, lambda ending: False)
+        assert cluster.asked == ["ray.shutdown"], "neither Serve nor the index"
+
+    monkeypatch.setattr(application, "_start_serve", second)
+    run(monkeypatch, lambda ending: False)
+    assert "serve.run_many" in cluster.asked, "the first goes on"
+
+
+def test_the_lock_comes_before_anything_is_ended(cluster: Cluster, lock: Lock) -> None:
+    held: list[int] = []
+    cluster.fault = lambda name: held.append(len(lock.held))
+    assert application._require_alone() == application.LOCK
+    assert cluster.asked == ["serve.shutdown", "ray.kill"], "what an earlier command left behind"
+    assert held == [1, 1]
+
+
+def test_a_ray_of_its_own_needs_no_lock(
+    cluster: Cluster, lock: Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert application._require_alone() is None
+    assert lock.held == []
 
 
 def test_replicas_are_there_until_the_drain_has_ended(

@@ -267,12 +267,33 @@ def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
         application._start_serve("127.0.0.1", 0)
 
 
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("", "ray: expected its processes to start on this machine, got The node timed out"),
+        ("here:1", "RAY_ADDRESS=here:1: expected a Ray cluster, got The node timed out"),
+    ],
+)
+def test_a_ray_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, address: str, sentence: str
+) -> None:
+    from kvgraph.serve.replicas import application
+
+    def late(**options: Any) -> None:
+        raise Exception("The node timed out\nand more")  # as Ray's `Node` does
+
+    monkeypatch.setattr(application.os, "environ", {"RAY_ADDRESS": address})
+    monkeypatch.setattr(application.ray, "init", late)
+    with pytest.raises(RequestError, match=f"{sentence}$"):
+        application._connect()
+
+
 @pytest.mark.slow
 def test_a_second_command_is_refused_and_the_first_goes_on(artifact: Path, tmp_path: Path) -> None:
     with cluster(), replicas(artifact, tmp_path / "log", 1) as server:
         text = server.complete("A for statement")["choices"][0]["text"]
         line = refused(artifact, "--replicas", 1, "--port", 0)
-        assert "expected a cluster on which Ray Serve runs nothing, got ['kvgraph']" in line
+        assert "Ray Serve runs nothing, got another `kvgraph serve --replicas`" in line
         assert server.complete("A for statement")["choices"][0]["text"] == text
         assert ray.get(index().load.remote())[0] == 1
 

@@ -1,0 +1,209 @@
+"""A client's connection: what HTTP/1.1 asks for, and the limits that uvicorn does not have."""
+
+from __future__ import annotations
+
+import re
+from asyncio import BaseTransport, Transport
+from asyncio.events import TimerHandle
+from typing import TYPE_CHECKING, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from kvgraph.serve.errors import error_body
+from kvgraph.serve.log import log_refusal
+from kvgraph.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from uvicorn._types import (
+        ASGIReceiveCallable,
+        ASGISendCallable,
+        ASGISendEvent,
+        Scope,
+    )
+
+MOST_BYTES = 64 << 10
+"""Of the head of a request; more than that behind a request waits in the network."""
+
+
+def connection_type(options: ServeOptions) -> type[Connection]:
+    """uvicorn makes one of it for each client."""
+
+    class Limited(Connection):
+        _options = options
+
+    return Limited
+
+
+class Connection(HttpToolsProtocol):
+    """Answers in HTTP/1.1 whatever else a client offers, as RFC 9110, 7.8 allows.
+
+    Java's client offers `Upgrade: h2c` with every request; httptools then takes the body for
+    HTTP/2, so that it is lost. The header's name is changed before httptools reads it, wherever the
+    network cuts it. httptools gets heads and bodies apart, as only heads are changed.
+
+    It gets a request when the one before is answered: uvicorn tells only the newest one that the
+    client has left.
+    """
+
+    _options: ServeOptions
+    _is_body = False
+    _left = 0
+    """Bytes of a body that are to come, where the head says how many there are."""
+    _held = b""
+    """What waits for an answer, or may be the beginning of that header or the end of a head."""
+    _kept = 0
+    """Bytes that httptools may keep: of a head, or behind the last piece of a body in chunks."""
+    _receiving: TimerHandle | None = None
+    """Until a head is whole."""
+    _sending: TimerHandle | None = None
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(cast(Transport, transport))
+        self._limit_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._receiving, self._sending):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    # -- what comes
+
+    def data_received(self, data: bytes) -> None:
+        data, self._held = self._held + data, b""
+        at = 0
+        while at < len(data) and not self.transport.is_closing():
+            end = at if self._is_answering else self._end_of_part(data, at)
+            if end == at:
+                self._held = data[at:]
+                break
+            part, at = data[at:end], end
+            self._read(part)
+        if len(self._held) > MOST_BYTES:
+            self.flow.pause_reading()
+
+    @property
+    def _is_answering(self) -> bool:
+        """A request has come, and its answer is not complete."""
+        return not self._is_body and self.cycle is not None and not self.cycle.response_complete
+
+    def _end_of_part(self, data: bytes, at: int) -> int:
+        """Where a head ends that begins at `at`, or a body; `at` where that is not known yet.
+
+        Chunks end with an empty line, as heads do: what follows one is looked at on its own.
+        """
+        if self._left:
+            return at + min(self._left, len(data) - at)
+        if (found := data.find(b"\r\n\r\n", at)) >= 0:
+            return found + 4
+        begun = _BEGUN.search(data, at)
+        return begun.start() if begun else len(data)
+
+    def _read(self, part: bytes) -> None:
+        self._kept += len(part)
+        if self._is_body:
+            self._left = max(0, self._left - len(part))
+            super().data_received(part)
+            if self._kept > MOST_BYTES:  # of fields behind the chunks, or of one chunk's
+                self.transport.close()
+        elif self._kept > MOST_BYTES:
+            self._refuse(431, f"head: expected at most {MOST_BYTES} bytes, got more")
+        else:
+            self._limit_head()
+            super().data_received(_UPGRADE.sub(rb"\r\nx-offer", part))
+
+    def on_headers_complete(self) -> None:
+        self._is_body, self._kept = True, 0
+        self._left = int(dict(self.headers).get(b"content-length", 0))
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
+        if self.parser.get_http_version() < "1.1":
+            self.app = self._answer_without_chunks
+        super().on_headers_complete()
+        self._limit_sending()
+
+    def on_body(self, body: bytes) -> None:
+        self._kept = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_body, self._left, self._kept = False, 0, 0
+        super().on_message_complete()
+
+    def _limit_head(self) -> None:
+        if self._receiving is None:
+            seconds = self._options.receive_seconds
+            self._receiving = self.loop.call_later(seconds, self._refuse_late_head)
+
+    def _refuse_late_head(self) -> None:
+        if not self._kept:  # a client that asked for nothing expects no answer
+            self.transport.close()
+        elif not self.transport.is_closing():
+            seconds = self._options.receive_seconds
+            self._refuse(408, f"head: expected all of it in {seconds:g} seconds, got a part")
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        """Before there is a request."""
+        body = error_body(status, sentence)
+        fields = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        head = b"".join([name + b": " + value + b"\r\n" for name, value in fields])
+        self.transport.write(STATUS_LINE[status] + head + b"\r\n" + body)
+        self.transport.close()
+        log_refusal(None, status)
+
+    # -- what goes
+
+    async def _answer_without_chunks(
+        self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        """HTTP/1.0 has none: the end of the connection ends a body."""
+        cycle = self.cycle
+        cycle.keep_alive = False
+
+        async def send_plain(message: ASGISendEvent) -> None:
+            cycle.chunked_encoding = False
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, send_plain)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._limit_sending()
+        if self._held:
+            self.data_received(b"")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._limit_sending()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._limit_sending()
+
+    def _limit_sending(self) -> None:
+        """The client takes some of what waits for it in `send_seconds`, while none is added."""
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and (self.flow.write_paused or self.cycle.response_complete):
+            seconds = self._options.send_seconds
+            self._sending = self.loop.call_later(seconds, self._require_taken, unsent)
+
+    def _require_taken(self, unsent: int) -> None:
+        if self.transport.get_write_buffer_size() < unsent:
+            self._limit_sending()
+        else:
+            self.transport.abort()
+
+
+_UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
+_BEGUN = re.compile(rb"\r[\r\n]{0,3}(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)

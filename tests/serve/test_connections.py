@@ -1,0 +1,83 @@
+"""Connections of clients that send too much, too slowly or too early, or that take nothing."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPResponse
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.serve.running import LIMITED, Server, posted, serving, wait_for
+
+MOST = 65_536
+"""Bytes of a head."""
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: "
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b""])
+def test_a_head_that_is_too_large(server: Server, end: bytes) -> None:
+    with server.connect() as to, HTTPResponse(to) as answer:
+        to.sendall(HEAD.ljust(MOST + 1 - len(end), b"a") + end)
+        answer.begin()
+        assert answer.status == 431
+        assert answer.will_close
+        error = json.load(answer)["error"]
+    assert error["message"] == "head: expected at most 65536 bytes, got more"
+    assert (error["type"], error["code"]) == ("invalid_request_error", "head_too_large")
+
+
+def test_heads_of_the_largest_size(server: Server) -> None:
+    with server.connect() as to:
+        for _ in range(2):  # of one connection
+            to.sendall(HEAD.ljust(MOST - 4, b"a") + b"\r\n\r\n")
+            with HTTPResponse(to) as answer:
+                answer.begin()
+                assert (answer.status, answer.read()) == (200, b"{}")
+
+
+def test_fields_behind_chunks_that_are_too_large(server: Server) -> None:
+    with server.connect() as to:
+        to.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        to.sendall(b"4\r\nbody\r\n0\r\nX-Long: ")
+        with pytest.raises(ConnectionError):
+            to.sendall(b"a" * (MOST * 1000))
+
+
+def test_a_head_that_stops_is_refused(artifact: Path, tmp_path: Path) -> None:
+    options = json.dumps({"receive_seconds": 0.2})
+    with serving(tmp_path / "log", artifact, options, command=LIMITED) as server:
+        with server.connect() as to, HTTPResponse(to) as answer:
+            to.sendall(HEAD)
+            answer.begin()
+            assert (answer.status, answer.will_close) == (408, True)
+            message = json.load(answer)["error"]["message"]
+        assert message == "head: expected all of it in 0.2 seconds, got a part"
+        with server.connect() as to:  # that says nothing is told nothing
+            assert to.recv(1) == b""
+
+
+def test_requests_that_come_before_the_answers(server: Server) -> None:
+    """They wait in the network where they are many."""
+    body = {"prompt": 5, "model": "a" * 300_000}
+    requests = posted("/tokenize", body) * 7 + posted("/tokenize", body, "1.0")  # which closes
+    with server.connect() as to, to.makefile("rb") as answers:
+        sending = Thread(target=to.sendall, args=(requests,))
+        sending.start()
+        told = answers.read()
+        sending.join()
+    assert told.count(b"HTTP/1.1 400") == told.count(b"got `int`") == 8
+
+
+def test_an_answer_that_nobody_takes(artifact: Path, tmp_path: Path) -> None:
+    options = json.dumps({"send_seconds": 0.2})
+    with serving(tmp_path / "log", artifact, options, command=LIMITED) as server:
+        with server.connect(window=4096) as stalled:
+            stalled.sendall(posted("/detokenize", {"tokens": [0] * 1_300_000}))
+            wait_for(lambda: server.has_closed(stalled), "the connection stays")
+            with HTTPResponse(stalled) as answer:
+                answer.begin()
+                assert answer.status == 200
+                assert len(answer.read1(answer.length)) < int(answer.headers["content-length"])
+        assert "ASGI" not in server.log()
