@@ -33,8 +33,10 @@ def lower_caches(program: ExportedProgram) -> ExportedProgram:
     the pool and hands it on. Pools `[num_page_slots, 2, L, S, K, D]`, and their `kv_scales`, become
     outputs behind the program's own, in the order of the inputs. Tensors of indices become int64,
     as ONNX asks. `program` comes from `torch.export.export`, without decompositions.
-    UnsupportedError: it has no cache ops, a store without its attention or the other way round, or
-    a pool that is not one of its inputs.
+    Writes in place into values of its own become new values.
+    UnsupportedError: it has no cache ops, a store without its attention or the other way round, a
+    pool that is not one of its inputs or that another operator uses, or it changes another input or
+    a tensor of the module.
     """
     from kvgraph.compiler.lower_caches import lower_caches
 

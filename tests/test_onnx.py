@@ -60,6 +60,37 @@ class Decoder(nn.Module):
         return out.flatten(1)
 
 
+class Meddler(Decoder):
+    """One layer; `between` runs behind its store, `after` behind its attention."""
+
+    def __init__(self, between: Any = None, after: Any = None) -> None:
+        super().__init__(1)
+        self.between, self.after = between, after
+
+    def layer(self, i: int, x: Any, offsets: Any, pool: Any, *index: Any) -> Any:
+        lengths, table, most = index
+        heads = self.qkv(x).view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM).clone()
+        q, k, v = heads[:, :4], heads[:, 4:6], heads[:, 6:]
+        ops.store_kv(pool, k, v, offsets, lengths, table, layer=i)
+        if self.between:
+            self.between(heads)
+        out = ops.paged_attention(q, pool, offsets, lengths, table, most, layer=i, scale=0.25)
+        out = out.flatten(1) + k.repeat(1, 2, 1).flatten(1)
+        return self.after(out, pool, lengths) if self.after else out
+
+
+def keys(heads: torch.Tensor) -> None:
+    heads[:, 4:6] *= 3.0
+
+
+def all_heads(heads: torch.Tensor) -> None:
+    heads.mul_(0.5)
+
+
+def flat(heads: torch.Tensor) -> None:
+    heads.view(-1).mul_(0.5)
+
+
 def params(layers: int, **changes: Any) -> kvgraph.KVCacheParams:
     return kvgraph.KVCacheParams("float32", KV_HEADS, HEAD_DIM, layers, page_size=PAGE, **changes)
 
@@ -69,6 +100,9 @@ CACHES: dict[str, tuple[Decoder, Any]] = {
     "two layers": (Decoder(2), params(2)),
     "quantised": (Decoder(2), params(2, quantization=kvgraph.KVCacheQuantization("int8"))),
     "two caches": (Decoder(1, caches=2), TWO),
+    "a write behind a store": (Meddler(keys), params(1)),
+    "a write into all heads": (Meddler(all_heads), params(1)),
+    "a write through a view": (Meddler(flat), params(1)),
 }
 
 
@@ -169,6 +203,29 @@ def test_programs_that_cannot_be_lowered(module: nn.Module, message: str) -> Non
         program = torch.export.export(module, (torch.ones(2),))
     with pytest.raises(kvgraph.UnsupportedError, match=message):
         kvgraph.onnx.lower_caches(program)
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (lambda x, pool, _: (pool.mul_(0.5), x)[1], "got aten.mul_.Tensor that changes cache_0"),
+        (lambda x, pool, _: (pool[0].mul_(0.5), x)[1], "cache ops alone use, got aten.select.int"),
+        (
+            lambda x, _, lengths: (lengths.add_(1), x)[1],
+            "got aten.add_.Tensor that changes cache_1",
+        ),
+        (lambda x, pool, _: x + pool[0].sum(), "cache ops alone use, got aten.select.int of cach"),
+    ],
+)
+def test_pools_that_are_used_by_others(after: Any, message: str) -> None:
+    program, _, _ = exported(Meddler(after=after), params(1))
+    with pytest.raises(kvgraph.UnsupportedError, match=message):
+        kvgraph.onnx.lower_caches(program)
+
+
+def test_an_extent_of_a_pool() -> None:
+    program, _, _ = exported(Meddler(after=lambda x, pool, _: x * pool.shape[0]), params(1))
+    kvgraph.onnx.lower_caches(program)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")

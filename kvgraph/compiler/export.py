@@ -28,6 +28,7 @@ from kvgraph.compiler.trace_errors import call_refused, refusal
 from kvgraph.contract.dims import NUM_PAGE_SLOTS, NUM_SLOTS
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import KernelError, KVGraphError, UnsupportedError
+from kvgraph.ops import torch_ops
 from kvgraph.progress import task
 
 NAMES = {"wrap_with_autocast": "torch.autocast", "cond": "torch.cond"}
@@ -208,9 +209,12 @@ def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None
         )
 
 
-def require_state_unchanged(program: ExportedProgram, signature: GraphSignature) -> None:
-    """UnsupportedError for a module that writes into its own tensors, or into inputs that are no
-    buffer of the cache: a step would depend on those before it, whatever their requests."""
+def require_state_unchanged(
+    program: ExportedProgram, signature: GraphSignature, *, is_padded: bool
+) -> None:
+    """UnsupportedError for a module that writes into its own tensors, or into inputs other than by
+    cache ops: a step would depend on those before it, whatever their requests. A padded cache is
+    written by plain operators."""
     held = program.graph_signature
     own = {
         **held.inputs_to_buffers,
@@ -218,15 +222,16 @@ def require_state_unchanged(program: ExportedProgram, signature: GraphSignature)
         **held.inputs_to_lifted_tensor_constants,
     }
     for name, symbol in zip(held.user_inputs, signature.inputs, strict=True):
-        if symbol.kind != "buffer":
+        if symbol.kind != "buffer" or not is_padded:
             own[str(name)] = symbol.name
     for node in program.graph.nodes:
-        written = written_by(node)
-        name = None if written is None else own.get(base_of(written).name)
-        if name is not None:
+        if node.target is torch_ops.update_and_attend.default:
+            continue
+        names = [own[base.name] for base in map(base_of, written_by(node)) if base.name in own]
+        if names:
             raise UnsupportedError(
-                f"module: expected one that changes nothing but the cache, got {node.target} that "
-                f"changes {name!r}"
+                "module: expected one that changes nothing but the cache, by cache ops, got "
+                f"{node.target} that changes {names[0]!r}"
             )
 
 

@@ -11,7 +11,7 @@ own form back: passes then see other operators than the module's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
@@ -27,7 +27,7 @@ from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.compiler.passes.require_tokens_apart import CACHE_OPS
 from kvgraph.compiler.passes.writes import (
     base_of,
-    schema_arguments,
+    gives_its_operand,
     write_elsewhere,
     write_part_elsewhere,
     writes_are_plain,
@@ -54,7 +54,7 @@ def without_writes(program: ExportedProgram) -> ExportedProgram:
         if all(map(_replaced, calls)):
             program.graph_module.recompile()
             return program
-        made: ExportedProgram = program.run_decompositions({})
+        made: ExportedProgram = program.run_decompositions(_rules(program.graph))
     nodes = [node for node in made.graph.nodes if node.target is auto_functionalized_v2]
     for node in nodes:
         spec = CACHE_OPS.get(str(node.args[0]))
@@ -85,33 +85,22 @@ def _writes(program: ExportedProgram) -> list[Node]:
     inputs, calls = set(program.graph_signature.user_inputs), []
     for node in program.graph.nodes:
         written = written_by(node)
-        if written is None:
-            continue
-        base = base_of(written)
+        bases = list(map(base_of, written))
         if str(node.target) in CACHE_OPS:
-            if any(pool.op != "placeholder" for pool in _pools(node)):
+            if any(pool.op != "placeholder" for pool in written):
                 return []
-        elif base.op != "placeholder":
-            calls.append(node)
-        elif base.name not in inputs:
+        elif any(base.op == "placeholder" and base.name not in inputs for base in bases):
             return []
+        elif any(base.op != "placeholder" for base in bases):
+            calls.append(node)
     return calls
-
-
-def _pools(call: Node) -> list[Node]:
-    """What a cache op writes."""
-    return [
-        x
-        for argument, x in schema_arguments(call)
-        if argument.alias_info is not None and isinstance(x, Node)
-    ]
 
 
 def _replaced(call: Node) -> bool:
     """Whether a new value stands for the write: of the name that was written, or of what that name
     is a part of."""
     op = _functional(call.target)
-    if op is None:
+    if op is None or len(written_by(call)) > 1:
         return False
     if writes_are_plain([call]):
         return write_elsewhere(call, op)
@@ -128,6 +117,14 @@ def _functional(target: object) -> OpOverload | None:
         return None
     names = [[given.name for given in each._schema.arguments] for each in (op, target)]
     return op if names[0] == names[1] else None
+
+
+def _rules(graph: Graph) -> dict[OpOverload, Callable[..., object]]:
+    """torch's own of the operators whose results are their operands, which torch else takes for
+    new values."""
+    found = {node.target for node in graph.nodes if gives_its_operand(node)}
+    known = torch.export.default_decompositions() if found else {}
+    return {op: known[op] for op in found if op in known}
 
 
 def _restore(node: Node, spec: OpSpec) -> None:

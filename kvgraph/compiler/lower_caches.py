@@ -1,7 +1,7 @@
 """An exported program of a user's own, made ready for plain `torch.onnx.export`.
 
 Decision: a program of its own, over the same weights, so that the torch form stays usable next to
-it; nothing is traced again.
+it. Nothing is traced again, but for writes in place that `without_writes` cannot replace.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from torch.export import ExportedProgram, ModuleCallEntry
 from torch.fx import Graph
 
+from kvgraph.compiler.copies import expand_copies
+from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.passes import PassOptions, PassReport
 from kvgraph.compiler.passes.lists import LOWER_CACHES, run_passes
 from kvgraph.compiler.passes.parameters import name_outputs
@@ -36,7 +38,8 @@ class Lowering:
 
 def lower_caches(program: ExportedProgram) -> ExportedProgram:
     """As `kvgraph.onnx.lower_caches`."""
-    lowered = _copy(program)
+    lowered = without_writes(_copy(program))
+    expand_copies(lowered.graph)
     run_passes(Lowering(lowered), LOWER_CACHES)
     name_outputs(lowered)
     lowered.graph.lint()

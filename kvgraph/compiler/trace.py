@@ -15,6 +15,7 @@ from kvgraph.compiler.identity import program_digest
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes.lists import TRACE, run_passes
 from kvgraph.compiler.traced import Traced
+from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import ModelError, UnsupportedError
 
@@ -48,16 +49,17 @@ def trace(
         traced.changed("export")
         return traced
 
+    is_padded = plan.strategy is KVCacheStrategy.PADDED
     with stack_traces(False):
         traced = exported(dump)
         with contextlib.suppress(UnsupportedError):
             run_passes(traced, TRACE)
-            require_state_unchanged(traced.program, signature)
+            require_state_unchanged(traced.program, signature, is_padded=is_padded)
             return traced
     with stack_traces(True):  # to say which line of the model is refused
         traced = exported(None)
         run_passes(traced, TRACE)
-        require_state_unchanged(traced.program, signature)
+        require_state_unchanged(traced.program, signature, is_padded=is_padded)
     return traced
 
 

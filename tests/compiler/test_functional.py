@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 
 from kvgraph import ops
+from kvgraph.compiler.copies import expand_copies
 from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.passes.fold_constants import fold_constants
 from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
@@ -96,6 +97,43 @@ class Dropped(Parts):
         return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + x
 
 
+class Einsum(Parts):
+    """Of one operand: a view, though its schema does not say so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        torch.einsum("td->dt", h).add_(1.0)
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + h
+
+
+class Broadcast(Parts):
+    """The second of two operands, given as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, h = self.a(x), self.b(x)
+        _, second = torch.broadcast_tensors(a, h)
+        second.mul_(3.0)
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + a
+
+
+class Foreach(Parts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, h = self.a(x), self.b(x)
+        torch._foreach_mul_([a, h], 3.0)
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + a
+
+
+class Numbers(Parts):
+    """A number, and a row, over a part of a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        h[:, 0] = 2.0
+        h[:, 3:5] = 3.0
+        h[:, 8:16] = self.weight[None, :8]
+        return nn.functional.rms_norm(h, (32,), self.weight, 1e-6) + h
+
+
 class Constant(Parts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         t = torch.tensor([1.0, 2.0, 4.0, 8.0]).repeat(8)
@@ -110,7 +148,7 @@ def exported(module: nn.Module) -> ExportedProgram:
 
 def writes(program: ExportedProgram) -> list[str]:
     nodes = program.graph.nodes
-    return [str(node.target) for node in nodes if written_by(node) is not None]
+    return [str(node.target) for node in nodes if written_by(node)]
 
 
 def packed(program: ExportedProgram) -> None:
@@ -134,6 +172,10 @@ def folded(program: ExportedProgram) -> None:
         (Viewed(), normed, 1e-6),
         (Twice(), normed, 1e-6),
         (Dropped(), normed, 1e-6),
+        (Einsum(), normed, 1e-6),
+        (Broadcast(), normed, 1e-6),
+        (Foreach(), normed, 1e-6),
+        (Numbers(), normed, 1e-6),
         (Between(), packed, 2e-2),
         (Constant(), folded, 0),
     ],
@@ -163,6 +205,20 @@ def test_other_operators_stay() -> None:
     """Passes look for those of the module."""
     targets = {str(node.target) for node in without_writes(exported(Filled())).graph.nodes}
     assert {"aten.chunk.default", "aten.to.dtype", "aten.slice_scatter.default"} <= targets
+
+
+def test_copies_have_the_extents_of_their_place() -> None:
+    """ONNX's exporter has a cast for a copy, and no broadcast."""
+    module = Numbers()
+    program = without_writes(exported(module))
+    expand_copies(program.graph)
+    program.graph_module.recompile()
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("aten.expand.default") == 3
+    assert not {"aten.copy.default", "aten.fill.Tensor"} & set(targets)
+    x = torch.rand(7, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), module(x), rtol=0, atol=0)
 
 
 class Scaled(Own):

@@ -151,7 +151,7 @@ def test_it_generates(tmp_path: Path) -> None:
         (Decoder(), {"cache_dtype": "int8"}, "cache_dtype: expected float32 from params, got int8"),
         (Decoder(), {"page_size": 128}, "page_size: expected 4 from params, got 128; leave it out"),
         (Decoder(), {"dtype": "bfloat16"}, "dtype: expected float32 from the module's .*bfloat16"),
-        (Counting(), {}, "nothing but the cache, got aten.add_.Tensor that changes 'count'"),
+        (Counting(), {}, "nothing but the cache, by .*, got aten.add_.Tensor that changes 'count'"),
         (Meddler(), {}, "paged_attention of layer 0: kv_blocks: expected a pool .* got aten.mul_"),
     ],
 )

@@ -177,7 +177,7 @@ def test_batch_norm_by_the_numbers_of_its_training(tmp_path: Path) -> None:
     compile_module(module, tmp_path / "out")
     assert module.norm.training
     module.norm = nn.BatchNorm1d(VOCAB, track_running_stats=False)
-    with pytest.raises(kvgraph.UnsupportedError, match=r"other tokens through _native_batch_norm_"):
+    with pytest.raises(kvgraph.UnsupportedError, match=r"tokens apart: _native_batch_norm_"):
         compile_module(module, tmp_path / "out2")
 
 
@@ -258,8 +258,8 @@ class Lengthens(Decoder):
 def test_state_of_any_kind_is_refused(module: Decoder, name: str, tmp_path: Path) -> None:
     with pytest.raises(
         kvgraph.UnsupportedError,
-        match=rf"module: expected one that changes nothing but the cache, got aten\.add_\.Tensor "
-        rf"that changes '{name}'",
+        match=r"module: expected one that changes nothing but the cache, by cache ops, got "
+        rf"aten\.add_\.Tensor that changes '{name}'",
     ):
         compile_module(module, tmp_path / "out")
 
@@ -276,3 +276,34 @@ class Fresh(Decoder):
 def test_what_a_step_makes_itself_may_change(tmp_path: Path) -> None:
     manifest = compile_module(Fresh(), tmp_path / "out")
     assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+
+
+class Decays(Decoder):
+    """The pool changes behind its last use."""
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        logits = super().forward(*inputs)
+        inputs[3][:, 0].mul_(0.5)
+        return logits
+
+
+class Padded(Decoder):
+    """Logits of ids that are no tokens."""
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        logits = super().forward(*inputs)
+        logits[:, -1] = -1e4
+        logits[:, 3:5] = 0.0
+        return logits
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_numbers_over_a_part_of_the_logits(backend: str, tmp_path: Path) -> None:
+    compile_module(Padded(), tmp_path / "out", backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+def test_a_pool_is_changed_by_cache_ops_alone(backend: str, tmp_path: Path) -> None:
+    message = "nothing but the cache, by cache ops, got aten.mul_.Tensor that changes 'kv_blocks'"
+    with pytest.raises(kvgraph.UnsupportedError, match=message):
+        compile_module(Decays(), tmp_path / "out", backend=backend)

@@ -68,6 +68,30 @@ def halves(_: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([second, whole[:, :16]], -1)
 
 
+def set_where(_: Any, x: torch.Tensor) -> torch.Tensor:
+    whole = x.clone()
+    whole[whole > 0.3] = 0.1
+    whole[x[:, 0] > 0.3] = 0.2
+    return whole
+
+
+def set_columns(_: Any, x: torch.Tensor) -> torch.Tensor:
+    whole = x.clone()
+    whole[:, torch.tensor([0, 3])] += x[:, :2]
+    return whole
+
+
+def set_rows(_: Any, x: torch.Tensor) -> torch.Tensor:
+    whole = x.clone()
+    whole[torch.zeros(x.shape[0], dtype=torch.long)] = x
+    return whole
+
+
+def set_in_order(_: Any, x: torch.Tensor) -> torch.Tensor:
+    """As many numbers as the mask has places: where each goes depends on all tokens before."""
+    return x.index_put([x > 0.3], x.flatten()[: x.shape[0]])
+
+
 APART: dict[str, Step] = {
     "norm": lambda d, x: functional.layer_norm(x, (32,)) * torch.rsqrt(x.pow(2).mean(-1, True)),
     "index of its own": lambda d, x: x + x[torch.arange(x.shape[0])],
@@ -80,6 +104,9 @@ APART: dict[str, Step] = {
     "write in place": lambda d, x: x.clone().mul_(2).clamp_(-1, 1),
     "write to a part": halves,
     "padding of features": lambda d, x: functional.pad(x[:, :24], (0, 8)),
+    "mask of its own": set_where,
+    "columns by index": set_columns,
+    "complex": lambda d, x: torch.complex(x, x.cos()).abs() + torch.polar(x, x).abs(),
     "softmax of features": lambda d, x: x.softmax(-1).cumsum(-1).sort(-1).values,
 }
 
@@ -103,6 +130,8 @@ MIXED: dict[str, Step] = {
     ),
     "merged and summed": lambda d, x: x.reshape(-1, 2).cumsum(0).reshape(-1, 32),
     "scattered": lambda d, x: x + torch.zeros_like(x).scatter_add(0, x.argsort(0), x),
+    "rows by index": set_rows,
+    "numbers by a mask": set_in_order,
     "flipped": lambda d, x: x.flip(0),
 }
 
@@ -118,6 +147,12 @@ def test_tokens_that_are_mixed(name: str) -> None:
         kvgraph.UnsupportedError, match=r"k of store_kv in layer 0 to depend on its"
     ):
         follow(MIXED[name])
+
+
+def test_an_operator_that_is_not_known_is_said_to_be() -> None:
+    said = "got an operator that is not known to keep tokens apart: convolution in the module"
+    with pytest.raises(kvgraph.UnsupportedError, match=said):
+        follow(MIXED["convolution"])
 
 
 @pytest.mark.parametrize(

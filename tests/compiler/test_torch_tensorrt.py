@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="converters compile kernels")
 
 from kvgraph import ops
 from kvgraph.compiler.export import symbolic_batch
+from kvgraph.compiler.passes.fuse_update_and_attend import arguments
 from kvgraph.compiler.passes.thread_pool import FUNCTIONAL
 from kvgraph.compiler.targets.tensorrt import torch_tensorrt as adapter
 from kvgraph.errors import MissingDependencyError, UnsupportedError
@@ -54,6 +55,19 @@ class Unread(Model):
         k = x.view(-1, HEADS, WIDTH)[:, :KV_HEADS]
         torch_ops.store_kv(pool, k, k, offsets, lengths, table, layer=0)
         return x
+
+
+class Scaled(Model):
+    """K and V are changed behind their store."""
+
+    def forward(self, x: Any, pool: Any, offsets: Any, lengths: Any, table: Any, most: Any) -> Any:
+        q = self.project(x).view(-1, HEADS, WIDTH)
+        k, v = q[:, :KV_HEADS], q[:, KV_HEADS:]
+        torch_ops.store_kv(pool, k, v, offsets, lengths, table, layer=0)
+        q *= 0.5
+        return torch_ops.paged_attention(
+            q, pool, offsets, lengths, table, most, layer=0, scale=0.25
+        ) + k.repeat(1, HEADS // KV_HEADS, 1)
 
 
 class Plain(Model):
@@ -207,6 +221,23 @@ def test_cache_ops_survive_torch_tensorrts_decompositions() -> None:
 def test_what_is_not_lowered_would_be_functionalised() -> None:
     nodes = decomposed(exported(Model()))
     assert [node for node in nodes if "functionalized" in str(node.target)]
+
+
+def sources(node: Any) -> set[Any]:
+    """What a value is computed from, itself too."""
+    found = {node}
+    for each in node.all_input_nodes:
+        found |= sources(each)
+    return found
+
+
+def test_what_is_written_behind_a_store_becomes_a_new_value() -> None:
+    nodes = adapter.lower_caches(exported(Scaled())).graph.nodes
+    (op,) = (node for node in nodes if node.target is FUNCTIONAL)
+    (product,) = (node for node in nodes if node.target is torch.ops.aten.mul.Tensor)
+    given = arguments(UPDATE_AND_ATTEND, op)
+    assert product in sources(given["q"])
+    assert product not in sources(given["k"])
 
 
 def test_a_program_without_pairs() -> None:

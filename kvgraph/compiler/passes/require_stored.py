@@ -6,7 +6,6 @@ nothing wrote, or another cache's.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.fx import Graph, Node
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.passes.fuse_update_and_attend import ATTEND, FUSED, STORE, arguments
 from kvgraph.compiler.passes.operands import value
-from kvgraph.compiler.passes.writes import schema_arguments
+from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.contract.dims import TOTAL_SEQ_LEN, TensorType
 from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
@@ -145,21 +144,4 @@ def _cache_ops(graph: Graph) -> Iterator[tuple[OpSpec, dict[str, object]]]:
 def _written(graph: Graph) -> Iterator[Node]:
     """Inputs that some op writes, through views too."""
     for node in graph.nodes:
-        for argument, given in schema_arguments(node):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                assert isinstance(given, Node)
-                yield _base(given)
-
-
-def _base(node: Node) -> Node:
-    """What a chain of views is of."""
-    while _is_view(node):
-        assert isinstance(node.args[0], Node)
-        node = node.args[0]
-    return node
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    aliases = schema is not None and any(result.alias_info for result in schema.returns)
-    return aliases or node.target is operator.getitem
+        yield from map(base_of, written_by(node))

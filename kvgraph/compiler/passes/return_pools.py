@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import Node
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.fuse_update_and_attend import FUSED, arguments
+from kvgraph.compiler.passes.writes import base_of, written_by
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import UPDATE_AND_ATTEND
 
@@ -32,7 +34,7 @@ def return_pools(program: ExportedProgram) -> PassReport:
 
 def require_pairs(program: ExportedProgram, passes: list[PassReport]) -> None:
     """UnsupportedError unless every store became one op with its attention, over pools that are
-    inputs of the program."""
+    inputs of the program and that nothing else uses, and nothing else is written in place."""
     unmatched = passes[-1].unmatched
     if unmatched:
         raise UnsupportedError(unmatched[0])
@@ -45,6 +47,26 @@ def require_pairs(program: ExportedProgram, passes: list[PassReport]) -> None:
     if others:
         views = ", ".join(sorted(map(str, others)))
         raise UnsupportedError(f"program: expected pools that are inputs, got {views}")
+    for node in program.graph.nodes:
+        if node.target is not FUSED:
+            _require_no_pool(node, written)
+
+
+def _require_no_pool(node: Node, pools: set[Node]) -> None:
+    """What is read of a pool elsewhere would be from before the step, and a write would be lost."""
+    changed = ", ".join(str(base_of(x)) for x in written_by(node))
+    if changed:
+        raise UnsupportedError(
+            "program: expected one that changes nothing but its pools, by cache ops, got "
+            f"{node.target} that changes {changed}"
+        )
+    if isinstance(node.meta.get("val"), torch.SymInt):  # an extent
+        return
+    read = ", ".join(str(x) for x in node.all_input_nodes if x in pools)
+    if node.op != "output" and read:
+        raise UnsupportedError(
+            f"program: expected pools that cache ops alone use, got {node.target} of {read}"
+        )
 
 
 def _pools(program: ExportedProgram) -> list[Node]:

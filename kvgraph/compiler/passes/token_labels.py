@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from kvgraph.compiler.passes import token_functions
+from kvgraph.compiler.passes.label_puts import put
 from kvgraph.compiler.passes.labels import NONE, Labels, Value, join, nothing
 from kvgraph.compiler.passes.token_functions import BATCH_NORM, CREATED, LAYOUT, REDUCED, packet
 from kvgraph.ops import torch_ops
@@ -35,8 +36,7 @@ SAME = (
 MOVED = (
     *(*LAYOUT, aten.view_as, aten.expand_as, aten.narrow, aten.movedim, aten.swapaxes, aten.concat),
     *(aten.roll, aten.flip, aten.tile, aten.unfold, aten.diagonal, aten.triu, aten.tril),
-    *(aten.numpy_T, aten.mT, aten.adjoint),
-    aten.diagonal_scatter,
+    *(aten.numpy_T, aten.mT, aten.adjoint, aten.diagonal_scatter),
 )
 VIEWS = (*token_functions.VIEWS, aten.view_as)
 SIZES = (aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset)
@@ -49,12 +49,12 @@ ELEMENTWISE = (
     *(aten.__or__, aten.__and__, aten.__ior__, aten.__iand__, aten.logical_and, aten.logical_or),
     *(aten.multiply, aten.divide, aten.subtract, aten.floor_divide, aten.true_divide, aten.rsub),
     *(aten.where, aten.masked_fill, aten.masked_fill_, aten.isclose, aten.absolute, aten.negative),
-    *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.clamp),
+    *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.clamp, aten.complex),
+    aten.polar,
 )
 """Those that torch does not tag as pointwise."""
 
 MADE = (*CREATED, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.empty)
-INDEXED = (aten.index, aten._unsafe_index)
 
 
 class TokenLabels:
@@ -64,6 +64,7 @@ class TokenLabels:
         self._extents = extents
         self._labels: dict[Node, Value] = {}
         self._known: dict[Node, Any] = {}
+        self.unknown: set[Node] = set()  # calls without a rule that fits
 
     def __getitem__(self, node: Node) -> Labels:
         found = self._labels[node]
@@ -112,6 +113,7 @@ class TokenLabels:
                     return found
         if kind in ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return self._pointwise(node)
+        self.unknown.add(node)
         return self._filled(made, join([self[x].whole() for x in given]))
 
     def _filled(self, made: Any, labels: Labels) -> Value:
@@ -391,7 +393,8 @@ RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     ),
     ((aten.einsum,), TokenLabels._einsum),
     ((aten.embedding,), TokenLabels._embedded),
-    (INDEXED, TokenLabels._indexed),
+    ((aten.index, aten._unsafe_index), TokenLabels._indexed),
+    ((aten.index_put, aten.index_put_), put),
     ((aten.gather, aten.index_select), TokenLabels._gathered),
     ((aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_), TokenLabels._scattered),
 )

@@ -26,22 +26,23 @@ def writes_are_plain(calls: Iterable[Node]) -> bool:
 
     Then a write is no more than a new value of that name.
     """
-    for call in calls:
-        written = written_by(call)
-        if written is not None and _is_read_later(call, base_of(written), (written, call)):
-            return False
-    return True
+    return not any(
+        _is_read_later(call, base_of(written), (written, call))
+        for call in calls
+        for written in written_by(call)
+    )
 
 
-def written_by(node: Node) -> Node | None:
-    """The operand whose numbers a call writes in place."""
+def written_by(node: Node) -> list[Node]:
+    """The operands whose numbers a call writes in place, those of lists too."""
     if node.target is aten.detach_.default:  # writes no number
-        return None
-    for argument, x in schema_arguments(node):
+        return []
+    found: list[Node] = []
+    for argument, given in schema_arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            assert isinstance(x, Node)
-            return x
-    return None
+            each = given if isinstance(given, list | tuple) else [given]
+            found += [x for x in each if isinstance(x, Node)]
+    return found
 
 
 def write_elsewhere(call: Node, op: OpOverload) -> bool:
@@ -61,8 +62,7 @@ def write_part_elsewhere(call: Node, op: OpOverload) -> bool:
 
     Whether it is one: of a value of the program itself, of which no other part is read later.
     """
-    written = written_by(call)
-    assert written is not None
+    (written,) = written_by(call)
     parts = [written]
     while parts[-1].target in SCATTERS:
         parts.append(any_node(parts[-1].args[0], "a tensor"))
@@ -87,8 +87,7 @@ def write_part_elsewhere(call: Node, op: OpOverload) -> bool:
 
 def _new_value(call: Node, op: OpOverload) -> Node | None:
     """What `op` makes of the operands of `call`; None where that is not of the written type."""
-    written = written_by(call)
-    assert written is not None
+    (written,) = written_by(call)
     with call.graph.inserting_before(call):
         made = add_call(call.graph, op, *call.args, **call.kwargs)
     made.meta = {**call.meta, "val": made.meta["val"]}
@@ -100,8 +99,7 @@ def _new_value(call: Node, op: OpOverload) -> Node | None:
 
 def _take_over(call: Node, made: Node) -> None:
     """All that follows `call` reads `made` by the name that was written."""
-    written = written_by(call)
-    assert written is not None
+    (written,) = written_by(call)
     call.replace_all_uses_with(made)
     made.graph.erase_node(call)
     written.replace_all_uses_with(made, delete_user_cb=lambda user: made < user)
@@ -117,29 +115,57 @@ def _names_of(base: Node) -> list[Node]:
     """The values that share its memory, itself first."""
     names, waiting = [base], [base]
     while waiting:
-        found = [user for user in waiting.pop().users if base_of(user) is base]
+        users = waiting.pop().users
+        found = [user for user in users if base_of(user) is base or _share(user, base)]
         waiting += [user for user in found if user not in names]
         names += [user for user in found if user not in names]
     return names
 
 
 def base_of(node: Node) -> Node:
-    """The value whose memory `node` is a part of, as far as the operators say."""
-    while True:
-        source = node.args[0] if node.args else None
-        is_part = node.target is operator.getitem or any(
-            x.alias_info is not None for x in _returns(node)
-        )
-        if not is_part or not isinstance(source, Node) or not _aliases(node, source):
-            return node
+    """The value whose memory `node` is a part of, as the operators say, or fake values where they
+    are composite: `einsum` of one operand gives a view, and its schema does not say so."""
+    while (source := _source(node)) is not None:
         node = source
+    return node
 
 
-def _aliases(node: Node, source: Node) -> bool:
-    """A part of a list is memory of what was cut, not of an operator that made a new list."""
-    if node.target is not operator.getitem:
-        return True
-    return any(x.alias_info is not None for x in _returns(source))
+def gives_its_operand(node: Node) -> bool:
+    """Whether a call gives memory of an operand, and its operator does not say so."""
+    is_known = any(x.alias_info is not None for x in _returns(node))
+    return isinstance(node.target, OpOverload) and not is_known and _source(node) is not None
+
+
+def _source(node: Node) -> Node | None:
+    """The operand that a call gives memory of; of a part of a list, the one of what made it."""
+    maker = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(maker, Node):
+        return None
+    source = maker.args[0] if maker.args else None
+    if isinstance(source, Node) and any(x.alias_info is not None for x in _returns(maker)):
+        return source
+    if not is_composite(maker.target):
+        return None
+    return next((x for x in maker.all_input_nodes if _share(x, node)), None)
+
+
+def is_composite(op: object) -> bool:
+    """Whether its result is that of other operators: a view of them where they give one."""
+    key = "CompositeImplicitAutograd"
+    if not isinstance(op, OpOverload):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def _share(a: Node, b: Node) -> bool:
+    return not _storages(a).isdisjoint(_storages(b))
+
+
+def _storages(node: Node) -> set[int]:
+    """Of a node's fake value: views of a tensor have its storage."""
+    made = node.meta.get("val")
+    parts = made if isinstance(made, list | tuple) else [made]
+    return {x.untyped_storage()._cdata for x in parts if isinstance(x, torch.Tensor)}
 
 
 def schema_arguments(node: Node) -> Iterator[tuple[Argument, object]]:

@@ -21,10 +21,17 @@ from torch.export.graph_signature import OutputKind
 from torch.fx import Node
 from torch.fx.node import Argument
 
+from kvgraph.compiler.copies import expand_copies
 from kvgraph.compiler.export import lowering
 from kvgraph.compiler.passes.operands import add_call, computed, value
 from kvgraph.compiler.passes.parameters import name_outputs
-from kvgraph.compiler.passes.writes import base_of, write_elsewhere, writes_are_plain, written_by
+from kvgraph.compiler.passes.writes import (
+    base_of,
+    is_composite,
+    write_elsewhere,
+    writes_are_plain,
+    written_by,
+)
 
 aten = torch.ops.aten
 
@@ -38,6 +45,7 @@ NOT_TRANSLATED = (aten.var.correction,)
 def to_core_aten(program: ExportedProgram) -> ExportedProgram:
     """`program`, changed in place, or another one made of it; its outputs are its graph's."""
     with lowering():
+        expand_copies(program.graph)
         is_done = _rewrite(program, _decomposed())
         name_outputs(program)
         program.graph_module.recompile()
@@ -67,7 +75,7 @@ def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
     for node in calls:
         if _has_own_graph(node):
             is_done = False
-        elif written_by(node) is not None:
+        elif written_by(node):
             is_done &= is_plain and _write_elsewhere(node, given)
         elif node.target in decomposed or _is_composite(node.target):
             rewrite = REWRITES.get(node.target)
@@ -85,9 +93,10 @@ def _rewrite(program: ExportedProgram, decomposed: Set[OpOverload]) -> bool:
 def _write_elsewhere(call: Node, given: Collection[object]) -> bool:
     """Compute what an operator of ELSEWHERE writes in place as a new value, which all that follows
     reads. Whether it could be: not in a buffer, nor in a part of what is `given`."""
-    written, op = written_by(call), ELSEWHERE.get(call.target)
-    if written is None or op is None:
+    op = ELSEWHERE.get(call.target)
+    if op is None:
         return False
+    (written,) = written_by(call)
     base = base_of(written)
     if base.op == "placeholder" and not (written is base and base.name in given):
         return False
@@ -113,10 +122,7 @@ def _is_kept(op: OpOverload) -> bool:
 
 def _is_composite(op: object) -> bool:
     """Whether torch decomposes it without a rule."""
-    if not isinstance(op, OpOverload) or _is_kept(op):
-        return False
-    key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+    return isinstance(op, OpOverload) and not _is_kept(op) and is_composite(op)
 
 
 def _has_own_graph(call: Node) -> bool:

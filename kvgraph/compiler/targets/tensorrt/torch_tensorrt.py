@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.export import ExportedProgram
 
+from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.passes.fuse_update_and_attend import (
     FUSED,
     STORE,
@@ -60,11 +61,12 @@ DTYPES = {dtype.tensorrt: dtype.name for dtype in ALL if dtype.name in POOLS}
 
 
 def lower_caches(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite `program` in place into ops that `register`'s converter takes, and return it.
+    """`program` in ops that `register`'s converter takes, changed in place or made anew.
 
     `program` comes from torch.export without decompositions. UnsupportedError: it has no cache
     ops, or a store without its attention.
     """
+    program = without_writes(program)
     graph = program.graph
     report = fuse_update_and_attend(graph)
     if report.unmatched:
