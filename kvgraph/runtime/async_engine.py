@@ -329,7 +329,8 @@ class AsyncEngine:
             self._tell(self._left, request_id)
         if (request := self.engine._open.get(request_id)) is not None:
             with suppress(Exception):
-                self.engine._leave(request)
+                self.engine._abandoned.append(request)
+                self.engine._leave()
             if not self.engine.busy:
                 self.after_step([])
 

@@ -90,7 +90,7 @@ class Engine(Chats):
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}  # all that have not ended, in the order of arrival
         self._held: list[Token] = []  # not handed over yet
-        self._streamed: set[str] = set()  # ids whose tokens are for a `stream`, not for `step`
+        self._streamed: dict[str, Request] = {}  # their tokens are for a `stream`, not for `step`
         self._abandoned: deque[Request] = deque()  # that no caller waits for any more
         self._outcome: Outcome | None = None  # of a step that has happened and is not recorded yet
         self._is_whole = True  # scheduler and manager: False where a call that changes them stopped
@@ -176,8 +176,8 @@ class Engine(Chats):
         """
         request = self._request(prompt, sampling)
         try:
-            self._streamed.add(request.request_id)
             self._begin(request)
+            self._streamed[request.request_id] = request
             while self._is_open(request.request_id):
                 for token in self._step_for([request.request_id]):
                     if token.text:
@@ -185,7 +185,8 @@ class Engine(Chats):
                     if token.error:
                         raise GenerationError(token.error)
         finally:
-            self._leave(request)
+            self._abandoned.append(request)  # before a call, which an interrupt may end
+            self._leave()
 
     @in_turn("generate")
     def generate(
@@ -363,12 +364,9 @@ class Engine(Chats):
         own, self._held = self._held_apart(ids)
         return own
 
-    def _leave(self, request: Request) -> None:
-        """No caller waits for the request any more: it is forgotten as soon as no call runs.
-
-        A stream may be left at any time: the collector of garbage closes one that has no reader.
-        """
-        self._abandoned.append(request)
+    def _leave(self) -> None:
+        """What is abandoned is forgotten as soon as no call runs: a stream may be left at any time,
+        by the collector of garbage too."""
         call = ("stream", get_ident())
         try:
             if self._turns.take(call) is call:
@@ -380,7 +378,8 @@ class Engine(Chats):
     def _forget(self, request: Request) -> None:
         if self._open.get(request.request_id, request) is request:
             self._end(request.request_id)
-        self._streamed.discard(request.request_id)
+        if self._streamed.get(request.request_id) is request:
+            del self._streamed[request.request_id]
 
     def _held_apart(self, ids: Collection[str]) -> tuple[list[Token], list[Token]]:
         """Held tokens of `ids`, and the others."""
@@ -393,7 +392,7 @@ class Engine(Chats):
         return held or request_id in self._open
 
     def _require_new(self, request_id: str) -> None:
-        if self._is_open(request_id):
+        if self._is_open(request_id) or request_id in self._streamed:
             raise RequestError(f"request {request_id!r}: expected a new id, got one in use")
 
     def _new_id(self) -> str:

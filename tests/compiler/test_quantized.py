@@ -259,6 +259,32 @@ def test_bytes_in_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Pa
         assert torch.equal(found[name], weight)
 
 
+def test_uneven_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """The index says how many inputs each has; one that was never filled does not."""
+    folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
+    weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 40}
+    scheme = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    meant: dict[str, torch.Tensor] = {}
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            outputs, inputs = tensors[name].shape
+            index = (torch.arange(inputs) // 40)[torch.randperm(inputs)]
+            scales = torch.rand(outputs, -(-inputs // 40))
+            tensors |= {f"{name}_scale": scales, f"{name}_g_idx": index.int()}
+            meant[name] = tensors[name].float() * scales[:, index]
+
+    found = changed(folder, edit, config_groups=scheme)
+    assert meant
+    for name, weight in meant.items():
+        assert torch.equal(found[name], weight)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_g_idx")]:
+        tensors[name].fill_(-1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "expected groups of 40 that divide the " in quantized.refused(folder)
+
+
 def test_what_older_exports_say_beside_the_configuration(
     plain: Callable[[str], Path], tmp_path: Path
 ) -> None:

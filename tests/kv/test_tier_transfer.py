@@ -140,6 +140,19 @@ def test_pages_that_the_receiver_has_are_not_evicted() -> None:
     assert follower.cached_prefix_length == 28
 
 
+def test_the_start_of_a_prefix_that_arrives_is_the_last_to_go() -> None:
+    """Also where the receiver had it long before."""
+    sender, receiver = manager(), manager(pages=8)
+    ctx = compute(sender)
+    compute(receiver, TOKENS[:5])
+    assert transfer(sender, ctx, receiver, "connection") == (6, 6)
+    compute(receiver, [50] * 10)
+    follower = TextContext("next", [*TOKENS, 1, 2])
+    receiver.claim("next")
+    receiver.alloc(follower)
+    assert follower.cached_prefix_length == 28 - 2 * 4
+
+
 def test_too_little_room_besides_the_pages_that_the_receiver_has() -> None:
     sender, receiver = manager(), manager(pages=6)
     ctx = compute(sender)

@@ -67,6 +67,26 @@ def test_step_leaves_a_stream_its_tokens(engine: Engine, pieces: int) -> None:
     assert_empty(engine)
 
 
+def test_the_id_of_an_open_stream_is_in_use(engine: Engine) -> None:
+    """Also once its last piece was read: the tokens of another request would be for the stream."""
+    stream = engine.stream(PROMPTS[0], greedy(3))
+    pieces = [next(stream)]
+    (name,) = engine._open
+    while engine.busy:
+        assert engine.step() == []
+    with pytest.raises(RequestError, match="expected a new id, got one in use"):
+        engine.submit(PROMPTS[1], greedy(3), request_id=name)
+    while engine._is_open(name):
+        pieces.append(next(stream))
+    with pytest.raises(RequestError, match="expected a new id, got one in use"):
+        engine.submit(PROMPTS[1], greedy(3), request_id=name)
+    pieces += stream
+    assert "".join(pieces) == engine.generate(PROMPTS[:1], greedy(3))[0].text
+    engine.submit(PROMPTS[1], greedy(1), request_id=name)
+    assert [token.request_id for token in engine.step()] == [name]
+    assert_empty(engine)
+
+
 def test_a_stream_that_is_left_keeps_no_tokens(engine: Engine) -> None:
     stream = engine.stream(PROMPTS[0], greedy(10))
     next(stream)

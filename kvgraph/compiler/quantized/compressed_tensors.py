@@ -23,7 +23,7 @@ import torch
 from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import LEFT, Parts, read_finite, unpack
+from kvgraph.compiler.quantized.parts import LEFT, Parts, is_filled, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
@@ -107,11 +107,11 @@ def _packed(parts: Parts, stem: str, sizes: set[int]) -> Values:
         raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {read}")
     if bits is None:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")
-    groups = _groups(parts, scales, outputs, inputs, sizes)
+    index = _index(parts, stem, inputs, _count(scales))
+    groups = _groups(parts, scales, outputs, inputs, sizes, is_in_order=index is None)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:  # packed, or one byte each
         parts.require_shape(zeros, (-(-outputs * bits // 32), groups), (outputs, groups))
-    index = _index(parts, stem, inputs)
     return _Integers(packed, scales, zeros, index, bits, (outputs, inputs), groups)
 
 
@@ -123,28 +123,37 @@ def _scaled(parts: Parts, stem: str, sizes: set[int], block: tuple[int, int] | N
     if numbers.dtype != torch.int8:
         raise parts.refuse(f"{stem}.weight", "int8 or float8_e4m3fn", numbers.stored.dtype)
     outputs, inputs = parts.require_matrix(numbers)
-    groups = _groups(parts, scales, outputs, inputs, sizes)
+    index = _index(parts, stem, inputs, _count(scales))
+    groups = _groups(parts, scales, outputs, inputs, sizes, is_in_order=index is None)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:
         parts.require_shape(zeros, scales.shape)
-    index = _index(parts, stem, inputs)
     return _Integers(numbers, scales, zeros, index, 8, (outputs, inputs), groups)
 
 
-def _index(parts: Parts, stem: str, inputs: int) -> Plain | None:
+def _index(parts: Parts, stem: str, inputs: int, count: int) -> Plain | None:
     """The group of each input, where inputs are not in order."""
     index = parts.find(f"{stem}.weight_g_idx")
-    if index is not None:
-        parts.require_shape(index, [inputs])
-    return index
+    if index is None:
+        return None
+    parts.require_shape(index, [inputs])
+    return index if is_filled(index.read(), count) else None
 
 
-def _groups(parts: Parts, scales: Plain, outputs: int, inputs: int, sizes: set[int]) -> int:
+def _count(scales: Plain) -> int:
     """Groups of a row."""
-    count = scales.shape[-1] if len(scales.shape) == 2 else 1
-    parts.require_even_groups(scales, inputs, count, sizes)
+    return scales.shape[-1] if len(scales.shape) == 2 else 1
+
+
+def _groups(
+    parts: Parts, scales: Plain, outputs: int, inputs: int, sizes: set[int], *, is_in_order: bool
+) -> int:
+    """Groups of a row; where their inputs are not in order, an index says how many each has."""
+    count = _count(scales)
+    if is_in_order:
+        parts.require_even_groups(scales, inputs, count, sizes)
     parts.require_shape(scales, (outputs, count), (1,), ())
-    parts.kinds.add("a scale a row" if count == 1 else f"groups of {inputs // count}")
+    parts.kinds.add("a scale a row" if count == 1 else f"groups of {-(-inputs // count)}")
     return count
 
 

@@ -128,14 +128,13 @@ def require_finite(part: Plain, scales: torch.Tensor) -> torch.Tensor:
 def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tensor:
     """The group of each input: in order, or as `index` says.
 
-    ModelError for a group that is not there. An index of -1 alone, or of 0 alone where there are
-    several groups, is one that was never filled.
+    ModelError for a group that is not there.
     """
     found = torch.arange(inputs) // max(1, inputs // count)
     if index is None:
         return found
     given = index.read().long()
-    if (given == -1).all() or (count > 1 and (given == 0).all()):
+    if not is_filled(given, count):
         return found
     if not ((given >= 0) & (given < count)).all():
         raise ModelError(
@@ -143,6 +142,11 @@ def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tenso
             f"{int(given.max())}"
         )
     return given
+
+
+def is_filled(index: torch.Tensor, count: int) -> bool:
+    """Whether it says anything: -1 alone does not, nor 0 alone where there are several groups."""
+    return not ((index == -1).all() or (count > 1 and (index == 0).all()))
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -75,8 +75,9 @@ def adopted_pages(
             yield [LeafPages(*one) for one in zip(leaf_pools, missing, fresh, strict=True)]
             if epochs == [pool.epoch for pool in pools]:
                 told = {one.digest: one for one in stored}
-                for pool, pages, own in zip(pools, fresh, missing, strict=True):
-                    _publish(pool, pages, own, told)
+                for pool, pages, lacked, own in zip(pools, fresh, missing, digests, strict=True):
+                    _publish(pool, pages, lacked, told)
+                    _renew(pool, own)
 
 
 @contextmanager
@@ -107,12 +108,14 @@ def _require_free(pools: Sequence[PagePool], missing: Sequence[Sequence[bytes]])
 def _publish(
     pool: PagePool, pages: Sequence[int], digests: Sequence[bytes], told: Mapping[bytes, Stored]
 ) -> None:
-    """The last first, so that the start of the prefix is the youngest."""
-    published = [
-        digest
-        for page, digest in zip(reversed(pages), reversed(digests), strict=True)
-        if pool.publish(page, digest)
-    ]
-    if pool.journal is not None:
-        for digest in reversed(published):
+    for page, digest in zip(pages, digests, strict=True):
+        if pool.publish(page, digest) and pool.journal is not None:
             pool.journal.append(told.get(digest, Stored(digest, None, [])))
+
+
+def _renew(pool: PagePool, digests: Sequence[bytes]) -> None:
+    """Those that were there are as young as those that came, and the start of the prefix is the
+    youngest: without it the others cannot be hit."""
+    pages = [pool.index[digest] for digest in digests if digest in pool.index]
+    pool.hold(pages)
+    pool.drop(reversed(pages))
