@@ -394,7 +394,7 @@ RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     ((aten.einsum,), TokenLabels._einsum),
     ((aten.embedding,), TokenLabels._embedded),
     ((aten.index, aten._unsafe_index), TokenLabels._indexed),
-    ((aten.index_put, aten.index_put_), put),
+    ((aten.index_put, aten.index_put_), lambda labels, node: put(node, labels.__getitem__)),
     ((aten.gather, aten.index_select), TokenLabels._gathered),
     ((aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_), TokenLabels._scattered),
 )
