@@ -36,7 +36,7 @@ def test_generate_without_torch_onnx_transformers(
     venv.create(environment, with_pip=False, symlinks=True)
     python = environment / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
-    build = [f"-C{name}" for name in (f"build-dir={tmp_path / 'build'}", *QUICK)]
+    build = [f"--config-settings={name}" for name in (f"build-dir={tmp_path / 'build'}", *QUICK)]
     subprocess.run([*pip, *build, f"{ROOT}[onnx]"], check=True, env=os.environ | PATIENT)
 
     def run(*command: str, stdin: str = "") -> str:
