@@ -161,8 +161,9 @@ def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None,
     ):
         try:
             with _without_interrupts():  # Ctrl-C is for this process: it ends the others
-                found = pool.map(run_task, tasks_of(kernels))
-            yield from found
+                tasks = [pool.submit(run_task, task) for task in tasks_of(kernels)]
+            for task in tasks:  # none is cancelled: the pool's thread would raise for it
+                yield task.result()
         except BaseException:
             ours.close()
             raise

@@ -111,6 +111,8 @@ class Connection(HttpToolsProtocol):
         else:
             self._limit_head()
             super().data_received(_UPGRADE.sub(rb"\r\nx-offer", part))
+        if self.cycle is not None and self.cycle.response_complete:
+            self._limit_head()  # uvicorn's own timer has ended with what came
 
     def on_headers_complete(self) -> None:
         self._is_body, self._kept = True, 0
@@ -137,7 +139,7 @@ class Connection(HttpToolsProtocol):
             self._receiving = self.loop.call_later(seconds, self._refuse_late_head)
 
     def _refuse_late_head(self) -> None:
-        if not self._kept:  # a client that asked for nothing expects no answer
+        if self._is_body or not self._kept:  # a client that asked for nothing expects no answer
             self.transport.close()
         elif not self.transport.is_closing():
             seconds = self._options.receive_seconds

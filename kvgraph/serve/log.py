@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import suppress
@@ -47,4 +48,8 @@ def write_line(line: dict[str, object]) -> None:
     if sys.stderr is None:
         return
     with suppress(OSError, ValueError):
-        sys.stderr.write(encoded(line).decode() + "\n")
+        try:
+            sys.stderr.write(encoded(line).decode() + "\n")
+        except BrokenPipeError:  # Python would write it again as it ends, and exit with 120
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stderr.fileno())

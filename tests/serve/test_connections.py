@@ -58,6 +58,21 @@ def test_a_head_that_stops_is_refused(artifact: Path, tmp_path: Path) -> None:
             assert to.recv(1) == b""
 
 
+def test_a_body_that_comes_behind_its_answer(artifact: Path, tmp_path: Path) -> None:
+    """The connection ends as an idle one does, whether the body is whole or not."""
+    options = json.dumps({"receive_seconds": 0.2})
+    head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with serving(tmp_path / "log", artifact, options, command=LIMITED) as server:
+        for size in (1, 100):
+            with server.connect() as to, HTTPResponse(to) as answer:
+                to.sendall(head)
+                answer.begin()
+                assert (answer.status, answer.will_close) == (404, False)
+                answer.read()
+                to.sendall(b"a" * size)
+                assert to.recv(1) == b""
+
+
 def test_requests_that_come_before_the_answers(server: Server) -> None:
     """They wait in the network where they are many."""
     body = {"prompt": 5, "model": "a" * 300_000}

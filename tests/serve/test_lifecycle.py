@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -135,7 +136,9 @@ def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
 
 def test_a_log_that_nobody_reads_costs_no_answer(artifact: Path) -> None:
     command = [*COMMAND, str(artifact), "--port", "0", "--threads", "1"]
-    with ended_by_sigterm(command, stderr=subprocess.PIPE, text=True) as process:
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    streams: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "env": buffered}
+    with ended_by_sigterm(command, **streams) as process:
         assert process.stderr is not None
         url = json.loads(process.stderr.readline())["url"]
         assert json.loads(process.stderr.readline())["event"] == "ready"
