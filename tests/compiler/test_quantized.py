@@ -242,21 +242,29 @@ def test_scales_that_are_exponents(plain: Callable[[str], Path], tmp_path: Path)
         assert torch.equal(found[name], weight)
 
 
-def test_bytes_in_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
+def require_groups_out_of_order(
+    folder: Path, groups_of: Callable[[int], torch.Tensor], **config: Any
+) -> None:
+    """Gives its bytes groups, `groups_of` that many inputs, and reads what they stand for."""
     meant: dict[str, torch.Tensor] = {}
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
             outputs, inputs = tensors[name].shape
-            index, scales = torch.randperm(inputs) % 2, torch.rand(outputs, 2)
+            index = groups_of(inputs)
+            scales = torch.rand(outputs, int(index.max()) + 1)
             tensors |= {f"{name}_scale": scales, f"{name}_g_idx": index.int()}
             meant[name] = tensors[name].float() * scales[:, index]
 
-    found = changed(folder, edit)
+    found = changed(folder, edit, **config)
     assert meant
     for name, weight in meant.items():
         assert torch.equal(found[name], weight)
+
+
+def test_bytes_in_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
+    require_groups_out_of_order(folder, lambda inputs: torch.randperm(inputs) % 2)
 
 
 def test_uneven_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -264,20 +272,9 @@ def test_uneven_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Path
     folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
     weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 40}
     scheme = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    meant: dict[str, torch.Tensor] = {}
-
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            outputs, inputs = tensors[name].shape
-            index = (torch.arange(inputs) // 40)[torch.randperm(inputs)]
-            scales = torch.rand(outputs, -(-inputs // 40))
-            tensors |= {f"{name}_scale": scales, f"{name}_g_idx": index.int()}
-            meant[name] = tensors[name].float() * scales[:, index]
-
-    found = changed(folder, edit, config_groups=scheme)
-    assert meant
-    for name, weight in meant.items():
-        assert torch.equal(found[name], weight)
+    require_groups_out_of_order(
+        folder, lambda inputs: torch.randperm(inputs) // 40, config_groups=scheme
+    )
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_g_idx")]:
         tensors[name].fill_(-1)

@@ -225,13 +225,19 @@ def locked_index(folder: Path) -> Iterator[None]:
         other.execute("ROLLBACK")
 
 
+def with_a_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DiskStore:
+    """A store of one page, which waits for a lock for a moment only."""
+    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
+    store = opened(folder)
+    put(store, 0)
+    store.flush()
+    return store
+
+
 def test_a_lock_that_is_not_released_pauses_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
-    store = opened(tmp_path)
-    put(store, 0)
-    store.flush()
+    store = with_a_page(tmp_path, monkeypatch)
     with locked_index(tmp_path):
         assert got(store, 0) is None
     assert got(store, 0) is None, "it pauses"
@@ -284,10 +290,7 @@ def test_pages_that_the_index_had_no_room_for_are_published_later(
 def test_a_clear_that_fails_is_done_before_the_store_answers_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
-    store = opened(tmp_path)
-    put(store, 0)
-    store.flush()
+    store = with_a_page(tmp_path, monkeypatch)
     put(store, 1)
     with locked_index(tmp_path):
         store.clear()
@@ -303,10 +306,7 @@ def test_a_clear_that_fails_is_done_before_the_store_answers_again(
 def test_a_clear_that_failed_is_tried_again_as_the_store_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
-    store = opened(tmp_path)
-    put(store, 0)
-    store.flush()
+    store = with_a_page(tmp_path, monkeypatch)
     with locked_index(tmp_path):
         store.clear()
     store.close()
@@ -316,10 +316,7 @@ def test_a_clear_that_failed_is_tried_again_as_the_store_closes(
 def test_a_store_that_closes_before_it_is_emptied_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(index, "LOCK_SECONDS", 0.02)
-    store = opened(tmp_path)
-    put(store, 0)
-    store.flush()
+    store = with_a_page(tmp_path, monkeypatch)
     with locked_index(tmp_path):
         store.clear()
         caplog.clear()

@@ -262,13 +262,19 @@ def test_a_server_that_hangs_is_given_up(call: str, own: RedisServer) -> None:
     store.close()
 
 
-def test_a_clear_that_fails_is_done_before_the_store_answers_again(own: RedisServer) -> None:
+def with_a_clear_that_failed(own: RedisServer) -> RemoteStore:
+    """A store of two pages, of a server that did not answer then and does now."""
     own.start()
     store = RemoteStore(own.url(), MODEL, SIZE)
     put(store, 0, 1)
     freeze(own, store)
     store.clear()
     thaw(own, store)
+    return store
+
+
+def test_a_clear_that_fails_is_done_before_the_store_answers_again(own: RedisServer) -> None:
+    store = with_a_clear_that_failed(own)
     assert got(store, 0) is None, "it pauses"
     recover(store)
     assert store.contains(KEYS[:2]) == [False, False]
@@ -278,12 +284,7 @@ def test_a_clear_that_fails_is_done_before_the_store_answers_again(own: RedisSer
 
 
 def test_a_clear_that_failed_is_tried_again_as_the_store_closes(own: RedisServer) -> None:
-    own.start()
-    store = RemoteStore(own.url(), MODEL, SIZE)
-    put(store, 0, 1)
-    freeze(own, store)
-    store.clear()
-    thaw(own, store)
+    store = with_a_clear_that_failed(own)
     store.close()
     again = RemoteStore(own.url(), MODEL, SIZE)
     assert again.contains(KEYS[:2]) == [False, False]

@@ -86,7 +86,7 @@ def test_tokens_that_a_grammar_forces_cancel_no_stream(
 
 
 def given(stream: TokenStream, *counts: int, ends: bool = False) -> bool:
-    """Whether it is cancelled where so many tokens come in each call, and nobody reads."""
+    """Whether it is cancelled where so many tokens come in each call, and are not read."""
     for at, count in enumerate(counts, 1):
         last = "stop" if ends and at == len(counts) else None
         stream.give([*[Token("a", 5, "a", None)] * (count - 1), Token("a", 5, "a", last)])

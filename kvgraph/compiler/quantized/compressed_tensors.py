@@ -107,8 +107,7 @@ def _packed(parts: Parts, stem: str, sizes: set[int]) -> Values:
         raise ModelError(f"{shape.where}: expected {outputs} outputs and its inputs, got {read}")
     if bits is None:
         raise parts.refuse(f"{stem}.weight_packed", "2, 4 or 8 bits", f"{words * 32 / inputs:g}")
-    index = _index(parts, stem, inputs, _count(scales))
-    groups = _groups(parts, scales, outputs, inputs, sizes, is_in_order=index is None)
+    groups, index = _groups(parts, stem, scales, (outputs, inputs), sizes)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:  # packed, or one byte each
         parts.require_shape(zeros, (-(-outputs * bits // 32), groups), (outputs, groups))
@@ -123,38 +122,29 @@ def _scaled(parts: Parts, stem: str, sizes: set[int], block: tuple[int, int] | N
     if numbers.dtype != torch.int8:
         raise parts.refuse(f"{stem}.weight", "int8 or float8_e4m3fn", numbers.stored.dtype)
     outputs, inputs = parts.require_matrix(numbers)
-    index = _index(parts, stem, inputs, _count(scales))
-    groups = _groups(parts, scales, outputs, inputs, sizes, is_in_order=index is None)
+    groups, index = _groups(parts, stem, scales, (outputs, inputs), sizes)
     zeros = parts.find(f"{stem}.weight_zero_point")
     if zeros is not None:
         parts.require_shape(zeros, scales.shape)
     return _Integers(numbers, scales, zeros, index, 8, (outputs, inputs), groups)
 
 
-def _index(parts: Parts, stem: str, inputs: int, count: int) -> Plain | None:
-    """The group of each input, where inputs are not in order."""
-    index = parts.find(f"{stem}.weight_g_idx")
-    if index is None:
-        return None
-    parts.require_shape(index, [inputs])
-    return index if is_filled(index.read(), count) else None
-
-
-def _count(scales: Plain) -> int:
-    """Groups of a row."""
-    return scales.shape[-1] if len(scales.shape) == 2 else 1
-
-
 def _groups(
-    parts: Parts, scales: Plain, outputs: int, inputs: int, sizes: set[int], *, is_in_order: bool
-) -> int:
-    """Groups of a row; where their inputs are not in order, an index says how many each has."""
-    count = _count(scales)
-    if is_in_order:
+    parts: Parts, stem: str, scales: Plain, shape: tuple[int, int], sizes: set[int]
+) -> tuple[int, Plain | None]:
+    """Groups of a row, and the group of each input where inputs are not in order: then it says how
+    many inputs each has."""
+    outputs, inputs = shape
+    count = scales.shape[-1] if len(scales.shape) == 2 else 1
+    index = parts.find(f"{stem}.weight_g_idx")
+    if index is not None:
+        parts.require_shape(index, [inputs])
+    if index is None or not is_filled(index.read(), count):
+        index = None
         parts.require_even_groups(scales, inputs, count, sizes)
     parts.require_shape(scales, (outputs, count), (1,), ())
     parts.kinds.add("a scale a row" if count == 1 else f"groups of {-(-inputs // count)}")
-    return count
+    return count, index
 
 
 class _Integers(Integers):

@@ -19,7 +19,6 @@ from kvgraph.compiler.frontends.folder import Config
 from kvgraph.compiler.quantized.integers import Integers
 from kvgraph.compiler.quantized.parts import Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
-from kvgraph.errors import ModelError
 
 BITS = (2, 4, 8)
 LESS = {"gptq": 1, "gptq_v2": 0}
@@ -65,10 +64,8 @@ def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:
     parts.require_shape(zeros, [groups, -(-outputs // per)])
     if index is not None:
         parts.require_shape(index, [inputs])
-    elif inputs % groups:
-        raise ModelError(
-            f"{scales.where}: expected groups that divide the {inputs} inputs, got {groups}"
-        )
+    else:
+        parts.require_even_groups(scales, inputs, groups, ())
     parts.kinds.add(f"{bits} bits in groups of {-(-inputs // groups)}")
     return _Grouped(packed, zeros, scales, index, bits, less, (outputs, inputs))
 

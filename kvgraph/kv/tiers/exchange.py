@@ -52,9 +52,9 @@ def adopted_pages(
     """Free pages for those of `digests[leaf]` that the device lacks, to be filled in the scope.
 
     At its end they are committed and free; after an error, or a reset of the cache within the
-    scope, they are free as before. Those that the device has stay there. InsufficientPagesError if
-    too few are free besides them. `stored` says what the journal tells of a page; of one that is
-    not there its digest alone.
+    scope, they are free as before. Those that the device has stay there, and do not count as free.
+    InsufficientPagesError if too few are free. `stored` says what the journal tells of a page; of
+    one that is not there its digest alone.
     """
     pools = [leaf.pool for leaf in leaves]
     present = [

@@ -13,7 +13,7 @@ def hold(host: str, port: int) -> socket.socket:
     Sockets with SO_REUSEPORT, of the same user, may listen there meanwhile, as Ray's proxy does.
     `listen` and `hold` of other processes are refused.
     """
-    with listen(host, port) as first:  # as long as it is open, nobody else is let in
+    with listen(host, port) as first:  # as long as it is open, no other is let in
         held = socket.socket(first.family)
         for one in (first, held):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -61,7 +61,7 @@ DTYPES = {dtype.tensorrt: dtype.name for dtype in ALL if dtype.name in POOLS}
 
 
 def lower_caches(program: ExportedProgram) -> ExportedProgram:
-    """`program` in ops that `register`'s converter takes, changed in place or made anew.
+    """`program` in ops that `register`'s converter takes: itself, changed in place, or another one.
 
     `program` comes from torch.export without decompositions. UnsupportedError: it has no cache
     ops, or a store without its attention.
