@@ -57,7 +57,7 @@ struct Whole {  // float32: one k a line
 
 struct Half {  // bfloat16: two k a line
   using Sum = Vector;
-  static constexpr int kRows = kTileRows, kPairRows = kTileRows;
+  static constexpr int kRows = kTileRows, kPairRows = kLanes < 16 ? 2 : kTileRows;
   static constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;
 #if KVG_NATIVE_DOT
   using Line = __m512i;
@@ -83,7 +83,7 @@ struct Half {  // bfloat16: two k a line
 
 struct Byte {  // int8: four k a line
   using Sum = Index;
-  static constexpr int kRows = kTileRows, kPairRows = kTileRows;
+  static constexpr int kRows = kTileRows, kPairRows = kLanes < 16 ? 2 : kTileRows;
   static constexpr int64_t kStep = KVG_NATIVE_DOT ? 4 : 8;
 #if KVG_NATIVE_DOT
   using Line = __m512i;
@@ -132,5 +132,51 @@ struct Byte {  // int8: four k a line
   }
 #endif
 };
+
+// What to fetch while a tile is computed: a line's address, and bytes to the next one's.
+struct Fetch {
+  const char* at;
+  int64_t step;
+  int64_t turn;      // at this line it goes on elsewhere
+  const char* then;
+};
+
+// Rows x Panels sums over all lines, from `x` and the lines at `w`; rows of `out` are `width` apart.
+template <class Kind, int Rows, int Panels>
+void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
+          Fetch fetch, typename Kind::Sum* out, int width) {
+  // Into the second level: a core waits for more lines there than in its first, which x fills.
+  constexpr int kCache = 2;
+  typename Kind::Sum sums[Rows][Panels * kVectors] = {};
+  for (int64_t i = 0; i < lines; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
+    typename Kind::Line line[Panels * kVectors];
+    if (i == fetch.turn) fetch.at = fetch.then;
+    KVG_UNROLL
+    for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, kCache);
+    KVG_UNROLL
+    for (int p = 0; p < Panels * kVectors; ++p)
+      line[p] = Kind::line(w + p / kVectors * panel_bytes + p % kVectors * (kLineBytes / kVectors));
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) {
+      KVG_UNROLL
+      for (int p = 0; p < Panels * kVectors; ++p)
+        sums[m][p] = Kind::add(sums[m][p], x + m * stride, line[p]);
+    }
+  }
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int p = 0; p < Panels * kVectors; ++p) out[m * width + p] = sums[m][p];
+  }
+}
+
+template <class Kind, int Rows, int Panels>
+void tile_of(int64_t rows, const char* x, int64_t stride, const char* w, int64_t panel_bytes,
+             int64_t lines, Fetch fetch, typename Kind::Sum* out, int width) {
+  if (rows == Rows)
+    return tile<Kind, Rows, Panels>(x, stride, w, panel_bytes, lines, fetch, out, width);
+  if constexpr (Rows > 1)
+    tile_of<Kind, Rows - 1, Panels>(rows, x, stride, w, panel_bytes, lines, fetch, out, width);
+}
 
 }  // namespace kvg::KVG_ISA

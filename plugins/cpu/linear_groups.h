@@ -2,24 +2,30 @@
 // each column and group of inputs, as checkpoints store them.
 //
 // A group's products are summed from zero, then scaled and added: one order for any number of rows.
-// The factor of an NVFP4 column multiplies the whole sum.
+// The factor of an NVFP4 column multiplies the whole sum. Without native dot products the numbers of a
+// panel become bfloat16, which holds them all, once for many rows.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cpu/linear_dot.h"
 #include "cpu/vector.h"
 
 namespace kvg::KVG_ISA {
 
-// Rows of a tile of one panel and of a pair's: sums and those of a group fill the registers.
+// Rows of a tile of one panel and of a pair's: sums and those of a group fill the registers. Beyond
+// kCodeRows, tiles are of numbers in bfloat16.
 #if KVG_NATIVE_DOT
 constexpr int kGroupRows = 12, kGroupPairRows = 6;
 #elif defined(__AVX512F__)
-constexpr int kGroupRows = 8, kGroupPairRows = 4;
+constexpr int kGroupRows = 8, kGroupPairRows = 4, kCodeRows = 8;
 #else
-constexpr int kGroupRows = 2, kGroupPairRows = 1;
+constexpr int kGroupRows = 2, kGroupPairRows = 1, kCodeRows = 4;
 #endif
+
+template <int64_t Value>
+using Constant = std::integral_constant<int64_t, Value>;
 
 // Inputs of each column in a line.
 constexpr int64_t line_inputs(int64_t codes) { return 32 / code_bits(codes); }
@@ -95,8 +101,10 @@ struct Numbers<kInt8> {
   }
 };
 
-inline Vector add(Vector sum, const char* x, int, int i, __m512i part) {
-  const __m512i pair = _mm512_set1_epi32(read<int32_t>(x + 4 * i));
+constexpr int code_of(int, int i) { return i; }
+
+inline Vector add(Vector sum, const char* x, __m512i part) {
+  const __m512i pair = _mm512_set1_epi32(read<int32_t>(x));
   return as<Vector>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(pair), as<__m512bh>(part)));
 }
 
@@ -158,10 +166,10 @@ struct Numbers<kInt8> {
   }
 };
 
-// The input of code i of a column's word, whose halves have `each` codes.
-inline Vector add(Vector sum, const char* x, int each, int i, Vector part) {
-  return sum + part * read<float>(x + 4 * (2 * (i % each) + i / each));
-}
+// The code of input i of a column's word, whose halves have `each` codes.
+constexpr int code_of(int each, int i) { return i % 2 * each + i / 2; }
+
+inline Vector add(Vector sum, const char* x, Vector part) { return sum + part * read<float>(x); }
 
 inline float input(const char* x, int64_t k) { return read<float>(x + 4 * k); }
 
@@ -197,6 +205,40 @@ inline void add_group_sums(const Linear& job, const char* x, char* to) {
   }
 }
 
+// Adds a group's sums, Rows x Panels, to those so far.
+template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
+void add_group(const Linear& job, int64_t panel, int64_t g, const char* of_groups,
+               Vector (&group)[Rows][Panels * kVectors], Vector (&sums)[Rows][Panels * kVectors]) {
+  KVG_UNROLL
+  for (int v = 0; v < Panels * kVectors; ++v) {
+    const int64_t at = ((panel + v / kVectors) * job.group_count() + g) * kColumns +
+                       v % kVectors * kLanes;
+    const Vector scale = group_scale<Codes>(job, at);
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) {
+      if constexpr (HasOffsets) {
+        const float total = read<float>(of_groups + m * job.x_stride + g * 4);
+        group[m][v] += group_offset(job, at) * total;
+      }
+      sums[m][v] += group[m][v] * scale;
+    }
+  }
+}
+
+// Puts the sums of all groups, whose rows are `width` apart.
+template <int64_t Codes, int Rows, int Panels>
+void put_groups(const Linear& job, int64_t panel, Vector (&sums)[Rows][Panels * kVectors],
+                Vector* out, int width) {
+  KVG_UNROLL
+  for (int v = 0; v < Panels * kVectors; ++v) {
+    Vector factor = Vector{} + 1.0f;
+    const int64_t at = (panel + v / kVectors) * kColumns + v % kVectors * kLanes;
+    if constexpr (Codes == kNvfp4) factor = load(Float32{}, job.scales + at) * kScaleUnit;
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) out[m * width + v] = sums[m][v] * factor;
+  }
+}
+
 // Rows x Panels sums; `x`: the first row, `of_groups`: the sums of its groups.
 template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
 void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char* of_groups,
@@ -215,46 +257,20 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char*
       KVG_UNROLL
       for (int p = 0; p < Panels; ++p) __builtin_prefetch(w + p * bytes + kAhead * kLineBytes);
       KVG_UNROLL
-      for (int v = 0; v < kEach; ++v) {
-        const char* line = w + v / kVectors * bytes + v % kVectors * (kLineBytes / kVectors);
+      for (int i = 0; i < kParts; ++i) {
         KVG_UNROLL
-        for (int i = 0; i < kParts; ++i) {
-          const auto part = numbers.part(line, i);
+        for (int v = 0; v < kEach; ++v) {
+          const char* line = w + v / kVectors * bytes + v % kVectors * (kLineBytes / kVectors);
+          const auto part = numbers.part(line, code_of(kLineInputs / 2, i));
           KVG_UNROLL
-          for (int m = 0; m < Rows; ++m) 
-            group[m][v] = add(group[m][v], x + m * stride, kLineInputs / 2, i, part);
+          for (int m = 0; m < Rows; ++m)
+            group[m][v] = add(group[m][v], x + m * stride + 4 * i, part);
         }
       }
     }
-    KVG_UNROLL
-    for (int v = 0; v < kEach; ++v) {
-      const int64_t at =
-          ((panel + v / kVectors) * groups + g) * kColumns + v % kVectors * kLanes;
-      const Vector scale = group_scale<Codes>(job, at);
-      KVG_UNROLL
-      for (int m = 0; m < Rows; ++m) {
-        if constexpr (HasOffsets) {
-          const float total = read<float>(of_groups + m * stride + g * 4);
-          group[m][v] += group_offset(job, at) * total;
-        }
-        sums[m][v] += group[m][v] * scale;
-      }
-    }
+    add_group<Codes, HasOffsets, Rows, Panels>(job, panel, g, of_groups, group, sums);
   }
-  if constexpr (Codes == kNvfp4) {
-    KVG_UNROLL
-    for (int v = 0; v < kEach; ++v) {
-      const int64_t at = (panel + v / kVectors) * kColumns + v % kVectors * kLanes;
-      const Vector factor = load(Float32{}, job.scales + at) * kScaleUnit;
-      KVG_UNROLL
-      for (int m = 0; m < Rows; ++m) sums[m][v] *= factor;
-    }
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    KVG_UNROLL
-    for (int v = 0; v < kEach; ++v) out[m * width + v] = sums[m][v];
-  }
+  put_groups<Codes, Rows, Panels>(job, panel, sums, out, width);
 }
 
 template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
@@ -266,9 +282,10 @@ void groups_of(int64_t rows, const Linear& job, int64_t panel, const char* x,
     groups_of<Codes, HasOffsets, Rows - 1, Panels>(rows, job, panel, x, of_groups, out, width);
 }
 
+// Sums of `rows` rows of a tile, rows x panels x kVectors.
 template <int64_t Codes, bool HasOffsets>
-void sum_groups_of(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
-                   Vector* out) {
+void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
+                Vector* out) {
   const char* x = job.x + row * job.x_stride;
   const char* of_groups = x + job.depth * kInputBytes;
   const int width = static_cast<int>(panels) * kVectors;
@@ -280,15 +297,79 @@ void sum_groups_of(const Linear& job, int64_t panel, int64_t panels, int64_t row
                                                 out + p * kVectors, width);
 }
 
-// Sums of `rows` rows of a tile, rows x panels x kVectors.
-inline void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
-                       Vector* out) {
-  if (job.codes == kE4m3) return sum_groups_of<kE4m3, false>(job, panel, panels, row, rows, out);
-  if (job.codes == kInt8) return sum_groups_of<kInt8, false>(job, panel, panels, row, rows, out);
-  if (job.codes == kNvfp4) return sum_groups_of<kNvfp4, false>(job, panel, panels, row, rows, out);
-  if (job.codes == kE2m1) return sum_groups_of<kE2m1, false>(job, panel, panels, row, rows, out);
-  if (job.offsets) return sum_groups_of<kIntegers, true>(job, panel, panels, row, rows, out);
-  sum_groups_of<kIntegers, false>(job, panel, panels, row, rows, out);
+#if !KVG_NATIVE_DOT
+
+// The numbers of some lines in bfloat16, which holds them all: lines as `Half` has them.
+template <int64_t Codes>
+void to_halves(const char* w, int64_t lines, char* to) {
+  constexpr int kEach = line_inputs(Codes) / 2;
+  const Numbers<Codes> numbers;
+  for (int64_t i = 0; i < lines; ++i, w += kLineBytes, to += kEach * kLineBytes) {
+    __builtin_prefetch(w + kAhead * kLineBytes);
+    KVG_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = v * (kLineBytes / kVectors);
+      KVG_UNROLL
+      for (int pair = 0; pair < kEach; ++pair) {
+        const auto even = as<Words>(numbers.part(w + at, pair));
+        const auto odd = as<Words>(numbers.part(w + at, kEach + pair));
+        const Words both = even >> 16 | odd;
+        std::memcpy(to + pair * kLineBytes + at, &both, sizeof both);
+      }
+    }
+  }
+}
+
+inline int64_t half_bytes(const Linear& job) { return job.depth / 2 * kLineBytes; }  // of a panel
+
+// As tile_of_groups, of one panel's numbers in bfloat16 at `w`.
+template <int64_t Codes, bool HasOffsets, int Rows>
+void tile_of_halves(const Linear& job, int64_t panel, const char* w, const char* x,
+                    const char* of_groups, Vector* out, int width) {
+  const int64_t bytes = half_bytes(job), lines = bytes / kLineBytes, per_group = job.group / 2;
+  Vector sums[Rows][kVectors] = {};
+  for (int64_t g = 0; g < job.group_count(); ++g) {
+    const int64_t count = std::min(per_group, lines - g * per_group);
+    Vector group[Rows][kVectors];
+    tile<Half, Rows, 1>(x, job.x_stride, w, bytes, count, {w, 0, -1, nullptr}, group[0], kVectors);
+    add_group<Codes, HasOffsets, Rows, 1>(job, panel, g, of_groups, group, sums);
+    w += count * kLineBytes, x += count * Half::kStep;
+  }
+  put_groups<Codes, Rows, 1>(job, panel, sums, out, width);
+}
+
+template <int64_t Codes, bool HasOffsets, int Rows>
+void halves_of(int64_t rows, const Linear& job, int64_t panel, const char* w, const char* x,
+               const char* of_groups, Vector* out, int width) {
+  if (rows == Rows)
+    return tile_of_halves<Codes, HasOffsets, Rows>(job, panel, w, x, of_groups, out, width);
+  if constexpr (Rows > 1)
+    halves_of<Codes, HasOffsets, Rows - 1>(rows, job, panel, w, x, of_groups, out, width);
+}
+
+// As sum_groups, of numbers in bfloat16.
+template <int64_t Codes, bool HasOffsets>
+void sum_halves(const Linear& job, int64_t panel, int64_t panels, const char* w, int64_t row,
+                int64_t rows, Vector* out) {
+  const char* x = job.x + row * job.x_stride;
+  for (int64_t p = 0; p < panels; ++p)
+    halves_of<Codes, HasOffsets, Half::kRows>(rows, job, panel + p, w + p * half_bytes(job), x,
+                                              x + job.depth * kInputBytes, out + p * kVectors,
+                                              static_cast<int>(panels) * kVectors);
+}
+
+#endif
+
+// body(codes, has_offsets) of a job's, as constants.
+template <class Body>
+void by_codes(const Linear& job, Body&& body) {
+  using std::false_type;
+  if (job.codes == kE4m3) return body(Constant<kE4m3>{}, false_type{});
+  if (job.codes == kInt8) return body(Constant<kInt8>{}, false_type{});
+  if (job.codes == kNvfp4) return body(Constant<kNvfp4>{}, false_type{});
+  if (job.codes == kE2m1) return body(Constant<kE2m1>{}, false_type{});
+  if (job.offsets) return body(Constant<kIntegers>{}, std::true_type{});
+  body(Constant<kIntegers>{}, false_type{});
 }
 
 }  // namespace kvg::KVG_ISA

@@ -27,62 +27,12 @@ constexpr int64_t kAmxRows = 16;  // a whole tile; not measured
 static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
 #endif
 
-// What to fetch while a tile is computed: a line's address, and bytes to the next one's.
-struct Fetch {
-  const char* at;
-  int64_t step;
-  int64_t turn;      // at this line it goes on elsewhere
-  const char* then;
-};
-
-// ---- sums of a few rows -----------------------------------------------------------------------
-
-// Rows x Panels sums over all lines, from `x` and the lines at `w`; rows of `out` are `width` apart.
-template <class Kind, int Rows, int Panels>
-void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int64_t lines,
-          Fetch fetch, typename Kind::Sum* out, int width) {
-  // Into the second level: a core waits for more lines there than in its first, which x fills.
-  constexpr int kCache = 2;
-  typename Kind::Sum sums[Rows][Panels * kVectors] = {};
-  for (int64_t i = 0; i < lines; ++i, x += Kind::kStep, w += kLineBytes, fetch.at += fetch.step) {
-    typename Kind::Line line[Panels * kVectors];
-    if (i == fetch.turn) fetch.at = fetch.then;
-    KVG_UNROLL
-    for (int p = 0; p < Panels; ++p) __builtin_prefetch(fetch.at + p * panel_bytes, 0, kCache);
-    KVG_UNROLL
-    for (int p = 0; p < Panels * kVectors; ++p)
-      line[p] = Kind::line(w + p / kVectors * panel_bytes + p % kVectors * (kLineBytes / kVectors));
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) {
-      KVG_UNROLL
-      for (int p = 0; p < Panels * kVectors; ++p)
-        sums[m][p] = Kind::add(sums[m][p], x + m * stride, line[p]);
-    }
-  }
-  KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) {
-    KVG_UNROLL
-    for (int p = 0; p < Panels * kVectors; ++p) out[m * width + p] = sums[m][p];
-  }
-}
-
-// ---- tiles of any height ----------------------------------------------------------------------
-
-template <class Kind, int Rows, int Panels>
-void tile_of(int64_t rows, const char* x, int64_t stride, const char* w, int64_t panel_bytes,
-             int64_t lines, Fetch fetch, typename Kind::Sum* out, int width) {
-  if (rows == Rows)
-    return tile<Kind, Rows, Panels>(x, stride, w, panel_bytes, lines, fetch, out, width);
-  if constexpr (Rows > 1)
-    tile_of<Kind, Rows - 1, Panels>(rows, x, stride, w, panel_bytes, lines, fetch, out, width);
-}
-
 #if KVG_NIBBLE_ROWS
 template <int Rows>
 void nibbles_of(int64_t rows, const char* x, int64_t stride, const char* w,
-                const uint8_t* multiplier, int64_t groups, Index* out) {
-  if (rows == Rows) return tile_of_nibbles<Rows>(x, stride, w, multiplier, groups, out);
-  if constexpr (Rows > 1) nibbles_of<Rows - 1>(rows, x, stride, w, multiplier, groups, out);
+                const uint8_t* multiplier, int64_t groups, Index* out, int width) {
+  if (rows == Rows) return tile_of_nibbles<Rows>(x, stride, w, multiplier, groups, out, width);
+  if constexpr (Rows > 1) nibbles_of<Rows - 1>(rows, x, stride, w, multiplier, groups, out, width);
 }
 #endif
 
@@ -216,60 +166,97 @@ void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t r
   }
 }
 
-void run_groups(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows) {
-  alignas(64) Vector sums[kGroupRows * kPair * kVectors];
-  const int64_t tiles = (rows + kGroupRows - 1) / kGroupRows;
+// Rows in tiles of at most Most, as even as can be: sum(row, take, sums) for each, and its outputs.
+template <int Most, class Sum, class Number, class Body>
+void by_tiles(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
+              Body&& sum) {
+  alignas(64) Sum sums[Most * kPair * kVectors];
+  const int64_t tiles = (rows + Most - 1) / Most;
   for (int64_t t = 0, left = rows; t < tiles; ++t) {
-    const int64_t take = (left + tiles - t - 1) / (tiles - t);  // as even as can be
-    sum_groups(job, pair * kPair, panels, row, take, sums);
-    finish(job, pair, panels, row, take, reinterpret_cast<const float*>(sums));
+    const int64_t take = (left + tiles - t - 1) / (tiles - t);
+    sum(row, take, sums);
+    finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
     row += take, left -= take;
   }
 }
 
-void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows, char* scratch) {
+void run_groups(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
+                [[maybe_unused]] char* scratch) {
+  const int64_t panel = pair * kPair;
+  by_codes(job, [&](auto codes, auto has_offsets) {
+#if !KVG_NATIVE_DOT
+    if (rows > kCodeRows) {
+      to_halves<codes>(job.lines + panel * job.panel_bytes(), panels * job.line_count(), scratch);
+      return by_tiles<Half::kRows, Vector, float>(
+          job, pair, panels, row, rows, [&](int64_t at, int64_t take, Vector* sums) {
+            sum_halves<codes, has_offsets>(job, panel, panels, scratch, at, take, sums);
+          });
+    }
+#endif
+    by_tiles<kGroupRows, Vector, float>(
+        job, pair, panels, row, rows, [&](int64_t at, int64_t take, Vector* sums) {
+          sum_groups<codes, has_offsets>(job, panel, panels, at, take, sums);
+        });
+  });
+}
+
+#if KVG_NIBBLE_ROWS
+void run_nibbles(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
+                 const char* w, const uint8_t* factors) {
+  const int64_t bytes = job.panel_bytes(), groups = job.group_count();
+  by_tiles<kNibbleTileRows, Index, int32_t>(
+      job, pair, panels, row, rows, [&](int64_t at, int64_t take, Index* sums) {
+        const char* x = job.x + at * job.x_stride;
+        for (int64_t p = 0; p < panels; ++p)
+          nibbles_of<kNibbleTileRows>(take, x, job.x_stride, w + p * bytes,
+                                      factors + p * groups * (kColumns / 2), groups,
+                                      sums + p * kVectors, static_cast<int>(panels) * kVectors);
+      });
+}
+#endif
+
+void multiply(const Linear& job, int64_t pair, int64_t row, int64_t rows,
+              [[maybe_unused]] char* scratch) {
   const int64_t first = pair * kPair, left = job.panels - first;
   const int64_t panels = left < kPair ? left : kPair;
-  if (job.group) return run_groups(job, pair, panels, row, rows);
+  if (job.group) return run_groups(job, pair, panels, row, rows, scratch);
   const int64_t bytes = job.panel_bytes(), lines = job.line_count();
   const char* w = job.lines + first * bytes;
   const char* next = w + panels * bytes;  // a hint: may be past the end
   if (job.bits == 32) return run<Whole, float>(job, pair, panels, row, rows, w, bytes, lines, next);
   if (job.bits == 16) return run<Half, float>(job, pair, panels, row, rows, w, bytes, lines, next);
   if (job.bits == 8) return run<Byte, int32_t>(job, pair, panels, row, rows, w, bytes, lines, next);
-  const int64_t groups = job.depth / kGroup;
+  const int64_t groups = job.group_count();
   const uint8_t* factors = job.multipliers + first * groups * (kColumns / 2);
 #if KVG_NIBBLE_ROWS
-  if (rows <= kNibbleRows) {
-    alignas(64) Index sums[kPair][kNibbleRows][kVectors], ordered[kNibbleRows * kPair * kVectors];
-    const char* x = job.x + row * job.x_stride;
-    for (int64_t p = 0; p < panels; ++p)
-      nibbles_of<kNibbleRows>(rows, x, job.x_stride, w + p * bytes,
-                              factors + p * groups * (kColumns / 2), groups, sums[p][0]);
-    Index* to = ordered;
-    for (int64_t m = 0; m < rows; ++m)
-      for (int64_t p = 0; p < panels; ++p) to = std::copy_n(sums[p][m], kVectors, to);
-    return finish(job, pair, panels, row, rows, reinterpret_cast<const int32_t*>(ordered));
-  }
+  if (rows <= KVG_NIBBLE_ROWS) return run_nibbles(job, pair, panels, row, rows, w, factors);
 #endif
+#if !KVG_NIBBLE_BYTES
   for (int64_t p = 0; p < panels; ++p)
     expand(w + p * bytes, factors + p * groups * (kColumns / 2), groups, scratch + p * 2 * bytes);
   run<Byte, int32_t>(job, pair, panels, row, rows, scratch, 2 * bytes, 2 * lines, scratch);
+#endif
 }
 
 // Of a prepared row without the sums of its groups.
 int64_t input_bytes(const Linear& job) {
   if (job.bits == 32) return job.depth * Whole::kStep;
-  return job.bits == 16 || job.group ? job.depth * Half::kStep / 2 : job.depth * Byte::kStep / 4;
+  if (job.bits == 16 || job.group) return job.depth * Half::kStep / 2;
+  if (KVG_NIBBLE_BYTES && job.bits == 4) return job.depth;
+  return job.depth * Byte::kStep / 4;
 }
 
 int64_t row_bytes(const Linear& job) {
-  const int64_t sums = job.offsets ? job.group_count() * static_cast<int64_t>(sizeof(float)) : 0;
+  const bool has_sums = job.offsets || (KVG_NIBBLE_BYTES && job.bits == 4 && !job.group);
+  const int64_t sums = has_sums ? job.group_count() * static_cast<int64_t>(sizeof(float)) : 0;
   return (input_bytes(job) + sums + kLineBytes - 1) / kLineBytes * kLineBytes;
 }
 
 int64_t scratch_bytes(const Linear& job) {
-  return job.bits == 4 && !job.group ? 2 * kPair * job.panel_bytes() : 0;
+#if !KVG_NATIVE_DOT
+  if (job.group && job.rows > kCodeRows) return kPair * half_bytes(job);
+#endif
+  return job.bits == 4 && !job.group && !KVG_NIBBLE_BYTES ? 2 * kPair * job.panel_bytes() : 0;
 }
 
 void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
@@ -291,7 +278,8 @@ void prepare_half(const float* x, int64_t width, int64_t depth, char* to) {
 #endif
 }
 
-void prepare_byte(const float* x, int64_t width, int64_t depth, char* to, float* scale) {
+void prepare_byte(int64_t bits, const float* x, int64_t width, int64_t depth, char* to,
+                  float* scale) {
   float largest = 0, odd = 0;  // odd: NaN where some input is NaN or infinite
 #pragma omp simd reduction(max : largest) reduction(+ : odd)
   for (int64_t k = 0; k < width; ++k) {
@@ -305,11 +293,22 @@ void prepare_byte(const float* x, int64_t width, int64_t depth, char* to, float*
     return static_cast<int32_t>(std::nearbyintf(odd == 0 ? x[k] * inverse : 0.0f));
   };
 #if KVG_NATIVE_DOT
+  (void)bits;
   auto* out = reinterpret_cast<uint8_t*>(to);
 #pragma omp simd
   for (int64_t k = 0; k < width; ++k) out[k] = static_cast<uint8_t>(rounded(k) + kOffset);
   for (int64_t k = width; k < depth; ++k) out[k] = kOffset;
 #else
+#if KVG_NIBBLE_BYTES
+  if (bits == 4) {
+    auto* out = reinterpret_cast<int8_t*>(to);
+#pragma omp simd
+    for (int64_t k = 0; k < width; ++k) out[k] = static_cast<int8_t>(rounded(k));
+    std::fill(out + width, out + depth, int8_t{0});
+    return add_starts(out, depth, to + depth);
+  }
+#endif
+  (void)bits;
   constexpr int64_t kPlace[4] = {0, 2, 1, 3};  // even k of a line's four, then odd ones
   auto* out = reinterpret_cast<int16_t*>(to);
   for (int64_t k = 0; k < depth; ++k)
@@ -325,7 +324,7 @@ void prepare(const Linear& job, const float* x, int64_t width, char* to, float* 
     prepare_half(x, width, job.depth, to);
     if (job.offsets) add_group_sums(job, to, to + input_bytes(job));
   } else {
-    prepare_byte(x, width, job.depth, to, scale);
+    prepare_byte(job.bits, x, width, job.depth, to, scale);
   }
 }
 

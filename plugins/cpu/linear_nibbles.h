@@ -4,92 +4,146 @@
 #include "cpu/linear_dot.h"
 #include "cpu/vector.h"
 
-// Rows up to which nibbles are unpacked for each tile; beyond, a pair of panels once for all rows.
+// Rows up to which nibbles are multiplied as they are stored. Beyond, a pair of panels becomes int8 once
+// for all rows. Without native dot products, products of bytes serve any number: rows are int8 then,
+// with a start of each group's sums.
 #if KVG_NATIVE_DOT
 #define KVG_NIBBLE_ROWS 8
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-#define KVG_NIBBLE_ROWS 2
+#elif defined(__AVX2__)
+#define KVG_NIBBLE_ROWS INT64_MAX
 #else
 #define KVG_NIBBLE_ROWS 0
 #endif
+#define KVG_NIBBLE_BYTES (KVG_NIBBLE_ROWS == INT64_MAX)
 
 namespace kvg::KVG_ISA {
 
-constexpr int kNibbleRows = KVG_NIBBLE_ROWS;
+#if KVG_NIBBLE_ROWS
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kNibbleTileRows = kLanes < 16 ? 6 : 8;
 
-// The multipliers of 8 columns of a group, from 8 bytes with two columns each.
-inline __m256i multipliers(const uint8_t* from, int half) {
+// The multipliers of kLanes columns of a group, from 8 bytes with two columns each.
+inline Index multipliers(const uint8_t* from, int vector) {
   const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-  const __m128i most = _mm_set1_epi8(15);
-  const __m128i low = _mm_and_si128(two, most);
-  const __m128i less_one = _mm_unpacklo_epi8(low, _mm_and_si128(_mm_srli_epi16(two, 4), most));
-  const __m128i each = _mm_add_epi8(less_one, _mm_set1_epi8(1));
-  return _mm256_cvtepu8_epi32(half ? _mm_srli_si128(each, 8) : each);
+  const __m128i low = _mm_and_si128(two, _mm_set1_epi8(15));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(two, 4), _mm_set1_epi8(15));
+  const __m128i less_one = _mm_unpacklo_epi8(low, high);
+#if defined(__AVX512F__)
+  (void)vector;
+  return as<Index>(_mm512_maskz_cvtepu8_epi32(0xffff, less_one)) + 1;
+#else
+  return as<Index>(_mm256_cvtepu8_epi32(vector ? _mm_srli_si128(less_one, 8) : less_one)) + 1;
+#endif
 }
 
-// As `tile`, from nibbles as they are stored.
+#endif
+
+#if KVG_NIBBLE_BYTES
+
+using Shorts = uint16_t __attribute__((vector_size(kLanes * 4)));
+
+// Of each pair of bytes the sum of its products, which must fit.
+inline Shorts products(Words unsigned_bytes, Index signed_bytes) {
+#if defined(__AVX512F__)
+  return as<Shorts>(
+      _mm512_maddubs_epi16(as<__m512i>(unsigned_bytes), as<__m512i>(signed_bytes)));
+#else
+  return as<Shorts>(
+      _mm256_maddubs_epi16(as<__m256i>(unsigned_bytes), as<__m256i>(signed_bytes)));
+#endif
+}
+
+// Of each pair of shorts, which are signed, the sum of its products.
+inline Index products(Shorts a, Shorts b) {
+#if defined(__AVX512F__)
+  return as<Index>(_mm512_madd_epi16(as<__m512i>(a), as<__m512i>(b)));
+#else
+  return as<Index>(_mm256_madd_epi16(as<__m256i>(a), as<__m256i>(b)));
+#endif
+}
+
+inline Index everywhere(const char* from) { return Index{} + read<int32_t>(from); }
+
+// Has a sum in its register here. GCC otherwise computes products of several rows before it adds them,
+// for which AVX2 has too few registers: some go to memory and back.
+template <class Sum>
+inline void settle(Sum& sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm volatile("" : "+x"(sum));
+#else
+  (void)sum;
+#endif
+}
+
+// Rows x one panel; rows of `out` are `width` apart. Nibbles are multiplied as 0 to 15: 8 more than they
+// are, which the starts take back. Sums may wrap around on their way, not at its end: a group has 16
+// products in each half of a column's word, each at most 8 * 127.
 template <int Rows>
 void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
-                     int64_t groups, Index* out) {
+                     int64_t groups, Index* out, int width) {
+  const char* start = x + groups * kGroup;
   Index sums[Rows][kVectors] = {};
-  for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
-    __m256i group[Rows][kVectors] = {};
+  for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2, start += sizeof(int32_t)) {
+    Shorts group[Rows][kVectors];
     KVG_UNROLL
-    for (int i = 0; i < 4; ++i, x += 2 * Byte::kStep, w += kLineBytes) {
+    for (int m = 0; m < Rows; ++m) {
+      KVG_UNROLL
+      for (int v = 0; v < kVectors; ++v) group[m][v] = as<Shorts>(everywhere(start + m * stride));
+    }
+    KVG_UNROLL
+    for (int i = 0; i < 4; ++i, x += 8, w += kLineBytes) {
       __builtin_prefetch(w + kAhead * kLineBytes);
+      Words first[kVectors], second[kVectors];
       KVG_UNROLL
       for (int v = 0; v < kVectors; ++v) {
-        const auto both = read<__m256i>(w + v * (kLineBytes / kVectors));
-        const __m256i parts[4] = {  // even and odd k of the first four, then of the second
-            _mm256_srai_epi16(_mm256_slli_epi16(both, 12), 12),
-            _mm256_srai_epi16(_mm256_slli_epi16(both, 4), 12),
-            _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 12), _mm256_srai_epi16(both, 12)};
+        const Words both = read<Words>(w + v * (kLineBytes / kVectors)) ^ 0x88888888u;
+        first[v] = both & 0x0f0f0f0fu, second[v] = both >> 4 & 0x0f0f0f0fu;
+      }
+      KVG_UNROLL
+      for (int m = 0; m < Rows; ++m) {
+        const Index low = everywhere(x + m * stride), high = everywhere(x + m * stride + 4);
         KVG_UNROLL
-        for (int m = 0; m < Rows; ++m) {
-          KVG_UNROLL
-          for (int q = 0; q < 4; ++q) {
-            const __m256i k = _mm256_set1_epi32(read<int32_t>(x + m * stride + 4 * q));
-            group[m][v] = _mm256_add_epi32(group[m][v], _mm256_madd_epi16(parts[q], k));
-          }
+        for (int v = 0; v < kVectors; ++v) {
+          group[m][v] += products(first[v], low);
+          group[m][v] += products(second[v], high);
+          settle(group[m][v]);
         }
       }
     }
     KVG_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      const auto factor = as<Index>(multipliers(multiplier, v));
+      const Index factor = multipliers(multiplier, v);
       KVG_UNROLL
-      for (int m = 0; m < Rows; ++m) sums[m][v] += as<Index>(group[m][v]) * factor;
+      for (int m = 0; m < Rows; ++m)
+        sums[m][v] += products(group[m][v], as<Shorts>(factor | factor << 16));
     }
   }
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
-    for (int v = 0; v < kVectors; ++v) out[m * kVectors + v] = sums[m][v];
+    for (int v = 0; v < kVectors; ++v) out[m * width + v] = sums[m][v];
   }
 }
 
-#endif
-
-#if defined(__AVX512BW__)
-
-// The multipliers of a group: 8 bytes with two columns each.
-inline Index multipliers(const uint8_t* from) {
-  const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-  const __m128i low = _mm_and_si128(two, _mm_set1_epi8(15));
-  const __m128i high = _mm_and_si128(_mm_srli_epi16(two, 4), _mm_set1_epi8(15));
-  return as<Index>(_mm512_maskz_cvtepu8_epi32(0xffff, _mm_unpacklo_epi8(low, high))) + 1;
+// What a row's sums of groups start with, behind its `depth` bytes: in each half of a word -8 times its
+// inputs.
+inline void add_starts(const int8_t* x, int64_t depth, char* to) {
+  for (int64_t first = 0; first < depth; first += kGroup, to += sizeof(int32_t)) {
+    int16_t halves[2] = {};
+    for (int64_t k = first; k < first + kGroup; ++k)
+      halves[k / 2 % 2] = static_cast<int16_t>(halves[k / 2 % 2] - 8 * x[k]);
+    std::memcpy(to, halves, sizeof halves);
+  }
 }
 
 #endif
 
 #if KVG_NATIVE_DOT
 
-// As `tile`, from nibbles as they are stored. High nibbles are read as 16 times their value.
+// As above. High nibbles are read as 16 times their value.
 template <int Rows>
 void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t* multiplier,
-                     int64_t groups, Index* out) {
+                     int64_t groups, Index* out, int width) {
   Index sums[Rows] = {};
   for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
     __m512i group[Rows] = {};
@@ -107,21 +161,23 @@ void tile_of_nibbles(const char* x, int64_t stride, const char* w, const uint8_t
             _mm512_dpbusd_epi32(group[m], _mm512_set1_epi32(read<int32_t>(at + 4)), second);
       }
     }
-    const Index factor = multipliers(multiplier);
+    const Index factor = multipliers(multiplier, 0);
     KVG_UNROLL
     for (int m = 0; m < Rows; ++m) sums[m] += (as<Index>(group[m]) >> 4) * factor;
   }
   KVG_UNROLL
-  for (int m = 0; m < Rows; ++m) out[m] = sums[m];
+  for (int m = 0; m < Rows; ++m) out[m * width] = sums[m];
 }
 
 #endif
 
+#if !KVG_NIBBLE_BYTES
+
 // A panel of nibbles as lines of int8, which nibble times multiplier is.
 inline void expand(const char* w, const uint8_t* multiplier, int64_t groups, char* to) {
   for (int64_t g = 0; g < groups; ++g, multiplier += kColumns / 2) {
-#if defined(__AVX512BW__)
-    const Index wide = multipliers(multiplier);  // of a column's 32 bits, then of both halves
+#if KVG_NATIVE_DOT
+    const Index wide = multipliers(multiplier, 0);  // of a column's 32 bits, then of both halves
     const auto factor = as<__m512i>(wide | wide << 16);
     const __m512i byte = _mm512_set1_epi16(0xff);
     for (int i = 0; i < 4; ++i, w += kLineBytes) {
@@ -138,29 +194,6 @@ inline void expand(const char* w, const uint8_t* multiplier, int64_t groups, cha
       join(_mm512_slli_epi16(both, 12), _mm512_slli_epi16(both, 4));
       join(_mm512_slli_epi16(both, 8), both);
     }
-#elif defined(__AVX2__)
-    // As above, over half of the columns at a time.
-    const __m256i byte = _mm256_set1_epi16(0xff);
-    for (int half = 0; half < 2; ++half) {
-      const __m256i wide = multipliers(multiplier, half);
-      const __m256i factor = _mm256_or_si256(wide, _mm256_slli_epi32(wide, 16));
-      const auto join = [&](__m256i even, __m256i odd, char* line) {
-        even = _mm256_mullo_epi16(_mm256_srai_epi16(even, 12), factor);
-        odd = _mm256_mullo_epi16(_mm256_srai_epi16(odd, 12), factor);
-        const __m256i joined =
-            _mm256_or_si256(_mm256_and_si256(even, byte), _mm256_slli_epi16(odd, 8));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(line), joined);
-      };
-      for (int i = 0; i < 4; ++i) {
-        const char* from = w + i * kLineBytes + half * 32;
-        __builtin_prefetch(from + kAhead * kLineBytes);
-        const auto both = read<__m256i>(from);
-        char* line = to + i * 2 * kLineBytes + half * 32;
-        join(_mm256_slli_epi16(both, 12), _mm256_slli_epi16(both, 4), line);
-        join(_mm256_slli_epi16(both, 8), both, line + kLineBytes);
-      }
-    }
-    w += 4 * kLineBytes, to += 8 * kLineBytes;
 #else
     for (int i = 0; i < 4; ++i, w += kLineBytes, to += 2 * kLineBytes)
       for (int b = 0; b < kLineBytes; ++b) {
@@ -172,5 +205,7 @@ inline void expand(const char* w, const uint8_t* multiplier, int64_t groups, cha
 #endif
   }
 }
+
+#endif
 
 }  // namespace kvg::KVG_ISA

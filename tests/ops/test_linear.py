@@ -83,6 +83,27 @@ def test_a_row_is_the_same_bits_at_every_height_and_thread_count(isa: str, bits:
     require_equal_rows(isa, given_, attributes, (1, 7, 9))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("byte", [0x88, 0x77, 0x7F, 0x80])
+@pytest.mark.parametrize("isa", ISAS)
+def test_sums_of_the_largest_numbers_neither_saturate_nor_overflow(
+    isa: str, byte: int, bits: int
+) -> None:
+    """int4 by its largest multipliers; rows of one sign, and of signs that change by pairs."""
+    (_, lines, _, group_bytes, *_), attributes, _ = call_of("one panel", bits, 1)
+    assert lines is not None
+    lines = np.full_like(lines.view(np.uint8), byte).view(lines.dtype)
+    if group_bytes is not None:
+        group_bytes = np.full_like(group_bytes, -1)  # 16, less one, twice
+    weights = unpack(lines, group_bytes, bits).astype(np.int64)
+    scales = np.stack([np.ones(16), weights.sum(axis=1)])[None].astype(np.float32)
+    signs = [[1], [-1], [1, -1], [1, 1, -1, -1], [-1, -1, 1, 1]]
+    x = np.stack([np.resize(each, 64) for each in signs]).astype(np.float32)
+    with forced_isa(isa):
+        found = native.run(LINEAR, x, lines, scales, group_bytes, None, None, **attributes)
+    np.testing.assert_allclose(found, x @ weights.T, rtol=1e-6, atol=0.01)
+
+
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
 def test_a_row_with_a_nan_is_nan_and_others_are_not(bits: int) -> None:
     given_, attributes, _ = call_of("one panel", bits, 12)
