@@ -34,7 +34,8 @@ constexpr float kFp4[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0
                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
 constexpr float number(int64_t codes, int nibble) {
-  return codes == kE2m1 || codes == kNvfp4 ? kFp4[nibble] : static_cast<float>(nibble < 8 ? nibble : nibble - 16);
+  if (codes == kE2m1 || codes == kNvfp4) return kFp4[nibble];
+  return static_cast<float>(nibble < 8 ? nibble : nibble - 16);
 }
 
 // Numbers of E4M3 from the top bytes of words: 2^(e - 7) * (1 + m / 8), and where e is 0

@@ -184,18 +184,20 @@ void run_groups(const Linear& job, int64_t pair, int64_t panels, int64_t row, in
                 [[maybe_unused]] char* scratch) {
   const int64_t panel = pair * kPair;
   by_codes(job, [&](auto codes, auto has_offsets) {
+    constexpr int64_t kCodes = codes;
+    constexpr bool kHasOffsets = has_offsets;
 #if !KVG_NATIVE_DOT
     if (rows > kCodeRows) {
-      to_halves<codes>(job.lines + panel * job.panel_bytes(), panels * job.line_count(), scratch);
+      to_halves<kCodes>(job.lines + panel * job.panel_bytes(), panels * job.line_count(), scratch);
       return by_tiles<Half::kRows, Vector, float>(
           job, pair, panels, row, rows, [&](int64_t at, int64_t take, Vector* sums) {
-            sum_halves<codes, has_offsets>(job, panel, panels, scratch, at, take, sums);
+            sum_halves<kCodes, kHasOffsets>(job, panel, panels, scratch, at, take, sums);
           });
     }
 #endif
     by_tiles<kGroupRows, Vector, float>(
         job, pair, panels, row, rows, [&](int64_t at, int64_t take, Vector* sums) {
-          sum_groups<codes, has_offsets>(job, panel, panels, at, take, sums);
+          sum_groups<kCodes, kHasOffsets>(job, panel, panels, at, take, sums);
         });
   });
 }
