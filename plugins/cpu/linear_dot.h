@@ -170,13 +170,11 @@ void tile(const char* x, int64_t stride, const char* w, int64_t panel_bytes, int
   }
 }
 
-template <class Kind, int Rows, int Panels>
-void tile_of(int64_t rows, const char* x, int64_t stride, const char* w, int64_t panel_bytes,
-             int64_t lines, Fetch fetch, typename Kind::Sum* out, int width) {
-  if (rows == Rows)
-    return tile<Kind, Rows, Panels>(x, stride, w, panel_bytes, lines, fetch, out, width);
-  if constexpr (Rows > 1)
-    tile_of<Kind, Rows - 1, Panels>(rows, x, stride, w, panel_bytes, lines, fetch, out, width);
+// body(Rows<rows>{}), for 1 to Most rows.
+template <int Most, class Body>
+void of_height(int64_t rows, Body&& body) {
+  if (rows == Most) return body(Rows<Most>{});
+  if constexpr (Most > 1) of_height<Most - 1>(rows, body);
 }
 
 }  // namespace kvg::KVG_ISA

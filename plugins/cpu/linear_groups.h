@@ -274,15 +274,6 @@ void tile_of_groups(const Linear& job, int64_t panel, const char* x, const char*
   put_groups<Codes, Rows, Panels>(job, panel, sums, out, width);
 }
 
-template <int64_t Codes, bool HasOffsets, int Rows, int Panels>
-void groups_of(int64_t rows, const Linear& job, int64_t panel, const char* x,
-               const char* of_groups, Vector* out, int width) {
-  if (rows == Rows)
-    return tile_of_groups<Codes, HasOffsets, Rows, Panels>(job, panel, x, of_groups, out, width);
-  if constexpr (Rows > 1)
-    groups_of<Codes, HasOffsets, Rows - 1, Panels>(rows, job, panel, x, of_groups, out, width);
-}
-
 // Sums of `rows` rows of a tile, rows x panels x kVectors.
 template <int64_t Codes, bool HasOffsets>
 void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, int64_t rows,
@@ -291,11 +282,14 @@ void sum_groups(const Linear& job, int64_t panel, int64_t panels, int64_t row, i
   const char* of_groups = x + job.depth * kInputBytes;
   const int width = static_cast<int>(panels) * kVectors;
   if (panels == kPair && rows <= kGroupPairRows)
-    return groups_of<Codes, HasOffsets, kGroupPairRows, kPair>(rows, job, panel, x, of_groups, out,
-                                                               width);
-  for (int64_t p = 0; p < panels; ++p)
-    groups_of<Codes, HasOffsets, kGroupRows, 1>(rows, job, panel + p, x, of_groups,
-                                                out + p * kVectors, width);
+    return of_height<kGroupPairRows>(rows, [&](auto tall) {
+      tile_of_groups<Codes, HasOffsets, tall.kCount, kPair>(job, panel, x, of_groups, out, width);
+    });
+  of_height<kGroupRows>(rows, [&](auto tall) {
+    for (int64_t p = 0; p < panels; ++p)
+      tile_of_groups<Codes, HasOffsets, tall.kCount, 1>(job, panel + p, x, of_groups,
+                                                        out + p * kVectors, width);
+  });
 }
 
 #if !KVG_NATIVE_DOT
@@ -339,24 +333,18 @@ void tile_of_halves(const Linear& job, int64_t panel, const char* w, const char*
   put_groups<Codes, Rows, 1>(job, panel, sums, out, width);
 }
 
-template <int64_t Codes, bool HasOffsets, int Rows>
-void halves_of(int64_t rows, const Linear& job, int64_t panel, const char* w, const char* x,
-               const char* of_groups, Vector* out, int width) {
-  if (rows == Rows)
-    return tile_of_halves<Codes, HasOffsets, Rows>(job, panel, w, x, of_groups, out, width);
-  if constexpr (Rows > 1)
-    halves_of<Codes, HasOffsets, Rows - 1>(rows, job, panel, w, x, of_groups, out, width);
-}
-
 // As sum_groups, of numbers in bfloat16.
 template <int64_t Codes, bool HasOffsets>
 void sum_halves(const Linear& job, int64_t panel, int64_t panels, const char* w, int64_t row,
                 int64_t rows, Vector* out) {
   const char* x = job.x + row * job.x_stride;
-  for (int64_t p = 0; p < panels; ++p)
-    halves_of<Codes, HasOffsets, Half::kRows>(rows, job, panel + p, w + p * half_bytes(job), x,
-                                              x + job.depth * kInputBytes, out + p * kVectors,
-                                              static_cast<int>(panels) * kVectors);
+  const char* of_groups = x + job.depth * kInputBytes;
+  const int width = static_cast<int>(panels) * kVectors;
+  of_height<Half::kRows>(rows, [&](auto tall) {
+    for (int64_t p = 0; p < panels; ++p)
+      tile_of_halves<Codes, HasOffsets, tall.kCount>(job, panel + p, w + p * half_bytes(job), x,
+                                                     of_groups, out + p * kVectors, width);
+  });
 }
 
 #endif

@@ -27,15 +27,6 @@ constexpr int64_t kAmxRows = 16;  // a whole tile; not measured
 static_assert(KVG_NATIVE_DOT, "tiles read rows as native dot products do");
 #endif
 
-#if KVG_NIBBLE_ROWS
-template <int Rows>
-void nibbles_of(int64_t rows, const char* x, int64_t stride, const char* w,
-                const uint8_t* multiplier, int64_t groups, Index* out, int width) {
-  if (rows == Rows) return tile_of_nibbles<Rows>(x, stride, w, multiplier, groups, out, width);
-  if constexpr (Rows > 1) nibbles_of<Rows - 1>(rows, x, stride, w, multiplier, groups, out, width);
-}
-#endif
-
 // ---- from sums to outputs ---------------------------------------------------------------------
 
 // The values of one panel for one row, from its sums.
@@ -135,6 +126,25 @@ void run_amx(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64
 }
 #endif
 
+template <int Most>
+int64_t tile_count(int64_t rows) {
+  return (rows + Most - 1) / Most;
+}
+
+// Rows in tiles of at most Most, as even as can be: sum(row, take, sums) for each, and its outputs.
+template <int Most, class Sum, class Number, class Body>
+void by_tiles(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
+              Body&& sum) {
+  alignas(64) Sum sums[Most * kPair * kVectors];
+  const int64_t tiles = tile_count<Most>(rows);
+  for (int64_t t = 0, left = rows; t < tiles; ++t) {
+    const int64_t take = (left + tiles - t - 1) / (tiles - t);
+    sum(row, take, sums);
+    finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
+    row += take, left -= take;
+  }
+}
+
 template <class Kind, class Number>
 void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows, const char* w,
          int64_t panel_bytes, int64_t lines, const char* next) {
@@ -143,41 +153,28 @@ void run(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t r
     if (rows >= kAmxRows)
       return run_amx<Number>(job, pair, panels, row, rows, w, panel_bytes, lines);
 #endif
-  alignas(64) typename Kind::Sum sums[Kind::kRows * kPair * kVectors];
-  const int64_t tiles = (rows + Kind::kRows - 1) / Kind::kRows;
   // The first tile fetches its own lines; the others share the next pair's, which are read then.
-  const int64_t ahead = lines < kAhead ? lines : kAhead;
+  const int64_t ahead = lines < kAhead ? lines : kAhead, tiles = tile_count<Kind::kRows>(rows);
+  const int64_t step = tiles > 1 ? kLineBytes / (tiles - 1) : 0;
   Fetch fetch{w + ahead * kLineBytes, kLineBytes, lines - ahead, next};
-  for (int64_t t = 0, left = rows; t < tiles; ++t) {
-    const int64_t take = (left + tiles - t - 1) / (tiles - t);  // as even as can be
-    const char* x = job.x + row * job.x_stride;
-    const int width = static_cast<int>(panels) * kVectors;
-    if (panels == kPair && take <= Kind::kPairRows)
-      tile_of<Kind, Kind::kPairRows, kPair>(take, x, job.x_stride, w, panel_bytes, lines, fetch, sums,
-                                      width);
-    else
-      for (int64_t p = 0; p < panels; ++p, fetch.at += panel_bytes, fetch.then += panel_bytes)
-        tile_of<Kind, Kind::kRows, 1>(take, x, job.x_stride, w + p * panel_bytes, panel_bytes, lines,
-                                    fetch, sums + p * kVectors, width);
-    finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
-    row += take, left -= take;
-    const int64_t step = tiles > 1 ? kLineBytes / (tiles - 1) : 0;
-    fetch = {next + t * lines * step, step, -1, nullptr};
-  }
-}
-
-// Rows in tiles of at most Most, as even as can be: sum(row, take, sums) for each, and its outputs.
-template <int Most, class Sum, class Number, class Body>
-void by_tiles(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
-              Body&& sum) {
-  alignas(64) Sum sums[Most * kPair * kVectors];
-  const int64_t tiles = (rows + Most - 1) / Most;
-  for (int64_t t = 0, left = rows; t < tiles; ++t) {
-    const int64_t take = (left + tiles - t - 1) / (tiles - t);
-    sum(row, take, sums);
-    finish(job, pair, panels, row, take, reinterpret_cast<const Number*>(sums));
-    row += take, left -= take;
-  }
+  by_tiles<Kind::kRows, typename Kind::Sum, Number>(
+      job, pair, panels, row, rows, [&](int64_t at, int64_t take, typename Kind::Sum* sums) {
+        const char* x = job.x + at * job.x_stride;
+        const int width = static_cast<int>(panels) * kVectors;
+        if (panels == kPair && take <= Kind::kPairRows)
+          of_height<Kind::kPairRows>(take, [&](auto tall) {
+            tile<Kind, tall.kCount, kPair>(x, job.x_stride, w, panel_bytes, lines, fetch, sums,
+                                           width);
+          });
+        else
+          of_height<Kind::kRows>(take, [&](auto tall) {
+            for (int64_t p = 0; p < panels; ++p, fetch.at += panel_bytes, fetch.then += panel_bytes)
+              tile<Kind, tall.kCount, 1>(x, job.x_stride, w + p * panel_bytes, panel_bytes, lines,
+                                         fetch, sums + p * kVectors, width);
+          });
+        fetch = {next, step, -1, nullptr};
+        next += lines * step;
+      });
 }
 
 void run_groups(const Linear& job, int64_t pair, int64_t panels, int64_t row, int64_t rows,
@@ -209,10 +206,12 @@ void run_nibbles(const Linear& job, int64_t pair, int64_t panels, int64_t row, i
   by_tiles<kNibbleTileRows, Index, int32_t>(
       job, pair, panels, row, rows, [&](int64_t at, int64_t take, Index* sums) {
         const char* x = job.x + at * job.x_stride;
-        for (int64_t p = 0; p < panels; ++p)
-          nibbles_of<kNibbleTileRows>(take, x, job.x_stride, w + p * bytes,
-                                      factors + p * groups * (kColumns / 2), groups,
-                                      sums + p * kVectors, static_cast<int>(panels) * kVectors);
+        of_height<kNibbleTileRows>(take, [&](auto tall) {
+          for (int64_t p = 0; p < panels; ++p)
+            tile_of_nibbles<tall.kCount>(x, job.x_stride, w + p * bytes,
+                                         factors + p * groups * (kColumns / 2), groups,
+                                         sums + p * kVectors, static_cast<int>(panels) * kVectors);
+        });
       });
 }
 #endif
