@@ -30,6 +30,7 @@ def _mixture(node: Node) -> Mixture:
     names = zip(INPUTS[node.target], node.args, strict=False)
     given = {name: value(x) for name, x in names if isinstance(x, Node)}
     x, indices, _ = (given.pop(name) for name in ("x", "indices", "weights"))
+    given.pop("residual", None)
     experts, width = len(given["up"]), x.shape[1]
     inner = node.kwargs.get("inner_features", given["up"].shape[1] // 2)
     assert isinstance(inner, int)

@@ -16,6 +16,7 @@ from kvgraph.ops._linear import LINEAR as LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION as PAGED_ATTENTION
 from kvgraph.ops._quantized_linear import QUANTIZED_LINEAR as QUANTIZED_LINEAR
 from kvgraph.ops._rms_norm import RMS_NORM as RMS_NORM
+from kvgraph.ops._route import ROUTE as ROUTE
 from kvgraph.ops._silu_mul import SILU_MUL as SILU_MUL
 from kvgraph.ops._store_kv import STORE_KV as STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND as UPDATE_AND_ATTEND
@@ -136,6 +137,7 @@ if TYPE_CHECKING:
         down_scales: Tensor | None = None,
         down_group_bytes: Tensor | None = None,
         down_bias: Tensor | None = None,
+        residual: Tensor | None = None,
         *,
         inner_features: int,
         bits: int,
@@ -147,6 +149,23 @@ if TYPE_CHECKING:
         up_offset: float = 0.0,
     ) -> Tensor:
         """The gated MLPs of each row's experts, weighed and summed, over packed weights."""
+        ...
+
+    def route(
+        logits: Tensor,
+        bias: Tensor | None = None,
+        *,
+        num_active: int,
+        scores: int = 0,
+        normalize: int = 0,
+        epsilon: float = 0.0,
+        least_total: float = 0.0,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        active_groups: int = 1,
+        group_best: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """The best experts of each row, and their weights, from a router's logits."""
         ...
 # end of generated
 

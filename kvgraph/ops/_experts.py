@@ -37,6 +37,7 @@ def experts(
     down_scales: Array | None = None,
     down_group_bytes: Array | None = None,
     down_bias: Array | None = None,
+    residual_MK: Array | None = None,
     *,
     inner_features: int,
     bits: int,
@@ -49,7 +50,7 @@ def experts(
 ) -> Array:
     """Reference: the gated MLP of each of a row's experts, weighed and summed: `[M, K]`.
 
-    An index of -1 is no expert.
+    The residual is added to the sum. An index of -1 is no expert.
     `up` has panels of gate and up in turn; `packed.gated` says what joins them.
     """
     up_rest: Rest = (up_scales, up_group_bytes, up_bias)
@@ -66,7 +67,7 @@ def experts(
     for slot in range(indices_MA.shape[1]):
         own = indices_MA[:, slot] >= 0
         summed[own] += parts_MAK[own, slot] * weights_MA[own, slot, None]
-    return summed
+    return summed if residual_MK is None else summed + residual_MK
 
 
 Rest = tuple[Array | None, Array | None, Array | None]
@@ -102,6 +103,7 @@ EXPERTS = spec.OpSpec(
         _DOWN[0],
         *_UP[1:],
         *_DOWN[1:],
+        spec.Operand("residual", ("rows", "in_features"), spec.FLOAT32, optional=True),
     ),
     outputs=(spec.Operand("out", ("rows", "in_features"), spec.FLOAT32),),
     attributes=(

@@ -6,7 +6,8 @@ python -m kvgraph.ops.header plugins/include/kvgraph/contract.h
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvgraph.contract.dtypes import ALL, DTYPES
@@ -14,7 +15,7 @@ from kvgraph.ops.launch_names import ROLES, SCRATCH, VALUES
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS, SPECS
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Of the C entry points of ops; raised when kvg_call or the operands of an op change."""
 
 DTYPE_CODES = {dtype.name: dtype.code for dtype in ALL if dtype.code}
@@ -81,6 +82,8 @@ def _constants(symbols: list[str]) -> Iterator[str]:
     yield f'#define KVG_DOMAIN "{OPSET_DOMAIN}"\n'
     yield f"#define KVG_OPSET_VERSION {OPSET_VERSION}\n"
     yield f"#define KVG_MAX_RANK {rank}\n#define KVG_NUM_OPS {len(SPECS)}\n"
+    yield f"#define KVG_MAX_OPERANDS {max(len(_operands(op)) for op in ALL_SPECS)}\n"
+    yield f"#define KVG_MAX_ATTRIBUTES {max(len(op.attributes) for op in ALL_SPECS)}\n"
     yield f"#define KVG_NUM_CPU_OPS {len(ALL_SPECS)}\n\n"
     codes = ", ".join(f"KVG_{name.upper()} = {code}" for name, code in DTYPE_CODES.items())
     yield f"typedef enum kvg_dtype {{ {codes} }} kvg_dtype;\n\n"
@@ -90,10 +93,7 @@ def _constants(symbols: list[str]) -> Iterator[str]:
     yield f"#define KVG_NUM_DIM_SYMBOLS {len(symbols)}\n"
     yield "static const char* const KVG_DIM_NAMES[] = {"
     yield ", ".join(f'"{name}"' for name in symbols) + "};\n\n"
-    yield "enum {\n"
-    for i, name in enumerate(symbols):
-        yield f"  KVG_DIM_{name.upper()} = {i},\n"
-    yield "};\n\n"
+    yield f"{_enum('KVG_DIM', symbols)}\n"
 
 
 def _dtype_tables() -> Iterator[str]:
@@ -121,13 +121,10 @@ def _launches() -> Iterator[str]:
 
 def _op_tables(op: OpSpec, symbols: list[str]) -> Iterator[str]:
     tag = f"KVG_{op.name.upper()}"
-    yield f"// {op.name}: {op.doc}\nenum {{\n"
-    for i, operand in enumerate(_operands(op)):
-        yield f"  {tag}_{operand.name.upper()} = {i},\n"
-    yield "};\nenum {\n"
-    for i, attribute in enumerate(op.attributes):
-        yield f"  {tag}_ATTR_{attribute.name.upper()} = {i},\n"
-    yield f"}};\nstatic const kvg_operand {tag}_OPERANDS[] = {{\n"
+    yield f"// {op.name}: {op.doc}\n"
+    yield _enum(tag, [operand.name for operand in _operands(op)])
+    yield _enum(f"{tag}_ATTR", [attribute.name for attribute in op.attributes])
+    yield f"static const kvg_operand {tag}_OPERANDS[] = {{\n"
     for operand in _operands(op):
         yield f"    {_operand(op, operand, symbols)},\n"
     yield f"}};\nstatic const kvg_attribute {tag}_ATTRIBUTES[] = {{\n"
@@ -138,6 +135,12 @@ def _op_tables(op: OpSpec, symbols: list[str]) -> Iterator[str]:
         f'}};\nstatic const kvg_op KVG_OP_{op.name.upper()} = {{"{op.name}", {len(op.inputs)}, '
         f"{len(op.outputs)}, {len(op.attributes)}, {tag}_OPERANDS, {tag}_ATTRIBUTES}};\n\n"
     )
+
+
+def _enum(tag: str, names: Iterable[str]) -> str:
+    """Names by their places, from 0 on."""
+    codes = ", ".join(f"{tag}_{name.upper()}" for name in names)
+    return f"enum {{\n{textwrap.indent(textwrap.fill(codes, 98), '  ')}\n}};\n"
 
 
 def _operand(op: OpSpec, operand: Operand, symbols: list[str]) -> str:

@@ -5,7 +5,7 @@ Both are generated from the OpSpecs. ONNX form is functional: a mutated input is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.ops._collectives import ALL_GATHER, ALL_REDUCE
 from kvgraph.ops._experts import EXPERTS
 from kvgraph.ops._linear import LINEAR
+from kvgraph.ops._route import ROUTE
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
 from kvgraph.ops.spec import OPSET_DOMAIN, OPSET_VERSION, Operand, OpSpec
 from kvgraph.ops.specs import ALL_SPECS
@@ -72,6 +73,7 @@ def translation_table() -> dict[Callable[..., object], Callable[..., object]]:
         torch_ops.update_and_attend_functional.default: _translation(UPDATE_AND_ATTEND),
         torch_ops.linear.default: _translation(LINEAR),
         torch_ops.experts.default: _translation(EXPERTS),
+        torch_ops.route.default: _translation(ROUTE),
         torch_ops.all_reduce.default: _translation(ALL_REDUCE),
         torch_ops.all_gather.default: _translation(ALL_GATHER),
     }
@@ -130,11 +132,11 @@ def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext]
         widths = {name: a.i for name, a in given.items() if a is not None and a.i}
         for index in range(context.get_num_outputs()):
             output = spec.outputs[index]
-            source = _type_source(spec, output)
-            if source >= len(types) or types[source] is None:
+            element = _element_type(spec, output, types)
+            if element is None:
                 continue
             result = onnx.TypeProto()
-            result.tensor_type.elem_type = types[source].tensor_type.elem_type
+            result.tensor_type.elem_type = element
             shape = result.tensor_type.shape
             for extent in spec.extents(output, shapes, widths):
                 dim = shape.dim.add()
@@ -147,14 +149,23 @@ def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext]
     return infer
 
 
-def _type_source(spec: OpSpec, output: Operand) -> int:
-    """Index of the input whose dtype an output has."""
-    names = [operand.name for operand in spec.inputs]
-    if output.alias:
-        return names.index(output.alias)
-    return next(
-        i for i, operand in enumerate(spec.inputs) if operand.type_variable == output.type_variable
+def _element_type(
+    spec: OpSpec, output: Operand, types: Sequence[onnx.TypeProto | None]
+) -> int | None:
+    """An output's own, or that of the input whose dtype it has; None: that is not known."""
+    if not output.alias and output.type_variable is None:
+        return DTYPES[output.dtypes[0]].onnx
+    source = next(
+        i
+        for i, operand in enumerate(spec.inputs)
+        if (operand.name == output.alias if output.alias else _share_type(operand, output))
     )
+    found = types[source] if source < len(types) else None
+    return None if found is None else int(found.tensor_type.elem_type)
+
+
+def _share_type(operand: Operand, output: Operand) -> bool:
+    return operand.type_variable == output.type_variable
 
 
 def reference_ops() -> list[type[OpRun]]:

@@ -9,6 +9,7 @@ from kvgraph.ops._linear import LINEAR
 from kvgraph.ops._paged_attention import PAGED_ATTENTION
 from kvgraph.ops._quantized_linear import QUANTIZED_LINEAR
 from kvgraph.ops._rms_norm import RMS_NORM
+from kvgraph.ops._route import ROUTE
 from kvgraph.ops._silu_mul import SILU_MUL
 from kvgraph.ops._store_kv import STORE_KV
 from kvgraph.ops._update_and_attend import UPDATE_AND_ATTEND
@@ -17,7 +18,7 @@ from kvgraph.ops.spec import OpSpec
 SPECS: tuple[OpSpec, ...] = (STORE_KV, PAGED_ATTENTION, UPDATE_AND_ATTEND)
 """The cache ops, in the order of their C entry points."""
 
-CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS)
+CPU_SPECS: tuple[OpSpec, ...] = (LINEAR, ALL_REDUCE, ALL_GATHER, EXPERTS, ROUTE)
 """What only graphs for a CPU hold; after the cache ops in every table."""
 
 ALL_SPECS = SPECS + CPU_SPECS

@@ -89,7 +89,8 @@ def _results(spec: OpSpec, inputs: Tensors, attributes: Mapping[str, Any]) -> li
         first.new_empty(
             (0,) * len(out.dims)
             if out.is_left_out(attributes)
-            else spec.extents(out, shapes, attributes)
+            else spec.extents(out, shapes, attributes),
+            dtype=first.dtype if out.type_variable else getattr(torch, out.dtypes[0]),
         )
         for out in spec.results
     ]
@@ -223,6 +224,7 @@ all_gather = torch.ops.kvgraph.all_gather
 all_reduce = torch.ops.kvgraph.all_reduce
 experts = torch.ops.kvgraph.experts
 linear = torch.ops.kvgraph.linear
+route = torch.ops.kvgraph.route
 store_kv = torch.ops.kvgraph.store_kv
 paged_attention = torch.ops.kvgraph.paged_attention
 update_and_attend = torch.ops.kvgraph.update_and_attend

@@ -1,6 +1,6 @@
 // A mixture of experts: rows are sorted by expert, so that each expert's weights are read once for
-// all its rows; then each row's results are weighed and summed. A turn without an expert (-1), which
-// another rank has, is left out.
+// all its rows; then each row's results are weighed and summed, and the residual is added. A turn
+// without an expert (-1), which another rank has, is left out.
 //
 // Legend: S slots, a row's turn at one of its experts; they lie by expert, then by row.
 #include <algorithm>
@@ -27,6 +27,7 @@ struct Experts {
   const float* x;          // M x width
   const int32_t* indices;  // M x active
   const float* weights;    // M x active
+  const float* residual;   // M x width; nullptr: none
   float* out;              // M x width
   int64_t rows, width, inner, active, count;
 };
@@ -61,6 +62,7 @@ Experts read(const Operands& in) {
   op.x = in.data<const float>(KVG_EXPERTS_X);
   op.indices = in.data<const int32_t>(KVG_EXPERTS_INDICES);
   op.weights = in.data<const float>(KVG_EXPERTS_WEIGHTS);
+  op.residual = in.data<const float>(KVG_EXPERTS_RESIDUAL);
   op.out = in.data<float>(KVG_EXPERTS_OUT);
   return op;
 }
@@ -128,6 +130,11 @@ void make_jobs(const Linear& like, Kept& kept, int64_t stride, float* out, int64
   }
 }
 
+void add(const float* x, float* out, int64_t count) {
+#pragma omp simd
+  for (int64_t c = 0; c < count; ++c) out[c] += x[c];
+}
+
 void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op, Kept& kept) {
   const int64_t slots = sort_by_expert(op, kept);
   const int64_t wide = stride_of(run, op.up), narrow = stride_of(run, op.down);
@@ -170,6 +177,7 @@ void run_block(const kvg_call& call, const LinearKernels& run, const Experts& op
 #pragma omp simd
       for (int64_t c = 0; c < op.width; ++c) out[c] += weight * part[c];
     }
+    if (op.residual) add(op.residual + m * op.width, out, op.width);
   });
 }
 
@@ -184,6 +192,7 @@ void run_experts(const kvg_call& call, const LinearKernels& run, const Experts& 
     block.rows = std::min(per_block, op.rows - row);
     block.x += row * op.width, block.out += row * op.width;
     block.indices += row * op.active, block.weights += row * op.active;
+    if (op.residual) block.residual += row * op.width;
     run_block(call, run, block, kept);
   }
 }
@@ -200,9 +209,11 @@ extern "C" int32_t kvg_cpu_experts(const kvg_call* call, char* message, size_t m
     op.gate = read_gate(in);
     op.up.gate = &op.gate;
     check_indices(op);
-    if (op.active == 0)
+    if (op.active == 0) {
       std::fill(op.out, op.out + op.rows * op.width, 0.0f);
-    else if (op.rows > 0)
+      if (op.residual) add(op.residual, op.out, op.rows * op.width);
+    } else if (op.rows > 0) {
       run_experts(*call, linear_kernels(), op);
+    }
   });
 }

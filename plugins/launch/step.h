@@ -12,7 +12,7 @@
 
 namespace kvg::launch {
 
-constexpr int kMaxOperands = 16, kMaxAttributes = 8;
+constexpr int kMaxOperands = KVG_MAX_OPERANDS, kMaxAttributes = KVG_MAX_ATTRIBUTES;
 
 // A node of a graph, with the kernels that were compiled for it.
 struct Node {

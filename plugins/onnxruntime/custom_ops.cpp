@@ -4,8 +4,10 @@
 // op is registered once for each pair of activation and pool dtype and each provider, under one name:
 // a provider that the runtime lacks leaves its registrations unused. The pool is mutated in place:
 // its output is declared an alias of its input, and the kernel refuses two buffers.
+#include <array>
 #include <deque>
 #include <string>
+#include <utility>
 
 #include "onnxruntime/kernel.h"
 
@@ -16,7 +18,8 @@ namespace {
 constexpr Entry kEntries[KVG_NUM_CPU_OPS] = {kvg_cpu_store_kv, kvg_cpu_paged_attention,
                                              kvg_cpu_update_and_attend, kvg_cpu_linear,
                                              kvg_cpu_all_reduce, kvg_cpu_all_gather,
-                                             kvg_cpu_experts};
+                                             kvg_cpu_experts, kvg_cpu_route};
+static_assert(kEntries[KVG_NUM_CPU_OPS - 1] != nullptr, "an op of KVG_CPU_OPS has no entry point");
 
 // The callback has no argument that tells the op, so each op has its own.
 template <int Op>
@@ -34,9 +37,11 @@ size_t alias_map(int** inputs, int** outputs) {
   return count;
 }
 
-constexpr decltype(ort::CustomOp::GetAliasMap) kAliasMaps[KVG_NUM_CPU_OPS] = {
-    alias_map<0>, alias_map<1>, alias_map<2>, alias_map<3>,
-    alias_map<4>, alias_map<5>, alias_map<6>};
+template <int... Op>
+constexpr auto alias_maps(std::integer_sequence<int, Op...>) {
+  return std::array<decltype(ort::CustomOp::GetAliasMap), sizeof...(Op)>{alias_map<Op>...};
+}
+constexpr auto kAliasMaps = alias_maps(std::make_integer_sequence<int, KVG_NUM_CPU_OPS>());
 
 ort::Characteristic characteristic(const kvg_operand& spec) {
   return spec.optional ? ort::kOptional : ort::kRequired;

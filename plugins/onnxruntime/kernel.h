@@ -9,7 +9,7 @@
 
 namespace kvg::onnxruntime {
 
-constexpr int kMaxOperands = 16, kMaxAttributes = 8;
+constexpr int kMaxOperands = KVG_MAX_OPERANDS, kMaxAttributes = KVG_MAX_ATTRIBUTES;
 using Entry = int32_t (*)(const kvg_call*, char*, size_t);
 
 constexpr int kNumDtypes = sizeof KVG_DTYPE_ONNX / sizeof *KVG_DTYPE_ONNX;

@@ -18,16 +18,14 @@ int64_t node_attribute(const ort::Api* api, const ort::ShapeContext* context, co
   return absent ? 0 : value;
 }
 
-// `like`'s type and dims, names included, with `last` as the last dim.
+// `like`'s dims, names included, with `last` as the last dim.
 ort::Status* with_last_dim(const ort::Api* api, const ort::TensorInfo* like, int64_t last,
-                           ort::TensorInfo* info) {
+                           ort::ElementType type, ort::TensorInfo* info) {
   size_t rank = 0;
-  ort::ElementType type = ort::kUndefined;
   int64_t dims[KVG_MAX_RANK];
   const char* names[KVG_MAX_RANK];
   KVG_TRY(ort::DimensionsCount::call(api, like, &rank));
   if (rank == 0 || rank > KVG_MAX_RANK) return nullptr;
-  KVG_TRY(ort::TensorElementType::call(api, like, &type));
   KVG_TRY(ort::Dimensions::call(api, like, dims, rank));
   KVG_TRY(ort::SymbolicDimensions::call(api, like, names, rank));
   dims[rank - 1] = last;
@@ -39,8 +37,10 @@ ort::Status* with_last_dim(const ort::Api* api, const ort::TensorInfo* like, int
 
 // An output has the shape of the input that it aliases, or of the first input, whose last dim the
 // node's attribute of that dim's name replaces. Whatever is not known stays unknown.
-ort::Status* infer_output(const kvg_op& op, ort::ShapeContext* context, size_t index) {
-  const kvg_operand& spec = op.operands[op.num_inputs + static_cast<int>(index)];
+ort::Status* infer_output(const Variant& made, ort::ShapeContext* context, size_t index) {
+  const kvg_op& op = *made.op;
+  const size_t operand = static_cast<size_t>(op.num_inputs) + index;
+  const kvg_operand& spec = op.operands[operand];
   const size_t source = spec.alias >= 0 ? static_cast<size_t>(spec.alias) : 0;
   ort::TensorInfo *like = nullptr, *own = nullptr;
   size_t inputs = 0;
@@ -52,7 +52,7 @@ ort::Status* infer_output(const kvg_op& op, ort::ShapeContext* context, size_t i
       spec.alias < 0 && last >= 0 ? node_attribute(g_api, context, KVG_DIM_NAMES[last]) : 0;
   if (width == 0) return ort::SetOutputTypeShape::call(g_api, context, index, like);
   KVG_TRY(ort::CreateTensorInfo::call(g_api, &own));
-  ort::Status* status = with_last_dim(g_api, like, width, own);
+  ort::Status* status = with_last_dim(g_api, like, width, made.element_type(operand), own);
   if (!status) status = ort::SetOutputTypeShape::call(g_api, context, index, own);
   ort::ReleaseTensorInfo::call(g_api, own);
   return status;
@@ -63,8 +63,8 @@ ort::Status* infer_output(const kvg_op& op, ort::ShapeContext* context, size_t i
 void use_api(const ort::Api* api) { g_api = api; }
 
 ort::Status* infer_shapes(const ort::CustomOp* custom_op, ort::ShapeContext* context) {
-  const kvg_op& op = *variant(custom_op).op;
-  for (size_t i = 0; i < static_cast<size_t>(op.num_outputs); ++i)
+  const Variant& op = variant(custom_op);
+  for (size_t i = 0; i < static_cast<size_t>(op.op->num_outputs); ++i)
     if (ort::Status* unknown = infer_output(op, context, i))
       ort::ReleaseStatus::call(g_api, unknown);
   return nullptr;

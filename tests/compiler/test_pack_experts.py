@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers.integrations.moe import batched_mm_experts_forward
 
 import kvgraph
+from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.pack_experts import PACKED, pack_experts
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.safetensors import read_layout
@@ -100,6 +101,8 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     for prompt, done in zip(prompts, completions, strict=True):
         assert done.token_ids == greedy_tokens(model, prompt, 12)
     assert not [note for note in manifest.notes if note.startswith("experts:")]
+    applied = {entry.name: entry.applied for entry in manifest.passes}
+    assert applied["fuse_router"] == (0 if family == "phimoe" else FAMILIES[family][0])
     (mixture,) = manifest.mixtures
     assert (mixture.layers, mixture.experts, mixture.active) == (FAMILIES[family][0], 4, 2)
     stored = read_layout(tmp_path / "out" / "weights.safetensors")
@@ -240,6 +243,39 @@ def test_what_does_not_match_stays_and_says_why(kind: type[Experts]) -> None:
     report = packed_by(pack_experts, program, 8)
     assert report.applied == 0
     assert [sentence.partition(": ")[2] for sentence in report.unmatched] == [LEFT[kind]]
+
+
+class Added(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x * 2 + super().forward(x, ids, weights)
+
+
+class AddedToRows(Experts):
+    """One bias for all rows is no residual."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids, weights) + self.post_expert_norm.weight
+
+
+class AlsoRead(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x, ids, weights)
+        return (x + out) * out
+
+
+@pytest.mark.parametrize(("kind", "is_taken"), [(Added, 1), (AddedToRows, 0), (AlsoRead, 0)])
+def test_a_sum_that_only_a_mixture_enters_is_its_too(kind: type[Experts], is_taken: int) -> None:
+    module = kind()
+    program = exported(module)
+    drop_no_ops(program.graph)
+    packed_by(pack_experts, program, None)
+    (node,) = [node for node in program.graph.nodes if node.target is PACKED]
+    assert (node.args[-1] is not None) == is_taken
+    sums = [n for n in program.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    assert len(sums) == 1 - is_taken
+    with torch.no_grad():
+        found, expected = program.module()(*operands()), module(*operands())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_other_activations_than_float32_stay() -> None:

@@ -114,6 +114,7 @@ def test_inspect_prints_the_list(compiled: Callable[..., Path]) -> None:
         "pass drop_batch_dim: left out, since the cache is padded",
         "pass fuse_all_reduce: left out, since there is one rank",
         "pass pack_experts: 0 places",
+        "pass fuse_router: 0 places",
         "pass pack_linear: left out, since weights are not packed",
         "pass wide_indices: 0 places",
         "pass thread_pool: 0 places",
@@ -153,8 +154,8 @@ def test_dumps_show_the_graph_after_each_pass(
     stores = [text.count(" = kvgraph.store_kv") for text in files.values()]
     assert stores == [4, 4, 4, *[0] * (len(steps) - 2)]
     packed = [name for name, text in files.items() if "kvgraph.linear" in text]
-    assert packed == [f"{name}.txt" for name in names[names.index("08-pack_linear") :]]
-    assert "\nlogits: float[num_logits, 2048]" in files["11-to_onnx.txt"]
+    assert packed == [f"{name}.txt" for name in names[names.index("09-pack_linear") :]]
+    assert "\nlogits: float[num_logits, 2048]" in files["12-to_onnx.txt"]
     whole = read_manifest(compiled("tiny-llama", weights="int4"))
     assert (manifest.files, manifest.passes) == (whole.files, whole.passes)
 

@@ -191,6 +191,19 @@ def test_no_row_has_an_expert_in_a_threads_first_call() -> None:
         assert not fresh.submit(run, nobody, attributes).result().any()
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_a_residual_is_added_to_the_sum(bits: int) -> None:
+    given, attributes, _ = call_of("ragged edges", bits)
+    residual = np.random.default_rng(1).standard_normal((25, 100)).astype(np.float32)
+    without = run(given, attributes)
+    np.testing.assert_array_equal(run([*given, residual], attributes), without + residual)
+    blocks = [np.tile(array, (800, 1)) for array in (*given[:3], residual)]  # type: ignore[arg-type]
+    many = run([*blocks[:3], *given[3:], blocks[3]], attributes)
+    np.testing.assert_array_equal(many, np.tile(without + residual, (800, 1)))
+    none = [given[0], *(array[:, :0] for array in given[1:3])]  # type: ignore[index]
+    np.testing.assert_array_equal(run([*none, *given[3:], residual], attributes), residual)
+
+
 def test_no_rows_and_no_experts_of_a_row() -> None:
     given, attributes, _ = call_of("one row", 8)
     none = [array[:0] for array in given[:3]]  # type: ignore[index]
@@ -233,6 +246,11 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
         {"inner_features": 65},
         "down: dim num_down_lines: expected 32 for 65 inner_features, got 16",
     ),
+    "a residual of other rows": (
+        {11: np.zeros((2, 64), np.float32)},
+        {},
+        "residual: dim rows: expected 1 as x has it, got 2",
+    ),
     "panels": (
         {},
         {"inner_features": 33},
@@ -250,6 +268,7 @@ def test_refusals_name_operand_and_both_values(case: str) -> None:
     """The kernel and the fake, which a trace runs, in one sentence."""
     changed, other, sentence = REFUSALS[case]
     given, attributes, _ = call_of("one row", 8)
+    given.append(None)  # the residual
     for index, value in changed.items():
         given[index] = value
     with pytest.raises(KernelError) as refusal:

@@ -26,6 +26,7 @@ from kvgraph.compiler.passes.operands import (
     node_of,
     other_factor,
     value,
+    with_residual,
 )
 from kvgraph.compiler.passes.parameters import drop_unused, held
 from kvgraph.compiler.values import Coded, Values, in_groups
@@ -97,7 +98,7 @@ class Layer:
 
 @dataclass
 class Mixture:
-    """A mixture whose result is `total`, of the dtype of its rows `x`."""
+    """A mixture whose result is `total`, of the dtype of its rows `x`; the residual is in it."""
 
     x: Node
     ids: Node
@@ -106,6 +107,7 @@ class Mixture:
     gate: Gate
     down: Layer
     total: Node
+    residual: Node | None = None
 
     def form(
         self, weights: Weights, bits: int, *, takes: Callable[[Form], bool] = lambda form: True
@@ -123,9 +125,12 @@ def rewrite_mixtures(
     name: str,
     kinds: Container[torch.dtype],
     replacement: Callable[[Mixture], Node],
+    *,
+    residuals: bool = False,
 ) -> PassReport:
     """Rewrite `program` in place, for pass `name`: each mixture whose rows and weights are of one
-    of `kinds` by what `replacement` makes of it, before its total."""
+    of `kinds` by what `replacement` makes of it, before its total. `residuals`: a sum that only
+    a mixture enters is its too."""
     report = PassReport(name)
     sums = [node for node in program.graph.nodes if node.target is SUM and _gathers(program, node)]
     if not sums:
@@ -134,6 +139,8 @@ def rewrite_mixtures(
         try:
             mixture = _mixture(program, total)
             _require_kinds(mixture, kinds)
+            if residuals:
+                mixture.residual, mixture.total = with_residual(mixture.total)
             _replace(mixture, replacement)
             report.applied += 1
         except UnmatchedError as why:

@@ -25,8 +25,8 @@ from kvgraph.compiler.passes.operands import (
     node_of,
     only_user,
     other_factor,
-    typed,
     value,
+    with_residual,
 )
 from kvgraph.compiler.passes.parameters import (
     array_of,
@@ -37,6 +37,7 @@ from kvgraph.compiler.passes.parameters import (
 )
 from kvgraph.compiler.values import Values, in_groups
 from kvgraph.compiler.weights import Weights
+from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
 SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
@@ -44,6 +45,7 @@ PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
 MAX_SECTIONS = 3
 OUTPUTS = ("out_features", "out_features_1", "out_features_2")
 """Attributes of a node: the width of each of its sections."""
+CHOICES = (aten.topk.default, torch_ops.route.default)
 ROUTER_STEPS = 4
 """Nodes between a router's linear layer and the choice of experts."""
 
@@ -207,7 +209,7 @@ def _routes(node: Node) -> bool:
     reached = [node]
     for _ in range(ROUTER_STEPS):
         reached = [user for n in reached for user in n.users]
-        if any(user.target is aten.topk.default for user in reached):
+        if any(user.target in CHOICES for user in reached):
             return True
     return False
 
@@ -223,7 +225,8 @@ def _groups(layers: list[Layer], residuals: bool) -> list[Group]:
             left = [layer for layer in left if layer.node not in taken]
             groups.append(group)
     if len(left) == 1 and residuals:
-        groups.append(_with_residual(left[0]))
+        residual, total = with_residual(left[0].node)
+        groups.append(Group(left, residual=residual, total=total if residual else None))
         left = []
     return groups + [Group(left[i : i + MAX_SECTIONS]) for i in range(0, len(left), MAX_SECTIONS)]
 
@@ -262,14 +265,3 @@ def _gated_product(gate: Node) -> tuple[Node, Node] | tuple[None, None]:
     except UnmatchedError:
         return None, None
     return product, up
-
-
-def _with_residual(layer: Layer) -> Group:
-    group = Group([layer])
-    users = list(layer.node.users)
-    if len(users) == 1 and users[0].target is aten.add.Tensor and not users[0].kwargs:
-        others = [x for x in users[0].args if x is not layer.node]
-        other = others[0] if len(others) == 1 else None
-        if isinstance(other, Node) and typed(other) == typed(layer.node):
-            group.residual, group.total = other, users[0]
-    return group

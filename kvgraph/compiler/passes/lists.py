@@ -119,6 +119,7 @@ PASSES = {
             Pass("drop_batch_dim", needs=UNPADDED),
             Pass("fuse_all_reduce", needs=RANKS),
             Pass("pack_experts"),
+            Pass("fuse_router"),
             Pass("pack_linear", needs=PACKED),
             *FUNCTIONAL,
         ),
@@ -126,7 +127,9 @@ PASSES = {
     ),
     ("cpu", "torch"): PassList(
         program=(
+            Pass("drop_no_ops"),
             Pass("pack_experts"),
+            Pass("fuse_router"),
             Pass("pack_linear", needs=PACKED),
             Pass("half_embeddings", needs=PACKED),
         ),

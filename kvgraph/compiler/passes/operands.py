@@ -68,6 +68,17 @@ def typed(node: Node) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{dims}]"
 
 
+def with_residual(node: Node) -> tuple[Node | None, Node]:
+    """What is added to `node` where nothing else reads it, and the sum; else none, and `node`."""
+    total = next(iter(node.users), node)
+    if len(node.users) != 1 or total.target is not aten.add.Tensor or total.kwargs:
+        return None, node
+    others = [x for x in total.args if x is not node]
+    other = others[0] if len(others) == 1 else None
+    fits = isinstance(other, Node) and typed(other) == typed(node)
+    return (other, total) if fits and isinstance(other, Node) else (None, node)
+
+
 def erase_unused(node: Node) -> None:
     """Take `node`, which nothing reads, and what only it read out of the graph."""
     waiting = {node: None}

@@ -31,7 +31,7 @@ def pack_experts(program: ExportedProgram, bits: int | None, weights: Weights) -
     def replacement(mixture: Mixture) -> Node:
         return _packed(program, mixture, 32 if bits is None else bits, weights)
 
-    return rewrite_mixtures(program, "pack_experts", (torch.float32,), replacement)
+    return rewrite_mixtures(program, "pack_experts", (torch.float32,), replacement, residuals=True)
 
 
 def _packed(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weights) -> Node:
@@ -44,7 +44,8 @@ def _packed(program: ExportedProgram, mixture: Mixture, bits: int, weights: Weig
     ]
     packed, rest = given[::4], [x for i, x in enumerate(given) if i % 4]
     attributes: dict[str, float] = {"inner_features": inner, **form.attributes}
-    operands = (mixture.x, cast(mixture.ids, torch.int32), mixture.weights, *packed, *rest)
+    chosen = cast(mixture.ids, torch.int32), mixture.weights
+    operands = (mixture.x, *chosen, *packed, *rest, mixture.residual)
     whole: Node = program.graph.call_function(
         PACKED, operands, attributes | mixture.gate.attributes
     )

@@ -66,6 +66,7 @@ KVG_EXPORT int32_t kvg_cpu_linear(const kvg_call* call, char* message, size_t me
 KVG_EXPORT int32_t kvg_cpu_all_reduce(const kvg_call* call, char* message, size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_all_gather(const kvg_call* call, char* message, size_t message_size);
 KVG_EXPORT int32_t kvg_cpu_experts(const kvg_call* call, char* message, size_t message_size);
+KVG_EXPORT int32_t kvg_cpu_route(const kvg_call* call, char* message, size_t message_size);
 
 typedef enum kvg_gathered { KVG_GATHER_FAILED, KVG_GATHER_DONE, KVG_GATHER_WAITS } kvg_gathered;
 

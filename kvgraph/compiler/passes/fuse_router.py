@@ -1,0 +1,227 @@
+"""Softmax or sigmoid, top-k and what follows of a router -> kvgraph.route (CPU targets).
+
+Applies to what chooses for a `kvgraph.experts`: scores by softmax or sigmoid, a bias for the
+choice alone, a choice of groups first (DeepSeek), weights divided by their sum, a scale; or a
+softmax over the logits that are chosen (gpt_oss, GraniteMoE). The product before it stays as it
+is. A router that is anything else stays too, and says why.
+"""
+
+from __future__ import annotations
+
+import operator
+from math import inf
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.operands import (
+    CASTS,
+    UnmatchedError,
+    add_call,
+    any_node,
+    cast,
+    erase_unused,
+    expect,
+    node_of,
+    other_factor,
+    value,
+)
+from kvgraph.compiler.passes.pack_experts import PACKED
+from kvgraph.ops import torch_ops
+from kvgraph.ops._route import MOST_EXPERTS, SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
+
+aten = torch.ops.aten
+ROUTE = torch_ops.route.default
+SOFTMAXES, SIGMOIDS, TOPK = (aten.softmax.int,), (aten.sigmoid.default,), (aten.topk.default,)
+ADD, GATHER, SUM = (aten.add.Tensor,), (aten.gather.default,), (aten.sum.dim_IntList,)
+VIEWS = (aten.view.default, aten.reshape.default)
+
+Attributes = dict[str, int | float]
+
+
+def fuse_router(program: ExportedProgram) -> PassReport:
+    """Rewrite `program` in place; needs `drop_no_ops` and `pack_experts` before it."""
+    report, graph = PassReport("fuse_router"), program.graph
+    for experts in [node for node in graph.nodes if node.target is PACKED]:
+        try:
+            _fuse(_Router(experts))
+            report.applied += 1
+        except UnmatchedError as why:
+            report.unmatched.append(f"{experts.name}: {why}")
+    graph.lint()
+    program.graph_module.recompile()
+    return report
+
+
+class _Router:
+    """What computes the weights of `experts`, read backwards from there."""
+
+    def __init__(self, experts: Node) -> None:
+        self.attributes: Attributes = {}
+        self.bias: Node | None = None
+        self.weights = any_node(experts.args[2], "weights")
+        chosen = self._before_division(self._before_scale(self.weights))
+        if chosen.target in SOFTMAXES:
+            _require_last_dim(chosen, 1)
+            self.topk = _topk_of(chosen.args[0], 0)
+            self.logits = any_node(self.topk.args[0], "logits")
+            self.attributes["scores"] = SOFTMAX_OF_CHOSEN
+        else:
+            is_gathered = chosen.target in GATHER
+            if is_gathered:
+                _require_last_dim(chosen, 1)
+            self.topk = _topk_of(chosen.args[2] if is_gathered else chosen, int(is_gathered))
+            scores = any_node(chosen.args[0], "scores") if is_gathered else None
+            self.logits = self._scored(self._before_bias(self._all_groups(scores), scores))
+        expect(
+            value(self.logits).dim() == 2 and value(self.logits).dtype == torch.float32,
+            "expected rows of logits in float32",
+        )
+        count = value(self.logits).shape[-1]
+        expect(count <= MOST_EXPERTS, f"expected at most {MOST_EXPERTS} experts, got {count}")
+        self.attributes["num_active"] = _best_of(self.topk)
+
+    def _before_scale(self, weights: Node) -> Node:
+        if weights.target is not aten.mul.Tensor or not isinstance(weights.args[1], int | float):
+            return weights
+        self.attributes["scale"] = float(weights.args[1])
+        return any_node(weights.args[0], "weights")
+
+    def _before_division(self, weights: Node) -> Node:
+        if weights.target is not aten.div.Tensor:
+            return weights
+        chosen, total = (any_node(x, "weights divided by their sum") for x in weights.args)
+        self.attributes["normalize"] = 1
+        if total.target is aten.clamp.default:
+            expect(len(total.args) == 2 and not total.kwargs, "expected a least sum alone")
+            self.attributes["least_total"] = _number(total.args[1], "a least sum")
+            total = any_node(total.args[0], "a sum of weights")
+        if total.target in ADD:
+            self.attributes["epsilon"] = _number(total.args[1], "what is added to a sum")
+            total = any_node(total.args[0], "a sum of weights")
+        node_of(total, SUM, "weights divided by their sum")
+        expect(total.args[0] is chosen, "expected weights divided by their own sum")
+        expect(list(total.args[1:]) == [[-1], True], "expected a sum over a row's experts")
+        return chosen
+
+    def _all_groups(self, scores: Node | None) -> Node:
+        """What is chosen from, before experts of other groups are left out."""
+        masked = any_node(self.topk.args[0], "scores")
+        if masked.target is not aten.masked_fill.Scalar:
+            return masked
+        keys = any_node(masked.args[0], "scores")
+        # 0 does as -infinity where nothing is below it: what it chooses weighs nothing.
+        least = (-inf,) if scores is not keys and scores is not None else (-inf, 0)
+        expect(masked.args[2] in least, f"expected -inf of other groups, got {masked.args[2]}")
+        left_out = node_of(masked.args[1], (aten.bitwise_not.default,), "other groups")
+        flat = node_of(_marks(left_out.args[0]), VIEWS, "experts of groups")
+        each = node_of(flat.args[0], (aten.expand.default,), "each group's experts")
+        column = node_of(each.args[0], (aten.unsqueeze.default,), "each group")
+        marks = node_of(column.args[0], (aten.scatter.value,), "marked groups")
+        zeros = node_of(marks.args[0], (aten.zeros_like.default,), "groups without a mark")
+        expect((marks.args[1], marks.args[3]) in ((1, 1), (-1, 1)), "expected marks of 1")
+        topk = _topk_of(marks.args[2], 1)
+        best = any_node(topk.args[0], "a score of each group")
+        expect(zeros.args[0] is best, "expected a mark of each group")
+        groups, active = value(each).shape[1], _best_of(topk)
+        group_best = _best_of_groups(best, keys, groups)
+        if active < groups:
+            found = {"num_groups": groups, "active_groups": active, "group_best": group_best}
+            self.attributes |= found
+        return keys
+
+    def _before_bias(self, keys: Node, scores: Node | None) -> Node:
+        if scores is None or keys is scores:
+            return keys
+        self.bias = other_factor(node_of(keys, ADD, "a bias of scores"), scores)
+        expect(not keys.kwargs, "expected a bias as it is")
+        fits = value(self.bias).shape == value(scores).shape[-1:]
+        expect(fits and value(self.bias).dtype == torch.float32, "expected a bias of each expert")
+        return scores
+
+    def _scored(self, scores: Node) -> Node:
+        node_of(scores, SOFTMAXES + SIGMOIDS, "softmax or sigmoid")
+        if scores.target in SOFTMAXES:
+            _require_last_dim(scores, 1)
+        self.attributes["scores"] = SOFTMAX if scores.target in SOFTMAXES else SIGMOID
+        return any_node(scores.args[0], "logits")
+
+
+def _fuse(router: _Router) -> None:
+    graph, topk, weights = router.weights.graph, router.topk, router.weights
+    with graph.inserting_before(topk):
+        whole = add_call(graph, ROUTE, router.logits, router.bias, **router.attributes)
+        indices, weighed = (add_call(graph, operator.getitem, whole, i) for i in (0, 1))
+    weights.replace_all_uses_with(weighed)
+    erase_unused(weights)
+    for found in [user for user in topk.users if user.args[1] == 1]:
+        for user in list(found.users):
+            if user.target is aten._to_copy.default and user.kwargs == {"dtype": torch.int32}:
+                user.replace_all_uses_with(indices)
+                graph.erase_node(user)
+        if found.users:  # what else reads them, as where ranks have some of the experts each
+            with graph.inserting_before(topk):
+                found.replace_all_uses_with(cast(indices, torch.int64))
+        erase_unused(found)
+
+
+def _marks(given: object) -> Node:
+    """A node before it becomes true or false."""
+    cast_to = node_of(given, CASTS, "marks as true and false")
+    expect(value(cast_to).dtype == torch.bool, "expected marks as true and false")
+    return any_node(cast_to.args[0], "marks")
+
+
+def _require_last_dim(node: Node, argument: int) -> None:
+    last = value(node).dim() - 1
+    expect(node.args[argument] in (-1, last), f"expected experts in the last dim of {node.name}")
+
+
+def _topk_of(given: object, result: int) -> Node:
+    """The top-k whose values (0) or indices (1) are `given`."""
+    part = node_of(given, (operator.getitem,), "what is chosen")
+    what = ("values", "indices")[result]
+    expect(part.args[1:] == (result,), f"expected {what} of what is chosen")
+    topk = node_of(part.args[0], TOPK, "top-k")
+    _best_of(topk)
+    return topk
+
+
+def _best_of(topk: Node) -> int:
+    """How many a top-k takes, of the largest in the last dim."""
+    _, count, *rest = topk.args
+    dim, largest = (*rest, *(-1, True)[len(rest) :])[:2]
+    expect(isinstance(count, int), f"expected a number of experts, got {count}")
+    last = value(any_node(topk.args[0], "scores")).dim() - 1
+    fits = (dim, largest) in ((-1, True), (last, True)) and topk.kwargs.keys() <= {"sorted"}
+    expect(bool(fits), f"expected the largest of the last dim, got {topk.args[1:]}")
+    assert isinstance(count, int)
+    return count
+
+
+def _best_of_groups(best: Node, keys: Node, groups: int) -> int:
+    """Of how many of its best experts a group's score is the sum."""
+    if best.target in SUM:
+        expect(list(best.args[1:]) in ([[-1]], [[-1], False]), "expected a sum over a group")
+        topk = _topk_of(best.args[0], 0)
+        count, source = _best_of(topk), topk.args[0]
+    elif best.target is operator.getitem:
+        greatest = node_of(best.args[0], (aten.max.dim,), "the best expert of a group")
+        expect((best.args[1], *greatest.args[1:]) == (0, -1), "expected a group's best")
+        count, source = 1, greatest.args[0]
+    else:
+        greatest = node_of(best, (aten.amax.default,), "a score of each group")
+        expect(list(greatest.args[1:]) == [[-1]], "expected a group's best")
+        count, source = 1, greatest.args[0]
+    view = node_of(source, VIEWS, "scores in groups")
+    expect(view.args[0] is keys, "expected groups of the scores that are chosen from")
+    expect(value(view).dim() == 3 and value(view).shape[1] == groups, "expected scores in groups")
+    return count
+
+
+def _number(given: object, what: str) -> float:
+    if not isinstance(given, int | float) or not 0 <= given < inf:
+        raise UnmatchedError(f"expected {what}, got {given}")
+    return float(given)

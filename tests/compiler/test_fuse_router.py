@@ -1,0 +1,216 @@
+"""Routers: every family's becomes one op a layer; what is left alone says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
+from kvgraph.compiler.passes.fuse_router import ROUTE, fuse_router
+from kvgraph.compiler.passes.pack_experts import PACKED, pack_experts
+from kvgraph.ops._route import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
+from tests.compiler.test_pack_experts import FAMILIES, Experts, folder_of, logits
+from tests.support.models import LATENT, make_model
+from tests.support.programs import packed_by, program_of
+
+TOPK = torch.ops.aten.topk.default
+
+ATTRIBUTES: dict[str, dict[str, float]] = {
+    "mixtral": {"scores": SOFTMAX, "normalize": 1},
+    "qwen2_moe": {"scores": SOFTMAX},
+    "qwen3_moe": {"scores": SOFTMAX, "normalize": 1},
+    "gpt_oss": {"scores": SOFTMAX_OF_CHOSEN},
+    "granitemoe": {"scores": SOFTMAX_OF_CHOSEN},
+    "olmoe": {"scores": SOFTMAX},
+    "glm4_moe": {"scores": SIGMOID, "normalize": 1, "epsilon": 1e-20, "scale": 1.0},
+    "dots1": {"scores": SIGMOID, "scale": 1.0},
+    "ernie4_5_moe": {"scores": SOFTMAX, "normalize": 1, "least_total": 1e-12},
+    "hunyuan_v1_moe": {"scores": SOFTMAX, "normalize": 1},
+    "minimax_m2": {"scores": SIGMOID, "normalize": 1},
+    "deepseek_v3": {"scores": SIGMOID, "normalize": 1, "epsilon": 1e-20, "scale": 2.5},
+}
+"""Of `route` in each family that has it; 2 experts are chosen. phimoe has two choices in turn."""
+
+
+def routed(program: ExportedProgram) -> PassReport:
+    drop_no_ops(program.graph)
+    packed_by(pack_experts, program, None)
+    return fuse_router(program)
+
+
+def routes(program: ExportedProgram) -> list[torch.fx.Node]:
+    return [node for node in program.graph.nodes if node.target is ROUTE]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_router_becomes_one_node_and_chooses_the_same(family: str, tmp_path: Path) -> None:
+    layers, _ = FAMILIES[family]
+    program, signature = program_of(folder_of(family, tmp_path), "float32")
+    before = program.module()
+    report = routed(program)
+    if family in ATTRIBUTES:
+        assert (report.applied, report.unmatched) == (layers, [])
+        expected_attributes = {"num_active": 2, **ATTRIBUTES[family]}
+        assert [node.kwargs for node in routes(program)] == [expected_attributes] * layers
+        assert not [node for node in program.graph.nodes if node.target is TOPK]
+    else:
+        why = "expected what is chosen, got aten.concat.default"
+        assert [each.partition(": ")[2] for each in report.unmatched] == [why] * layers
+    found, expected = (logits(module, signature) for module in (program.module(), before))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+GROUPS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "deepseek_v3": ({}, {"scores": SIGMOID, "normalize": 1, "epsilon": 1e-20, "group_best": 2}),
+    "deepseek_v2": ({"topk_method": "group_limited_greedy"}, {"scores": SOFTMAX, "group_best": 1}),
+}
+
+
+@pytest.mark.parametrize("family", GROUPS)
+def test_groups_of_experts(family: str, tmp_path: Path) -> None:
+    own, attributes = GROUPS[family]
+    sizes = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    }
+    folder = make_model(family, tmp_path, **{**LATENT, **sizes, **own})
+    program, signature = program_of(folder, "float32")
+    before = program.module()
+    assert routed(program).unmatched == []
+    (node,) = routes(program)
+    counts = {"num_active": 3, "scale": 1.5, "num_groups": 4, "active_groups": 2}
+    assert node.kwargs == {**counts, **attributes}
+    found, expected = (logits(module, signature) for module in (program.module(), before))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# -- what stays as it is
+
+
+class Routed(Experts):
+    """Experts with a router of their own before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4, bias=False)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weights, ids = self.choose(self.router(x))
+        return super().forward(x, ids, weights)
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1).topk(2)
+        return weights, ids
+
+    def groups_left(self, scores: torch.Tensor, least: float) -> torch.Tensor:
+        best = scores.view(-1, 2, 2).max(-1).values
+        marks = torch.zeros_like(best).scatter(1, best.topk(1).indices, 1)
+        left_out = ~marks.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4).bool()
+        return scores.masked_fill(left_out, least)
+
+
+class Smallest(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1).topk(2, largest=False)
+        return weights, ids
+
+
+class OfAll(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.sigmoid()
+        weights, ids = scores.topk(2)
+        return weights / scores.sum(-1, keepdim=True), ids
+
+
+class Relu(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.relu().topk(2)
+        return weights, ids
+
+
+class BiasWeighs(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = (logits.softmax(-1) + self.bias).topk(2)
+        return weights, ids
+
+
+class OtherScores(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, ids = (logits.softmax(-1) + self.bias).topk(2)
+        return logits.sigmoid().gather(1, ids), ids
+
+
+class NegativeBeforeMask(Routed):
+    """Experts of other groups have 0, which is above a bias that is negative."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.sigmoid()
+        _, ids = self.groups_left(scores + self.bias, 0.0).topk(2)
+        return scores.gather(1, ids), ids
+
+
+class AcrossRows(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(0).topk(2)
+        return weights, ids
+
+
+LEFT: dict[type[Routed], str] = {
+    Smallest: "expected the largest of the last dim, got (2, -1, False)",
+    OfAll: "expected weights divided by their own sum",
+    Relu: "expected softmax or sigmoid, got aten.relu.default",
+    BiasWeighs: "expected softmax or sigmoid, got aten.add.Tensor",
+    OtherScores: "expected two different operands of add",
+    NegativeBeforeMask: "expected -inf of other groups, got 0.0",
+    AcrossRows: "expected experts in the last dim of softmax",
+}
+
+
+class MaskedByZero(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.groups_left(logits.softmax(-1), 0.0).topk(2)
+        return weights, ids
+
+
+class Twice(Routed):
+    """What else reads the choice gets it too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weights, ids = self.choose(self.router(x))
+        return Experts.forward(self, x, ids, weights) + ids.sum(1, keepdim=True)
+
+
+def exported(module: nn.Module) -> ExportedProgram:
+    rows = torch.export.Dim("rows", min=2)
+    return torch.export.export(module, (rows_of(9),), dynamic_shapes=[{0: rows}])
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", [Routed, MaskedByZero, Twice, *LEFT])
+def test_computes_the_same_and_says_why_it_does_not_match(kind: type[Routed]) -> None:
+    module = kind()
+    program = exported(module)
+    report = routed(program)
+    why = LEFT.get(kind)
+    assert [each.partition(": ")[2] for each in report.unmatched] == ([why] if why else [])
+    assert len(routes(program)) == (0 if why else 1)
+    assert [node for node in program.graph.nodes if node.target is PACKED]
+    with torch.no_grad():
+        found, expected = program.module()(rows_of(9)), module(rows_of(9))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
