@@ -71,6 +71,9 @@ inline Vector load(BFloat16, const uint16_t* from) {
   const auto* row = reinterpret_cast<const __m256i*>(from);
   const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(row));
   const __m512i bits = _mm512_maskz_slli_epi32(0xffff, wide, 16);
+#elif defined(__AVX2__)
+  const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(row), 16);
 #else
   Halves stored;
   std::memcpy(&stored, from, sizeof stored);

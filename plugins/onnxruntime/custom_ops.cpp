@@ -15,11 +15,11 @@ namespace kvg::onnxruntime {
 namespace {
 
 // In the order of KVG_CPU_OPS.
-constexpr Entry kEntries[KVG_NUM_CPU_OPS] = {kvg_cpu_store_kv, kvg_cpu_paged_attention,
-                                             kvg_cpu_update_and_attend, kvg_cpu_linear,
-                                             kvg_cpu_all_reduce, kvg_cpu_all_gather,
-                                             kvg_cpu_experts, kvg_cpu_route};
-static_assert(kEntries[KVG_NUM_CPU_OPS - 1] != nullptr, "an op of KVG_CPU_OPS has no entry point");
+constexpr std::array kEntries{&kvg_cpu_store_kv,          &kvg_cpu_paged_attention,
+                              &kvg_cpu_update_and_attend, &kvg_cpu_linear,
+                              &kvg_cpu_all_reduce,        &kvg_cpu_all_gather,
+                              &kvg_cpu_experts,           &kvg_cpu_route};
+static_assert(kEntries.size() == KVG_NUM_CPU_OPS, "expected an entry point of each op");
 
 // The callback has no argument that tells the op, so each op has its own.
 template <int Op>

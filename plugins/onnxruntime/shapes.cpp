@@ -18,10 +18,11 @@ int64_t node_attribute(const ort::Api* api, const ort::ShapeContext* context, co
   return absent ? 0 : value;
 }
 
-// `like`'s dims, names included, with `last` as the last dim.
+// `like`'s dims, names included, with `last` as the last dim; its type, unless the output has its own.
 ort::Status* with_last_dim(const ort::Api* api, const ort::TensorInfo* like, int64_t last,
-                           ort::ElementType type, ort::TensorInfo* info) {
+                           ort::ElementType own, ort::TensorInfo* info) {
   size_t rank = 0;
+  ort::ElementType type = own;
   int64_t dims[KVG_MAX_RANK];
   const char* names[KVG_MAX_RANK];
   KVG_TRY(ort::DimensionsCount::call(api, like, &rank));
@@ -30,6 +31,7 @@ ort::Status* with_last_dim(const ort::Api* api, const ort::TensorInfo* like, int
   KVG_TRY(ort::SymbolicDimensions::call(api, like, names, rank));
   dims[rank - 1] = last;
   names[rank - 1] = "";
+  if (own == ort::kUndefined) KVG_TRY(ort::TensorElementType::call(api, like, &type));
   KVG_TRY(ort::SetElementType::call(api, info, type));
   KVG_TRY(ort::SetDimensions::call(api, info, dims, rank));
   return ort::SetSymbolicDimensions::call(api, info, names, rank);
@@ -51,8 +53,10 @@ ort::Status* infer_output(const Variant& made, ort::ShapeContext* context, size_
   const int64_t width =
       spec.alias < 0 && last >= 0 ? node_attribute(g_api, context, KVG_DIM_NAMES[last]) : 0;
   if (width == 0) return ort::SetOutputTypeShape::call(g_api, context, index, like);
+  // A type variable has the node's type, which `made`, one registration of several, need not have.
+  const ort::ElementType type = spec.type_variable ? ort::kUndefined : made.element_type(operand);
   KVG_TRY(ort::CreateTensorInfo::call(g_api, &own));
-  ort::Status* status = with_last_dim(g_api, like, width, made.element_type(operand), own);
+  ort::Status* status = with_last_dim(g_api, like, width, type, own);
   if (!status) status = ort::SetOutputTypeShape::call(g_api, context, index, own);
   ort::ReleaseTensorInfo::call(g_api, own);
   return status;
