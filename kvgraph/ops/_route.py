@@ -3,9 +3,10 @@
 Decisions:
 - One op for what models write in 6 to 24 operators, as small tensors cost an operator's call each:
   of a step at batch 1 of a Qwen3-MoE shape in int4 they were a tenth.
-- The product before it stays the model's own, in float32 (`_experts.py`).
-- Of equal scores the first expert is taken; a NaN counts as the least. A row's result depends on
-  its own scores alone.
+- The product before it stays the model's own, in float32: a wrong expert costs more than its few
+  weights.
+- Of equal scores the first expert is taken, which torch leaves open; a NaN counts as the least. A
+  row's result depends on its own scores alone.
 
 Legend: M rows, E experts, A experts of a row, G groups of experts.
 """

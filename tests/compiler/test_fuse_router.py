@@ -14,6 +14,7 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_router import ROUTE, fuse_router
 from kvgraph.compiler.passes.pack_experts import PACKED, pack_experts
+from kvgraph.compiler.passes.pack_linear import pack_linear
 from kvgraph.ops._route import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 from tests.compiler.test_pack_experts import FAMILIES, Experts, folder_of, logits
 from tests.support.models import LATENT, make_model
@@ -162,6 +163,30 @@ class NegativeBeforeMask(Routed):
         return scores.gather(1, ids), ids
 
 
+class OtherGroups(Routed):
+    """Experts of a group do not lie side by side."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.softmax(-1)
+        best = scores.view(-1, 2, 2).max(-1).values
+        marks = torch.zeros_like(best).scatter(1, best.topk(1).indices, 1)
+        left_out = ~marks.unsqueeze(1).expand(-1, 2, 2).reshape(-1, 4).bool()
+        weights, ids = scores.masked_fill(left_out, -torch.inf).topk(2)
+        return weights, ids
+
+
+class MoreThanGroupsHave(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.groups_left(logits.softmax(-1), 0.0).topk(3)
+        return weights, ids
+
+
+class TwiceAdded(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1).topk(2)
+        return weights / torch.add(weights.sum(-1, keepdim=True), 0.5, alpha=2), ids
+
+
 class AcrossRows(Routed):
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = logits.softmax(0).topk(2)
@@ -175,6 +200,9 @@ LEFT: dict[type[Routed], str] = {
     BiasWeighs: "expected softmax or sigmoid, got aten.add.Tensor",
     OtherScores: "expected two different operands of add",
     NegativeBeforeMask: "expected -inf of other groups, got 0.0",
+    OtherGroups: "expected groups of experts that lie side by side",
+    MoreThanGroupsHave: "route: num_active: expected at most the 2 experts of active groups, got 3",
+    TwiceAdded: "expected a number added to a sum as it is",
     AcrossRows: "expected experts in the last dim of softmax",
 }
 
@@ -193,6 +221,27 @@ class Twice(Routed):
         return Experts.forward(self, x, ids, weights) + ids.sum(1, keepdim=True)
 
 
+class TwoMixtures(Routed):
+    """One router of two mixtures."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weights, ids = self.choose(self.router(x))
+        return Experts.forward(self, x, ids, weights) * Experts.forward(self, x * 2, ids, weights)
+
+
+class OfTwoRanks(Routed):
+    """As a rank of two has half of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.tensor([[0], [-1], [1], [-1]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weights, ids = self.choose(self.router(x))
+        own = nn.functional.embedding(ids, self.own)[..., 0]  # type: ignore[arg-type]
+        return Experts.forward(self, x, own.clamp(0), torch.where(own >= 0, weights, 0))
+
+
 def exported(module: nn.Module) -> ExportedProgram:
     rows = torch.export.Dim("rows", min=2)
     return torch.export.export(module, (rows_of(9),), dynamic_shapes=[{0: rows}])
@@ -202,7 +251,7 @@ def rows_of(count: int) -> torch.Tensor:
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", [Routed, MaskedByZero, Twice, *LEFT])
+@pytest.mark.parametrize("kind", [Routed, MaskedByZero, Twice, TwoMixtures, OfTwoRanks, *LEFT])
 def test_computes_the_same_and_says_why_it_does_not_match(kind: type[Routed]) -> None:
     module = kind()
     program = exported(module)
@@ -214,3 +263,24 @@ def test_computes_the_same_and_says_why_it_does_not_match(kind: type[Routed]) ->
     with torch.no_grad():
         found, expected = program.module()(rows_of(9)), module(rows_of(9))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class AfterALayer(Routed):
+    """A linear layer whose result reaches a choice of experts, through another router alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(nn.functional.layer_norm(x + self.before(x), (16,)))
+
+
+def test_a_layer_before_a_router_is_packed() -> None:
+    program = exported(AfterALayer())
+    assert routed(program).applied == 1
+    report = packed_by(pack_linear, program, 8)
+    assert report.applied == 1
+    assert [each.partition(": ")[2] for each in report.unmatched] == [
+        "a router, which keeps its weights"
+    ]

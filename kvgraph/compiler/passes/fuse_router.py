@@ -29,8 +29,10 @@ from kvgraph.compiler.passes.operands import (
     value,
 )
 from kvgraph.compiler.passes.pack_experts import PACKED
+from kvgraph.errors import KernelError
+from kvgraph.ops import ROUTE as ROUTE_SPEC
 from kvgraph.ops import torch_ops
-from kvgraph.ops._route import MOST_EXPERTS, SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
+from kvgraph.ops._route import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 
 aten = torch.ops.aten
 ROUTE = torch_ops.route.default
@@ -46,8 +48,10 @@ def fuse_router(program: ExportedProgram) -> PassReport:
     report, graph = PassReport("fuse_router"), program.graph
     for experts in [node for node in graph.nodes if node.target is PACKED]:
         try:
-            _fuse(_Router(experts))
-            report.applied += 1
+            weights = _of_all_ranks(any_node(experts.args[2], "weights"))
+            if not _is_routed(weights):  # by the router of other experts
+                _fuse(_Router(weights))
+                report.applied += 1
         except UnmatchedError as why:
             report.unmatched.append(f"{experts.name}: {why}")
     graph.lint()
@@ -56,13 +60,13 @@ def fuse_router(program: ExportedProgram) -> PassReport:
 
 
 class _Router:
-    """What computes the weights of `experts`, read backwards from there."""
+    """What computes `weights`, read backwards from there."""
 
-    def __init__(self, experts: Node) -> None:
+    def __init__(self, weights: Node) -> None:
         self.attributes: Attributes = {}
         self.bias: Node | None = None
-        self.weights = any_node(experts.args[2], "weights")
-        chosen = self._before_division(self._before_scale(self.weights))
+        self.weights = weights
+        chosen = self._before_division(self._before_scale(weights))
         if chosen.target in SOFTMAXES:
             _require_last_dim(chosen, 1)
             self.topk = _topk_of(chosen.args[0], 0)
@@ -79,8 +83,6 @@ class _Router:
             value(self.logits).dim() == 2 and value(self.logits).dtype == torch.float32,
             "expected rows of logits in float32",
         )
-        count = value(self.logits).shape[-1]
-        expect(count <= MOST_EXPERTS, f"expected at most {MOST_EXPERTS} experts, got {count}")
         self.attributes["num_active"] = _best_of(self.topk)
 
     def _before_scale(self, weights: Node) -> Node:
@@ -99,11 +101,13 @@ class _Router:
             self.attributes["least_total"] = _number(total.args[1], "a least sum")
             total = any_node(total.args[0], "a sum of weights")
         if total.target in ADD:
+            expect(not total.kwargs, "expected a number added to a sum as it is")
             self.attributes["epsilon"] = _number(total.args[1], "what is added to a sum")
             total = any_node(total.args[0], "a sum of weights")
         node_of(total, SUM, "weights divided by their sum")
         expect(total.args[0] is chosen, "expected weights divided by their own sum")
         expect(list(total.args[1:]) == [[-1], True], "expected a sum over a row's experts")
+        expect(not total.kwargs, "expected a sum in its own dtype")
         return chosen
 
     def _all_groups(self, scores: Node | None) -> Node:
@@ -112,13 +116,11 @@ class _Router:
         if masked.target is not aten.masked_fill.Scalar:
             return masked
         keys = any_node(masked.args[0], "scores")
-        # 0 does as -infinity where nothing is below it: what it chooses weighs nothing.
-        least = (-inf,) if scores is not keys and scores is not None else (-inf, 0)
-        expect(masked.args[2] in least, f"expected -inf of other groups, got {masked.args[2]}")
         left_out = node_of(masked.args[1], (aten.bitwise_not.default,), "other groups")
         flat = node_of(_marks(left_out.args[0]), VIEWS, "experts of groups")
         each = node_of(flat.args[0], (aten.expand.default,), "each group's experts")
         column = node_of(each.args[0], (aten.unsqueeze.default,), "each group")
+        expect(column.args[1] in (-1, 2), "expected groups of experts that lie side by side")
         marks = node_of(column.args[0], (aten.scatter.value,), "marked groups")
         zeros = node_of(marks.args[0], (aten.zeros_like.default,), "groups without a mark")
         expect((marks.args[1], marks.args[3]) in ((1, 1), (-1, 1)), "expected marks of 1")
@@ -128,6 +130,10 @@ class _Router:
         groups, active = value(each).shape[1], _best_of(topk)
         group_best = _best_of_groups(best, keys, groups)
         if active < groups:
+            # 0 does as -infinity where it is also the weight of what it lets in, and no score is
+            # below it.
+            least = (-inf, 0) if scores is None else (-inf,)
+            expect(masked.args[2] in least, f"expected -inf of other groups, got {masked.args[2]}")
             found = {"num_groups": groups, "active_groups": active, "group_best": group_best}
             self.attributes |= found
         return keys
@@ -151,6 +157,7 @@ class _Router:
 
 def _fuse(router: _Router) -> None:
     graph, topk, weights = router.weights.graph, router.topk, router.weights
+    _require_rules(router)
     with graph.inserting_before(topk):
         whole = add_call(graph, ROUTE, router.logits, router.bias, **router.attributes)
         indices, weighed = (add_call(graph, operator.getitem, whole, i) for i in (0, 1))
@@ -165,6 +172,27 @@ def _fuse(router: _Router) -> None:
             with graph.inserting_before(topk):
                 found.replace_all_uses_with(cast(indices, torch.int64))
         erase_unused(found)
+
+
+@torch.no_grad()
+def _require_rules(router: _Router) -> None:
+    """UnmatchedError for what the op refuses."""
+    bias = None if router.bias is None else value(router.bias)
+    try:
+        torch_ops.fake(ROUTE_SPEC)(value(router.logits), bias, **router.attributes)
+    except KernelError as why:
+        raise UnmatchedError(str(why)) from why
+
+
+def _of_all_ranks(weights: Node) -> Node:
+    """Weights before those of other ranks' experts become 0."""
+    is_cut = weights.target is aten.where.ScalarOther and weights.args[2] == 0
+    return any_node(weights.args[1], "weights") if is_cut else weights
+
+
+def _is_routed(weights: Node) -> bool:
+    source = weights.args[0] if weights.target is operator.getitem else None
+    return isinstance(source, Node) and source.target is ROUTE
 
 
 def _marks(given: object) -> Node:

@@ -208,9 +208,10 @@ def _routes(node: Node) -> bool:
     """Whether experts are chosen by this layer's result."""
     reached = [node]
     for _ in range(ROUTER_STEPS):
-        reached = [user for n in reached for user in n.users]
-        if any(user.target in CHOICES for user in reached):
+        users = [user for n in reached for user in n.users]
+        if any(user.target in CHOICES for user in users):
             return True
+        reached = [user for user in users if user.target is not aten.linear.default]
     return False
 
 
