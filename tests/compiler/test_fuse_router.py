@@ -187,6 +187,13 @@ class TwiceAdded(Routed):
         return weights / torch.add(weights.sum(-1, keepdim=True), 0.5, alpha=2), ids
 
 
+class TwoChoices(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, _ = logits.softmax(-1).topk(2)
+        _, ids = (logits + self.bias).topk(2)
+        return weights, ids
+
+
 class AcrossRows(Routed):
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = logits.softmax(0).topk(2)
@@ -203,6 +210,7 @@ LEFT: dict[type[Routed], str] = {
     OtherGroups: "expected groups of experts that lie side by side",
     MoreThanGroupsHave: "route: num_active: expected at most the 2 experts of active groups, got 3",
     TwiceAdded: "expected a number added to a sum as it is",
+    TwoChoices: "expected experts and weights of one choice",
     AcrossRows: "expected experts in the last dim of softmax",
 }
 

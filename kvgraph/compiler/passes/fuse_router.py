@@ -39,6 +39,8 @@ ROUTE = torch_ops.route.default
 SOFTMAXES, SIGMOIDS, TOPK = (aten.softmax.int,), (aten.sigmoid.default,), (aten.topk.default,)
 ADD, GATHER, SUM = (aten.add.Tensor,), (aten.gather.default,), (aten.sum.dim_IntList,)
 VIEWS = (aten.view.default, aten.reshape.default)
+STEPS = 6
+"""Nodes from the choice of experts to their op, with a rank's table of its own between them."""
 
 Attributes = dict[str, int | float]
 
@@ -50,7 +52,9 @@ def fuse_router(program: ExportedProgram) -> PassReport:
         try:
             weights = _of_all_ranks(any_node(experts.args[2], "weights"))
             if not _is_routed(weights):  # by the router of other experts
-                _fuse(_Router(weights))
+                router = _Router(weights)
+                expect(_chooses(router.topk, experts), "expected experts and weights of one choice")
+                _fuse(router)
                 report.applied += 1
         except UnmatchedError as why:
             report.unmatched.append(f"{experts.name}: {why}")
@@ -188,6 +192,16 @@ def _of_all_ranks(weights: Node) -> Node:
     """Weights before those of other ranks' experts become 0."""
     is_cut = weights.target is aten.where.ScalarOther and weights.args[2] == 0
     return any_node(weights.args[1], "weights") if is_cut else weights
+
+
+def _chooses(topk: Node, experts: Node) -> bool:
+    """Whether the indices of `experts` are those of `topk`, or say where a rank has these."""
+    reached = [any_node(experts.args[1], "experts' ids")]
+    for _ in range(STEPS):
+        if any(node.target is operator.getitem and node.args == (topk, 1) for node in reached):
+            return True
+        reached = [source for node in reached for source in node.all_input_nodes]
+    return False
 
 
 def _is_routed(weights: Node) -> bool:
