@@ -16,8 +16,6 @@ Legend: M rows, A experts of a row, E experts, K in_features, I inner_features.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from kvgraph.contract.dims import Array
@@ -130,10 +128,8 @@ EXPERTS = spec.OpSpec(
         spec.Rule("up: dim num_up_panels", _up_panels_fault),
         spec.Rule("down: dim num_down_panels", _down_panels_fault),
         spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),
-        spec.Rule("alpha", lambda alpha: not math.isfinite(alpha) and "a finite number"),
-        spec.Rule("limit", lambda limit: not 0 <= limit < math.inf and "at least 0, and finite"),
-        spec.Rule(
-            "up_offset", lambda up_offset: not math.isfinite(up_offset) and "a finite number"
-        ),
+        spec.finite("alpha"),
+        spec.at_least_0("limit"),
+        spec.finite("up_offset"),
     ),
 )

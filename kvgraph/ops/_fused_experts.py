@@ -12,8 +12,6 @@ Legend: M rows, A experts of a row, K in_features, I inner_features.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from kvgraph.contract.dims import Array
@@ -80,10 +78,6 @@ _DOWN = matrices.operands(
 )
 
 
-def _finite(name: str) -> spec.Rule:
-    return spec.Rule(name, lambda x: not math.isfinite(x) and "a finite number", names=(name,))
-
-
 FUSED_EXPERTS = spec.OpSpec(
     name="fused_experts",
     doc="The gated MLPs of each row's experts, weighed and summed.",
@@ -114,8 +108,8 @@ FUSED_EXPERTS = spec.OpSpec(
         *matrices.rules(_UP, "in_features", "inputs of x"),
         *matrices.rules(_DOWN, "up_rows", "inner features", share=2),
         spec.Rule("activation", lambda activation: activation not in ACTIVATIONS and "0, 1 or 2"),
-        _finite("alpha"),
-        spec.Rule("limit", lambda limit: not 0 <= limit < math.inf and "at least 0, and finite"),
-        _finite("up_offset"),
+        spec.finite("alpha"),
+        spec.at_least_0("limit"),
+        spec.finite("up_offset"),
     ),
 )

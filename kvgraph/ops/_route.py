@@ -13,8 +13,6 @@ Legend: M rows, E experts, A experts of a row, G groups of experts.
 
 from __future__ import annotations
 
-from math import inf, isfinite
-
 import numpy as np
 
 from kvgraph.contract.dims import Array
@@ -155,12 +153,9 @@ ROUTE = spec.OpSpec(
         spec.Rule("num_active", _num_active_fault),
         spec.Rule("scores", lambda scores: scores not in SCORES and "0, 1 or 2"),
         spec.Rule("normalize", lambda normalize: normalize not in (0, 1) and "0 or 1"),
-        spec.Rule("epsilon", lambda epsilon: not 0 <= epsilon < inf and "at least 0, and finite"),
-        spec.Rule(
-            "least_total",
-            lambda least_total: not 0 <= least_total < inf and "at least 0, and finite",
-        ),
-        spec.Rule("scale", lambda scale: not isfinite(scale) and "a finite number"),
+        spec.at_least_0("epsilon"),
+        spec.at_least_0("least_total"),
+        spec.finite("scale"),
         spec.Rule("num_groups", _num_groups_fault),
         spec.Rule("active_groups", _active_groups_fault),
         spec.Rule("group_best", _group_best_fault),

@@ -112,8 +112,7 @@ def _launches() -> Iterator[str]:
     yield "// Launches of a step: kernels by role, integers by value, shared float32 memory.\n"
     for kind, names in (("role", ROLES), ("value", VALUES), ("scratch", SCRATCH)):
         tag = f"KVG_{kind.upper()}"
-        codes = ", ".join(f"{tag}_{name.upper()}" for name in names)
-        yield f"enum {{ {codes}, {tag}_COUNT }};\n"
+        yield _enum(tag, (*names, "count"))
         quoted = ", ".join(f'"{name}"' for name in names)
         yield f"static const char* const {tag}_NAMES[] = {{{quoted}}};\n"
     yield "\n"

@@ -78,7 +78,9 @@ def run(spec: OpSpec, *arrays: Array | None, **attributes: float) -> Any:
             continue
         extents = spec.extents(out, [given and given[2] for given in operands], attributes)
         shape = [extent or 0 for extent in extents]  # 0: the kernel says what is wrong
-        results.append(np.empty(shape, DTYPES[_dtype(spec, out, operands)].numpy))
+        dtype = spec.type_of(out, [given and given[1] for given in operands], str)
+        assert dtype is not None
+        results.append(np.empty(shape, DTYPES[dtype].numpy))
         operands.append(_described(spec, out, results[-1]))
     call(spec, operands, attributes)
     return () if not results else results[0] if len(results) == 1 else tuple(results)
@@ -367,14 +369,3 @@ def _require_dense(call: str, what: str, array: Array) -> None:
             f"{call}: expected dense float32 {what}, got {array.dtype} "
             f"{array.shape} with strides {array.strides}"
         )
-
-
-def _dtype(spec: OpSpec, out: Operand, operands: Sequence[NativeOperand]) -> str:
-    """The dtype of the first given input of `out`'s type variable, or its only one."""
-    if out.type_variable is None:
-        return out.dtypes[0]
-    return next(
-        given[1]
-        for operand, given in zip(spec.inputs, operands, strict=False)
-        if given and operand.type_variable == out.type_variable
-    )

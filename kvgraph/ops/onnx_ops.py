@@ -5,7 +5,7 @@ Both are generated from the OpSpecs. ONNX form is functional: a mutated input is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,11 +128,12 @@ def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext]
     def infer(context: onnx.shape_inference.InferenceContext) -> None:
         types = [context.get_input_type(i) for i in range(context.get_num_inputs())]
         shapes = [None if t is None else t.tensor_type.shape.dim for t in types]
+        elements = [None if t is None else int(t.tensor_type.elem_type) for t in types]
         given = {a.name: context.get_attribute(a.name) for a in spec.attributes}
         widths = {name: a.i for name, a in given.items() if a is not None and a.i}
         for index in range(context.get_num_outputs()):
             output = spec.outputs[index]
-            element = _element_type(spec, output, types)
+            element = spec.type_of(output, elements, lambda name: DTYPES[name].onnx)
             if element is None:
                 continue
             result = onnx.TypeProto()
@@ -147,25 +148,6 @@ def _inference(spec: OpSpec) -> Callable[[onnx.shape_inference.InferenceContext]
             context.set_output_type(index, result)
 
     return infer
-
-
-def _element_type(
-    spec: OpSpec, output: Operand, types: Sequence[onnx.TypeProto | None]
-) -> int | None:
-    """An output's own, or that of the input whose dtype it has; None: that is not known."""
-    if not output.alias and output.type_variable is None:
-        return DTYPES[output.dtypes[0]].onnx
-    source = next(
-        i
-        for i, operand in enumerate(spec.inputs)
-        if (operand.name == output.alias if output.alias else _share_type(operand, output))
-    )
-    found = types[source] if source < len(types) else None
-    return None if found is None else int(found.tensor_type.elem_type)
-
-
-def _share_type(operand: Operand, output: Operand) -> bool:
-    return operand.type_variable == output.type_variable
 
 
 def reference_ops() -> list[type[OpRun]]:

@@ -87,6 +87,17 @@ class Rule:
             object.__setattr__(self, "names", tuple(signature(self.fault).parameters))
 
 
+def finite(name: str) -> Rule:
+    return Rule(name, lambda given: not isfinite(given) and "a finite number", names=(name,))
+
+
+def at_least_0(name: str) -> Rule:
+    def fault(given: float) -> bool | str:
+        return not 0 <= given < inf and "at least 0, and finite"
+
+    return Rule(name, fault, names=(name,))
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """One op of domain `kvgraph`: inputs in order, outputs in order, attributes, NumPy reference.
@@ -122,6 +133,23 @@ class OpSpec:
             inputs.pop()
         others = [a for a in self.attributes if given[a.name] != a.default]
         return tuple(inputs), {a.name: given[a.name] for a in others}
+
+    def type_of(
+        self, out: Operand, types: Sequence[T | None], named: Callable[[str], T]
+    ) -> T | None:
+        """Of an output over inputs of `types` (None: left out, or not known): that of the input
+        whose memory or type variable it shares, else `named` of its only dtype."""
+        if not out.alias and out.type_variable is None:
+            return named(out.dtypes[0])
+        for operand, found in zip(self.inputs, types, strict=False):
+            is_source = (
+                operand.name == out.alias
+                if out.alias
+                else operand.type_variable == out.type_variable
+            )
+            if is_source and found is not None:
+                return found
+        return None
 
     def extents(
         self, out: Operand, shapes: Sequence[Sequence[Any] | None], attributes: Mapping[str, Any]
@@ -246,9 +274,9 @@ POOL_RULES = (
     Rule("kv_scales: dim scales_per_head", _scales_fault),
 )
 ATTENTION_RULES = (
-    Rule("scale", lambda scale: not isfinite(scale) and "a finite number"),
+    finite("scale"),
     Rule("window", lambda window: window < 0 and "at least 0"),
-    Rule("softcap", lambda softcap: not 0 <= softcap < inf and "at least 0, and finite"),
+    at_least_0("softcap"),
     Rule("causal", lambda causal: causal not in (0, 1) and "0 or 1"),
     Rule("chunked", _chunked_fault),
     *POOL_RULES,

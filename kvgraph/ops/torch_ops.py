@@ -85,12 +85,13 @@ def _results(spec: OpSpec, inputs: Tensors, attributes: Mapping[str, Any]) -> li
             f"{spec.name}: {operand.name}: expected rank {len(operand.dims)}, got {first.dim()}"
         )
     shapes = [None if tensor is None else tensor.shape for tensor in inputs.values()]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in inputs.values()]
     return [
         first.new_empty(
             (0,) * len(out.dims)
             if out.is_left_out(attributes)
             else spec.extents(out, shapes, attributes),
-            dtype=first.dtype if out.type_variable else getattr(torch, out.dtypes[0]),
+            dtype=spec.type_of(out, dtypes, lambda name: getattr(torch, name)),
         )
         for out in spec.results
     ]

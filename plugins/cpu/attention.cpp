@@ -1,7 +1,6 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "cpu/attention_tile.h"
@@ -106,16 +105,13 @@ AttentionAttributes check_attributes(const Operands& in, int layer) {
   const int at = layer - KVG_PAGED_ATTENTION_ATTR_LAYER;
   const char* op = in.op.name;
   const int64_t window = in.integer(at + KVG_PAGED_ATTENTION_ATTR_WINDOW);
-  const double scale = in.real(at + KVG_PAGED_ATTENTION_ATTR_SCALE);
-  const double softcap = in.real(at + KVG_PAGED_ATTENTION_ATTR_SOFTCAP);
   const int64_t causal = in.integer(at + KVG_PAGED_ATTENTION_ATTR_CAUSAL);
   const int64_t chunked = in.integer(at + KVG_PAGED_ATTENTION_ATTR_CHUNKED);
   const int64_t given = in.integer(at + KVG_PAGED_ATTENTION_ATTR_V_HEAD_DIM);
   const int64_t head_dim = in.dims[KVG_DIM_HEAD_DIM];
   if (window < 0) refuse("%s: window: expected at least 0, got %lld", op, ll{window});
-  if (!std::isfinite(scale)) refuse("%s: scale: expected a finite number, got %g", op, scale);
-  if (!(softcap >= 0) || !std::isfinite(softcap))
-    refuse("%s: softcap: expected at least 0, and finite, got %g", op, softcap);
+  const float scale = in.finite(at + KVG_PAGED_ATTENTION_ATTR_SCALE);
+  const float softcap = in.at_least_0(at + KVG_PAGED_ATTENTION_ATTR_SOFTCAP);
   if (causal != 0 && causal != 1)
     refuse("%s: causal: expected 0 or 1, got %lld", op, ll{causal});
   if (chunked != 0 && chunked != 1)
@@ -128,9 +124,7 @@ AttentionAttributes check_attributes(const Operands& in, int layer) {
   if (in.dims[KVG_DIM_V_HEAD_DIM] != v_head_dim)
     refuse("%s: dim v_head_dim: expected %lld of attribute v_head_dim, got %lld", op,
            ll{v_head_dim}, ll{in.dims[KVG_DIM_V_HEAD_DIM]});
-  return {in.integer(layer), window, v_head_dim,
-          static_cast<float>(scale),
-          static_cast<float>(softcap), causal == 1, chunked == 1};
+  return {in.integer(layer), window, v_head_dim, scale, softcap, causal == 1, chunked == 1};
 }
 
 void check_heads(const Operands& in) {

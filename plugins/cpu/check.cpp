@@ -1,6 +1,7 @@
 #include "cpu/check.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -16,6 +17,21 @@ void refuse(const char* format, ...) {
   std::vsnprintf(sentence, sizeof sentence, format, arguments);
   va_end(arguments);
   throw Refusal(sentence);
+}
+
+float Operands::finite(int attribute) const {
+  const double value = real(attribute);
+  if (!std::isfinite(value))
+    refuse("%s: %s: expected a finite number, got %g", op.name, op.attributes[attribute].name, value);
+  return static_cast<float>(value);
+}
+
+float Operands::at_least_0(int attribute) const {
+  const double value = real(attribute);
+  if (!(value >= 0 && std::isfinite(value)))
+    refuse("%s: %s: expected at least 0, and finite, got %g", op.name,
+           op.attributes[attribute].name, value);
+  return static_cast<float>(value);
 }
 
 void say(const char* sentence, char* message, size_t message_size) {

@@ -32,6 +32,9 @@ struct Operands {
   }
   int64_t integer(int attribute) const { return call.attributes[attribute].i; }
   double real(int attribute) const { return call.attributes[attribute].f; }
+  // Of an attribute that must be so.
+  float finite(int attribute) const;
+  float at_least_0(int attribute) const;  // and finite
 };
 
 Operands check(const kvg_op& op, const kvg_call* call);

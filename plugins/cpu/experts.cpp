@@ -4,7 +4,6 @@
 //
 // Legend: S slots, a row's turn at one of its experts; they lie by expert, then by row.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -79,16 +78,12 @@ void check_panels(const Experts& op) {
 
 Gate read_gate(const Operands& in) {
   const int64_t activation = in.integer(KVG_EXPERTS_ATTR_ACTIVATION);
-  const double alpha = in.real(KVG_EXPERTS_ATTR_ALPHA), limit = in.real(KVG_EXPERTS_ATTR_LIMIT);
-  const double offset = in.real(KVG_EXPERTS_ATTR_UP_OFFSET);
   if (activation < kSilu || activation > kGeluTanh)
     refuse("experts: activation: expected 0, 1 or 2, got %lld", ll{activation});
-  if (!std::isfinite(alpha)) refuse("experts: alpha: expected a finite number, got %g", alpha);
-  if (!(limit >= 0 && std::isfinite(limit)))
-    refuse("experts: limit: expected at least 0, and finite, got %g", limit);
-  if (!std::isfinite(offset)) refuse("experts: up_offset: expected a finite number, got %g", offset);
-  return {activation, static_cast<float>(alpha), limit > 0 ? static_cast<float>(limit) : kInfinity,
-          static_cast<float>(offset)};
+  const float alpha = in.finite(KVG_EXPERTS_ATTR_ALPHA);
+  const float limit = in.at_least_0(KVG_EXPERTS_ATTR_LIMIT);
+  const float offset = in.finite(KVG_EXPERTS_ATTR_UP_OFFSET);
+  return {activation, alpha, limit > 0 ? limit : kInfinity, offset};
 }
 
 void check_indices(const Experts& op) {

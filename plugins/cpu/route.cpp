@@ -36,19 +36,6 @@ struct Row {
   int32_t order[kMostExperts];
 };
 
-float finite(const Operands& in, int attribute, const char* name) {
-  const double value = in.real(attribute);
-  if (!std::isfinite(value)) refuse("route: %s: expected a finite number, got %g", name, value);
-  return static_cast<float>(value);
-}
-
-float at_least_0(const Operands& in, int attribute, const char* name) {
-  const double value = in.real(attribute);
-  if (!(value >= 0 && std::isfinite(value)))
-    refuse("route: %s: expected at least 0, and finite, got %g", name, value);
-  return static_cast<float>(value);
-}
-
 Route read(const Operands& in) {
   Route op = {};
   op.rows = in.dims[KVG_DIM_ROWS];
@@ -70,9 +57,9 @@ Route read(const Operands& in) {
   if (normalize != 0 && normalize != 1)
     refuse("route: normalize: expected 0 or 1, got %lld", ll{normalize});
   op.normalize = normalize == 1;
-  op.epsilon = at_least_0(in, KVG_ROUTE_ATTR_EPSILON, "epsilon");
-  op.least_total = at_least_0(in, KVG_ROUTE_ATTR_LEAST_TOTAL, "least_total");
-  op.scale = finite(in, KVG_ROUTE_ATTR_SCALE, "scale");
+  op.epsilon = in.at_least_0(KVG_ROUTE_ATTR_EPSILON);
+  op.least_total = in.at_least_0(KVG_ROUTE_ATTR_LEAST_TOTAL);
+  op.scale = in.finite(KVG_ROUTE_ATTR_SCALE);
   if (op.groups < 1 || op.experts % op.groups)
     refuse("route: num_groups: expected groups that divide the %lld experts of logits, got %lld",
            ll{op.experts}, ll{op.groups});

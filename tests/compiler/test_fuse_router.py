@@ -116,10 +116,10 @@ class Routed(Experts):
         weights, ids = logits.softmax(-1).topk(2)
         return weights, ids
 
-    def groups_left(self, scores: torch.Tensor, least: float) -> torch.Tensor:
+    def groups_left(self, scores: torch.Tensor, least: float, dim: int = -1) -> torch.Tensor:
         best = scores.view(-1, 2, 2).max(-1).values
         marks = torch.zeros_like(best).scatter(1, best.topk(1).indices, 1)
-        left_out = ~marks.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4).bool()
+        left_out = ~marks.unsqueeze(dim).expand(-1, 2, 2).reshape(-1, 4).bool()
         return scores.masked_fill(left_out, least)
 
 
@@ -167,11 +167,7 @@ class OtherGroups(Routed):
     """Experts of a group do not lie side by side."""
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits.softmax(-1)
-        best = scores.view(-1, 2, 2).max(-1).values
-        marks = torch.zeros_like(best).scatter(1, best.topk(1).indices, 1)
-        left_out = ~marks.unsqueeze(1).expand(-1, 2, 2).reshape(-1, 4).bool()
-        weights, ids = scores.masked_fill(left_out, -torch.inf).topk(2)
+        weights, ids = self.groups_left(logits.softmax(-1), -torch.inf, dim=1).topk(2)
         return weights, ids
 
 

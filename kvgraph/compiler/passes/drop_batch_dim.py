@@ -16,7 +16,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.operands import UnmatchedError, any_node, erase_unused, expect, value
+from kvgraph.compiler.passes.operands import (
+    VIEWS,
+    UnmatchedError,
+    any_node,
+    erase_unused,
+    expect,
+    value,
+)
 
 aten = torch.ops.aten
 Rule = Callable[[Node], tuple[Argument, ...]]
@@ -40,9 +47,6 @@ POINTWISE = (
     aten.contiguous.default,
     aten.clone.default,
 )
-
-
-VIEWS = (aten.view.default, aten.reshape.default)
 
 
 def drop_batch_dim(graph: Graph) -> PassReport:

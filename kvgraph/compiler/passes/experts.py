@@ -19,6 +19,7 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.gates import ADDED, Gate, gate_of
 from kvgraph.compiler.passes.operands import (
     CASTS,
+    VIEWS,
     UnmatchedError,
     any_node,
     erase_unused,
@@ -40,7 +41,6 @@ GATHERED, PRODUCT, SUM, MUL = (
     aten.sum.dim_IntList,
     aten.mul.Tensor,
 )
-VIEWS = (aten.view.default, aten.reshape.default)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch.fx import Node
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
     CASTS,
+    VIEWS,
     UnmatchedError,
     add_call,
     any_node,
@@ -38,7 +39,6 @@ aten = torch.ops.aten
 ROUTE = torch_ops.route.default
 SOFTMAXES, SIGMOIDS, TOPK = (aten.softmax.int,), (aten.sigmoid.default,), (aten.topk.default,)
 ADD, GATHER, SUM = (aten.add.Tensor,), (aten.gather.default,), (aten.sum.dim_IntList,)
-VIEWS = (aten.view.default, aten.reshape.default)
 STEPS = 6
 """Nodes from the choice of experts to their op, with a rank's table of its own between them."""
 

@@ -227,7 +227,7 @@ def _groups(layers: list[Layer], residuals: bool) -> list[Group]:
             groups.append(group)
     if len(left) == 1 and residuals:
         residual, total = with_residual(left[0].node)
-        groups.append(Group(left, residual=residual, total=total if residual else None))
+        groups.append(Group(left, residual=residual, total=total))
         left = []
     return groups + [Group(left[i : i + MAX_SECTIONS]) for i in range(0, len(left), MAX_SECTIONS)]
 

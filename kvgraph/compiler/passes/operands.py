@@ -14,6 +14,8 @@ aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.type_as.default)
 """To another dtype, or to none other."""
 
+VIEWS = (aten.view.default, aten.reshape.default)
+
 KINDS = tuple(getattr(torch, name) for name in ACTIVATIONS)
 """dtypes of activations."""
 
@@ -75,8 +77,9 @@ def with_residual(node: Node) -> tuple[Node | None, Node]:
         return None, node
     others = [x for x in total.args if x is not node]
     other = others[0] if len(others) == 1 else None
-    fits = isinstance(other, Node) and typed(other) == typed(node)
-    return (other, total) if fits and isinstance(other, Node) else (None, node)
+    if isinstance(other, Node) and typed(other) == typed(node):
+        return other, total
+    return None, node
 
 
 def erase_unused(node: Node) -> None:

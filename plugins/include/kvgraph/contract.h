@@ -39,11 +39,20 @@ enum {
 };
 
 // Launches of a step: kernels by role, integers by value, shared float32 memory.
-enum { KVG_ROLE_STORE, KVG_ROLE_PREFILL, KVG_ROLE_DECODE, KVG_ROLE_DECODE_SPLIT, KVG_ROLE_MERGE, KVG_ROLE_COUNT };
+enum {
+  KVG_ROLE_STORE, KVG_ROLE_PREFILL, KVG_ROLE_DECODE, KVG_ROLE_DECODE_SPLIT, KVG_ROLE_MERGE,
+  KVG_ROLE_COUNT
+};
 static const char* const KVG_ROLE_NAMES[] = {"store", "prefill", "decode", "decode_split", "merge"};
-enum { KVG_VALUE_BATCH_SIZE, KVG_VALUE_LAYER, KVG_VALUE_TABLE_WIDTH, KVG_VALUE_TILES_PER_ROW, KVG_VALUE_ROWS_BELOW, KVG_VALUE_NEW_ABOVE, KVG_VALUE_NEW_UPTO, KVG_VALUE_NUM_PARTS, KVG_VALUE_TOKENS_PER_ROW, KVG_VALUE_COUNT };
+enum {
+  KVG_VALUE_BATCH_SIZE, KVG_VALUE_LAYER, KVG_VALUE_TABLE_WIDTH, KVG_VALUE_TILES_PER_ROW,
+  KVG_VALUE_ROWS_BELOW, KVG_VALUE_NEW_ABOVE, KVG_VALUE_NEW_UPTO, KVG_VALUE_NUM_PARTS,
+  KVG_VALUE_TOKENS_PER_ROW, KVG_VALUE_COUNT
+};
 static const char* const KVG_VALUE_NAMES[] = {"batch_size", "layer", "table_width", "tiles_per_row", "rows_below", "new_above", "new_upto", "num_parts", "tokens_per_row"};
-enum { KVG_SCRATCH_PARTIAL_OUT, KVG_SCRATCH_PARTIAL_STATE, KVG_SCRATCH_COUNT };
+enum {
+  KVG_SCRATCH_PARTIAL_OUT, KVG_SCRATCH_PARTIAL_STATE, KVG_SCRATCH_COUNT
+};
 static const char* const KVG_SCRATCH_NAMES[] = {"partial_out", "partial_state"};
 
 // A dim is symbolic (an index into KVG_DIM_NAMES, plus an offset) or static (symbol -1).
