@@ -13,6 +13,7 @@ against float64. Then times, medians of replayed or repeated launches:
 - prefill in TFLOP/s (4 * pairs * heads * head_dim), against FlashAttention and cuDNN;
 - linear layers over small weights and experts (bytes: those of the weights that are read), against
   products of torch in bfloat16;
+- routers, against the operators that models write;
 - a decode step of an 8B-shaped bf16 model with CUDA graphs, as a share of (weights + K and V) over
   that bandwidth. Its weights are normal values, written on the GPU.
 `--kernels` has cubins of a machine with Triton, `--artifact` (for the step) is compiled there too.
@@ -40,11 +41,14 @@ from rich.table import Table
 
 from benchmarks.cuda_attention import LLAMA_8B, QUANTIZED, decode, prefill, quantized, shape_of
 from benchmarks.cuda_products import experts, linears, product_variants
+from benchmarks.cuda_routers import NAMES, routers
 from benchmarks.cuda_run import Run, console, goal, median_us, memory_bandwidth, wall_ms
 from kvgraph.contract.inputs import ModelInputs
 from kvgraph.kernels import aot, variants
 from kvgraph.kernels.launch import LaunchPlan
+from kvgraph.kernels.route_plan import route_variant
 from kvgraph.runtime.sessions import program as sessions
+from tests.support.routes import ROUTES
 
 ROOT = Path(__file__).parents[1]
 
@@ -264,6 +268,7 @@ def _variants(arch: str) -> Iterator[variants.Variant]:
     for pool in ("bfloat16", *QUANTIZED):
         yield from variants.attention_variants(shape_of(pool), arch)
     yield from product_variants(arch)
+    yield from (route_variant(ROUTES[name]) for name in NAMES)
 
 
 SECTIONS = {
@@ -274,6 +279,7 @@ SECTIONS = {
     "prefill": prefill,
     "linears": linears,
     "experts": experts,
+    "routers": routers,
     "step": step,
 }
 

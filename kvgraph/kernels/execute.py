@@ -38,7 +38,7 @@ UNPROVED = (
 MULTIPROCESSORS = {"decode": 1, "long": 8}
 """Of the device that a trial is planned for: a larger one splits few rows of a long context."""
 
-UNITS = ("rms_norm", "silu_mul", "increment_cache_lengths")
+UNITS = ("rms_norm", "silu_mul", "route", "increment_cache_lengths")
 EXPERTS = "experts_down"
 """What stands for all kernels of a mixture of experts."""
 LINEAR = "quantized_linear"

@@ -14,9 +14,10 @@ from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import launch
 from kvgraph.kernels.launch import LaunchPlan, Sizes
+from kvgraph.kernels.route_plan import RouteShape, plan_route
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Variant
-from kvgraph.ops import RMS_NORM, SILU_MUL, UPDATE_AND_ATTEND
+from kvgraph.ops import RMS_NORM, ROUTE, SILU_MUL, UPDATE_AND_ATTEND
 from kvgraph.ops._store_kv import quantize, token_slots
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2, "int32": 0.0}
@@ -58,10 +59,11 @@ class Trial:
 
 
 def _error(found: Array, want: Array, is_stored: bool) -> float:
-    """Relative to 1 + the largest value, of what is stored to each; infinite where one of both is
-    no number."""
+    """Relative to 1 + the largest value, of what is stored to each; infinite where only one of
+    both is a number."""
     kind = np.dtype(f"u{found.itemsize}")
     differ = found.view(kind) != want.view(kind)
+    differ &= ~(np.isnan(found) & np.isnan(want))
     if not differ.any():
         return 0.0
     a, b = (x[differ].astype(np.float64) for x in (found, want))
@@ -198,9 +200,13 @@ def _reference(
 
 
 def rows_trials(variant: Variant) -> Iterator[Trial]:
-    """Of rms_norm, silu_mul or increment_cache_lengths: more rows than a block has, and one."""
+    """Of rms_norm, silu_mul, route or increment_cache_lengths: more rows than a block has, and
+    one."""
     for count in (1, 19):
-        yield _rows_trial(variant, count)
+        if variant.kernel.name == "route":
+            yield route_trial(RouteShape.of_variant(variant), count)
+        else:
+            yield _rows_trial(variant, count)
 
 
 def _rows_trial(variant: Variant, count: int) -> Trial:
@@ -235,3 +241,23 @@ def _rows_trial(variant: Variant, count: int) -> Trial:
     if total is not None:
         wanted["residual"] = total
     return Trial(name, launch.plan_rms_norm(variant, count), given, wanted)
+
+
+def route_trial(shape: RouteShape, rows: int) -> Trial:
+    """Logits of each row are all different, and far enough apart that only a wrong kernel takes
+    other experts."""
+    rng = np.random.default_rng(rows)
+    steps = np.linspace(-3, 4, shape.num_experts)
+    logits = np.stack([rng.permutation(steps) for _ in range(rows)])
+    given: dict[str, Array | None] = {
+        "logits": logits.astype(DTYPES[shape.dtype].numpy),
+        "bias": rng.integers(0, 3, shape.num_experts).astype(np.float32)
+        if shape.has_bias
+        else None,
+    }
+    wanted = ROUTE.reference(given["logits"], given["bias"], **shape.attributes)
+    held = {name: array for name, array in given.items() if array is not None}
+    held["indices"] = np.full((rows, shape.num_active), -1, np.int32)
+    held["weights"] = np.full((rows, shape.num_active), np.nan, np.float32)
+    names = ("indices", "weights")
+    return Trial("route", plan_route(shape, rows), held, dict(zip(names, wanted, strict=True)))

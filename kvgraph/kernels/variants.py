@@ -90,6 +90,7 @@ INCREMENT_CACHE_LENGTHS = _kernel(
     ops.UPDATE_AND_ATTEND,
     "cache_lengths input_row_offsets batch_size:i32",
 )
+ROUTE = _kernel("route", "route", ops.ROUTE, "logits bias indices weights")
 SORT_SLOTS = _kernel(
     "sort_slots",
     "experts",
@@ -126,6 +127,7 @@ KERNELS = (
     RMS_NORM,
     SILU_MUL,
     INCREMENT_CACHE_LENGTHS,
+    ROUTE,
     SORT_SLOTS,
     PLACE_TILES,
     EXPERTS_UP,

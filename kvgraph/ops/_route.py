@@ -1,8 +1,8 @@
 """route: which experts a row takes, and what each weighs, from the router's scores.
 
 Decisions:
-- One op for what models write in 6 to 24 operators, as small tensors cost an operator's call each:
-  of a step at batch 1 of a Qwen3-MoE shape in int4 they were a tenth.
+- One op for what models write in 6 to 24 operators, as small tensors cost an operator's call, or a
+  kernel's launch, each: of a step at batch 1 of a Qwen3-MoE shape in int4 on a CPU, a tenth.
 - The product before it stays the model's own, in float32: a wrong expert costs more than its few
   weights.
 - Of equal scores the first expert is taken, which torch leaves open; a NaN counts as the least. A
@@ -46,7 +46,7 @@ def route(
     `max(their sum + epsilon, least_total)`.
     """
     with np.errstate(invalid="ignore"):  # NaN, and rows of -infinity
-        score_ME = _scored(logits_ME, scores)
+        score_ME = _scored(logits_ME.astype(np.float32), scores)
         key_ME = score_ME if bias_E is None else score_ME + bias_E
         key_ME = _numbers(key_ME)
         if num_groups > 1:
@@ -129,7 +129,7 @@ ROUTE = spec.OpSpec(
     name="route",
     doc="The best experts of each row, and their weights, from a router's logits.",
     inputs=(
-        spec.Operand("logits", ("rows", "num_experts"), spec.FLOAT32),
+        spec.Operand("logits", ("rows", "num_experts"), spec.ACTIVATION),
         spec.Operand("bias", ("num_experts",), spec.FLOAT32, optional=True),
     ),
     outputs=(

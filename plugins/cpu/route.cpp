@@ -21,11 +21,12 @@ constexpr int64_t kMostExperts = 4096;  // a row's numbers are on the stack
 constexpr int64_t kElementsOfWork = 16;  // of a copy: what an expert's score costs, about
 
 struct Route {
-  const float* logits;  // M x experts
+  const char* logits;   // M x experts, of `type`
   const float* bias;    // experts; nullptr: none
   int32_t* indices;     // M x active
   float* weights;       // M x active
   int64_t rows, experts, active, scores, groups, active_groups, group_best;
+  const Dtype* type;
   bool normalize;
   float epsilon, least_total, scale;
 };
@@ -73,7 +74,8 @@ Route read(const Operands& in) {
   if (op.active > size * op.active_groups)
     refuse("route: num_active: expected at most the %lld experts of active groups, got %lld",
            ll{size * op.active_groups}, ll{op.active});
-  op.logits = in.data<const float>(KVG_ROUTE_LOGITS);
+  op.logits = in.data<const char>(KVG_ROUTE_LOGITS);
+  op.type = &dtype(in.dtype(KVG_ROUTE_LOGITS));
   op.bias = in.data<const float>(KVG_ROUTE_BIAS);
   op.indices = in.data<int32_t>(KVG_ROUTE_INDICES);
   op.weights = in.data<float>(KVG_ROUTE_WEIGHTS);
@@ -83,11 +85,11 @@ Route read(const Operands& in) {
   return op;
 }
 
-void softmax(const float* x, float* weight, int64_t count) {
+void softmax(float* x, int64_t count) {
   float top = -kInfinity, sum = 0;
   for (int64_t i = 0; i < count; ++i) top = x[i] > top ? x[i] : top;
-  for (int64_t i = 0; i < count; ++i) sum += weight[i] = std::exp(x[i] - top);
-  for (int64_t i = 0; i < count; ++i) weight[i] /= sum;
+  for (int64_t i = 0; i < count; ++i) sum += x[i] = std::exp(x[i] - top);
+  for (int64_t i = 0; i < count; ++i) x[i] /= sum;
 }
 
 float sigmoid(float x) {
@@ -122,14 +124,14 @@ void leave_groups(const Route& op, Row& row) {
     std::fill_n(row.key + row.order[i] * size, size, -kInfinity);
 }
 
-void score(const Route& op, const float* logits, float* to) {
-  if (op.scores == kSoftmax) softmax(logits, to, op.experts);
-  if (op.scores == kSigmoid) std::transform(logits, logits + op.experts, to, sigmoid);
-  if (op.scores == kSoftmaxOfChosen) std::copy_n(logits, op.experts, to);
+// Logits become scores.
+void score(const Route& op, float* x) {
+  if (op.scores == kSoftmax) softmax(x, op.experts);
+  if (op.scores == kSigmoid) std::transform(x, x + op.experts, x, sigmoid);
 }
 
 void weigh(const Route& op, float* weight) {
-  if (op.scores == kSoftmaxOfChosen) softmax(weight, weight, op.active);
+  if (op.scores == kSoftmaxOfChosen) softmax(weight, op.active);
   float total = 1;
   if (op.normalize) {
     total = std::accumulate(weight, weight + op.active, 0.0f) + op.epsilon;
@@ -140,7 +142,10 @@ void weigh(const Route& op, float* weight) {
 
 void route(const Route& op, int64_t m) {
   Row row;
-  score(op, op.logits + m * op.experts, row.score);
+  const size_t size = op.type->size * static_cast<size_t>(op.experts);
+  op.type->to_float(op.logits + static_cast<size_t>(m) * size, row.score,
+                    static_cast<size_t>(op.experts));
+  score(op, row.score);
   for (int64_t e = 0; e < op.experts; ++e)
     row.key[e] = number(row.score[e] + (op.bias ? op.bias[e] : 0.0f));
   if (op.groups > 1) leave_groups(op, row);

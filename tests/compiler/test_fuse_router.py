@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
+from kvgraph.compiler.passes.fuse_experts import fuse_experts
 from kvgraph.compiler.passes.fuse_router import ROUTE, fuse_router
 from kvgraph.compiler.passes.pack_experts import PACKED, pack_experts
 from kvgraph.compiler.passes.pack_linear import pack_linear
@@ -65,6 +66,31 @@ def test_each_router_becomes_one_node_and_chooses_the_same(family: str, tmp_path
         assert [each.partition(": ")[2] for each in report.unmatched] == [why] * layers
     found, expected = (logits(module, signature) for module in (program.module(), before))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+WIDENED = ("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "deepseek_v3")
+"""Whose routers multiply in float32; of the others logits are rounded, and the op widens them."""
+
+
+@pytest.mark.parametrize("family", ATTRIBUTES)
+def test_routers_in_bfloat16_on_a_gpu(family: str, tmp_path: Path) -> None:
+    """Weights are not rounded to bfloat16, as families do that do not ask for float32."""
+    layers, _ = FAMILIES[family]
+    program, signature = program_of(folder_of(family, tmp_path), "bfloat16")
+    drop_no_ops(program.graph)
+    packed_by(fuse_experts, program, None)
+    before = program.module()
+    report = fuse_router(program)
+    assert (report.applied, report.unmatched) == (layers, [])
+    nodes = routes(program)
+    assert [node.kwargs for node in nodes] == [{"num_active": 2, **ATTRIBUTES[family]}] * layers
+    read = {node.args[0].meta["val"].dtype for node in nodes}  # type: ignore[union-attr]
+    assert read == {torch.float32 if family in WIDENED else torch.bfloat16}
+    assert not [node for node in program.graph.nodes if node.target is TOPK]
+    found, expected = (
+        logits(module, signature, "bfloat16").float() for module in (program.module(), before)
+    )
+    assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
 GROUPS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
@@ -196,6 +222,20 @@ class AcrossRows(Routed):
         return weights, ids
 
 
+class ChoosesRounded(Routed):
+    """Rounded scores are equal more often."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.bfloat16().softmax(-1).topk(2)
+        return weights.float(), ids
+
+
+class WholeWeights(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1).topk(2)
+        return weights.int().float(), ids
+
+
 LEFT: dict[type[Routed], str] = {
     Smallest: "expected the largest of the last dim, got (2, -1, False)",
     OfAll: "expected weights divided by their own sum",
@@ -208,6 +248,8 @@ LEFT: dict[type[Routed], str] = {
     TwiceAdded: "expected a number added to a sum as it is",
     TwoChoices: "expected experts and weights of one choice",
     AcrossRows: "expected experts in the last dim of softmax",
+    ChoosesRounded: "expected a choice among scores in float32",
+    WholeWeights: "expected what is chosen, got aten.to.dtype",
 }
 
 
@@ -267,6 +309,28 @@ def test_computes_the_same_and_says_why_it_does_not_match(kind: type[Routed]) ->
     with torch.no_grad():
         found, expected = program.module()(rows_of(9)), module(rows_of(9))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class RoundedOfTwoRanks(OfTwoRanks):
+    """As a rank of two has them where activations are halves."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = super().choose(logits.half().float())
+        return weights.half(), ids
+
+
+def test_weights_of_a_rank_stay_in_float32() -> None:
+    module = RoundedOfTwoRanks()
+    program = exported(module)
+    report = routed(program)
+    assert (report.applied, report.unmatched) == (1, [])
+    (node,) = routes(program)
+    assert node.args[0].meta["val"].dtype == torch.float16  # type: ignore[union-attr]
+    (experts,) = [node for node in program.graph.nodes if node.target is PACKED]
+    assert experts.args[2].target is torch.ops.aten.where.ScalarOther
+    with torch.no_grad():
+        found, expected = program.module()(rows_of(9)), module(rows_of(9))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 class AfterALayer(Routed):

@@ -12,7 +12,7 @@ from kvgraph.errors import KernelError
 from kvgraph.kernels.launch import Launch, LaunchPlan
 from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.cubins import Cubins
-from kvgraph.runtime.sessions.program import Operands
+from kvgraph.runtime.sessions.launches import Operands
 from tests.support.executing_driver import Executor
 
 Change = Callable[[LaunchPlan], LaunchPlan]

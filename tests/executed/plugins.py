@@ -23,7 +23,7 @@ from kvgraph.kernels.record import pack_kernels
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Parameter
 from kvgraph.ops import UPDATE_AND_ATTEND
-from kvgraph.runtime.sessions import program
+from kvgraph.runtime.sessions import launches
 from tests.executed.gpu import ExecutingGpu, poisoned, require_written
 
 OP = UPDATE_AND_ATTEND.name
@@ -31,7 +31,7 @@ Tensors = Mapping[str, torch.Tensor]
 POOLS = ("kv_blocks", "kv_scales")
 
 
-class PluginAttention(program.Attention, ABC):
+class PluginAttention(launches.Attention, ABC):
     """update_and_attend of one layer, planned and launched by a plugin."""
 
     def __init__(
@@ -55,7 +55,7 @@ class PluginAttention(program.Attention, ABC):
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         step = iter(inputs)
         given = {n: self.bound[n] if n in self.bound else next(step) for n in self.nodes}
-        given = {n: a if n in program.MUTATED else a.contiguous() for n, a in given.items()}
+        given = {n: a if n in launches.MUTATED else a.contiguous() for n, a in given.items()}
         q = given["q"]
         out = torch.full((*q.shape[:2], self.shape.cache.v_width), torch.nan, dtype=q.dtype)
         if self._made is None:

@@ -19,7 +19,7 @@ from kvgraph.errors import KVGraphError
 from kvgraph.runtime.artifact import verify
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import SamplingParams
-from kvgraph.runtime.sessions import program
+from kvgraph.runtime.sessions import launches
 from kvgraph.runtime.sessions.cuda import CudaSession
 from tests.executed.gpu import ExecutingGpu, change_of
 
@@ -29,7 +29,7 @@ def main() -> None:
     if request["host"] != "launcher":
         from tests.executed.plugins import ATTENTION
 
-        program.Attention = ATTENTION[request["host"]]  # type: ignore[misc]
+        launches.Attention = ATTENTION[request["host"]]  # type: ignore[misc]
     gpu = ExecutingGpu(Path(request["kernels"]), folder / "ptx")
     runs = []
     for change in request["changes"] or [None]:

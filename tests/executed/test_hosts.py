@@ -112,11 +112,11 @@ def test_tokens_of_wide_heads_equal_transformers(generate: Generate, host: str) 
     assert found["executed"]["warpgroup"] > 0
 
 
-EXPERTS = {"sort_slots", "place_tiles", "experts_up", "experts_down", "sum_experts"}
+EXPERTS = {"route", "sort_slots", "place_tiles", "experts_up", "experts_down", "sum_experts"}
 
 
 def test_tokens_of_experts_equal_transformers(generate: Generate) -> None:
-    """Slots are sorted, multiplied and summed by what the launcher enqueues."""
+    """Slots are chosen, sorted, multiplied and summed by what the launcher enqueues."""
     [found] = generate("launcher", with_ptx(mixture(), "sm_80", dtype="float16"), 80)
     assert found["tokens"] == eager(mixture(), torch.float16)
     assert {found["launched"][name] for name in EXPERTS} == {found["launched"]["sort_slots"]}

@@ -12,9 +12,11 @@ from dataclasses import replace
 from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, experts_plan, linear_plan, variants
 from kvgraph.kernels.aot import Compiled
+from kvgraph.kernels.route_plan import route_variant
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
 from kvgraph.kernels.variants import Variant
 from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
+from tests.support.routes import DEEPSEEK
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
 
@@ -68,6 +70,7 @@ def rows_variants(arch: str) -> list[Variant]:
         variants.rms_norm_variant(dtype, 4096, 1e-5, residual=True),
         variants.rms_norm_variant(dtype, 128, 1e-6),
         variants.silu_mul_variant(dtype, 14336),
+        route_variant(DEEPSEEK),
         variants.increment_variant(),
     ]
 

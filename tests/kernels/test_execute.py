@@ -62,7 +62,7 @@ def test_kernels_of_experts_are_executed_together(compiled: Callable[..., Path])
     assert done.code == 0, done.err
     found = {each["title"]: each for each in json.loads(done.out)["kernels"]}
     names = [f"experts_{part} {size}" for part in ("up", "down") for size in ("few", "many")]
-    for name in (*names, "sort_slots", "place_tiles", "sum_experts"):
+    for name in (*names, "route", "sort_slots", "place_tiles", "sum_experts"):
         assert found[name]["error"] <= found[name]["limit"]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.errors import KernelError
 from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, ROUTE, native, torch_ops
 from kvgraph.ops._route import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, route
@@ -169,6 +170,19 @@ def test_a_bias_that_is_not_finite_chooses_experts() -> None:
     np.testing.assert_array_equal(indices, route(*given, **attributes)[0])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", ["normalized", "softmax of the chosen"])
+def test_logits_in_halves_are_widened(case: str, dtype: str) -> None:
+    given, attributes = call_of(case)
+    assert given[0] is not None
+    given[0] = given[0].astype(DTYPES[dtype].numpy)
+    wide = [given[0].astype(np.float32), given[1]]
+    for part, expected in zip(run(given, attributes), run(wide, attributes), strict=True):
+        np.testing.assert_array_equal(part, expected)
+    for part, expected in zip(route(*given, **attributes), route(*wide, **attributes), strict=True):  # type: ignore[arg-type]
+        np.testing.assert_array_equal(part, expected)
+
+
 def test_no_rows() -> None:
     indices, weights = run([np.empty((0, 8), np.float32), None], {"num_active": 2})
     assert indices.shape == weights.shape == (0, 2)
@@ -262,7 +276,11 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
         {},
         "bias: dim num_experts: expected 16 as logits has it, got 15",
     ),
-    "dtype": ({0: np.zeros((1, 16), np.int8)}, {}, "logits: expected dtype float32, got int8"),
+    "dtype": (
+        {0: np.zeros((1, 16), np.int8)},
+        {},
+        "logits: expected dtype float32 or float16 or bfloat16, got int8",
+    ),
 }
 
 

@@ -180,7 +180,7 @@ def launched() -> list[str]:
 def planned(
     sizes: Sizes, shape: AttentionShape = SHAPE, arch: str = "sm_86", *, stores: bool = True
 ) -> list[str]:
-    """What the driver gets where the CUDA session runs the step (sessions/program.py), which plans
+    """What the driver gets where the CUDA session runs the step (sessions/launches.py), which plans
     for the device's own multiprocessors."""
     plan = launch.plan_update_and_attend(shape, arch, sizes, 3, stores=stores, multiprocessors=132)
     inputs = spec_of("update_and_attend").inputs

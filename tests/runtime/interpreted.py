@@ -26,7 +26,7 @@ from kvgraph.runtime.artifact import verify
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import SamplingParams
 from kvgraph.runtime.sessions.cuda import CudaSession
-from kvgraph.runtime.sessions.program import Operands
+from kvgraph.runtime.sessions.launches import Operands
 from tests.runtime.drive import inputs_of
 from tests.support.interpreter import mend
 

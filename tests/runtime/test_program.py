@@ -16,15 +16,15 @@ from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops import torch_fusions
 from kvgraph.runtime.artifact import verify
-from kvgraph.runtime.sessions.program import (
+from kvgraph.runtime.sessions.launches import (
     Attention,
     Operands,
     QuantizedLinear,
     RmsNorm,
     SiluMul,
     bounds_of,
-    load_program,
 )
+from kvgraph.runtime.sessions.program import load_program
 from kvgraph.runtime.sessions.views import VIEWS
 from tests.support.models import layers
 from tests.support.programs import PAGE, program_of, step

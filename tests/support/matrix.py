@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import aot, launch, variants
 from kvgraph.kernels.run import run as run_by_triton
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, Rope
+from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.sessions.cuda_gpu import CudaGpu
-from tests.support import conformance, matrix_products
+from tests.support import conformance, matrix_products, routes
 from tests.support.conformance import Case, Operands
 
 Array = np.ndarray[Any, Any]
@@ -123,7 +124,7 @@ def variants_of(cases: Iterable[Case], arch: str) -> list[Variant]:
 
 
 def variants_of_checks(arch: str) -> list[Variant]:
-    plans = [trial.plan for _, trial in matrix_products.trials(arch)]
+    plans = [trial.plan for _, trial in trials_of(arch)]
     found = [one.variant for plan in plans for one in plan.launches]
     found += [variant for row in ROWS for variant in norm_and_gate(*row)]
     return [*found, variants.increment_variant(), *aot.attention_variants(FAR, arch)]
@@ -195,9 +196,15 @@ def check_rows(device: str, run: Run) -> None:
     assert (given["cache_lengths"].cpu().numpy() == lengths + new).all()
 
 
-def check_products(arch: str, device: str, run: Run) -> None:
-    """Matrix products with both kinds of tiles against the references of their ops."""
-    for name, trial in matrix_products.trials(arch):
+def trials_of(arch: str) -> Iterator[tuple[str, Trial]]:
+    """Matrix products with both kinds of tiles, and routers."""
+    yield from matrix_products.trials(arch)
+    yield from routes.trials()
+
+
+def check_trials(arch: str, device: str, run: Run) -> None:
+    """Against the references of their ops."""
+    for name, trial in trials_of(arch):
         given = {key: tensor(a, device) for key, a in trial.given.items()}
         run(trial.plan, given)
         for out in trial.wanted:
@@ -298,7 +305,7 @@ def main() -> int:
     if not given.cases:
         check_rows(given.device, run)
         check_far_pages(given.arch, given.device, run)
-        check_products(given.arch, given.device, run)
+        check_trials(given.arch, given.device, run)
     print(
         f"{len(cases) - failed} of {len(cases)} cases passed, {given.arch} tiles, "
         f"{time.perf_counter() - start:.1f} s"

@@ -1,9 +1,10 @@
-"""Softmax or sigmoid, top-k and what follows of a router -> kvgraph.route (CPU targets).
+"""Softmax or sigmoid, top-k and what follows of a router -> kvgraph.route.
 
-Applies to what chooses for a `kvgraph.experts`: scores by softmax or sigmoid, a bias for the
-choice alone, a choice of groups first (DeepSeek), weights divided by their sum, a scale; or a
-softmax over the logits that are chosen (gpt_oss, GraniteMoE). The product before it stays as it
-is. A router that is anything else stays too, and says why.
+Applies to what chooses for a `kvgraph.experts` or `kvgraph.fused_experts`: scores by softmax or
+sigmoid, a bias for the choice alone, a choice of groups first (DeepSeek), weights divided by their
+sum, a scale; or a softmax over the logits that are chosen (gpt_oss, GraniteMoE). The product before
+it stays as it is. Weights stay in float32, where a model rounds them to its dtype. A router that is
+anything else, or chooses among rounded scores, stays and says why.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.fx import Node
 from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.operands import (
     CASTS,
+    KINDS,
     VIEWS,
     UnmatchedError,
     add_call,
@@ -29,14 +31,14 @@ from kvgraph.compiler.passes.operands import (
     other_factor,
     value,
 )
-from kvgraph.compiler.passes.pack_experts import PACKED
 from kvgraph.errors import KernelError
 from kvgraph.ops import ROUTE as ROUTE_SPEC
-from kvgraph.ops import torch_ops
+from kvgraph.ops import torch_fusions, torch_ops
 from kvgraph.ops._route import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 
 aten = torch.ops.aten
 ROUTE = torch_ops.route.default
+EXPERTS = (torch_ops.experts.default, torch_fusions.fused_experts.default)
 SOFTMAXES, SIGMOIDS, TOPK = (aten.softmax.int,), (aten.sigmoid.default,), (aten.topk.default,)
 ADD, GATHER, SUM = (aten.add.Tensor,), (aten.gather.default,), (aten.sum.dim_IntList,)
 STEPS = 6
@@ -46,15 +48,17 @@ Attributes = dict[str, int | float]
 
 
 def fuse_router(program: ExportedProgram) -> PassReport:
-    """Rewrite `program` in place; needs `drop_no_ops` and `pack_experts` before it."""
+    """Rewrite `program` in place; needs `drop_no_ops`, and `pack_experts` or `fuse_experts`, before
+    it."""
     report, graph = PassReport("fuse_router"), program.graph
-    for experts in [node for node in graph.nodes if node.target is PACKED]:
+    for experts in [node for node in graph.nodes if node.target in EXPERTS]:
         try:
-            weights = _of_all_ranks(any_node(experts.args[2], "weights"))
+            given = any_node(experts.args[2], "weights")
+            own, weights = _of_all_ranks(given)
             if not _is_routed(weights):  # by the router of other experts
                 router = _Router(weights)
                 expect(_chooses(router.topk, experts), "expected experts and weights of one choice")
-                _fuse(router)
+                _fuse(router, given, own)
                 report.applied += 1
         except UnmatchedError as why:
             report.unmatched.append(f"{experts.name}: {why}")
@@ -69,12 +73,11 @@ class _Router:
     def __init__(self, weights: Node) -> None:
         self.attributes: Attributes = {}
         self.bias: Node | None = None
-        self.weights = weights
         chosen = self._before_division(self._before_scale(weights))
         if chosen.target in SOFTMAXES:
             _require_last_dim(chosen, 1)
             self.topk = _topk_of(chosen.args[0], 0)
-            self.logits = any_node(self.topk.args[0], "logits")
+            self.logits = _narrow(any_node(self.topk.args[0], "logits"))
             self.attributes["scores"] = SOFTMAX_OF_CHOSEN
         else:
             is_gathered = chosen.target in GATHER
@@ -83,10 +86,7 @@ class _Router:
             self.topk = _topk_of(chosen.args[2] if is_gathered else chosen, int(is_gathered))
             scores = any_node(chosen.args[0], "scores") if is_gathered else None
             self.logits = self._scored(self._before_bias(self._all_groups(scores), scores))
-        expect(
-            value(self.logits).dim() == 2 and value(self.logits).dtype == torch.float32,
-            "expected rows of logits in float32",
-        )
+        expect(value(self.logits).dim() == 2, "expected rows of logits")
         self.attributes["num_active"] = _best_of(self.topk)
 
     def _before_scale(self, weights: Node) -> Node:
@@ -148,25 +148,32 @@ class _Router:
         self.bias = other_factor(node_of(keys, ADD, "a bias of scores"), scores)
         expect(not keys.kwargs, "expected a bias as it is")
         fits = value(self.bias).shape == value(scores).shape[-1:]
-        expect(fits and value(self.bias).dtype == torch.float32, "expected a bias of each expert")
+        expect(fits and value(self.bias).dtype in KINDS, "expected a bias of each expert")
         return scores
 
     def _scored(self, scores: Node) -> Node:
         node_of(scores, SOFTMAXES + SIGMOIDS, "softmax or sigmoid")
         if scores.target in SOFTMAXES:
             _require_last_dim(scores, 1)
+        expect(value(scores).dtype == torch.float32, "expected a choice among scores in float32")
         self.attributes["scores"] = SOFTMAX if scores.target in SOFTMAXES else SIGMOID
-        return any_node(scores.args[0], "logits")
+        return _narrow(any_node(scores.args[0], "logits"))
 
 
-def _fuse(router: _Router) -> None:
-    graph, topk, weights = router.weights.graph, router.topk, router.weights
+def _fuse(router: _Router, given: Node, own: Node | None) -> None:
+    """`given` becomes the router's weights; those of experts that a rank does not have (`own`)
+    become 0."""
+    graph, topk = given.graph, router.topk
     _require_rules(router)
     with graph.inserting_before(topk):
-        whole = add_call(graph, ROUTE, router.logits, router.bias, **router.attributes)
+        bias = router.bias if router.bias is None else cast(router.bias, torch.float32)
+        whole = add_call(graph, ROUTE, router.logits, bias, **router.attributes)
         indices, weighed = (add_call(graph, operator.getitem, whole, i) for i in (0, 1))
-    weights.replace_all_uses_with(weighed)
-    erase_unused(weights)
+    if own is not None:
+        with graph.inserting_before(given):
+            weighed = add_call(graph, aten.where.ScalarOther, own, weighed, 0)
+    given.replace_all_uses_with(weighed)
+    erase_unused(given)
     for found in [user for user in topk.users if user.args[1] == 1]:
         for user in list(found.users):
             if user.target is aten._to_copy.default and user.kwargs == {"dtype": torch.int32}:
@@ -181,17 +188,45 @@ def _fuse(router: _Router) -> None:
 @torch.no_grad()
 def _require_rules(router: _Router) -> None:
     """UnmatchedError for what the op refuses."""
-    bias = None if router.bias is None else value(router.bias)
+    bias = None if router.bias is None else value(router.bias).float()
     try:
         torch_ops.fake(ROUTE_SPEC)(value(router.logits), bias, **router.attributes)
     except KernelError as why:
         raise UnmatchedError(str(why)) from why
 
 
-def _of_all_ranks(weights: Node) -> Node:
-    """Weights before those of other ranks' experts become 0."""
-    is_cut = weights.target is aten.where.ScalarOther and weights.args[2] == 0
-    return any_node(weights.args[1], "weights") if is_cut else weights
+def _of_all_ranks(given: Node) -> tuple[Node | None, Node]:
+    """Which experts a rank has, None where it has all; and weights before those of others become
+    0, and before they are rounded."""
+    weights = _unrounded(given)
+    if weights.target is not aten.where.ScalarOther or weights.args[2] != 0:
+        return None, weights
+    own, weights = (any_node(x, "own experts and weights") for x in weights.args[:2])
+    return own, _unrounded(weights)
+
+
+def _unrounded(weights: Node) -> Node:
+    """Weights before they are rounded to a dtype, and widened again."""
+    while (source := _source_of_cast(weights)) is not None:
+        weights = source
+    return weights
+
+
+def _narrow(logits: Node) -> Node:
+    """Logits before they are widened."""
+    source = _source_of_cast(logits)
+    return logits if source is None or value(logits).dtype != torch.float32 else source
+
+
+def _source_of_cast(node: Node) -> Node | None:
+    """What a cast between dtypes of activations is given."""
+    is_cast = node.target in CASTS or (
+        node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+    )
+    if not is_cast or value(node).dtype not in KINDS:
+        return None
+    source = any_node(node.args[0], "what is cast")
+    return source if value(source).dtype in KINDS else None
 
 
 def _chooses(topk: Node, experts: Node) -> bool:

@@ -138,6 +138,7 @@ PASSES = {
         program=(
             Pass("drop_no_ops"),
             Pass("fuse_experts"),
+            Pass("fuse_router"),
             Pass("quantize_linear", needs=PACKED),
             Pass("fuse_rms_norm"),
             Pass("fuse_silu_mul"),

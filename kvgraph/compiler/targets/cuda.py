@@ -36,6 +36,7 @@ from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants
+from kvgraph.kernels.route_plan import RouteShape, route_variant
 from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_arch
 from kvgraph.kernels.variants import (
     Variant,
@@ -43,7 +44,14 @@ from kvgraph.kernels.variants import (
     rms_norm_variant,
     silu_mul_variant,
 )
-from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, UPDATE_AND_ATTEND, torch_fusions
+from kvgraph.ops import (
+    FUSED_EXPERTS,
+    QUANTIZED_LINEAR,
+    ROUTE,
+    UPDATE_AND_ATTEND,
+    torch_fusions,
+    torch_ops,
+)
 from kvgraph.ops.torch_nodes import Call
 
 KERNELS_NAME = "kernels.json"
@@ -124,7 +132,7 @@ def attention_of_nodes(traced: Traced) -> list[AttentionShape]:
 
 
 def fusion_variants(program: ExportedProgram) -> list[Variant]:
-    """Kernels of the program's norms and gates, and of the steps between its runs."""
+    """Kernels of the program's norms, gates and routers, and of the steps between its runs."""
     variants = []
     for node in program.graph.nodes:
         if node.target in (RMS_NORM, SILU_MUL):
@@ -135,6 +143,10 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
                 if node.target is SILU_MUL
                 else rms_norm_variant(dtype, width, residual=len(node.args) > 2, **node.kwargs)
             )
+        elif node.target is torch_ops.route.default:
+            call = Call.of(ROUTE, node)
+            shape = RouteShape.of(call.dtypes["logits"], call.shapes, call.attributes)
+            variants.append(route_variant(shape))
     return [*variants, increment_variant()]
 
 

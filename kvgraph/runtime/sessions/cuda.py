@@ -29,7 +29,8 @@ from kvgraph.runtime.sessions import nccl
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.cuda_errors import told_by_torch
 from kvgraph.runtime.sessions.cuda_pages import PageCopies
-from kvgraph.runtime.sessions.program import Gpu, load_program
+from kvgraph.runtime.sessions.launches import Gpu
+from kvgraph.runtime.sessions.program import load_program
 
 LEAST_CAPACITY = 1 << 13
 """Elements of an index tensor's first memory: a decode step's tokens never outgrow it."""

@@ -15,7 +15,7 @@ from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.variants import Variant
 from kvgraph.runtime.cubins import Cubins
 from kvgraph.runtime.sessions import nccl
-from kvgraph.runtime.sessions.program import Operands
+from kvgraph.runtime.sessions.launches import Operands
 from kvgraph.runtime.sessions.uncollected import uncollected
 
 

@@ -293,7 +293,7 @@ enum {
   KVG_ROUTE_ATTR_NUM_GROUPS, KVG_ROUTE_ATTR_ACTIVE_GROUPS, KVG_ROUTE_ATTR_GROUP_BEST
 };
 static const kvg_operand KVG_ROUTE_OPERANDS[] = {
-    {"logits", 2, {{15, 0}, {29, 0}}, 0x2u, 0, 0, -1},
+    {"logits", 2, {{15, 0}, {29, 0}}, 0xeu, 1, 0, -1},
     {"bias", 1, {{29, 0}}, 0x2u, 0, 1, -1},
     {"indices", 2, {{15, 0}, {28, 0}}, 0x40u, 0, 0, -1},
     {"weights", 2, {{15, 0}, {28, 0}}, 0x2u, 0, 0, -1},
