@@ -61,14 +61,16 @@ class RouteShape:
 
 @lru_cache
 def route_variant(shape: RouteShape) -> Variant:
+    block_g = power_of_two(shape.num_groups)
+    block_s = power_of_two(shape.num_experts // shape.num_groups)
     constants: dict[str, Constant] = {
         "NUM_EXPERTS": shape.num_experts,
         **{name.upper(): value for name, value in shape.attributes.items()},
-        "BLOCK_G": power_of_two(shape.num_groups),
-        "BLOCK_S": power_of_two(shape.num_experts // shape.num_groups),
+        "BLOCK_G": block_g,
+        "BLOCK_S": block_s,
         "BLOCK_A": power_of_two(shape.num_active),
     }
-    warps = power_of_two(shape.num_experts) // EXPERTS_OF_WARP or 1
+    warps = max(block_g * block_s // EXPERTS_OF_WARP, 1)
     absent = absent_of(bias=not shape.has_bias)
     return Variant(variants.ROUTE, "", shape.dtype, shape.dtype, constants, warps, 1, absent)
 

@@ -47,15 +47,13 @@ class Trial:
 
     def error(self) -> tuple[str, float, float]:
         """Of what came: where it is largest against its limit, the error, and that limit."""
-        worst = ("", 0.0, 0.0)
-        for name, want in self.wanted.items():
-            found = self.given[name]
-            is_stored = name in ("kv_blocks", "kv_scales")
-            limit = (STORED if is_stored else TOLERANCE)[str(found.dtype)]
-            error = _error(found, want, is_stored)
-            if not worst[0] or error * worst[2] > worst[1] * limit:
-                worst = (name, error, limit)
-        return worst
+        errors = [self._error_of(name) for name in self.wanted]
+        return max(errors, key=lambda each: each[1] / max(each[2], 1e-300))
+
+    def _error_of(self, name: str) -> tuple[str, float, float]:
+        found, is_stored = self.given[name], name in ("kv_blocks", "kv_scales")
+        limit = (STORED if is_stored else TOLERANCE)[str(found.dtype)]
+        return name, _error(found, self.wanted[name], is_stored), limit
 
 
 def _error(found: Array, want: Array, is_stored: bool) -> float:

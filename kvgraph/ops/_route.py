@@ -2,9 +2,9 @@
 
 Decisions:
 - One op for what models write in 6 to 24 operators, as small tensors cost an operator's call, or a
-  kernel's launch, each: of a step at batch 1 of a Qwen3-MoE shape in int4 on a CPU, a tenth.
-- The product before it stays the model's own, in float32: a wrong expert costs more than its few
-  weights.
+  kernel's launch, each. They took a tenth of a step at batch 1 of a Qwen3-MoE shape in int4 on a
+  CPU.
+- The product before it stays the model's own: a wrong expert costs more than its few weights.
 - Of equal scores the first expert is taken, which torch leaves open; a NaN counts as the least. A
   row's result depends on its own scores alone.
 

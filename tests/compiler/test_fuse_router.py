@@ -230,6 +230,31 @@ class ChoosesRounded(Routed):
         return weights.float(), ids
 
 
+class SoftmaxRounds(Routed):
+    """Logits, not weights, are rounded."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = (logits + 300).topk(2)
+        return values.softmax(-1, dtype=torch.bfloat16).float(), ids
+
+
+class GroupsRound(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.softmax(-1)
+        best = scores.view(-1, 2, 2).topk(2).values.sum(-1, dtype=torch.bfloat16)
+        marks = torch.zeros_like(best).scatter(1, best.topk(1).indices, 1)
+        left_out = ~marks.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4).bool()
+        weights, ids = scores.masked_fill(left_out, 0.0).topk(2)
+        return weights, ids
+
+
+class BiasIsANumber(Routed):
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.softmax(-1)
+        _, ids = (scores + logits.shape[0]).topk(2)
+        return scores.gather(1, ids), ids
+
+
 class WholeWeights(Routed):
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = logits.softmax(-1).topk(2)
@@ -249,6 +274,9 @@ LEFT: dict[type[Routed], str] = {
     TwoChoices: "expected experts and weights of one choice",
     AcrossRows: "expected experts in the last dim of softmax",
     ChoosesRounded: "expected a choice among scores in float32",
+    SoftmaxRounds: "expected a softmax of logits as they are",
+    GroupsRound: "expected a sum over a group, in its own dtype",
+    BiasIsANumber: "expected a bias of each expert",
     WholeWeights: "expected what is chosen, got aten.to.dtype",
 }
 
@@ -275,6 +303,30 @@ class TwoMixtures(Routed):
         return Experts.forward(self, x, ids, weights) * Experts.forward(self, x * 2, ids, weights)
 
 
+class TwoMixturesInHalves(Routed):
+    """Each mixture widens the weights by itself, and ids are in no order."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1).topk(3, sorted=False)
+        return weights.half(), ids
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weights, ids = self.choose(self.router(x))
+        own = ids > 0
+        first = Experts.forward(self, x, ids, torch.where(own, weights.float(), 0))
+        return first * Experts.forward(self, x * 2, ids, torch.where(own, weights.float(), 0))
+
+
+class ReadsValues(Routed):
+    """What else reads the values of a choice without an order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits = self.router(x)
+        values, ids = logits.softmax(-1).topk(3, sorted=False)
+        total = Experts.forward(self, x, ids, values / values.sum(-1, keepdim=True))
+        return total + torch.zeros_like(logits).scatter(1, ids, values)[:, :1]
+
+
 class OfTwoRanks(Routed):
     """As a rank of two has half of the experts."""
 
@@ -297,7 +349,10 @@ def rows_of(count: int) -> torch.Tensor:
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", [Routed, MaskedByZero, Twice, TwoMixtures, OfTwoRanks, *LEFT])
+MATCHED = (Routed, MaskedByZero, Twice, TwoMixtures, ReadsValues, OfTwoRanks)
+
+
+@pytest.mark.parametrize("kind", [*MATCHED, *LEFT])
 def test_computes_the_same_and_says_why_it_does_not_match(kind: type[Routed]) -> None:
     module = kind()
     program = exported(module)
@@ -309,6 +364,17 @@ def test_computes_the_same_and_says_why_it_does_not_match(kind: type[Routed]) ->
     with torch.no_grad():
         found, expected = program.module()(rows_of(9)), module(rows_of(9))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_two_mixtures_with_weights_of_their_own_take_one_choice() -> None:
+    module = TwoMixturesInHalves()
+    program = exported(module)
+    report = routed(program)
+    assert (report.applied, report.unmatched) == (1, [])
+    assert not [node for node in program.graph.nodes if node.target is TOPK]
+    with torch.no_grad():
+        found, expected = program.module()(rows_of(9)), module(rows_of(9))
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
 class RoundedOfTwoRanks(OfTwoRanks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
@@ -45,6 +46,20 @@ def test_is_its_reference(kernels: Kernels, name: str, arch: str) -> None:
         executed(kernels, trial, arch)
         where, error, limit = trial.error()
         assert error <= limit, (where, error)
+        found, wanted = trial.given["weights"], trial.wanted["weights"]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)  # small ones too
+
+
+@pytest.mark.parametrize("name", ["indices", "weights"])
+def test_a_trial_finds_what_is_wrong_in_either_result(name: str) -> None:
+    trial = route_trial(DEEPSEEK, 3)
+    trial.given.update(trial.wanted)
+    assert trial.error()[1] == 0
+    wrong = trial.given[name] = trial.wanted[name].copy()
+    wrong[1, 2] = 7 if name == "indices" else np.nan
+    where, error, limit = trial.error()
+    assert where == name
+    assert error > limit
 
 
 def test_threads_in_another_order_give_the_same_bits(kernels: Kernels) -> None:

@@ -31,6 +31,7 @@ from kvgraph.compiler.passes.operands import (
     other_factor,
     value,
 )
+from kvgraph.compiler.passes.parameters import name_outputs
 from kvgraph.errors import KernelError
 from kvgraph.ops import ROUTE as ROUTE_SPEC
 from kvgraph.ops import torch_fusions, torch_ops
@@ -53,15 +54,16 @@ def fuse_router(program: ExportedProgram) -> PassReport:
     report, graph = PassReport("fuse_router"), program.graph
     for experts in [node for node in graph.nodes if node.target in EXPERTS]:
         try:
-            given = any_node(experts.args[2], "weights")
-            own, weights = _of_all_ranks(given)
+            own, weights = _of_all_ranks(any_node(experts.args[2], "weights"))
             if not _is_routed(weights):  # by the router of other experts
                 router = _Router(weights)
                 expect(_chooses(router.topk, experts), "expected experts and weights of one choice")
-                _fuse(router, given, own)
+                weights = _fuse(router, weights)
                 report.applied += 1
+            _give(experts, weights, own)
         except UnmatchedError as why:
             report.unmatched.append(f"{experts.name}: {why}")
+    name_outputs(program)
     graph.lint()
     program.graph_module.recompile()
     return report
@@ -77,6 +79,8 @@ class _Router:
         if chosen.target in SOFTMAXES:
             _require_last_dim(chosen, 1)
             self.topk = _topk_of(chosen.args[0], 0)
+            kinds = (torch.float32, value(any_node(chosen.args[0], "logits")).dtype)
+            expect(value(chosen).dtype in kinds, "expected a softmax of logits as they are")
             self.logits = _narrow(any_node(self.topk.args[0], "logits"))
             self.attributes["scores"] = SOFTMAX_OF_CHOSEN
         else:
@@ -147,8 +151,9 @@ class _Router:
             return keys
         self.bias = other_factor(node_of(keys, ADD, "a bias of scores"), scores)
         expect(not keys.kwargs, "expected a bias as it is")
-        fits = value(self.bias).shape == value(scores).shape[-1:]
-        expect(fits and value(self.bias).dtype in KINDS, "expected a bias of each expert")
+        bias = self.bias.meta["val"]
+        fits = isinstance(bias, torch.Tensor) and bias.shape == value(scores).shape[-1:]
+        expect(fits and bias.dtype in KINDS, "expected a bias of each expert")
         return scores
 
     def _scored(self, scores: Node) -> Node:
@@ -160,29 +165,45 @@ class _Router:
         return _narrow(any_node(scores.args[0], "logits"))
 
 
-def _fuse(router: _Router, given: Node, own: Node | None) -> None:
-    """`given` becomes the router's weights; those of experts that a rank does not have (`own`)
-    become 0."""
-    graph, topk = given.graph, router.topk
+def _fuse(router: _Router, weights: Node) -> Node:
+    """The op's weights in float32, for `weights`."""
+    graph, topk = weights.graph, router.topk
     _require_rules(router)
     with graph.inserting_before(topk):
         bias = router.bias if router.bias is None else cast(router.bias, torch.float32)
         whole = add_call(graph, ROUTE, router.logits, bias, **router.attributes)
         indices, weighed = (add_call(graph, operator.getitem, whole, i) for i in (0, 1))
-    if own is not None:
-        with graph.inserting_before(given):
-            weighed = add_call(graph, aten.where.ScalarOther, own, weighed, 0)
-    given.replace_all_uses_with(weighed)
-    erase_unused(given)
-    for found in [user for user in topk.users if user.args[1] == 1]:
-        for user in list(found.users):
-            if user.target is aten._to_copy.default and user.kwargs == {"dtype": torch.int32}:
-                user.replace_all_uses_with(indices)
-                graph.erase_node(user)
-        if found.users:  # what else reads them, as where ranks have some of the experts each
-            with graph.inserting_before(topk):
-                found.replace_all_uses_with(cast(indices, torch.int64))
-        erase_unused(found)
+        weights.replace_all_uses_with(cast(weighed, value(weights).dtype))
+    erase_unused(weights)
+    for found in list(topk.users):
+        _replace(found, indices)
+    return weighed
+
+
+def _replace(found: Node, indices: Node) -> None:
+    """Values or indices of a top-k become those of the op's choice, whoever reads them."""
+    graph, topk, is_index = found.graph, any_node(found.args[0], "top-k"), found.args[1] == 1
+    for user in list(found.users) if is_index else []:
+        if user.target is aten._to_copy.default and user.kwargs == {"dtype": torch.int32}:
+            user.replace_all_uses_with(indices)
+            graph.erase_node(user)
+    if found.users:  # as of ranks that have some of the experts each
+        with graph.inserting_before(topk):
+            ids = cast(indices, torch.int64)
+            given = ids if is_index else add_call(graph, *GATHER, topk.args[0], -1, ids)
+        found.replace_all_uses_with(given)
+    erase_unused(found)
+
+
+def _give(experts: Node, weights: Node, own: Node | None) -> None:
+    """`experts` takes these weights; those of experts that a rank does not have become 0."""
+    given = any_node(experts.args[2], "weights")
+    if own is not None and given.args != (own, weights, 0):
+        with experts.graph.inserting_before(experts):
+            given = add_call(experts.graph, aten.where.ScalarOther, own, weights, 0)
+    before, after = experts.args[2], weights if own is None else given
+    experts.update_arg(2, after)
+    erase_unused(any_node(before, "weights"))
 
 
 @torch.no_grad()
@@ -281,7 +302,8 @@ def _best_of(topk: Node) -> int:
 def _best_of_groups(best: Node, keys: Node, groups: int) -> int:
     """Of how many of its best experts a group's score is the sum."""
     if best.target in SUM:
-        expect(list(best.args[1:]) in ([[-1]], [[-1], False]), "expected a sum over a group")
+        is_plain = list(best.args[1:]) in ([[-1]], [[-1], False]) and not best.kwargs
+        expect(is_plain, "expected a sum over a group, in its own dtype")
         topk = _topk_of(best.args[0], 0)
         count, source = _best_of(topk), topk.args[0]
     elif best.target is operator.getitem:
