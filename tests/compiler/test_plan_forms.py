@@ -323,7 +323,11 @@ def test_a_layer_as_tall_as_the_vocabulary_is_no_head(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_all_computed_are_said(tmp_path: Path) -> None:
-    made = plan(configured(tmp_path, "llama4_text", **FOUR), max_seq_len=None)
+    one = plan(configured(tmp_path / "one", "llama4_text", **FOUR), max_seq_len=None)
+    assert one.active_parameters < one.parameters
+    assert one.warnings == []
+    two = configured(tmp_path / "two", "llama4_text", **FOUR | {"num_experts_per_tok": 2})
+    made = plan(two, max_seq_len=None)
     assert made.active_parameters == made.parameters
     assert made.warnings == [
         "experts: a step computes all 4 of a layer for each token, as transformers' "

@@ -42,7 +42,8 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
     modules = dict(module.named_modules())
     layers = {name: each for name, each in modules.items() if isinstance(each, nn.Linear)}
     tables = {each.weight for each in modules.values() if isinstance(each, nn.Embedding)}
-    mixtures = {name: each for name, each in modules.items() if _has_kernel(each)}
+    active = _active(model.module.config)
+    mixtures = {name: each for name, each in modules.items() if _has_kernel(each, active)}
     rows, hidden = _table(model.module).weight.shape
     head = module.get_output_embeddings()  # type: ignore[operator]
     made = sorted(
@@ -65,8 +66,8 @@ def describe(folder: Path, dtype: str, ranks: int = 1) -> Described:
         table_elements=sum(table.numel() for table in tables),
         other_elements=sum(p.numel() for p in set(module.parameters()) - counted),
         rotary_dims=_rotary_dims(model.module),
-        experts=tuple(_experts(name, mixture) for name, mixture in mixtures.items()),
-        notes=tuple(dict.fromkeys(_notes(modules.values()))),
+        experts=tuple(_experts(name, mixture, active) for name, mixture in mixtures.items()),
+        notes=tuple(dict.fromkeys(_notes(modules.values(), active))),
     )
 
 
@@ -98,30 +99,36 @@ def _of_rank(model: huggingface.Description, dtype: str, ranks: int) -> nn.Modul
     return own
 
 
-def _has_kernel(module: nn.Module) -> bool:
-    """Whether it is experts by transformers' interface that `pack_experts` knows."""
+def _has_kernel(module: nn.Module, active: int | None) -> bool:
+    """Whether it is experts that `pack_experts` knows."""
+    if _gets_all(module):
+        return active == 1
     has_gate = getattr(module, "has_gate", False)
     return has_gate and not getattr(module, "has_post_expert_norm", False)
 
 
-def _experts(name: str, module: Any) -> Experts:
+def _gets_all(module: nn.Module) -> bool:
+    """Whether it is experts that get all tokens, each times its score (Llama 4)."""
+    weight = getattr(module, "gate_up_proj", None)
+    is_stacked = isinstance(weight, nn.Parameter) and weight.dim() == 3
+    return is_stacked and len(signature(module.forward).parameters) == 1
+
+
+def _experts(name: str, module: Any, active: int | None) -> Experts:
     held, *sizes = module.down_proj.shape
-    inner, width = sizes if module.is_transposed else sizes[::-1]
+    inner, width = sizes if getattr(module, "is_transposed", True) else sizes[::-1]
     count = len(module.own_experts) if hasattr(module, "own_experts") else held
-    active = _active(module.config) or count
-    return Experts(count, active, width, inner, module.has_bias, count // held, name=name)
+    has_bias = getattr(module, "has_bias", False)
+    return Experts(count, active or count, width, inner, has_bias, count // held, name=name)
 
 
-def _notes(modules: Iterable[nn.Module]) -> Iterator[str]:
-    """Of experts that get all tokens, each scaled by its router: they have no choice to follow."""
+def _notes(modules: Iterable[nn.Module], active: int | None) -> Iterator[str]:
     for module in modules:
-        weight = getattr(module, "gate_up_proj", None)
-        if not isinstance(weight, nn.Parameter) or weight.dim() != 3:
-            continue
-        if len(signature(module.forward).parameters) == 1:
+        if _gets_all(module) and not _has_kernel(module, active):
             yield (
-                f"experts: a step computes all {len(weight)} of a layer for each token, as "
-                f"transformers' {type(module).__name__} does, so all parameters work on a token"
+                f"experts: a step computes all {len(module.gate_up_proj)} of a layer for each "  # type: ignore[arg-type]
+                f"token, as transformers' {type(module).__name__} does, so all parameters work on "
+                "a token"
             )
 
 

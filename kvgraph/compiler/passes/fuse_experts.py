@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from kvgraph.compiler.gpu_weights import Part, columns_in_turn, kept, shapes, stored
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.experts import Layer, Mixture, rewrite_mixtures
+from kvgraph.compiler.passes.experts import rewrite_mixtures
+from kvgraph.compiler.passes.mixtures import Layer, Mixture
 from kvgraph.compiler.passes.operands import KINDS, cast, expect
 from kvgraph.compiler.passes.parameters import add_matrix, stored_of
 from kvgraph.compiler.threads import in_order

@@ -13,7 +13,8 @@ from torch.fx import Node
 
 from kvgraph.compiler.packed_weights import Packed, Section, pack_in_turn, shapes
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.experts import Layer, Mixture, rewrite_mixtures
+from kvgraph.compiler.passes.experts import rewrite_mixtures
+from kvgraph.compiler.passes.mixtures import Layer, Mixture
 from kvgraph.compiler.passes.operands import cast
 from kvgraph.compiler.passes.parameters import add_packed, array_of, stored_of
 from kvgraph.compiler.values import Coded

@@ -1,0 +1,128 @@
+"""What a mixture of experts is made of, for the passes that rewrite it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from kvgraph.compiler.passes.gates import Gate
+from kvgraph.compiler.passes.operands import UnmatchedError, expect, value
+from kvgraph.compiler.passes.parameters import held
+from kvgraph.compiler.values import Coded, Values, in_groups
+from kvgraph.compiler.weights import Weights
+from kvgraph.ops.packed import Form
+
+
+@dataclass
+class Layer:
+    """A layer of all experts: `[experts, columns, inputs]`, biases `[experts, columns]`."""
+
+    x: Node
+    ids: Node
+    name: str
+    weight: torch.Tensor
+    is_transposed: bool
+    """`weight` is stored as `[experts, inputs, columns]`."""
+    bias: tuple[str, torch.Tensor] | None
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[2 if self.is_transposed else 1]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1 if self.is_transposed else 2]
+
+    def parts(self, columns: Sequence[slice]) -> tuple[Hashable, ...]:
+        """What weights of these `columns` are made of."""
+        return self.name, self.bias and self.bias[0], *map(str, columns)
+
+    def each(
+        self, weights: Weights, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Weight `[columns, inputs]` and bias of one expert after the other, the weights in
+        `dtype` where the checkpoint has them."""
+        rows = weights.values(self.name, self.weight, dtype).open()
+        biases = self._biases(weights)
+        for expert in range(len(self.weight)):
+            found = rows(expert, expert + 1)[0]
+            weight = found.T if self.is_transposed else found
+            yield weight, None if biases is None else biases[expert]
+
+    def each_stored(
+        self, weights: Weights, group: int
+    ) -> Iterator[tuple[Coded, torch.Tensor | None]]:
+        """As `each`, of what is kept as it is stored, as `in_groups`."""
+        rows, biases = in_groups(self.source(weights), group), self._biases(weights)
+        for expert in range(len(self.weight)):
+            found = rows(expert, expert + 1).map(lambda part: part[0])
+            yield found, None if biases is None else biases[expert]
+
+    def source(self, weights: Weights) -> Values:
+        """Its numbers."""
+        return weights.values(self.name, self.weight, torch.float32)
+
+    def _biases(self, weights: Weights) -> torch.Tensor | None:
+        return None if self.bias is None else weights.values(*self.bias).read()
+
+
+@dataclass
+class Mixture:
+    """A mixture whose result is `total`, of the dtype of its rows `x`; the residual is in it."""
+
+    x: Node
+    ids: Node
+    weights: Node
+    up: Layer
+    gate: Gate
+    down: Layer
+    total: Node
+    residual: Node | None = None
+
+    def rewritten(self, replacement: Callable[[Mixture], Node]) -> Node:
+        """What computes `total` by the op that `replacement` makes, at the graph's point of
+        insertion."""
+        return replacement(self)
+
+    def form(
+        self, weights: Weights, bits: int, *, takes: Callable[[Form], bool] = lambda form: True
+    ) -> tuple[Form, bool]:
+        """As `Weights.form_of`, of both layers."""
+        layers = self.up, self.down
+        sources = [layer.source(weights) for layer in layers]
+        transposed = [source.is_coded_transposed for source in sources]
+        fits = transposed == [layer.is_transposed for layer in layers]
+        return weights.form_of(sources, bits, can_keep=fits, takes=takes)
+
+
+def require_kinds(mixture: Mixture, kinds: Container[torch.dtype]) -> None:
+    """UnmatchedError unless rows, weights and result are of one of `kinds`."""
+    dtype = value(mixture.x).dtype
+    expect(dtype in kinds, f"expected float32, got {dtype}")
+    found = {dtype, value(mixture.total).dtype, mixture.up.weight.dtype, mixture.down.weight.dtype}
+    expect(len(found) == 1, f"expected one dtype, got {' and '.join(sorted(map(str, found)))}")
+
+
+def require_sizes(up: Layer, down: Layer, width: int) -> None:
+    """UnmatchedError unless `up` has gate and up of what `down` takes, over rows of `width`."""
+    inner = down.inputs
+    fits = (up.columns, up.inputs, down.columns) == (2 * inner, width, width)
+    expect(fits and len(up.weight) == len(down.weight), "expected gate, up and down of one size")
+
+
+def weight_of(program: ExportedProgram, node: object, what: str) -> tuple[str, torch.Tensor]:
+    """Name and values of a weight of the model."""
+    found = held(program, node)
+    if found is None:
+        raise UnmatchedError(f"expected {what} of the model, got computed ones")
+    return found[0], found[1].detach()
+
+
+def is_stacked(program: ExportedProgram, node: object) -> bool:
+    """Whether it is a weight of all experts."""
+    found = held(program, node)
+    return found is not None and found[1].dim() == 3
