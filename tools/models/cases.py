@@ -11,6 +11,13 @@ if TYPE_CHECKING:
 
 BOTH = ["full_attention", "sliding_attention"]
 HALF_ROPE: Sizes = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+LLAMA4: Sizes = {
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+}
 HYBRID = ["mamba", "mamba", "hybrid", "mamba"]
 SCALED: Sizes = {
     "embedding_multiplier": 2.0,
@@ -84,13 +91,8 @@ SETTINGS: dict[str, Sizes] = {
         "num_kv_shared_layers": 2,
     },
     "gemma4_text:own": {"num_kv_shared_layers": 0},
-    "llama4_text": {
-        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
-        "num_hidden_layers": 4,
-        "no_rope_layers": [1, 1, 1, 0],
-        "attention_chunk_size": 16,
-        "floor_scale": 8,
-    },
+    "llama4_text": LLAMA4,
+    "llama4_text:one": LLAMA4 | {"num_experts_per_tok": 1},
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "nemotron": HALF_ROPE,
     "persimmon": HALF_ROPE,
@@ -187,6 +189,7 @@ TOKENS = (
 WHOLE = {
     "gemma3 (whole)": Whole("gemma3", "gemma3_text", {"mm_tokens_per_image": 4}),
     "gemma4 (whole)": Whole("gemma4", "gemma4_text:own", {}),
+    "llama4 (whole)": Whole("llama4", "llama4_text:one", {}),
     "llava (whole)": Whole("llava", "llama", {}),
     "mistral3 (whole)": Whole("mistral3", "mistral", {}),
     "qwen2_5_vl (whole)": Whole("qwen2_5_vl", "qwen2_5_vl_text", {}),

@@ -139,6 +139,9 @@ def _load(name: str, folder: Path) -> PreTrainedModel:
     if name in WHOLE:
         auto = transformers.AutoModelForImageTextToText
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    text = getattr(model, "language_model", None)
+    if isinstance(text, transformers.GenerationMixin):  # Llama 4's whole model asks for images
+        model = text
     loaded: PreTrainedModel = model.eval()
     loaded.generation_config.eos_token_id = None  # no token ends a text
     return loaded
