@@ -75,6 +75,7 @@ def mixture_of_all(program: ExportedProgram, total: Node) -> Mixture:
     found = (node for node in scaled.args if isinstance(node, Node) and node.target in REPEATED)
     repeated = node_of(next(found, None), REPEATED, "all rows for each expert")
     x = any_node(repeated.args[0], "rows")
+    expect(value(x).dim() == 2, f"expected rows, got {value(x).dim()} dims")
     rows, width = value(x).shape
     scores, ids, logits, computed = _chosen(other_factor(scaled, repeated))
     up, down = (
@@ -93,7 +94,8 @@ def mixture_of_all(program: ExportedProgram, total: Node) -> Mixture:
 
 def _chosen(column: Node) -> tuple[Node, Node, Node, torch.dtype]:
     """Scores by row, the chosen experts, their logits, and the dtype of the sigmoid."""
-    expect(value(column).shape[1] == 1, "expected a score of each row")
+    is_column = value(column).dim() == 2 and value(column).shape[1] == 1
+    expect(is_column, "expected a score of each row")
     turned = node_of(_unviewed(column), (aten.transpose.int,), "scores by expert")
     expect(set(turned.args[1:]) == {0, 1}, "expected scores by expert")
     scores = any_node(turned.args[0], "scores")
