@@ -20,6 +20,7 @@ from kvgraph.compiler.passes.gates import gate_of
 from kvgraph.compiler.passes.mixtures import (
     Layer,
     Mixture,
+    is_column,
     is_stacked,
     require_sizes,
     weight_of,
@@ -94,8 +95,7 @@ def mixture_of_all(program: ExportedProgram, total: Node) -> Mixture:
 
 def _chosen(column: Node) -> tuple[Node, Node, Node, torch.dtype]:
     """Scores by row, the chosen experts, their logits, and the dtype of the sigmoid."""
-    is_column = value(column).dim() == 2 and value(column).shape[1] == 1
-    expect(is_column, "expected a score of each row")
+    expect(is_column(column), "expected a score of each row")
     turned = node_of(_unviewed(column), (aten.transpose.int,), "scores by expert")
     expect(set(turned.args[1:]) == {0, 1}, "expected scores by expert")
     scores = any_node(turned.args[0], "scores")

@@ -21,6 +21,7 @@ from kvgraph.compiler.passes.gates import ADDED, gate_of
 from kvgraph.compiler.passes.mixtures import (
     Layer,
     Mixture,
+    is_column,
     is_stacked,
     require_kinds,
     require_sizes,
@@ -105,7 +106,7 @@ def _mixture(program: ExportedProgram, total: Node) -> Mixture:
     view = node_of(total.args[0], VIEWS, "a view of all slots")
     expect(total.args[1:] == ([1],), "expected a sum over a row's experts")
     weighed = node_of(view.args[0], (MUL,), "weighed results")
-    scale = next((x for x in weighed.args if _is_column(x)), None)
+    scale = next((x for x in weighed.args if is_column(x)), None)
     column = node_of(scale, (aten.unsqueeze.default,), "a weight of each slot")
     weights = _of_rows(column.args[0], "weights")
     down = _layer(program, other_factor(weighed, column))
@@ -127,10 +128,6 @@ def _rounded(total: Node, dtype: torch.dtype) -> Node:
     user = next(iter(total.users), total)
     is_cast = user.target in CASTS and value(user).dtype == dtype != value(total).dtype
     return user if len(total.users) == 1 and is_cast else total
-
-
-def _is_column(node: object) -> bool:
-    return isinstance(node, Node) and value(node).dim() == 2 and value(node).shape[1] == 1
 
 
 def _of_rows(node: object, what: str) -> Node:

@@ -126,3 +126,8 @@ def is_stacked(program: ExportedProgram, node: object) -> bool:
     """Whether it is a weight of all experts."""
     found = held(program, node)
     return found is not None and found[1].dim() == 3
+
+
+def is_column(node: object) -> bool:
+    """Whether it has one number for each row."""
+    return isinstance(node, Node) and value(node).dim() == 2 and value(node).shape[1] == 1
