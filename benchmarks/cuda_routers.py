@@ -10,9 +10,8 @@ from rich.table import Table
 from benchmarks.cuda_run import Run, console, micros
 from kvgraph.kernels.route_plan import RouteShape
 from kvgraph.kernels.trials import route_trial
-from kvgraph.ops._route import SIGMOID
-from tests.support.matrix import array, tensor
-from tests.support.routes import ROUTES
+from tests.support.matrix import run_trial
+from tests.support.routes import ROUTES, as_written
 
 NAMES = ("Qwen3-MoE", "DeepSeek-V3")
 ROWS = (1, 64, 8192)
@@ -24,14 +23,11 @@ def routers(run: Run) -> None:
     for name in NAMES:
         for rows in ROWS[:1] if run.smoke else ROWS:
             trial = route_trial(ROUTES[name], rows)
-            given = {key: tensor(each, run.device) for key, each in trial.given.items()}
-            run.launch(trial.plan, given)
-            for key in trial.wanted:
-                trial.given[key] = array(given[key], str(trial.given[key].dtype))
+            given = run_trial(trial, run.device, run.launch)
             _, error, limit = trial.error()
             run.check(f"{name}, {rows} rows", error <= limit, f"error {error:.1e}")
             ours = micros(run, partial(run.launch, trial.plan, given))
-            theirs = micros(run, partial(as_written, ROUTES[name], given))
+            theirs = micros(run, partial(_operators, ROUTES[name], given))
             run.found[f"router/{name}/{rows}"] = {"us": ours, "operators": theirs}
             table.add_row(
                 name, f"{rows}", f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.1f}",
@@ -40,21 +36,5 @@ def routers(run: Run) -> None:
     console.print(table)
 
 
-def as_written(
-    shape: RouteShape, given: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operator by operator, as transformers has it."""
-    logits = given["logits"].float()
-    scores = logits.sigmoid() if shape.scores == SIGMOID else logits.softmax(-1)
-    keys = scores + given["bias"] if shape.has_bias else scores
-    if shape.num_groups > 1:
-        each = keys.view(len(keys), shape.num_groups, -1)
-        best = each.topk(shape.group_best).values.sum(-1)
-        chosen = best.topk(shape.active_groups, sorted=False).indices
-        marks = torch.zeros_like(best).scatter_(1, chosen, 1)
-        own = marks.unsqueeze(-1).expand_as(each).reshape_as(keys)
-        keys = keys.masked_fill(~own.bool(), -torch.inf)
-    indices = keys.topk(shape.num_active, sorted=False).indices
-    weights = scores.gather(1, indices)
-    weights = weights / (weights.sum(-1, keepdim=True) + shape.epsilon) * shape.scale
-    return indices.int(), weights
+def _operators(shape: RouteShape, given: dict[str, torch.Tensor]) -> None:
+    as_written(given["logits"].float(), given.get("bias"), shape.attributes)

@@ -17,6 +17,7 @@ from kvgraph.errors import KernelError
 from kvgraph.ops import OPSET_DOMAIN, OPSET_VERSION, ROUTE, native, torch_ops
 from kvgraph.ops._route import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, route
 from kvgraph.ops.onnx_ops import reference_ops, register_schemas
+from tests.support.routes import as_written
 
 Array = npt.NDArray[Any]
 DEFAULTS = {a.name: a.default for a in ROUTE.attributes}
@@ -80,39 +81,13 @@ def test_is_the_reference(case: str) -> None:
     np.testing.assert_allclose(weights, expected[1], rtol=2e-6, atol=1e-7)
 
 
-def written_out(
-    logits: torch.Tensor, bias: torch.Tensor | None, attributes: dict[str, float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As models write it, in float64."""
-    a = DEFAULTS | attributes
-    x = logits.double()
-    kind, active = a["scores"], int(a["num_active"] or 0)
-    if kind == SOFTMAX_OF_CHOSEN:
-        values, indices = torch.topk(x, active)
-        return indices, values.softmax(-1)
-    scores = x.softmax(-1) if kind == SOFTMAX else x.sigmoid()
-    keys = scores if bias is None else scores + bias.double()
-    groups = int(a["num_groups"] or 0)
-    if groups > 1:
-        each = keys.view(len(x), groups, -1)
-        best = each.topk(int(a["group_best"] or 0)).values.sum(-1)
-        chosen = best.topk(int(a["active_groups"] or 0)).indices
-        marks = torch.zeros_like(best).scatter(1, chosen, 1).bool()
-        keys = each.masked_fill(~marks[..., None], -torch.inf).flatten(1)
-    indices = torch.topk(keys, active).indices
-    weights = scores.gather(1, indices)
-    if a["normalize"]:
-        weights /= (weights.sum(-1, keepdim=True) + a["epsilon"]).clamp(a["least_total"])
-    return indices, weights * a["scale"]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_is_what_models_write(case: str) -> None:
     given, attributes = call_of(case)
     indices, weights = run(given, attributes)
-    tensors = [None if array is None else torch.from_numpy(array) for array in given]
-    assert tensors[0] is not None
-    expected = written_out(tensors[0], tensors[1], attributes)
+    logits, bias = (None if array is None else torch.from_numpy(array).double() for array in given)
+    assert logits is not None
+    expected = as_written(logits, bias, attributes)
     np.testing.assert_array_equal(indices, expected[0])
     np.testing.assert_allclose(weights, expected[1], rtol=3e-6, atol=1e-7)
 

@@ -202,13 +202,19 @@ def trials_of(arch: str) -> Iterator[tuple[str, Trial]]:
     yield from routes.trials()
 
 
+def run_trial(trial: Trial, device: str, run: Run) -> dict[str, torch.Tensor]:
+    """The trial gets its results; its operands on the device are returned."""
+    given = {key: tensor(a, device) for key, a in trial.given.items()}
+    run(trial.plan, given)
+    for out in trial.wanted:
+        trial.given[out] = array(given[out], str(trial.given[out].dtype))
+    return given
+
+
 def check_trials(arch: str, device: str, run: Run) -> None:
     """Against the references of their ops."""
     for name, trial in trials_of(arch):
-        given = {key: tensor(a, device) for key, a in trial.given.items()}
-        run(trial.plan, given)
-        for out in trial.wanted:
-            trial.given[out] = array(given[out], str(trial.given[out].dtype))
+        run_trial(trial, device, run)
         where, error, limit = trial.error()
         assert error <= limit, f"{name}: {where} {error:.2g}"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels.route_plan import RouteShape
@@ -30,6 +31,7 @@ ROUTES = {
     "very many": RouteShape("float32", 4096, 22, SIGMOID, 1, 1e-20, has_bias=True),
 }
 ROWS = 19
+DEFAULTS = {a.name: float(a.default or 0) for a in ROUTE.attributes}
 
 
 def trials() -> Iterator[tuple[str, Trial]]:
@@ -50,3 +52,27 @@ def odd_trial(shape: RouteShape) -> Trial:
     given = trial.given | {"logits": logits.astype(DTYPES[shape.dtype].numpy)}
     found = ROUTE.reference(given["logits"], given.get("bias"), **shape.attributes)
     return replace(trial, given=given, wanted=dict(zip(trial.wanted, found, strict=True)))
+
+
+def as_written(
+    logits: torch.Tensor, bias: torch.Tensor | None, attributes: Mapping[str, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and weights, operator by operator as models write it, in the logits' dtype."""
+    a = DEFAULTS | {**attributes}
+    kind, active = a["scores"], int(a["num_active"])
+    if kind == SOFTMAX_OF_CHOSEN:
+        values, indices = torch.topk(logits, active)
+        return indices, values.softmax(-1)
+    scores = logits.softmax(-1) if kind == SOFTMAX else logits.sigmoid()
+    keys = scores if bias is None else scores + bias
+    if a["num_groups"] > 1:
+        each = keys.view(len(keys), int(a["num_groups"]), -1)
+        best = each.topk(int(a["group_best"])).values.sum(-1)
+        chosen = best.topk(int(a["active_groups"])).indices
+        marks = torch.zeros_like(best).scatter(1, chosen, 1).bool()
+        keys = each.masked_fill(~marks[..., None], -torch.inf).flatten(1)
+    indices = torch.topk(keys, active).indices
+    weights = scores.gather(1, indices)
+    if a["normalize"]:
+        weights /= (weights.sum(-1, keepdim=True) + a["epsilon"]).clamp(a["least_total"])
+    return indices, weights * a["scale"]

@@ -198,12 +198,13 @@ def _replace(found: Node, indices: Node) -> None:
 def _give(experts: Node, weights: Node, own: Node | None) -> None:
     """`experts` takes these weights; those of experts that a rank does not have become 0."""
     given = any_node(experts.args[2], "weights")
-    if own is not None and given.args != (own, weights, 0):
+    if given.args == (own, weights, 0):
+        return
+    if own is not None:
         with experts.graph.inserting_before(experts):
-            given = add_call(experts.graph, aten.where.ScalarOther, own, weights, 0)
-    before, after = experts.args[2], weights if own is None else given
-    experts.update_arg(2, after)
-    erase_unused(any_node(before, "weights"))
+            weights = add_call(experts.graph, aten.where.ScalarOther, own, weights, 0)
+    experts.update_arg(2, weights)
+    erase_unused(given)
 
 
 @torch.no_grad()
