@@ -150,7 +150,7 @@ def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None,
     faults, or computes something else than its reference.
     """
     # A fork of this process would have its locks without its threads.
-    clean = multiprocessing.get_context("forkserver")
+    clean = multiprocessing.get_context("spawn")
     theirs, ours = clean.Pipe(duplex=False)
     with (
         theirs,
@@ -160,7 +160,7 @@ def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None,
         ) as pool,
     ):
         try:
-            with _without_interrupts():  # Ctrl-C is for this process: it ends the others
+            with _starts():  # Ctrl-C is for this process: it ends the others
                 tasks = [pool.submit(run_task, task) for task in tasks_of(kernels)]
             for task in tasks:  # none is cancelled: the pool's thread would raise for it
                 yield task.result()
@@ -180,13 +180,27 @@ def _end_with(pipe: Connection) -> None:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """A scope whose new processes never get SIGINT, and after which this one does."""
+def _starts() -> Iterator[None]:
+    """A scope whose new processes never get SIGINT, and none is left half started.
+
+    A signal that comes meanwhile is handled at the end: a process that was not yet told what to do
+    would print that its pipe is closed.
+    """
+    came: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # no other is interrupted
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not None:  # it is Python's to put back
+                handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for caught in came:
+            signal.raise_signal(caught)
 
 
 def record(folder: Path, measured: Manifest, ran: Sequence[Ran]) -> Manifest:
