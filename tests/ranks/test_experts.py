@@ -130,10 +130,3 @@ def test_what_is_not_cut_by_expert(gpt_oss: Any, tmp_path: Path) -> None:
     sentence = "ranks that divide the 33 rows or columns of .*experts.gate_up_proj, got 2"
     with pytest.raises(UnsupportedError, match=sentence):
         cut(huggingface.load(odd, "float32"), 2, 0)
-
-
-def test_attention_with_other_parts_is_not_guessed_at(tmp_path: Path) -> None:
-    """Hunyuan norms queries and keys behind their rotary embedding."""
-    model = huggingface.load(make_model("hunyuan_v1_moe", tmp_path / "m"), "float32")
-    with pytest.raises(UnsupportedError, match="its plan does not cut attention"):
-        cut(model, 2, 0)

@@ -28,6 +28,7 @@ from kvgraph.compiler.frontends.caches import PaddedCache, PagedCache, Probe, ma
 from kvgraph.compiler.frontends.masks import AskedMask
 from kvgraph.compiler.frontends.positions import embeddings, numbered
 from kvgraph.compiler.frontends.refusals import Reason, unsupported
+from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import UnsupportedError
 
 WITHOUT_EFFECT = (
@@ -197,7 +198,7 @@ def probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[LayerNe
     """
     seen = Probe()
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), quiet_loggers("torch._subclasses.fake_tensor"):
         one = torch.zeros(1, dtype=torch.int32)
         try:
             decoder.run(one, one, one, seen)

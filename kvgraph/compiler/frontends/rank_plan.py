@@ -5,20 +5,21 @@ Experts are cut by their inner dimension, as the plan for tensor parallelism say
 divide it. Else, and where that plan has no row for them, each rank has a share of the experts, as
 the plan for expert parallelism says.
 
-A mixture whose plan cuts no attention (gpt_oss has one of its embedding alone) gets rows for it
-where the attention is four projections, and sinks of a value for each head: nothing else of it
-then depends on how many heads there are. Other attention is not guessed at.
+Attention of a known kind (`rank_parts`) is cut by its heads, whatever the plan says of it: some
+have no row for it, some leave it whole. Where a plan has no row for layers at all, feed-forward
+layers of a known kind are cut too; a model without both is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from kvgraph.compiler.frontends.decoder import Decoder
+from kvgraph.compiler.frontends.rank_parts import attention_rows, feed_forward_rows
 from kvgraph.errors import UnsupportedError
 
 Plan = Mapping[str, str]
@@ -28,15 +29,13 @@ PARAMETERS = {
     "colwise": (-2, 1),
     "rowwise": (-1, 1),
     "packed_colwise": (-2, 2),
+    "packed_rowwise": (-1, 2),
     "grouped_gemm": (0, 1),
 }
 """Style of a parameter with a row of the plan of its own, such as experts: dim, packed parts."""
 
 BY_EXPERT = "ep_dispatch_experts"
 """Style of a module of which each rank has a share of the experts."""
-
-PROJECTIONS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-SINKS = "sinks"
 
 
 def pattern_of(name: str) -> str:
@@ -49,19 +48,21 @@ def plan_of(decoder: Decoder, architecture: str, ranks: int) -> Plan:
     text: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     given: Plan = getattr(model, "tp_plan", None) or {}
     plan = dict(given) | dict(_experts(model, given, getattr(model, "ep_plan", None) or {}, ranks))
-    if plan != given or any(".experts" in name for name in given):
-        plan |= _attention(model, given)
+    attention = _rows(model, attention_rows)
     if not any("*" in name for name in plan):  # of its embedding at most
-        raise UnsupportedError(
-            f"tp: expected a plan for tensor parallelism in transformers' model of "
-            f"{architecture!r}, got none"
-        )
+        layers = _rows(model, feed_forward_rows)
+        if not (attention and layers):
+            raise UnsupportedError(
+                f"tp: expected a plan for tensor parallelism in transformers' model of "
+                f"{architecture!r}, or layers whose parts are known, got neither"
+            )
+        plan |= layers
     if text.num_attention_heads % ranks:
         raise UnsupportedError(
             f"tp: expected ranks that divide the {text.num_attention_heads} attention heads of "
             f"{architecture!r}, got {ranks}"
         )
-    return plan
+    return plan | attention
 
 
 def _experts(model: nn.Module, tp: Plan, ep: Plan, ranks: int) -> Iterator[tuple[str, str]]:
@@ -86,19 +87,16 @@ def _divides(module: nn.Module, name: str, plan: Plan, ranks: int) -> bool:
     return bool(cuts) and all(shape[dim] % (ranks * parts) == 0 for shape, dim, parts in cuts)
 
 
-def _attention(model: nn.Module, plan: Plan) -> Plan:
-    """Rows of attention that `plan` cuts nowhere; none where one layer's has other parts."""
-    rows: dict[str, str] = {}
+def _rows(
+    model: nn.Module, rows_of: Callable[[nn.Module], Mapping[str, str] | None]
+) -> dict[str, str]:
+    """What `rows_of` says of the modules of `model`; nothing where it does not know one of them."""
+    plan: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not (hasattr(module, "layer_idx") and hasattr(module, "q_proj")):
+        rows = rows_of(module)
+        if rows is None:
             continue
-        pattern = pattern_of(name)
-        children = {child for child, part in module.named_children() if [*part.parameters()]}
-        own = set(module._parameters)
-        if children != set(PROJECTIONS) or own - {SINKS}:
+        if not rows:
             return {}
-        if any(row.startswith(f"{pattern}.") for row in plan):
-            return {}
-        rows |= {f"{pattern}.{child}": style for child, style in PROJECTIONS.items()}
-        rows |= {f"{pattern}.{parameter}": "colwise" for parameter in own}
-    return rows
+        plan |= {f"{pattern_of(name)}.{part}": style for part, style in rows.items()}
+    return plan

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvgraph.compiler.cache import LayerNeed, require_heads
 from kvgraph.compiler.frontends.decoder import Decoder, probe
+from kvgraph.compiler.frontends.rank_parts import ALL_HEADS
 from kvgraph.compiler.frontends.rank_plan import BY_EXPERT, PARAMETERS, Plan, pattern_of, plan_of
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.values import Share
@@ -29,10 +30,10 @@ from kvgraph.ops import torch_ops
 
 T = TypeVar("T")
 
-WHOLE = ("replicate", "replicated_with_grad_allreduce", "local_params")
-"""Styles that leave a module as it is; the second is a matter of training."""
+WHOLE = ("replicate", "local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Styles that leave a module as it is; the last two differ from that in training alone."""
 
-OF_ANY_MODULE = ("moe_tp_experts", "all_reduce", BY_EXPERT)
+OF_ANY_MODULE = ("moe_tp_experts", "all_reduce", BY_EXPERT, ALL_HEADS)
 """Styles that change what a module is given or returns, whatever it is."""
 
 
@@ -49,7 +50,13 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
     plan = plan_of(decoder, model.architecture, ranks)
     cutter = _Cutter(model.architecture, plan, ranks, rank, set(model.layers))
     cutter.run(own.model)
-    seen = probe(own, model.architecture, len(model.layers))
+    try:
+        seen = probe(own, model.architecture, len(model.layers))
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"tp: expected code of {model.architecture!r} that runs with a part of its heads, as "
+            "its plan for tensor parallelism cuts it, got one that does not"
+        ) from error
     for layer, (part, whole) in enumerate(zip(seen, model.layers, strict=True)):
         wanted = max(1, whole.n_kv_heads // ranks)
         if part.n_kv_heads != wanted:
@@ -90,6 +97,7 @@ class _Cutter:
             "moe_tp_experts": lambda name, module: self._sum_output(module),
             "all_reduce": lambda name, module: self._sum_output(module),
             BY_EXPERT: self._experts,
+            ALL_HEADS: self._norm_of_all_heads,
         }
         self._parts = dict(model.named_modules())
         for name, module in self._parts.items():
@@ -176,16 +184,29 @@ class _Cutter:
         """The input is whole on every rank, which takes its columns of it by a table."""
         weight = module._parameters["weight"]
         assert weight is not None
-        share = torch.arange(weight.shape[1]).chunk(self.ranks)[self.rank]
+        own = self._own_columns(module, weight.shape[1])
         self._rows(name, module)
-        module.register_buffer("own_columns", share)
         run = module.forward
+        module.forward = lambda x: run(own(x))
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            summed: torch.Tensor = run(x.index_select(-1, module.own_columns))  # type: ignore[arg-type]
-            return summed
+    def _norm_of_all_heads(self, name: str, module: nn.Module) -> None:
+        """A rank has some of its input; with copied heads some of it would count twice."""
+        heads = self._copied_heads(name, module)
+        if heads:
+            raise UnsupportedError(
+                f"tp: expected at most {heads} ranks, one for each kv head, as {name} of "
+                f"{self.architecture!r} is over all heads, got {self.ranks}"
+            )
+        width = _rows_of(module)
+        own = self._own_columns(module, width)
+        run = module.forward
+        module.forward = lambda x: own(run(_gather(x, self.ranks, width)))
 
-        module.forward = forward
+    def _own_columns(self, module: nn.Module, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What takes this rank's of `width` columns, by a table."""
+        share = torch.arange(width).chunk(self.ranks)[self.rank]
+        module.register_buffer("own_columns", share)
+        return lambda x: x.index_select(-1, module.own_columns)  # type: ignore[arg-type]
 
     def _vocabulary(self, name: str, module: nn.Module) -> None:
         """Ids of other ranks give zeros, which add nothing to the sum.

@@ -117,6 +117,7 @@ PASSES = {
         program=(
             Pass("drop_no_ops"),
             Pass("drop_batch_dim", needs=UNPADDED),
+            Pass("join_all_reduces", needs=RANKS),
             Pass("fuse_all_reduce", needs=RANKS),
             Pass("pack_experts"),
             Pass("fuse_router"),
@@ -128,6 +129,7 @@ PASSES = {
     ("cpu", "torch"): PassList(
         program=(
             Pass("drop_no_ops"),
+            Pass("join_all_reduces", needs=RANKS),
             Pass("pack_experts"),
             Pass("fuse_router"),
             Pass("pack_linear", needs=PACKED),
@@ -137,6 +139,7 @@ PASSES = {
     ("cuda", "torch"): PassList(
         program=(
             Pass("drop_no_ops"),
+            Pass("join_all_reduces", needs=RANKS),
             Pass("fuse_experts"),
             Pass("fuse_router"),
             Pass("quantize_linear", needs=PACKED),

@@ -1,0 +1,94 @@
+"""How parts of a layer are cut that are known by all that has weights in them.
+
+transformers' plan of a model leaves some attention whole, or cuts it and not its norms; some models
+have no plan. Attention with other parts is not guessed at: what a part of it does with all heads is
+not seen from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+ALL_HEADS = "norm_of_all_heads"
+"""Style of a module that takes the mean over all heads of a row: it gets what all ranks have, and
+each keeps its own part of the result."""
+
+_LATENT = {
+    "kv_a_proj_with_mqa": "replicate",
+    "kv_a_layernorm": "replicate",
+    "kv_b_proj": "colwise",
+    "o_proj": "rowwise",
+}
+KINDS = (
+    {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"},
+    {"q_proj": "colwise"} | _LATENT,
+    {"q_a_proj": "replicate", "q_a_layernorm": "replicate", "q_b_proj": "colwise"} | _LATENT,
+)
+"""Parts with weights: four projections, or DeepSeek's latent attention with queries of one
+projection or of two. A latent is of no one head."""
+
+NORMS = {
+    "q_norm": "q_proj",
+    "k_norm": "k_proj",
+    "query_layernorm": "q_proj",
+    "key_layernorm": "k_proj",
+}
+"""Other parts that are known, and the projection whose heads they take."""
+
+GATE = "gate_proj"
+"""Another one: what attention's result is multiplied by, before `o_proj`."""
+
+SINKS = "sinks"
+"""A parameter of the attention itself: a value for each head."""
+
+
+FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+"""Parts of a gated feed-forward layer."""
+
+
+def feed_forward_rows(module: nn.Module) -> Mapping[str, str] | None:
+    """As `attention_rows`."""
+    is_known = _parts(module).keys() == FEED_FORWARD.keys()
+    return FEED_FORWARD if is_known and not module._parameters else None
+
+
+def attention_rows(module: nn.Module) -> Mapping[str, str] | None:
+    """Part or parameter of `module` -> its style. None: not attention; empty: of no known kind."""
+    parts = _parts(module)
+    if not (hasattr(module, "layer_idx") and parts.keys() & {"q_proj", "q_b_proj"}):
+        return None
+    kind = next((kind for kind in KINDS if kind.keys() <= parts.keys()), {})
+    rows = dict(kind)
+    for name in parts.keys() - kind.keys():
+        rows |= _other_part(name, parts, getattr(module, "head_dim", 0))
+    own = {name for name, weight in module._parameters.items() if weight is not None}
+    rows |= dict.fromkeys(own & {SINKS}, "colwise")
+    known = {row.partition(".")[0] for row in rows}
+    return rows if known == parts.keys() | own else {}
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: part for name, part in module.named_children() if [*part.parameters()]}
+
+
+def _other_part(
+    name: str, parts: Mapping[str, nn.Module], head_dim: int
+) -> Iterator[tuple[str, str]]:
+    """Its rows; none of a part that is not known."""
+    shapes, queries = _shapes(parts[name]), _shapes(parts.get("q_proj"))
+    if name == GATE and shapes.get("weight") == queries.get("weight"):
+        yield name, "colwise"
+    elif name in NORMS and NORMS[name] in parts:
+        width = _shapes(parts[NORMS[name]])["weight"][0]
+        if set(shapes.values()) == {(head_dim,)}:
+            yield name, "replicate"
+        elif shapes == {"weight": (width,)}:
+            yield name, ALL_HEADS
+        elif shapes == {"weight": (width // max(head_dim, 1), head_dim)}:
+            yield f"{name}.weight", "colwise"
+
+
+def _shapes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in module.named_parameters()} if module else {}

@@ -1,0 +1,151 @@
+"""Attention and feed-forward layers that are cut by what their parts are, with a plan or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kvgraph
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, attention_rows
+from kvgraph.compiler.frontends.ranks import cut
+from kvgraph.errors import UnsupportedError
+from tests.support.models import EXPERTS, LATENT, make_model
+from tools.models.judge import make
+
+CHECKED = "check: logits of two ragged rows in two chunks are the model's own, all layers"
+ATTENTION = "model.model.layers.0.self_attn"
+CUT = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+
+class Norm(nn.Module):
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dims))
+
+
+def attention(**others: nn.Module) -> nn.Module:
+    """Four query heads and two kv heads of 8, with `others` next to their projections."""
+    module = nn.Module()
+    module.layer_idx, module.head_dim = 0, 8  # type: ignore[assignment]
+    widths = {"q_proj": (32, 32), "k_proj": (32, 16), "v_proj": (32, 16), "o_proj": (32, 32)}
+    parts = {name: nn.Linear(*dims) for name, dims in widths.items()} | others
+    for name, part in parts.items():
+        module.add_module(name, part)
+    return module
+
+
+def test_what_is_known_next_to_four_projections() -> None:
+    assert attention_rows(attention()) == CUT
+    assert attention_rows(attention(dropout=nn.Dropout(), gate_proj=nn.Linear(32, 32))) == CUT | {
+        "gate_proj": "colwise"
+    }
+    of_a_head = {"q_norm": "replicate", "key_layernorm": "replicate"}
+    assert attention_rows(attention(q_norm=Norm(8), key_layernorm=Norm(8))) == CUT | of_a_head
+    of_all = {"q_norm": ALL_HEADS, "k_norm": ALL_HEADS}
+    assert attention_rows(attention(q_norm=Norm(32), k_norm=Norm(16))) == CUT | of_all
+    of_each = {"q_norm.weight": "colwise", "k_norm.weight": "colwise"}
+    assert attention_rows(attention(q_norm=Norm(4, 8), k_norm=Norm(2, 8))) == CUT | of_each
+    sinks = attention()
+    sinks.sinks = nn.Parameter(torch.zeros(4))
+    assert attention_rows(sinks) == CUT | {"sinks": "colwise"}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"gate_proj": nn.Linear(32, 16)},  # not as wide as queries
+        {"q_norm": Norm(4)},  # neither of a head nor of all
+        {"k_norm": Norm(4, 8)},  # not as many heads as keys have
+        {"indexer": nn.Linear(32, 8)},
+        {"q_norm": nn.LayerNorm(32)},  # a bias of all heads
+    ],
+)
+def test_what_is_not_known_is_not_guessed_at(others: dict[str, nn.Module]) -> None:
+    assert attention_rows(attention(**others)) == {}
+
+
+def test_a_parameter_that_is_not_known_is_not_guessed_at() -> None:
+    module = attention()
+    module.scale = nn.Parameter(torch.ones(1))
+    assert attention_rows(module) == {}
+
+
+def test_other_modules_are_not_attention() -> None:
+    assert attention_rows(nn.Linear(4, 4)) is None
+
+
+def test_a_plan_that_cuts_no_attention_is_not_enough(tmp_path: Path) -> None:
+    """Phi-3 packs queries, keys and values, and its code finds them by the number of heads."""
+    model = huggingface.load(make_model("phi3", tmp_path / "m"), "float32")
+    with pytest.raises(UnsupportedError, match="its plan does not cut attention"):
+        cut(model, 2, 0)
+
+
+def test_heads_of_a_latent_are_cut(tmp_path: Path) -> None:
+    folder = make_model("deepseek_v3", tmp_path / "m", **LATENT | EXPERTS)
+    model = huggingface.load(folder, "float32")
+    whole = dict(model.module.named_parameters())
+    for rank in range(2):
+        part = cut(model, 2, rank)
+        assert [layer.n_kv_heads for layer in part.layers] == [4, 4]  # of the model
+        own = dict(part.module.named_parameters())
+        for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
+            expected = whole[f"{ATTENTION}.{name}.weight"].chunk(2, dim)[rank]
+            assert torch.equal(own[f"{ATTENTION}.{name}.weight"], expected)
+        for name in ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"):
+            assert torch.equal(
+                own[f"{ATTENTION}.{name}.weight"], whole[f"{ATTENTION}.{name}.weight"]
+            )
+
+
+def test_a_norm_of_all_heads_has_no_copies(tmp_path: Path) -> None:
+    model = huggingface.load(make_model("olmo2", tmp_path / "m"), "float32")
+    sentence = r"tp: expected at most 2 ranks, .*k_norm of 'olmo2' is over all heads, got 4"
+    with pytest.raises(UnsupportedError, match=sentence):
+        cut(model, 4, 0)
+
+
+def test_code_that_counts_all_heads_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of torch's own report is shown."""
+    model = huggingface.load(make_model("cohere", tmp_path / "m", use_qk_norm=True), "float32")
+    monkeypatch.setattr("kvgraph.compiler.frontends.rank_plan.attention_rows", lambda module: None)
+    with pytest.raises(UnsupportedError, match="tp: expected code of 'cohere' that runs with a"):
+        cut(model, 2, 0)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        "olmo2",
+        "llama4_text:one",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("afmoe", "cohere", "glm4_moe_lite", "hunyuan_v1_moe", "hunyuan_v1_dense")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("minimax_m2", "minicpm3", "olmoe", "qwen3_vl (whole)", "youtu", "flint")
+        ),
+    ],
+)
+def test_ranks_give_the_models_logits(name: str, tmp_path: Path) -> None:
+    """Cases of the support table; all of a mixture's experts are packed."""
+    make(name, tmp_path / "m")
+    manifest = kvgraph.compile(tmp_path / "m", tmp_path / "out", tp=2, page_size=16)
+    assert manifest.notes[-1] == CHECKED
+    assert "rank1/model.onnx" not in manifest.files  # ranks share the graph
+
+
+def test_experts_of_llama_4_are_packed_on_each_rank(tmp_path: Path) -> None:
+    make("llama4_text:one", tmp_path / "m")
+    manifest = kvgraph.compile(tmp_path / "m", tmp_path / "out", tp=2, page_size=16, weights="int8")
+    assert manifest.ops["kvgraph.experts"] == 4
+    assert manifest.ops["kvgraph.all_reduce"] == 9  # one for attention, one for a mixture
