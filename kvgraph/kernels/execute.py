@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -199,8 +199,9 @@ def _starts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for caught in came:
-            signal.raise_signal(caught)
+        with ExitStack() as each:  # a handler that raises leaves the others theirs
+            for caught in reversed(came):
+                each.callback(signal.raise_signal, caught)
 
 
 def record(folder: Path, measured: Manifest, ran: Sequence[Ran]) -> Manifest:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.execute import (
     Packed,
+    _starts,
     read_kernels,
     record,
     run_task,
@@ -219,3 +223,28 @@ def test_a_damaged_text_is_refused(
     with pytest.raises(ArtifactError) as raised:
         run_task(task)
     assert sentence in str(raised.value)
+
+
+def test_each_signal_that_comes_while_workers_start_is_handled(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Behind the scope, the others too where a handler raises."""
+    seen: list[int] = []
+
+    def raises(number: int, frame: object) -> None:
+        raise SystemExit(number)
+
+    handlers = {signal.SIGTERM: raises, signal.SIGINT: lambda number, frame: seen.append(number)}
+    for number, handler in handlers.items():
+        request.addfinalizer(partial(signal.signal, number, signal.signal(number, handler)))
+
+    def starts() -> None:
+        with _starts():
+            for number in handlers:
+                os.kill(os.getpid(), number)
+            assert seen == []
+
+    with pytest.raises(SystemExit):
+        starts()
+    assert seen == [signal.SIGINT]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()

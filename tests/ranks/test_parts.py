@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import kvgraph
-from kvgraph.compiler.frontends import huggingface
-from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, attention_rows
+from kvgraph.compiler.frontends import huggingface, measured
+from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD, attention_rows
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.errors import UnsupportedError
 from tests.support.models import EXPERTS, LATENT, make_model
@@ -25,6 +25,14 @@ class Norm(nn.Module):
     def __init__(self, *dims: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dims))
+
+
+class Wrapped(nn.Module):
+    """As projections of Gemma 4's vision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
 
 
 def attention(**others: nn.Module) -> nn.Module:
@@ -47,7 +55,7 @@ def test_what_is_known_next_to_four_projections() -> None:
     assert attention_rows(attention(q_norm=Norm(8), key_layernorm=Norm(8))) == CUT | of_a_head
     of_all = {"q_norm": ALL_HEADS, "k_norm": ALL_HEADS}
     assert attention_rows(attention(q_norm=Norm(32), k_norm=Norm(16))) == CUT | of_all
-    of_each = {"q_norm.weight": "colwise", "k_norm.weight": "colwise"}
+    of_each = {"q_norm": EACH_HEAD, "k_norm": EACH_HEAD}
     assert attention_rows(attention(q_norm=Norm(4, 8), k_norm=Norm(2, 8))) == CUT | of_each
     sinks = attention()
     sinks.sinks = nn.Parameter(torch.zeros(4))
@@ -62,6 +70,8 @@ def test_what_is_known_next_to_four_projections() -> None:
         {"k_norm": Norm(4, 8)},  # not as many heads as keys have
         {"indexer": nn.Linear(32, 8)},
         {"q_norm": nn.LayerNorm(32)},  # a bias of all heads
+        {"q_proj": Wrapped(), "q_norm": Norm(32)},
+        {"q_proj": Wrapped(), "gate_proj": Wrapped()},
     ],
 )
 def test_what_is_not_known_is_not_guessed_at(others: dict[str, nn.Module]) -> None:
@@ -102,6 +112,16 @@ def test_heads_of_a_latent_are_cut(tmp_path: Path) -> None:
             )
 
 
+def test_norms_of_copied_heads_are_copied(tmp_path: Path) -> None:
+    model = huggingface.load(make_model("cohere", tmp_path / "m", use_qk_norm=True), "float32")
+    whole = dict(model.module.named_parameters())
+    for rank in range(4):
+        own = dict(cut(model, 4, rank).module.named_parameters())
+        for name, parts in (("q_norm", 4), ("k_norm", 2)):
+            expected = whole[f"{ATTENTION}.{name}.weight"].chunk(parts)[rank * parts // 4]
+            assert torch.equal(own[f"{ATTENTION}.{name}.weight"], expected)
+
+
 def test_a_norm_of_all_heads_has_no_copies(tmp_path: Path) -> None:
     model = huggingface.load(make_model("olmo2", tmp_path / "m"), "float32")
     sentence = r"tp: expected at most 2 ranks, .*k_norm of 'olmo2' is over all heads, got 4"
@@ -132,7 +152,14 @@ def test_code_that_counts_all_heads_is_refused(
         ),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("minimax_m2", "minicpm3", "olmoe", "qwen3_vl (whole)", "youtu", "flint")
+            for name in (
+                "minimax_m2",
+                "minicpm3",
+                "olmoe",
+                "qwen3_vl (whole)",
+                "youtu",
+                "gemma3n_text",
+            )
         ),
     ],
 )
@@ -149,3 +176,6 @@ def test_experts_of_llama_4_are_packed_on_each_rank(tmp_path: Path) -> None:
     manifest = kvgraph.compile(tmp_path / "m", tmp_path / "out", tp=2, page_size=16, weights="int8")
     assert manifest.ops["kvgraph.experts"] == 4
     assert manifest.ops["kvgraph.all_reduce"] == 9  # one for attention, one for a mixture
+    mixtures = measured.describe(tmp_path / "m", "float32", 2).experts  # as a plan counts them
+    assert [(each.count, each.held, each.active) for each in mixtures] == [(4, 4, 1)] * 4
+    assert manifest.mixtures[0].parameters == sum(each.elements for each in mixtures)

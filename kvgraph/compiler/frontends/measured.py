@@ -111,7 +111,7 @@ def _gets_all(module: nn.Module) -> bool:
     """Whether it is experts that get all tokens, each times its score (Llama 4)."""
     weight = getattr(module, "gate_up_proj", None)
     is_stacked = isinstance(weight, nn.Parameter) and weight.dim() == 3
-    return is_stacked and len(signature(module.forward).parameters) == 1
+    return is_stacked and len(signature(type(module).forward).parameters) == 2  # with self
 
 
 def _experts(name: str, module: Any, active: int | None) -> Experts:

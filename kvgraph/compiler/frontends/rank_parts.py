@@ -15,6 +15,9 @@ ALL_HEADS = "norm_of_all_heads"
 """Style of a module that takes the mean over all heads of a row: it gets what all ranks have, and
 each keeps its own part of the result."""
 
+EACH_HEAD = "norm_of_each_head"
+"""Style of a module whose weight has a row for each head."""
+
 _LATENT = {
     "kv_a_proj_with_mqa": "replicate",
     "kv_a_layernorm": "replicate",
@@ -54,19 +57,27 @@ def feed_forward_rows(module: nn.Module) -> Mapping[str, str] | None:
     return FEED_FORWARD if is_known and not module._parameters else None
 
 
+def whole_rows(module: nn.Module) -> Mapping[str, str] | None:
+    """As `attention_rows`, of what no rank can compute a part of: a feed-forward layer that keeps
+    the largest of all its gates (Gemma 3n)."""
+    share = getattr(module, "activation_sparsity", 0.0)
+    return dict.fromkeys(_parts(module), "replicate") if share else None
+
+
 def attention_rows(module: nn.Module) -> Mapping[str, str] | None:
     """Part or parameter of `module` -> its style. None: not attention; empty: of no known kind."""
     parts = _parts(module)
     if not (hasattr(module, "layer_idx") and parts.keys() & {"q_proj", "q_b_proj"}):
         return None
     kind = next((kind for kind in KINDS if kind.keys() <= parts.keys()), {})
+    if not all("weight" in _shapes(parts[name]) for name in kind):  # of another layout
+        return {}
     rows = dict(kind)
     for name in parts.keys() - kind.keys():
         rows |= _other_part(name, parts, getattr(module, "head_dim", 0))
     own = {name for name, weight in module._parameters.items() if weight is not None}
     rows |= dict.fromkeys(own & {SINKS}, "colwise")
-    known = {row.partition(".")[0] for row in rows}
-    return rows if known == parts.keys() | own else {}
+    return rows if rows.keys() == parts.keys() | own else {}
 
 
 def _parts(module: nn.Module) -> dict[str, nn.Module]:
@@ -78,7 +89,7 @@ def _other_part(
 ) -> Iterator[tuple[str, str]]:
     """Its rows; none of a part that is not known."""
     shapes, queries = _shapes(parts[name]), _shapes(parts.get("q_proj"))
-    if name == GATE and shapes.get("weight") == queries.get("weight"):
+    if name == GATE and "weight" in shapes and shapes["weight"] == queries.get("weight"):
         yield name, "colwise"
     elif name in NORMS and NORMS[name] in parts:
         width = _shapes(parts[NORMS[name]])["weight"][0]
@@ -87,7 +98,7 @@ def _other_part(
         elif shapes == {"weight": (width,)}:
             yield name, ALL_HEADS
         elif shapes == {"weight": (width // max(head_dim, 1), head_dim)}:
-            yield f"{name}.weight", "colwise"
+            yield name, EACH_HEAD
 
 
 def _shapes(module: nn.Module | None) -> dict[str, tuple[int, ...]]:

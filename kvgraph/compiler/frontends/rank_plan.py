@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from kvgraph.compiler.frontends.decoder import Decoder
-from kvgraph.compiler.frontends.rank_parts import attention_rows, feed_forward_rows
+from kvgraph.compiler.frontends.rank_parts import attention_rows, feed_forward_rows, whole_rows
 from kvgraph.errors import UnsupportedError
 
 Plan = Mapping[str, str]
@@ -62,7 +62,7 @@ def plan_of(decoder: Decoder, architecture: str, ranks: int) -> Plan:
             f"tp: expected ranks that divide the {text.num_attention_heads} attention heads of "
             f"{architecture!r}, got {ranks}"
         )
-    return plan | attention
+    return plan | attention | _rows(model, whole_rows)
 
 
 def _experts(model: nn.Module, tp: Plan, ep: Plan, ranks: int) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvgraph.compiler.cache import LayerNeed, require_heads
 from kvgraph.compiler.frontends.decoder import Decoder, probe
-from kvgraph.compiler.frontends.rank_parts import ALL_HEADS
+from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD
 from kvgraph.compiler.frontends.rank_plan import BY_EXPERT, PARAMETERS, Plan, pattern_of, plan_of
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.values import Share
@@ -33,7 +33,7 @@ T = TypeVar("T")
 WHOLE = ("replicate", "local_params", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 """Styles that leave a module as it is; the last two differ from that in training alone."""
 
-OF_ANY_MODULE = ("moe_tp_experts", "all_reduce", BY_EXPERT, ALL_HEADS)
+OF_ANY_MODULE = ("moe_tp_experts", "all_reduce", BY_EXPERT, ALL_HEADS, EACH_HEAD)
 """Styles that change what a module is given or returns, whatever it is."""
 
 
@@ -98,6 +98,7 @@ class _Cutter:
             "all_reduce": lambda name, module: self._sum_output(module),
             BY_EXPERT: self._experts,
             ALL_HEADS: self._norm_of_all_heads,
+            EACH_HEAD: self._norm_of_each_head,
         }
         self._parts = dict(model.named_modules())
         for name, module in self._parts.items():
@@ -201,6 +202,13 @@ class _Cutter:
         own = self._own_columns(module, width)
         run = module.forward
         module.forward = lambda x: own(run(_gather(x, self.ranks, width)))
+
+    def _norm_of_each_head(self, name: str, module: nn.Module) -> None:
+        """Fewer heads than ranks are copied, as in `_columns`."""
+        heads = _rows_of(module)
+        parts = min(heads, self.ranks)
+        one = Share(0, 1, parts, self.rank * parts // self.ranks)
+        self._keep(f"{name}.weight", module, "weight", one)
 
     def _own_columns(self, module: nn.Module, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """What takes this rank's of `width` columns, by a table."""
