@@ -112,6 +112,31 @@ def test_heads_of_a_latent_are_cut(tmp_path: Path) -> None:
             )
 
 
+def shared_expert(folder: Path, width: int) -> tuple[nn.Module, nn.Module]:
+    """Of Qwen2-MoE, whose plan says nothing of it: the whole, and the part of rank 1."""
+    given = {
+        "shared_expert_intermediate_size": width,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+    }
+    model = huggingface.load(make_model("qwen2_moe", folder, **given), "float32")
+    name = "model.model.layers.0.mlp.shared_expert"
+    return model.module.get_submodule(name), cut(model, 2, 1).module.get_submodule(name)
+
+
+def test_feed_forward_layers_that_the_plan_leaves_out_are_cut(tmp_path: Path) -> None:
+    whole, own = shared_expert(tmp_path / "even", 48)
+    for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        expected = whole.get_parameter(f"{name}.weight").chunk(2, dim)[1]
+        assert torch.equal(own.get_parameter(f"{name}.weight"), expected)
+
+
+def test_one_that_ranks_do_not_divide_stays_whole(tmp_path: Path) -> None:
+    whole, own = shared_expert(tmp_path / "odd", 33)
+    for name, weight in whole.named_parameters():
+        assert torch.equal(own.get_parameter(name), weight)
+
+
 def test_norms_of_copied_heads_are_copied(tmp_path: Path) -> None:
     model = huggingface.load(make_model("cohere", tmp_path / "m", use_qk_norm=True), "float32")
     whole = dict(model.module.named_parameters())

@@ -51,10 +51,14 @@ FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "roww
 """Parts of a gated feed-forward layer."""
 
 
-def feed_forward_rows(module: nn.Module) -> Mapping[str, str] | None:
-    """As `attention_rows`."""
-    is_known = _parts(module).keys() == FEED_FORWARD.keys()
-    return FEED_FORWARD if is_known and not module._parameters else None
+def feed_forward_rows(module: nn.Module, ranks: int) -> Mapping[str, str] | None:
+    """As `attention_rows`; empty also where `ranks` do not divide its inner width."""
+    parts = _parts(module)
+    if parts.keys() != FEED_FORWARD.keys() or module._parameters:
+        return None
+    down = parts["down_proj"]
+    is_even = isinstance(down, nn.Linear) and down.in_features % ranks == 0
+    return FEED_FORWARD if is_even else {}
 
 
 def whole_rows(module: nn.Module) -> Mapping[str, str] | None:

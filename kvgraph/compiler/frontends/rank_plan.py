@@ -6,20 +6,26 @@ divide it. Else, and where that plan has no row for them, each rank has a share 
 the plan for expert parallelism says.
 
 Attention of a known kind (`rank_parts`) is cut by its heads, whatever the plan says of it: some
-have no row for it, some leave it whole. Where a plan has no row for layers at all, feed-forward
-layers of a known kind are cut too; a model without both is refused.
+have no row for it, some leave it whole. Feed-forward layers of a known kind are cut where the plan
+says nothing of them, such as shared experts. A model without a plan of its layers needs both.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from kvgraph.compiler.frontends.decoder import Decoder
-from kvgraph.compiler.frontends.rank_parts import attention_rows, feed_forward_rows, whole_rows
+from kvgraph.compiler.frontends.rank_parts import (
+    FEED_FORWARD,
+    attention_rows,
+    feed_forward_rows,
+    whole_rows,
+)
 from kvgraph.errors import UnsupportedError
 
 Plan = Mapping[str, str]
@@ -49,20 +55,22 @@ def plan_of(decoder: Decoder, architecture: str, ranks: int) -> Plan:
     given: Plan = getattr(model, "tp_plan", None) or {}
     plan = dict(given) | dict(_experts(model, given, getattr(model, "ep_plan", None) or {}, ranks))
     attention = _rows(model, attention_rows)
-    if not any("*" in name for name in plan):  # of its embedding at most
-        layers = _rows(model, feed_forward_rows)
-        if not (attention and layers):
-            raise UnsupportedError(
-                f"tp: expected a plan for tensor parallelism in transformers' model of "
-                f"{architecture!r}, or layers whose parts are known, got neither"
-            )
-        plan |= layers
+    layers = {
+        row: style
+        for row, style in _rows(model, partial(feed_forward_rows, ranks=ranks)).items()
+        if not _is_named(row.rpartition(".")[0], plan)
+    }
+    if not any("*" in name for name in plan) and not (attention and layers):
+        raise UnsupportedError(
+            f"tp: expected a plan for tensor parallelism in transformers' model of "
+            f"{architecture!r}, or layers whose parts are known, got neither"
+        )
     if text.num_attention_heads % ranks:
         raise UnsupportedError(
             f"tp: expected ranks that divide the {text.num_attention_heads} attention heads of "
             f"{architecture!r}, got {ranks}"
         )
-    return plan | attention | _rows(model, whole_rows)
+    return plan | layers | attention | _rows(model, whole_rows)
 
 
 def _experts(model: nn.Module, tp: Plan, ep: Plan, ranks: int) -> Iterator[tuple[str, str]]:
@@ -90,13 +98,26 @@ def _divides(module: nn.Module, name: str, plan: Plan, ranks: int) -> bool:
 def _rows(
     model: nn.Module, rows_of: Callable[[nn.Module], Mapping[str, str] | None]
 ) -> dict[str, str]:
-    """What `rows_of` says of the modules of `model`; nothing where it does not know one of them."""
-    plan: dict[str, str] = {}
+    """What `rows_of` says of modules of `model`, but for those that are not known in each layer."""
+    found: dict[str, dict[str, str]] = {}
+    unknown = set()
     for name, module in model.named_modules():
-        rows = rows_of(module)
+        rows, pattern = rows_of(module), pattern_of(name)
         if rows is None:
             continue
-        if not rows:
-            return {}
-        plan |= {f"{pattern_of(name)}.{part}": style for part, style in rows.items()}
-    return plan
+        known = found.setdefault(pattern, {})
+        if not rows or any(known.get(part, style) != style for part, style in rows.items()):
+            unknown.add(pattern)
+        known.update(rows)
+    return {
+        f"{pattern}.{part}": style
+        for pattern, rows in found.items()
+        for part, style in rows.items()
+        if pattern not in unknown
+    }
+
+
+def _is_named(pattern: str, plan: Plan) -> bool:
+    """Whether `plan` has a row for feed-forward layers of `pattern`, or for what they are in."""
+    parts = {f"{pattern}.{part}" for part in FEED_FORWARD}
+    return any(row in parts or f"{pattern}.".startswith(f"{row}.") for row in plan)
