@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import kvgraph
-from kvgraph.compiler.frontends import huggingface, measured
+from kvgraph.compiler.frontends import huggingface, measured, rank_plan
 from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD, attention_rows
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.errors import UnsupportedError
@@ -76,6 +76,20 @@ def test_what_is_known_next_to_four_projections() -> None:
 )
 def test_what_is_not_known_is_not_guessed_at(others: dict[str, nn.Module]) -> None:
     assert attention_rows(attention(**others)) == {}
+
+
+def test_all_layers_of_a_name_are_known_or_none_is() -> None:
+    """Modules of other names, such as those of a vision tower, do not count."""
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList([attention(), attention(indexer=nn.Linear(32, 8))]),
+            "others": nn.ModuleList([attention(), attention(q_norm=Norm(8))]),
+        }
+    )
+    rows = CUT | {"q_norm": "replicate"}
+    assert rank_plan._rows(model, attention_rows) == {f"others.*.{k}": v for k, v in rows.items()}
+    layers = nn.ModuleList([attention(q_norm=Norm(8)), attention(q_norm=Norm(32))])
+    assert rank_plan._rows(layers, attention_rows) == {}
 
 
 def test_a_parameter_that_is_not_known_is_not_guessed_at() -> None:

@@ -30,7 +30,7 @@ KINDS = (
     {"q_a_proj": "replicate", "q_a_layernorm": "replicate", "q_b_proj": "colwise"} | _LATENT,
 )
 """Parts with weights: four projections, or DeepSeek's latent attention with queries of one
-projection or of two. A latent is of no one head."""
+projection or of two. A latent belongs to no single head."""
 
 NORMS = {
     "q_norm": "q_proj",
@@ -45,7 +45,6 @@ GATE = "gate_proj"
 
 SINKS = "sinks"
 """A parameter of the attention itself: a value for each head."""
-
 
 FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 """Parts of a gated feed-forward layer."""
