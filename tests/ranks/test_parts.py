@@ -18,6 +18,10 @@ from tools.models.judge import make
 
 CHECKED = "check: logits of two ragged rows in two chunks are the model's own, all layers"
 ATTENTION = "model.model.layers.0.self_attn"
+SLOW = (
+    *("afmoe", "cohere", "gemma3n_text", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("minicpm3", "minimax_m2", "olmoe", "qwen2_moe", "qwen3_vl (whole)", "youtu"),
+)
 CUT = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
 
@@ -183,21 +187,7 @@ def test_code_that_counts_all_heads_is_refused(
         "deepseek_v3",
         "olmo2",
         "llama4_text:one",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("afmoe", "cohere", "glm4_moe_lite", "hunyuan_v1_moe", "hunyuan_v1_dense")
-        ),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "minimax_m2",
-                "minicpm3",
-                "olmoe",
-                "qwen3_vl (whole)",
-                "youtu",
-                "gemma3n_text",
-            )
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
 def test_ranks_give_the_models_logits(name: str, tmp_path: Path) -> None:

@@ -140,9 +140,7 @@ class _Cutter:
     def _columns(self, name: str, module: nn.Module) -> None:
         heads = self._copied_heads(name, module)
         if heads:
-            one = Share(0, 1, heads, self.rank * heads // self.ranks)
-            for own in _present(module):
-                self._keep(f"{name}.{own}", module, own, one)
+            self._heads(name, module, heads)
             return
         for own in _present(module):
             self._parameter(f"{name}.{own}", module, own, 0, 1)
@@ -204,11 +202,13 @@ class _Cutter:
         module.forward = lambda x: own(run(_gather(x, self.ranks, width)))
 
     def _norm_of_each_head(self, name: str, module: nn.Module) -> None:
-        """Fewer heads than ranks are copied, as in `_columns`."""
-        heads = _rows_of(module)
-        parts = min(heads, self.ranks)
+        self._heads(name, module, min(_rows_of(module), self.ranks))
+
+    def _heads(self, name: str, module: nn.Module, parts: int) -> None:
+        """One of so many parts of whole heads; of fewer than ranks, some ranks have the same."""
         one = Share(0, 1, parts, self.rank * parts // self.ranks)
-        self._keep(f"{name}.weight", module, "weight", one)
+        for own in _present(module):
+            self._keep(f"{name}.{own}", module, own, one)
 
     def _own_columns(self, module: nn.Module, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """What takes this rank's of `width` columns, by a table."""

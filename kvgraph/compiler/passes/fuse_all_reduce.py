@@ -6,14 +6,12 @@ once, and not written twice.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, Node
 
 from kvgraph.compiler.passes import PassReport
-from kvgraph.compiler.passes.operands import erase_unused, typed
+from kvgraph.compiler.passes.operands import erase_unused, with_residual
 from kvgraph.ops import torch_ops
 
-aten = torch.ops.aten
 REDUCE = torch_ops.all_reduce.default
 
 
@@ -22,26 +20,15 @@ def fuse_all_reduce(graph: Graph) -> PassReport:
     report = PassReport("fuse_all_reduce")
     for node in list(graph.nodes):
         if node.target is REDUCE and len(node.args) == 1:
-            total = _sum_with_residual(node)
-            if total is not None:
-                _fuse(graph, node, total)
+            residual, total = with_residual(node)
+            if residual is not None:
+                _fuse(graph, node, residual, total)
                 report.applied += 1
     graph.lint()
     return report
 
 
-def _sum_with_residual(node: Node) -> Node | None:
-    """The one reader of `node`, where that adds another value of its type."""
-    users = list(node.users)
-    if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
-        return None
-    others = [x for x in users[0].args if x is not node]
-    fits = len(others) == 1 and isinstance(others[0], Node) and typed(others[0]) == typed(node)
-    return users[0] if fits else None
-
-
-def _fuse(graph: Graph, node: Node, total: Node) -> None:
-    (residual,) = (x for x in total.args if x is not node)
+def _fuse(graph: Graph, node: Node, residual: Node, total: Node) -> None:
     with graph.inserting_before(total):
         fused = graph.call_function(REDUCE, (node.args[0], residual), dict(node.kwargs))
     fused.meta["val"] = total.meta["val"]
