@@ -241,23 +241,26 @@ class Head(Derived):
 @dataclass(frozen=True)
 class Share:
     """The part of a tensor that a rank has: its share along `dim` of each of the `parts` that are
-    packed there."""
+    packed there, whose widths are to each other as these numbers are."""
 
     dim: int
-    parts: int
+    parts: tuple[int, ...]
     ranks: int
     rank: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        packed = tensor.chunk(self.parts, self.dim)
-        shares = [each.chunk(self.ranks, self.dim)[self.rank] for each in packed]
-        return torch.cat(shares, self.dim) if self.parts > 1 else shares[0]
+        spans = self.rows(tensor.shape[self.dim])
+        shares = [tensor.narrow(self.dim, first, end - first) for first, end in spans]
+        return torch.cat(shares, self.dim) if len(shares) > 1 else shares[0]
 
     def rows(self, count: int) -> list[tuple[int, int]]:
         """Half-open ranges of the rows of `count` that hold it."""
-        packed, own = count // self.parts, count // self.parts // self.ranks
-        first = self.rank * own
-        return [(part * packed + first, part * packed + first + own) for part in range(self.parts)]
+        unit, start, spans = count // sum(self.parts), 0, []
+        for part in self.parts:
+            own = part * unit // self.ranks
+            spans.append((start + self.rank * own, start + (self.rank + 1) * own))
+            start += part * unit
+        return spans
 
 
 class Cut(Derived):
@@ -280,7 +283,7 @@ class Cut(Derived):
         if form is None or not self._cuts_inputs or not form.group:
             return form
         group = math.gcd(form.group, self.shape[self._share.dim])
-        fits = self._share.parts == 1 and group % least_group(form.codes) == 0
+        fits = len(self._share.parts) == 1 and group % least_group(form.codes) == 0
         return replace(form, group=group) if fits else None
 
     @property

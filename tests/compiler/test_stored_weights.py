@@ -320,7 +320,7 @@ def test_shares_of_ranks_have_the_numbers_that_they_would_read(
     kept = 0
     for dim in range(len(whole.shape)):
         for rank in range(2):
-            own = Cut(whole, Share(dim, 1, 2, rank))
+            own = Cut(whole, Share(dim, (1,), 2, rank))
             if own.form is None:
                 continue
             kept += 1

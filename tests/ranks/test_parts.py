@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 
 import kvgraph
 from kvgraph.compiler.frontends import huggingface, measured, rank_plan
-from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD, attention_rows
+from kvgraph.compiler.frontends.decoder import Decoder
+from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD, PACKED_HEADS, attention_rows
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.errors import UnsupportedError
 from tests.support.models import EXPERTS, LATENT, make_model
@@ -18,9 +20,18 @@ from tools.models.judge import make
 
 CHECKED = "check: logits of two ragged rows in two chunks are the model's own, all layers"
 ATTENTION = "model.model.layers.0.self_attn"
+MLP = "model.model.layers.0.mlp"
 SLOW = (
-    *("afmoe", "cohere", "gemma3n_text", "glm4_moe_lite", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-    *("minicpm3", "minimax_m2", "olmoe", "qwen2_moe", "qwen3_vl (whole)", "youtu"),
+    *("afmoe", "cohere", "gemma3n_text", "glm4", "glm4_moe_lite", "hunyuan_v1_dense"),
+    *(
+        "hunyuan_v1_moe",
+        "minicpm3",
+        "minimax_m2",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_vl (whole)",
+        "youtu",
+    ),
 )
 CUT = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
@@ -103,11 +114,57 @@ def test_other_modules_are_not_attention() -> None:
     assert attention_rows(nn.Linear(4, 4)) is None
 
 
-def test_a_plan_that_cuts_no_attention_is_not_enough(tmp_path: Path) -> None:
-    """Phi-3 packs queries, keys and values, and its code finds them by the number of heads."""
+def test_a_plan_that_cuts_no_attention_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' plan of Phi-3 gathers queries, keys and values on each rank."""
+    monkeypatch.setattr(rank_plan, "attention_rows", lambda module: None)
     model = huggingface.load(make_model("phi3", tmp_path / "m"), "float32")
     with pytest.raises(UnsupportedError, match="its plan does not cut attention"):
         cut(model, 2, 0)
+
+
+def test_packed_projections_are_cut_part_by_part(tmp_path: Path) -> None:
+    """Phi-3: four query heads and two kv heads of 16 in one, gate and up in another."""
+    model = huggingface.load(make_model("phi3", tmp_path / "m"), "float32")
+    whole = dict(model.module.named_parameters())
+    for rank in range(2):
+        part = cut(model, 2, rank)
+        own = dict(part.module.named_parameters())
+        for name, widths in (
+            (f"{ATTENTION}.qkv_proj.weight", (64, 32, 32)),
+            (f"{MLP}.gate_up_proj.weight", (96, 96)),
+        ):
+            pieces = whole[name].split(widths)
+            expected = torch.cat([piece.chunk(2)[rank] for piece in pieces])
+            assert torch.equal(own[name], expected)
+        for name in (f"{ATTENTION}.o_proj.weight", f"{MLP}.down_proj.weight"):
+            assert torch.equal(own[name], whole[name].chunk(2, 1)[rank])
+
+
+def test_packed_heads_are_not_copied(tmp_path: Path) -> None:
+    model = huggingface.load(make_model("phi3", tmp_path / "m"), "float32")
+    sentence = (
+        r"tp: expected ranks that divide the 2 kv heads that .*qkv_proj of 'phi3' packs, got 4"
+    )
+    with pytest.raises(UnsupportedError, match=sentence):
+        cut(model, 4, 0)
+
+
+def test_a_packed_projection_of_other_rows_is_not_guessed_at(tmp_path: Path) -> None:
+    model = huggingface.load(make_model("phi3", tmp_path / "m"), "float32")
+    attention = model.module.get_submodule(ATTENTION)
+    assert attention_rows(attention) == {"qkv_proj": PACKED_HEADS, "o_proj": "rowwise"}
+    attention.qkv_proj = nn.Linear(64, 144)
+    assert attention_rows(attention) == {}
+
+
+def test_a_plan_that_gathers_between_projections_is_not_followed(tmp_path: Path) -> None:
+    """GLM's: two collectives less in a layer."""
+    model = huggingface.load(make_model("glm", tmp_path / "m"), "float32")
+    rows = rank_plan.plan_of(cast("Decoder", model.module), "glm", 2)
+    assert rows["model.layers.*.mlp.gate_up_proj"] == "packed_colwise"
+    assert rows["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
 def test_heads_of_a_latent_are_cut(tmp_path: Path) -> None:
@@ -187,6 +244,7 @@ def test_code_that_counts_all_heads_is_refused(
         "deepseek_v3",
         "olmo2",
         "llama4_text:one",
+        "phi3:partial",
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )

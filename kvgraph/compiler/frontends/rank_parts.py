@@ -7,6 +7,7 @@ not seen from outside.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 
 from torch import nn
@@ -17,6 +18,10 @@ each keeps its own part of the result."""
 
 EACH_HEAD = "norm_of_each_head"
 """Style of a module whose weight has a row for each head."""
+
+PACKED_HEADS = "packed_heads"
+"""Style of one projection that makes queries, keys and values, one after the other, for code that
+finds them by the numbers of heads in its config (Phi-3)."""
 
 _LATENT = {
     "kv_a_proj_with_mqa": "replicate",
@@ -49,15 +54,21 @@ SINKS = "sinks"
 FEED_FORWARD = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 """Parts of a gated feed-forward layer."""
 
+PACKED_FEED_FORWARD = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+"""The same, with gate and up in one projection."""
+
+_PACKED_ATTENTION = {"qkv_proj": PACKED_HEADS, "o_proj": "rowwise"}
+
 
 def feed_forward_rows(module: nn.Module, ranks: int) -> Mapping[str, str] | None:
     """As `attention_rows`; empty also where `ranks` do not divide its inner width."""
     parts = _parts(module)
-    if parts.keys() != FEED_FORWARD.keys() or module._parameters:
-        return None
-    down = parts["down_proj"]
-    is_even = isinstance(down, nn.Linear) and down.in_features % ranks == 0
-    return FEED_FORWARD if is_even else {}
+    for rows in (FEED_FORWARD, PACKED_FEED_FORWARD):
+        if parts.keys() == rows.keys() and not module._parameters:
+            down = parts["down_proj"]
+            is_even = isinstance(down, nn.Linear) and down.in_features % ranks == 0
+            return rows if is_even else {}
+    return None
 
 
 def whole_rows(module: nn.Module) -> Mapping[str, str] | None:
@@ -70,8 +81,10 @@ def whole_rows(module: nn.Module) -> Mapping[str, str] | None:
 def attention_rows(module: nn.Module) -> Mapping[str, str] | None:
     """Part or parameter of `module` -> its style. None: not attention; empty: of no known kind."""
     parts = _parts(module)
-    if not (hasattr(module, "layer_idx") and parts.keys() & {"q_proj", "q_b_proj"}):
+    if not (hasattr(module, "layer_idx") and parts.keys() & {"q_proj", "q_b_proj", "qkv_proj"}):
         return None
+    if parts.keys() == _PACKED_ATTENTION.keys() and not module._parameters:
+        return _PACKED_ATTENTION if any(packed_heads(module)) else {}
     kind = next((kind for kind in KINDS if kind.keys() <= parts.keys()), {})
     if not all("weight" in _shapes(parts[name]) for name in kind):  # of another layout
         return {}
@@ -81,6 +94,22 @@ def attention_rows(module: nn.Module) -> Mapping[str, str] | None:
     own = {name for name, weight in module._parameters.items() if weight is not None}
     rows |= dict.fromkeys(own & {SINKS}, "colwise")
     return rows if rows.keys() == parts.keys() | own else {}
+
+
+def packed_heads(attention: nn.Module) -> tuple[int, int]:
+    """Query heads and kv heads that its `qkv_proj` makes. (0, 0) where it has other rows."""
+    kv_heads, head_dim = (getattr(attention, n, 0) for n in ("num_key_value_heads", "head_dim"))
+    heads = getattr(getattr(attention, "config", None), "num_attention_heads", 0)
+    rows = _shapes(attention.get_submodule("qkv_proj"))["weight"][0]
+    return (heads, kv_heads) if rows == (heads + 2 * kv_heads) * head_dim else (0, 0)
+
+
+def keep_heads(attention: nn.Module, heads: int, kv_heads: int) -> None:
+    """Its code finds so many in what `qkv_proj` makes."""
+    attention.num_key_value_heads = kv_heads  # type: ignore[assignment]
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads = heads  # type: ignore[union-attr]
+    attention.config.num_key_value_heads = kv_heads  # type: ignore[union-attr]
 
 
 def _parts(module: nn.Module) -> dict[str, nn.Module]:

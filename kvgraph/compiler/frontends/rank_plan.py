@@ -31,14 +31,20 @@ from kvgraph.errors import UnsupportedError
 Plan = Mapping[str, str]
 """Name of a module or a parameter, with "*" for its layer -> how it is cut."""
 
+ONE_PART = (1,)
+TWO_PARTS = (1, 1)
+
 PARAMETERS = {
-    "colwise": (-2, 1),
-    "rowwise": (-1, 1),
-    "packed_colwise": (-2, 2),
-    "packed_rowwise": (-1, 2),
-    "grouped_gemm": (0, 1),
+    "colwise": (-2, ONE_PART),
+    "rowwise": (-1, ONE_PART),
+    "packed_colwise": (-2, TWO_PARTS),
+    "packed_rowwise": (-1, TWO_PARTS),
+    "grouped_gemm": (0, ONE_PART),
 }
 """Style of a parameter with a row of the plan of its own, such as experts: dim, packed parts."""
+
+GATHERED = ("colwise_gather_output", "rowwise_split_input")
+"""Styles of projections between which each rank has what all make."""
 
 BY_EXPERT = "ep_dispatch_experts"
 """Style of a module of which each rank has a share of the experts."""
@@ -92,7 +98,7 @@ def _divides(module: nn.Module, name: str, plan: Plan, ranks: int) -> bool:
         for own, parameter in module.named_parameters(recurse=False)
         if plan.get(f"{name}.{own}") in PARAMETERS
     ]
-    return bool(cuts) and all(shape[dim] % (ranks * parts) == 0 for shape, dim, parts in cuts)
+    return bool(cuts) and all(shape[dim] % (ranks * len(parts)) == 0 for shape, dim, parts in cuts)
 
 
 def _rows(
@@ -118,6 +124,10 @@ def _rows(
 
 
 def _is_named(pattern: str, plan: Plan) -> bool:
-    """Whether `plan` has a row for feed-forward layers of `pattern`, or for what they are in."""
+    """Whether `plan` has a row for feed-forward layers of `pattern`, or for what they are in. One
+    that gathers what is between their projections counts as none."""
     parts = {f"{pattern}.{part}" for part in FEED_FORWARD}
-    return any(row in parts or f"{pattern}.".startswith(f"{row}.") for row in plan)
+    return any(
+        (row in parts and style not in GATHERED) or f"{pattern}.".startswith(f"{row}.")
+        for row, style in plan.items()
+    )

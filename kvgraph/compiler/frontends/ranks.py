@@ -21,8 +21,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvgraph.compiler.cache import LayerNeed, require_heads
 from kvgraph.compiler.frontends.decoder import Decoder, probe
-from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD
-from kvgraph.compiler.frontends.rank_plan import BY_EXPERT, PARAMETERS, Plan, pattern_of, plan_of
+from kvgraph.compiler.frontends.rank_parts import (
+    ALL_HEADS,
+    EACH_HEAD,
+    PACKED_HEADS,
+    keep_heads,
+    packed_heads,
+)
+from kvgraph.compiler.frontends.rank_plan import (
+    BY_EXPERT,
+    ONE_PART,
+    PARAMETERS,
+    TWO_PARTS,
+    Plan,
+    pattern_of,
+    plan_of,
+)
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.values import Share
 from kvgraph.errors import UnsupportedError
@@ -83,7 +97,7 @@ class _Cutter:
     shares: dict[str, Share] = field(default_factory=dict)
     """By name of a parameter: what is kept of it."""
     _parts: dict[str, nn.Module] = field(default_factory=dict)
-    _cut: dict[tuple[int, int, int], nn.Parameter] = field(default_factory=dict)
+    _cut: dict[tuple[int, int, tuple[int, ...]], nn.Parameter] = field(default_factory=dict)
 
     def run(self, model: nn.Module) -> None:
         styles: dict[str, Callable[[str, nn.Module], None]] = {
@@ -93,6 +107,7 @@ class _Cutter:
             "rowwise": self._rows,
             "rowwise_split_input": self._rows_of_whole,
             "packed_colwise": self._packed_columns,
+            PACKED_HEADS: self._packed_heads,
             "embedding_rowwise": self._vocabulary,
             "moe_tp_experts": lambda name, module: self._sum_output(module),
             "all_reduce": lambda name, module: self._sum_output(module),
@@ -143,11 +158,24 @@ class _Cutter:
             self._heads(name, module, heads)
             return
         for own in _present(module):
-            self._parameter(f"{name}.{own}", module, own, 0, 1)
+            self._parameter(f"{name}.{own}", module, own, 0)
 
     def _packed_columns(self, name: str, module: nn.Module) -> None:
         for own in _present(module):
-            self._parameter(f"{name}.{own}", module, own, 0, 2)
+            self._parameter(f"{name}.{own}", module, own, 0, TWO_PARTS)
+
+    def _packed_heads(self, name: str, module: nn.Module) -> None:
+        """Queries, keys and values in one; attention finds them by the numbers of heads."""
+        attention = self._parts[name.rpartition(".")[0]]
+        heads, kv_heads = packed_heads(attention)
+        if kv_heads % self.ranks:
+            raise UnsupportedError(
+                f"tp: expected ranks that divide the {kv_heads} kv heads that {name} of "
+                f"{self.architecture!r} packs, got {self.ranks}"
+            )
+        for own in _present(module):
+            self._parameter(f"{name}.{own}", module, own, 0, (heads, kv_heads, kv_heads))
+        keep_heads(attention, heads // self.ranks, kv_heads // self.ranks)
 
     def _copied_heads(self, name: str, module: nn.Module) -> int:
         """Of a layer that makes keys or values of fewer heads than ranks: how many heads. 0: of
@@ -168,7 +196,7 @@ class _Cutter:
 
     def _rows(self, name: str, module: nn.Module) -> None:
         """The bias is added to the sum, once."""
-        self._parameter(f"{name}.weight", module, "weight", -1, 1)
+        self._parameter(f"{name}.weight", module, "weight", -1)
         if module._parameters.get("bias") is None:
             self._sum_output(module)
             return
@@ -206,7 +234,7 @@ class _Cutter:
 
     def _heads(self, name: str, module: nn.Module, parts: int) -> None:
         """One of so many parts of whole heads; of fewer than ranks, some ranks have the same."""
-        one = Share(0, 1, parts, self.rank * parts // self.ranks)
+        one = Share(0, ONE_PART, parts, self.rank * parts // self.ranks)
         for own in _present(module):
             self._keep(f"{name}.{own}", module, own, one)
 
@@ -223,7 +251,7 @@ class _Cutter:
         folded into its graph, and ranks share that.
         """
         whole = _rows_of(module)
-        self._parameter(f"{name}.weight", module, "weight", 0, 1)
+        self._parameter(f"{name}.weight", module, "weight", 0)
         module.register_buffer("own_rows", self._own(whole).int()[:, None])
         look_up = module.forward
 
@@ -263,17 +291,20 @@ class _Cutter:
 
     # -- parameters
 
-    def _parameter(self, name: str, module: nn.Module, own: str, dim: int, parts: int) -> None:
+    def _parameter(
+        self, name: str, module: nn.Module, own: str, dim: int, parts: tuple[int, ...] = ONE_PART
+    ) -> None:
         """Keep this rank's share, along `dim`, of each of the `parts` that are packed there."""
         whole = module._parameters[own]
         assert whole is not None
         if whole.dim() == 1:
             dim = 0
         extent = whole.shape[dim]
-        if extent % (self.ranks * parts):
+        unit = extent // sum(parts)
+        if extent % sum(parts) or any(part * unit % self.ranks for part in parts):
             raise UnsupportedError(
-                f"tp: expected ranks that divide the {extent // parts} rows or columns of {name}, "
-                f"got {self.ranks}"
+                f"tp: expected ranks that divide the {extent // len(parts)} rows or columns of "
+                f"{name}, got {self.ranks}"
             )
         self._keep(name, module, own, Share(dim % whole.dim(), parts, self.ranks, self.rank))
 
