@@ -45,8 +45,16 @@ def encode(
     """Token ids; `refusal` where the tokenizer, which was read from `path`, fails at it."""
     with _refusing(path, refusal, "expected a tokenizer that encodes the text, got one that fails"):
         if len(text) > LONG_TEXT:  # `encode` keeps Python's lock, so that other threads would wait
-            return list(tokenizer.encode_batch([text], add_special_tokens=special_tokens)[0].ids)
+            found = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+            return list(found[0].ids)
         return list(tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+
+def most_characters(tokenizer: Tokenizer) -> int:
+    """Of a text that one token stands for. A normalizer may write several as one: a Hangul syllable
+    has up to three, and some spaces may be lost."""
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return longest if tokenizer.normalizer is None else 4 * longest
 
 
 def byte_pieces(tokenizer: Tokenizer | None) -> Callable[[int], bytes | None]:

@@ -66,14 +66,17 @@ def instance(name: str, value: object, kind: type | tuple[type, ...], expected: 
         raise RequestError(f"{name}: expected {expected}, got {said(value)}")
 
 
-def integers(name: str, values: object, least: int) -> tuple[int, ...]:
-    """`values` as ints of `least` or more."""
+def integers(name: str, values: object, least: int, most: int) -> tuple[int, ...]:
+    """`values`, at most so many, as ints of `least` or more."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name}: expected integers >= {least}, got {said(values)}")
-    return tuple([integer(name, value, least) for value in values])
+    given = tuple(values)
+    if len(given) > most:
+        raise RequestError(f"{name}: expected at most {most}, got {len(given)}")
+    return tuple([integer(name, value, least) for value in given])
 
 
-def texts(name: str, values: object, most: int) -> tuple[str, ...]:
+def texts(name: str, values: object, most: int, most_characters: int) -> tuple[str, ...]:
     """`values`, one text or up to `most`, as a tuple; none of them is empty."""
     given = (values,) if isinstance(values, str) else values
     if not isinstance(given, list | tuple):
@@ -83,6 +86,10 @@ def texts(name: str, values: object, most: int) -> tuple[str, ...]:
     for text in given:
         if not isinstance(text, str) or not text:
             raise RequestError(f"{name}: expected text that is not empty, got {said(text)}")
+    if (length := sum(map(len, given))) > most_characters:
+        raise RequestError(
+            f"{name}: expected at most {most_characters} characters together, got {length}"
+        )
     return tuple(given)
 
 

@@ -24,6 +24,8 @@ from kvgraph.runtime.arguments import (
 from kvgraph.runtime.grammars import KINDS, Grammar, grammar_of
 
 MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 4096
+MOST_STOP_IDS = 1024
 MOST_COMPLETIONS = 128
 LEAST_SEED = -(1 << 63)
 
@@ -50,11 +52,12 @@ class SamplingParams:
     `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it. With a `seed` a
     request's tokens do not depend on its batch.
 
-    Generation stops after `max_new_tokens`, at a token of `stop_token_ids`, at the model's own
-    end tokens unless `ignore_eos`, or with a string of `stop` (one, or at most 16): the text ends
-    before it, or behind it with `include_stop_str_in_output`; text that may become a stop string is
-    held back. The first one that is complete counts. None of these tokens comes before
-    `min_new_tokens` others, and no stop string counts in fewer tokens.
+    Generation stops after `max_new_tokens`, at a token of `stop_token_ids` (at most 1024), at the
+    model's own end tokens unless `ignore_eos`, or with a string of `stop` (one, or at most 16, of
+    4096 characters together): the text ends before it, or behind it with
+    `include_stop_str_in_output`; text that may become a stop string is held back. The first one
+    that is complete counts. None of these tokens comes before `min_new_tokens` others, and no stop
+    string counts in fewer tokens.
     `max_tokens` and `min_tokens` are other names for the two limits: they are read as
     `max_new_tokens` and `min_new_tokens`.
 
@@ -121,8 +124,8 @@ class SamplingParams:
             "top_k": integer("top_k", self.top_k, 0),
             "n": integer("n", self.n, 1, MOST_COMPLETIONS),
             "seed": optional_integer("seed", self.seed, LEAST_SEED),
-            "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0),
-            "stop": texts("stop", self.stop, MOST_STOPS),
+            "stop_token_ids": integers("stop_token_ids", self.stop_token_ids, 0, MOST_STOP_IDS),
+            "stop": texts("stop", self.stop, MOST_STOPS, MOST_STOP_CHARACTERS),
             "include_stop_str_in_output": flag(
                 "include_stop_str_in_output", self.include_stop_str_in_output
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
@@ -58,7 +59,8 @@ class StopStrings:
         return longest or None
 
 
-def borders(text: str) -> list[int]:
+@lru_cache(maxsize=256)
+def borders(text: str) -> tuple[int, ...]:
     """For each n the most characters, less than n, that `text[:n]` both begins and ends with."""
     found = [0, 0]
     for character in text[1:]:
@@ -66,4 +68,4 @@ def borders(text: str) -> list[int]:
         while length and text[length] != character:
             length = found[length]
         found.append(length + (text[length] == character))
-    return found
+    return tuple(found)

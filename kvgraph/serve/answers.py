@@ -8,7 +8,8 @@ import msgspec
 
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.generation import Generation, status_of
+from kvgraph.serve.errors import error_body
+from kvgraph.serve.generation import Generation
 
 DONE = b"data: [DONE]\n\n"
 
@@ -20,11 +21,9 @@ def event(body: object) -> bytes:
     return b"data: " + encoded(body) + b"\n\n"
 
 
-def failure(why: str) -> bytes:
+def failure(generation: Generation, why: str) -> bytes:
     """The event of a choice that failed on its own."""
-    status = status_of(why)
-    kind = "server_error" if status == 500 else "invalid_request_error"
-    return event({"error": {"message": why, "type": kind, "code": status}})
+    return b"data: " + error_body(generation.status_of(why), why) + b"\n\n"
 
 
 def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, object]:

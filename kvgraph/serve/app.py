@@ -32,6 +32,7 @@ from kvgraph.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    brief,
     decoded,
 )
 from kvgraph.serve.service import Served, Service
@@ -53,6 +54,7 @@ def make_app(service: Service, lifespan: Lifespan[Starlette] | None = None) -> S
         Route("/metrics", endpoints.metrics),
         Route("/state", endpoints.state),
         Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
@@ -111,15 +113,24 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         self._require_key(request)
-        served = self._service.require_loaded()
-        model = {
+        body = {"object": "list", "data": [self._model()]}
+        return Response(encoded(body), media_type=JSON)
+
+    async def model(self, request: Request) -> Response:
+        self._require_key(request)
+        model, asked = self._model(), request.path_params["name"]
+        if asked != model["id"]:
+            raise ServeError(404, f"model: expected {model['id']!r}, got {brief(asked)}")
+        return Response(encoded(model), media_type=JSON)
+
+    def _model(self) -> dict[str, object]:
+        return {
             "id": self._service.name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvgraph",
-            "max_model_len": served.facts.longest,
+            "max_model_len": self._service.require_loaded().facts.longest,
         }
-        return Response(encoded({"object": "list", "data": [model]}), media_type=JSON)
 
     async def tokenize(self, request: Request) -> Response:
         self._require_key(request)
@@ -177,8 +188,6 @@ class Endpoints:
         except ServeError as error:
             if generation.was_lost and not job.streams and tries > 1:
                 return await self._run(request, job, answer, events, tries - 1)
-            if error.status == 500 and self._service.is_draining:
-                error.status = 503  # the drain cut it
             log(error.status)
             error.is_logged = True
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.sampling import Token
 from kvgraph.serve.answers import DONE, chat_logprobs, event, failure, reason_of, text_of, usage_of
@@ -29,7 +30,8 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     served.admission.require_room(given.num_each, 0)  # before any text is rendered
     tools = Tools(given)
     shape = _shape(given, tools)
-    prompt = await _rendered(served, given, tools)
+    prompt = await _rendered(served, given, tools, served.facts.longest)
+    served.require_known("messages", prompt)
     limit = "max_tokens" if given.max_completion_tokens is None else "max_completion_tokens"
     wanted = given.max_tokens if limit == "max_tokens" else given.max_completion_tokens
     fits = require_output_room(
@@ -37,6 +39,7 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     )
     params = sampling_of(
         given,
+        served.facts.vocab_size,
         max_tokens=fits,
         logprobs=(given.top_logprobs or 0) if given.logprobs else None,
         prompt_logprobs=None,
@@ -76,20 +79,31 @@ def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
     )
 
 
-async def _rendered(served: Served, given: ChatRequest, tools: Tools) -> list[int]:
-    """In a thread: a template is the artifact's own program."""
-    try:
-        return await asyncio.to_thread(
-            served.prompts.apply_chat_template,
+async def _rendered(
+    served: Served, given: ChatRequest, tools: Tools, most: int | None = None
+) -> list[int]:
+    """In a thread: a template is the artifact's own program. A text of more than `most` tokens is
+    refused before it is tokenized."""
+
+    def render() -> tuple[str, list[int]]:
+        text = served.prompts._templates.render(
             given.messages,
             tools=given.tools if tools else None,
             add_generation_prompt=given.add_generation_prompt is not False,
             chat_template_kwargs=given.template_variables(),
         )
+        is_long = len(text) > LONG_TEXT
+        return text, [] if is_long else served.prompts.tokenize(text, special_tokens=False)
+
+    try:
+        text, tokens = await asyncio.to_thread(render)
     except (RequestError, ArtifactError) as error:
         refused = refusal(error)
         refused.param = refused.param or "messages"
         raise refused from error
+    if len(text) > LONG_TEXT:
+        tokens = await served.tokenize(text, special_tokens=False, about="messages", most=most)
+    return tokens
 
 
 async def chat_tokens(served: Served, given: ChatRequest) -> list[int]:
@@ -143,7 +157,7 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
                 piece = _piece(choice.index, delta, _logprobs(job, tokens), why)
                 yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
             if error:
-                yield failure(error)
+                yield failure(generation, error)
     if job.sends_usage:
         yield event({**head, "choices": [], "usage": usage_of(generation)})
     yield DONE

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.runtime.sampling import Token
 from kvgraph.serve.answers import (
     DONE,
@@ -17,7 +18,7 @@ from kvgraph.serve.answers import (
     text_of,
     usage_of,
 )
-from kvgraph.serve.errors import ServeError
+from kvgraph.serve.errors import ServeError, too_long
 from kvgraph.serve.generation import Choice, Generation, salt_of
 from kvgraph.serve.jobs import Echo, Job, require_output_room, usage_so_far
 from kvgraph.serve.protocol import CompletionRequest, sampling_of
@@ -38,10 +39,6 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         most = service.options.max_choices
         raise ServeError(400, f"n: expected at most {most} choices, got {count}", param="n")
     served.admission.require_room(count, 0)  # before any text is tokenized
-    prompts = [
-        await served.tokenize(prompt) if isinstance(prompt, str) else prompt
-        for prompt in given.prompts
-    ]
     drops_output = given.max_tokens == 0
     if drops_output and not given.echo:
         raise ServeError(
@@ -49,10 +46,10 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         )
     wanted = DEFAULT_MAX_TOKENS if given.max_tokens is None else max(1, given.max_tokens)
     fits = None if given.max_tokens is None else wanted
-    for prompt in prompts:  # of a default, as many tokens are generated as fit
-        require_output_room(prompt, fits, served.facts.longest)
+    prompts = await _tokenized(served, given.prompts, fits, drops_output)
     params = sampling_of(
         given,
+        served.facts.vocab_size,
         max_tokens=wanted,
         logprobs=given.logprobs,
         prompt_logprobs=given.logprobs if given.echo else None,
@@ -78,10 +75,33 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     )
 
 
+async def _tokenized(
+    served: Served, given: list[str | list[int]], fits: int | None, drops_output: bool
+) -> list[list[int]]:
+    """Each prompt's tokens; ServeError where no `fits` tokens have room behind one. Of a default,
+    None, as many are generated as fit."""
+    longest = served.facts.longest
+    is_long = sum([len(prompt) for prompt in given if isinstance(prompt, str)]) > LONG_TEXT
+    found = []
+    for prompt in given:
+        tokens = prompt
+        if isinstance(tokens, str):
+            tokens = await served.tokenize(tokens, most=longest, is_long=is_long)
+        if drops_output and len(tokens) == longest:
+            got = f"{longest} of prompt, and an echo alone computes one of output too"
+            raise too_long("prompt", longest, got)
+        require_output_room(tokens, fits, longest)
+        served.require_known("prompt", tokens)
+        found.append(tokens)
+    return found
+
+
 async def _echo(served: Served, given: str | list[int], tokens: list[int], offsets: bool) -> Echo:
     text = given
     if not isinstance(text, str):
-        text = served.detokenize(tokens, special_tokens=False, field="prompt")
+        text = await asyncio.to_thread(
+            served.detokenize, tokens, special_tokens=False, about="prompt"
+        )
     if not offsets:
         return Echo(text)
     return Echo(text, await asyncio.to_thread(served.offsets_in, text, tokens))
@@ -106,7 +126,7 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
         for choice in fresh:
             error, text = choice.tokens[-1].error, text_of(choice.tokens)
             if error and not text:
-                yield failure(error)
+                yield failure(generation, error)
                 continue
             length = lengths.get(choice.index)
             piece = _piece(job, choice, choice.tokens, length)
@@ -117,7 +137,7 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
             if piece["text"] or piece["finish_reason"] or job.logprobs:
                 yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
             if error:
-                yield failure(error)
+                yield failure(generation, error)
     if job.sends_usage:
         yield event({**head, "choices": [], "usage": _usage(job, generation)})
     yield DONE

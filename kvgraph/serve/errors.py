@@ -41,6 +41,24 @@ class ServeError(Exception):
         return headers
 
 
+def too_long(param: str, longest: int, got: str) -> ServeError:
+    """Of what no context of `longest` tokens holds."""
+    return ServeError(
+        400,
+        f"{param}: expected at most {longest} tokens of prompt and output together (the maximum "
+        f"context length), got {got}",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def require_vocabulary(param: str, greatest: int, size: int) -> None:
+    """ServeError for a token id that is not one of a vocabulary of `size`."""
+    if greatest >= size:
+        sentence = f"{param}: expected token ids in [0, {size}), got {greatest}"
+        raise ServeError(400, sentence, param=param)
+
+
 KINDS = {
     401: ("authentication_error", "invalid_api_key"),
     404: ("not_found_error", "not_found"),

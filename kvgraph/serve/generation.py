@@ -62,6 +62,8 @@ class Choice:
     """Whether its last token was taken, or it was left."""
     last_news: float = 0.0
     """When its last tokens came, in seconds of `time.perf_counter`."""
+    last_counted: float = 0.0
+    """The same, of those that were counted; at first that of its first tokens."""
 
     @property
     def finish_reason(self) -> str | None:
@@ -144,6 +146,9 @@ class Generation:
 
     def _came(self, choice: Choice) -> None:
         """The engine gave tokens; a slow reader of them keeps no other request waiting."""
+        choice.last_news = perf_counter()
+        if choice.is_queued:
+            choice.last_counted = choice.last_news
         self._leave_queue(choice)
         if choice.stream.has_ended:
             self._leave_engine(choice)
@@ -171,22 +176,22 @@ class Generation:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        now = perf_counter()
         for choice in fresh:
             choice.tokens = choice.stream.take()
-            self._count(choice, now)
+            self._count(choice)
         return fresh
 
-    def _count(self, choice: Choice, now: float) -> None:
+    def _count(self, choice: Choice) -> None:
         last = choice.tokens[-1]
         count = len(choice.tokens) - (last.error is not None)
+        seconds = choice.last_news - choice.last_counted
         if not choice.has_started:
             choice.has_started = True
             choice.prompt_logprobs = choice.tokens[0].prompt_logprobs
-            self._metrics.first_token(choice.stream.stats, count)
+            self._metrics.first_tokens(choice.stream.stats, count, seconds)
         else:
-            self._metrics.next_tokens(count, now - choice.last_news)
-        choice.last_news = now
+            self._metrics.next_tokens(count, seconds)
+        choice.last_counted = choice.last_news
         choice.num_generated += count
         if last.finish_reason:
             choice.is_over = True
@@ -201,7 +206,7 @@ class Generation:
                 found[choice.index] += choice.tokens
         for tokens in found.values():
             if error := tokens[-1].error:
-                raise ServeError(status_of(error), error)
+                raise ServeError(self.status_of(error), error)
         return list(found.values())
 
     def close(self) -> None:
@@ -213,6 +218,12 @@ class Generation:
                 self._leave_queue(choice)
                 self._leave_engine(choice)
                 self._metrics.ended(choice.stream.stats, "abort")
+
+    def status_of(self, error: str) -> int:
+        """Of what a token says of its choice's failure: the request's own fault is its grammar."""
+        if NOT_FOLLOWED in error:
+            return 400
+        return 503 if self._runner.is_closed else 500
 
     @property
     def was_lost(self) -> bool:
@@ -245,11 +256,6 @@ async def _refusal(error: Exception, params: SamplingParams) -> ServeError:
     if params.parts and NOT_TAKEN in str(error):
         part = await asyncio.to_thread(refused_part, params.parts)
     return refusal(error, part or params.origin)
-
-
-def status_of(error: str) -> int:
-    """Of what a token says of its choice's failure: the request's own fault is its grammar."""
-    return 400 if NOT_FOLLOWED in error else 500
 
 
 def salt_of(text: str | None) -> bytes:

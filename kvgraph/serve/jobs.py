@@ -10,7 +10,7 @@ from typing import Any
 
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.serve.answers import Spelling, usage_of
-from kvgraph.serve.errors import ServeError
+from kvgraph.serve.errors import ServeError, too_long
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.tools import Tools
 
@@ -83,11 +83,5 @@ def require_output_room(
     if room < 1 or (wanted is not None and wanted > room):
         param = prompt_field if room < 1 else limit_field
         asked = f" and {wanted} of output" if wanted is not None else ""
-        raise ServeError(
-            400,
-            f"{param}: expected at most {longest} tokens of prompt and output together (the "
-            f"maximum context length), got {len(prompt)} of prompt{asked}",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise too_long(param, longest, f"{len(prompt)} of prompt{asked}")
     return room if wanted is None else wanted

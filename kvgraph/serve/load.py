@@ -94,9 +94,11 @@ class Admission:
     def require_room(self, count: int, tokens: int) -> None:
         """A ServeError (429) where `count` more requests of `tokens` tokens do not fit the queue.
 
-        What an empty queue cannot hold is let through: it is refused by its size, or never.
+        What an empty queue cannot hold is let through while none waits and a row is free: it is
+        refused by its size, or never.
         """
-        too_many = self.num_open and self.num_open + count > self._rows + self._most_requests
+        is_busy = self.num_queued or self.num_open >= self._rows
+        too_many = is_busy and self.num_open + count > self._rows + self._most_requests
         too_long = self.queued_tokens and self.queued_tokens + tokens > self._most_tokens
         if too_many or too_long:
             raise ServeError(

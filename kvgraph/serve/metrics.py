@@ -90,11 +90,14 @@ class Metrics(Collector):
     def submitted(self, prompt_tokens: int) -> None:
         self._prompt_tokens += prompt_tokens
 
-    def first_token(self, stats: RequestStats, count: int) -> None:
+    def first_tokens(self, stats: RequestStats, count: int, seconds: float) -> None:
+        """The first `count` tokens of a request came, in so many seconds from the first one on."""
         self._seconds["time_to_first_token_seconds"].observe(stats.first_token_seconds)
         self._seconds["request_queue_time_seconds"].observe(stats.queue_seconds)
         self._seconds["request_prefill_time_seconds"].observe(stats.prefill_seconds)
-        self._generation_tokens += count
+        if count:
+            self._generation_tokens += 1
+            self.next_tokens(count - 1, seconds)
 
     def next_tokens(self, count: int, seconds: float) -> None:
         """`count` tokens of one request came, `seconds` after those before them."""

@@ -15,16 +15,17 @@ from msgspec import Meta, Struct
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
+from kvgraph.runtime.arguments import MOST_BIASES
 from kvgraph.runtime.grammars import KINDS
-from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
-from kvgraph.serve.errors import ServeError
+from kvgraph.runtime.sampling_params import ALIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
+from kvgraph.serve.errors import ServeError, require_vocabulary
 from kvgraph.serve.shapes import Parts, Shape, StructuredOutputs, shape_of_choice
 
 Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = list[Count]
 Prompt = str | list[str | Count | TokenIds]
-Stops = str | Annotated[list[str], Meta(max_length=16)]
+Stops = str | Annotated[list[str], Meta(max_length=MOST_STOPS)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -47,14 +48,14 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     stop: Stops | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MOST_BIASES)] | None = None
     # vLLM's
     ignore_eos: bool | None = None
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: Count | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Meta(max_length=MOST_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     guided_json: str | JsonObject | bool | None = None
@@ -240,6 +241,7 @@ class ShapedParams(SamplingParams):
 
 def sampling_of(
     request: Sampled,
+    vocab_size: int,
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -262,7 +264,9 @@ def sampling_of(
     if request.top_k == -1:  # vLLM's word for all
         given["top_k"] = 0
     if request.logit_bias is not None:
-        given["logit_bias"] = {_token_id(name): by for name, by in request.logit_bias.items()}
+        biases = {_token_id(name): by for name, by in request.logit_bias.items()}
+        require_vocabulary("logit_bias", max(biases, default=0), vocab_size)
+        given["logit_bias"] = biases
     shape = _only_shape(request, shape)
     try:
         if shape is None:
@@ -290,11 +294,12 @@ def _only_shape(request: Sampled, shape: Shape | None) -> Shape | None:
 
 
 def refusal(error: Exception, origin: str = "") -> ServeError:
-    """What the runtime refuses, under the names of the request's own fields.
+    """What the runtime refuses, under the names of the request's own fields, without the engine's
+    id of it.
 
     `origin`: the field, or fields, that the grammar is of, unless it has a name of SamplingParams.
     """
-    message = str(error)
+    message = re.sub("^request '[^']*': ", "", str(error))
     for name, own in ALIASES.items():
         message = message.replace(own, name)
     kind, found, rest = message.partition(":")

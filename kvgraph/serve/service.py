@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvgraph.contract.tokenizer import LONG_TEXT, byte_pieces
+from kvgraph.contract.tokenizer import LONG_TEXT, byte_pieces, most_characters
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.runtime.async_engine import AsyncEngine
@@ -16,7 +16,7 @@ from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.text import TextStream
 from kvgraph.serve.answers import Spelling
-from kvgraph.serve.errors import ServeError
+from kvgraph.serve.errors import ServeError, require_vocabulary, too_long
 from kvgraph.serve.facts import EngineFacts, facts_of
 from kvgraph.serve.generation import Runner
 from kvgraph.serve.latency import keep_heap, make_behind, step_behind
@@ -28,6 +28,10 @@ from kvgraph.serve.state import state_of
 if TYPE_CHECKING:
     from kvgraph.runtime.sampling import Token
     from kvgraph.serve.kv_events import KVEventPublisher
+
+
+MOST_LONG_TEXTS = 2
+"""That are tokenized at a time: one takes up to 200 times its size in memory."""
 
 
 @dataclass(slots=True)
@@ -42,30 +46,60 @@ class Served:
     admission: Admission
     metrics: Metrics
     spell: Spelling
+    _long_texts: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MOST_LONG_TEXTS)
+    )
 
-    async def tokenize(self, text: str, special_tokens: bool = True) -> list[int]:
-        """On the loop where that is quick. ServeError for a text that is not Unicode."""
+    async def tokenize(
+        self,
+        text: str,
+        special_tokens: bool = True,
+        *,
+        about: str = "prompt",
+        most: int | None = None,
+        is_long: bool | None = None,
+    ) -> list[int]:
+        """On the loop, unless it `is_long`, or one of several that are together.
+
+        ServeError about a field for a text that is not Unicode, and for one that is more than
+        `most` tokens, whatever they are: before it is tokenized.
+        """
+        if is_long is None:
+            is_long = len(text) > LONG_TEXT
+        if not is_long:
+            return self._tokenized(text, special_tokens, about, most)
+        async with self._long_texts:
+            return await asyncio.to_thread(self._tokenized, text, special_tokens, about, most)
+
+    def _tokenized(
+        self, text: str, special_tokens: bool, about: str, most: int | None
+    ) -> list[int]:
+        tokenizer = self.prompts._text.tokenizer
+        if most is not None and tokenizer is not None and len(text) > most:
+            least = len(text) // most_characters(tokenizer)
+            if least > most:
+                raise too_long(about, most, f"a text of at least {least}")
         try:
-            if len(text) <= LONG_TEXT:
-                return self.prompts.tokenize(text, special_tokens=special_tokens)
-            return await asyncio.to_thread(
-                self.prompts.tokenize, text, special_tokens=special_tokens
-            )
+            return self.prompts.tokenize(text, special_tokens=special_tokens)
         except (RequestError, ArtifactError) as error:
-            raise ServeError(400, str(error), param="prompt") from error
+            raise ServeError(400, str(error), param=about) from error
 
     def detokenize(
-        self, tokens: list[int], *, special_tokens: bool = True, field: str = "tokens"
+        self, tokens: list[int], *, special_tokens: bool = True, about: str = "tokens"
     ) -> str:
-        """ServeError about `field` without a tokenizer, or for a token that it has not."""
-        tokenizer = self._tokenizer(field)
-        size = self.facts.vocab_size
-        if tokens and max(tokens) >= size:
-            raise ServeError(
-                400, f"{field}: expected token ids in [0, {size}), got {max(tokens)}", param=field
-            )
-        text: str = tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
-        return text
+        """ServeError about a field without a tokenizer, or for a token that it has not."""
+        tokenizer = self._tokenizer(about)
+        if tokens:
+            self.require_known(about, tokens)
+        # `decode` keeps Python's lock, so that other threads would wait.
+        (text,) = tokenizer.decode_batch([tokens], skip_special_tokens=not special_tokens)
+        return str(text)
+
+    def require_known(self, about: str, tokens: list[int]) -> None:
+        """ServeError about a field for no token, and for one that the model has not."""
+        if not tokens:
+            raise ServeError(400, f"{about}: expected a prompt, got an empty one", param=about)
+        require_vocabulary(about, max(tokens), self.facts.vocab_size)
 
     def offsets_in(self, text: str, tokens: list[int]) -> list[int]:
         """Where each token of a prompt begins in `text`. A character begins with its last byte; a
@@ -83,10 +117,10 @@ class Served:
             at += len(spelled if spelled and text.startswith(spelled, at) else piece)
         return offsets
 
-    def _tokenizer(self, field: str) -> Any:
+    def _tokenizer(self, about: str) -> Any:
         if (tokenizer := self.prompts._text.tokenizer) is None:
-            sentence = f"{field}: expected an artifact with a tokenizer, got none"
-            raise ServeError(400, sentence, param=field)
+            sentence = f"{about}: expected an artifact with a tokenizer, got none"
+            raise ServeError(400, sentence, param=about)
         return tokenizer
 
 

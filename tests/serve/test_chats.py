@@ -148,11 +148,13 @@ def rendered(given: ChatRequest) -> dict[str, Any]:
     """The keywords with which its messages are rendered."""
     seen: dict[str, Any] = {}
 
-    def apply_chat_template(messages: Any, **fields: Any) -> list[int]:
+    def render(messages: Any, **fields: Any) -> str:
         seen.update(fields)
-        return []
+        return ""
 
-    prompts = SimpleNamespace(apply_chat_template=apply_chat_template)
+    prompts = SimpleNamespace(
+        _templates=SimpleNamespace(render=render), tokenize=lambda text, special_tokens: []
+    )
     served: Any = SimpleNamespace(prompts=prompts)
     asyncio.run(chats._rendered(served, given, Tools(given)))
     return seen

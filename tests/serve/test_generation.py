@@ -101,6 +101,51 @@ def test_who_leaves_is_counted_once(parts: Parts) -> None:
     asyncio.run(main())
 
 
+def test_gaps_are_between_deliveries_whoever_reads(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tokens came in two, 0.06 s apart, before any was read; then two 0.2 s later."""
+    runner, _, generation = parts
+    clock = iter([1.0, 1.06, 1.26])
+    monkeypatch.setattr("kvgraph.serve.generation.perf_counter", lambda: next(clock))
+
+    async def main() -> None:
+        await generation.start([[5, 6, 7]], [SamplingParams()], b"", 100)
+        (stream,) = runner.streams
+        token = Token("0", 5, "a", None)
+        stream.give([token])
+        stream.give([token, token])
+        await anext(generation)
+        stream.give([token, token])
+        await anext(generation)
+
+    asyncio.run(main())
+    lines = [line for line in generation._metrics.text().decode().splitlines() if line[0] != "#"]
+    counts = {line.partition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    name = 'kvgraph:inter_token_latency_seconds_bucket{le="%s",model_name="tiny"}'
+    found = [counts[name % bound] for bound in ("0.025", "0.05", "0.1", "+Inf")]
+    assert found == [0, 2, 4, 4]
+    assert counts['kvgraph:generation_tokens_total{model_name="tiny"}'] == 5
+
+
+def test_more_choices_than_a_queue_holds_wait_for_no_empty_server(engine: Engine) -> None:
+    """Where none waits they are let through, as by an empty server: else they never came in."""
+    facts, stats = facts_of(engine), engine.stats()
+    admission = Admission(facts, ServeOptions(max_queued_requests=4), lambda: Load(stats))
+    most = facts.max_batch_size + 5
+    admission.require_room(most, 0)
+    admission.enter(3)
+    with pytest.raises(ServeError, match="queue: expected at most 4 requests"):
+        admission.require_room(most, 0)
+    admission.start(3)  # it runs
+    admission.require_room(most, 0)
+    for _ in range(facts.max_batch_size - 1):
+        admission.enter(3)
+        admission.start(3)
+    with pytest.raises(ServeError, match="queue: expected at most 4 requests"):
+        admission.require_room(most, 0)  # all rows are taken
+
+
 def test_an_engine_that_has_ended_says_so(parts: Parts) -> None:
     runner, admission, generation = parts
 

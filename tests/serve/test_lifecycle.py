@@ -129,6 +129,7 @@ def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
             server.terminate()
             last = frames(lines)[-1]
             assert "the engine was closed" in last["error"]["message"]
+            assert last["error"]["code"] == "not_ready", "as of the whole answer, a 503"
             assert "the engine was closed" in refusal(whole.result(), 503)
         pace.end()
         assert server.process.wait(SECONDS) == 0

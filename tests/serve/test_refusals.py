@@ -29,8 +29,14 @@ TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
         ({"prompt": [""]}, "expected a prompt, got an empty one", "prompt"),
         ({"prompt": ["The", []]}, "expected a prompt, got an empty one", "prompt"),
         ({"prompt": [5, "The"]}, "expected token ids alone", "prompt"),
-        ({"prompt": [2048]}, "expected token ids in [0, 2048), got 2048", None),
+        ({"prompt": [2048]}, "prompt: expected token ids in [0, 2048), got 2048", "prompt"),
         ({"prompt": [2048], "echo": True}, "prompt: expected token ids in [0, 2048)", "prompt"),
+        ({"prompt": "a" * 400_000}, "got a text of at least 4301", "prompt"),
+        (
+            {"prompt": [5] * 2048, "max_tokens": 0, "echo": True},
+            "got 2048 of prompt, and an echo alone computes one of output too",
+            "prompt",
+        ),
         ({"prompt": {"a": 1}}, "got `object`", "prompt"),
         ({"temperature": -1}, "temperature: expected >= 0 and finite, got -1", "temperature"),
         ({"top_p": 0}, "top_p: expected in (0, 1]", "top_p"),
@@ -39,11 +45,14 @@ TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
         ({"seed": -(2**63) - 1}, "seed: expected >= -9223372036854775808", "seed"),
         ({"stop": [""]}, "stop", "stop"),
         ({"stop": ["a"] * 17}, "length <= 16", "stop"),
+        ({"stop": ["a", "b" * 4096]}, "at most 4096 characters together, got 4097", "stop"),
+        ({"stop_token_ids": [5] * 1025}, "length <= 1024", "stop_token_ids"),
         ({"min_tokens": 5}, "min_tokens: expected at most max_tokens=4, got 5", "min_tokens"),
         ({"logprobs": 21}, "Expected `int` <= 20", "logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias: expected token ids, got 'a'", "logit_bias"),
         ({"logit_bias": {"5": 101}}, "expected in [-100, 100]", "logit_bias[5]"),
-        ({"logit_bias": {"2048": 1}}, "expected token ids in [0, 2048), got 2048", None),
+        ({"logit_bias": {"2048": 1}}, "expected token ids in [0, 2048), got 2048", "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "length <= 1024", "logit_bias"),
         ({"suffix": "end"}, "suffix: expected none", "suffix"),
         ({"best_of": 3}, "best_of: expected n=1, got 3", "best_of"),
         ({"stream_options": {"usage": True}}, "unknown field `usage`", None),
@@ -104,6 +113,7 @@ def test_a_chat_that_cannot_be(server: Server, fields: dict[str, Any], sentence:
         (TEXTS, {"prompt": "is " * 3000}, "prompt"),
         (TEXTS, {"prompt": "The", "max_tokens": 3000}, "max_tokens"),
         (CHATS, {"messages": [{"role": "user", "content": "is " * 3000}]}, "messages"),
+        (CHATS, {"messages": [{"role": "user", "content": "is " * 90_000}]}, "messages"),
         (CHATS, {"messages": MESSAGES, "max_tokens": 3000}, "max_tokens"),
         (
             CHATS,
@@ -202,6 +212,17 @@ def test_a_refused_request_harms_no_other_one(server: Server) -> None:
     assert "".join(pieces) == whole
 
 
+def test_a_prompt_that_cannot_be_runs_none_of_the_others(server: Server) -> None:
+    before = server.client.get("/metrics").text
+    refusal(server.post(TEXTS, {"prompt": [[1, 2], [3, 4], [5000]]}), 400)
+    assert _counters(server.client.get("/metrics").text) == _counters(before)
+
+
+def _counters(text: str) -> list[str]:
+    names = ("kvgraph:prompt_tokens_total", "kvgraph:request_success_total")
+    return [line for line in text.splitlines() if line.startswith(names)]
+
+
 def test_a_grammar_that_fails_behind_its_first_token(server: Server) -> None:
     """llguidance takes 2,000 alternatives at one place; the last sentence is of the client."""
     labels = " | ".join(f'"label {i}"' for i in range(2500))
@@ -211,4 +232,5 @@ def test_a_grammar_that_fails_behind_its_first_token(server: Server) -> None:
     events = server.events("/v1/completions", asked)
     (error,) = [event["error"] for event in events if "error" in event]
     assert sentence in error["message"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", 400)
+    assert (error["type"], error["code"]) == ("invalid_request_error", None)
+    assert error.keys() == {"message", "type", "param", "code"}

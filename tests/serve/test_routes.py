@@ -194,6 +194,9 @@ def test_who_serves(server: Server, artifact: Path) -> None:
     assert model["object"] == "model"
     assert model["max_model_len"] == 2048
     assert model["id"] == server.complete("The")["model"] == artifact.name
+    assert answered(server.client.get(f"/v1/models/{artifact.name}")) == model
+    other = refusal(server.client.get("/v1/models/a/b"), 404)
+    assert other == f"model: expected {artifact.name!r}, got 'a/b'"
     for path in ("/health", "/ready"):
         assert answered(server.client.get(path)) == {}
 
