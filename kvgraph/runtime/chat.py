@@ -23,7 +23,9 @@ from kvgraph.runtime.messages import (
     plain_messages,
     plain_object,
     plain_tools,
+    up_to_mark,
     with_content,
+    with_mark,
 )
 from kvgraph.runtime.sampling_params import SamplingParams, require_single
 from kvgraph.runtime.text import Completion, TextCodec
@@ -52,7 +54,8 @@ class ChatFields(TypedDict, total=False):
     """How messages are rendered: keywords of `ChatTemplates.render`."""
 
     tools: Sequence[Mapping[str, Any]] | None
-    add_generation_prompt: bool
+    add_generation_prompt: bool | None
+    continue_final_message: bool
     chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -76,8 +79,10 @@ class Prompts:
 
         Special tokens are those that the template writes, in messages too: none is added.
         `tools`: JSON schemas of functions. `add_generation_prompt` (default: True): whether the
-        text ends where an answer begins. `chat_template`: a template, or the name of one of the
-        artifact's. `chat_template_kwargs`: more variables of the template.
+        text ends where an answer begins. `continue_final_message`: whether it ends with the text of
+        the last message, which an answer goes on with; there is no generation prompt then.
+        `chat_template`: a template, or the name of one of the artifact's. `chat_template_kwargs`:
+        more variables of the template.
         RequestError: what is no message, a template that refuses the messages or fails at them.
         ArtifactError: no template, or a damaged one.
         """
@@ -131,14 +136,16 @@ class ChatTemplates:
         messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a chat.
 
         `tools` are JSON schemas of functions. `add_generation_prompt`: whether the text ends where
-        an answer begins. `chat_template`: a template, or the name of one of the artifact's.
+        an answer begins; None: it does, unless it ends with the last message, by
+        `continue_final_message`. `chat_template`: a template, or the name of one of the artifact's.
         `chat_template_kwargs`: more variables of the template, `documents` among them. Parts of a
         message's content are joined where the template takes text alone; text is a part where it
         takes lists of parts alone.
@@ -156,13 +163,23 @@ class ChatTemplates:
                 raise RequestError(f"chat_template_kwargs: expected no {name!r}, got one")
         variables = {"documents": None} | self._tokens | own
         variables["tools"] = tools
+        continues = flag("continue_final_message", continue_final_message)
+        if add_generation_prompt is None:
+            add_generation_prompt = not continues
         variables["add_generation_prompt"] = flag("add_generation_prompt", add_generation_prompt)
+        if continues and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message: expected no add_generation_prompt next to it, got both"
+            )
         source = self._source(chat_template, tools is not None)
         if not NAMES_DEVELOPER.search(source):
             chat = developers_as_system(chat)
         if ASKS_FOR_NONE.search(source):
             chat = with_content(chat, None)
         try:
+            if continues:
+                text = self._rendered(source, variables, with_mark(chat))
+                return up_to_mark(text, chat)
             return self._rendered(source, variables, chat)
         except ValueError as error:
             raise RequestError(

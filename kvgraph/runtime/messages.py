@@ -23,6 +23,9 @@ DEVELOPER = "developer"
 NAMES_DEVELOPER = re.compile(rf"""['"]{DEVELOPER}['"]""")
 """In a template that has the role."""
 
+MARK = "<kvgraph:the-answer-goes-on-here> "
+"""Behind a message that is continued. The space at its end is lost where a template trims."""
+
 ASKS_FOR_NONE = re.compile(
     r"""\bcontent(?:['"][\])])?\s*(?:is\s+(?:not\s+)?none|[=!]=\s*[nN]one)\b"""
 )
@@ -58,6 +61,40 @@ def plain_object(name: str, value: Mapping[str, Any]) -> dict[str, object]:
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{name}: expected values of JSON, got another ({error})") from error
     return copy
+
+
+def with_mark(messages: list[Message]) -> list[Message]:
+    """The messages, with a mark behind the text of the last one, which an answer continues."""
+    *others, last = messages
+    content: object = _last_text(messages) + MARK
+    if isinstance(parts := last.get("content"), list):
+        content = [*parts[:-1], parts[-1] | {"text": content}]
+    return [*others, last | {"content": content}]
+
+
+def up_to_mark(text: str, messages: list[Message]) -> str:
+    """A chat's text up to the end of its last message, as it was before `with_mark`. RequestError
+    where its template does not show all of that message. As in transformers."""
+    shown, found, rest = text.rpartition(MARK.strip())
+    if not found or _last_text(messages).strip() not in shown:
+        raise RequestError(
+            "continue_final_message: expected a template that shows all of the last message, got "
+            "one that does not"
+        )
+    is_trimmed = not rest.startswith(MARK[len(MARK.strip()) :])
+    return shown.rstrip() if is_trimmed else shown
+
+
+def _last_text(messages: list[Message]) -> str:
+    """The text that the last message ends with."""
+    content = messages[-1].get("content")
+    if isinstance(content, list) and content:
+        content = content[-1].get("text")
+    if not isinstance(content, str):
+        raise RequestError(
+            f"continue_final_message: expected a last message with text, got {said(content)}"
+        )
+    return content
 
 
 def with_content(messages: list[Message], content: str | None) -> list[Message]:

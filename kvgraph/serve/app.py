@@ -285,7 +285,6 @@ async def _tokens_of(served: Served, given: TokenizeRequest) -> list[int]:
     if given.messages is not None:
         chat = ChatRequest(
             messages=given.messages,
-            add_generation_prompt=given.add_generation_prompt,
             **{name: getattr(given, name) for name in OF_CHATS},
         )
         return await chat_tokens(served, chat)

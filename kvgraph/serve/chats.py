@@ -89,7 +89,8 @@ async def _rendered(
         text = served.prompts._templates.render(
             given.messages,
             tools=given.tools if tools else None,
-            add_generation_prompt=given.add_generation_prompt is not False,
+            add_generation_prompt=given.add_generation_prompt,
+            continue_final_message=bool(given.continue_final_message),
             chat_template_kwargs=given.template_variables(),
         )
         is_long = len(text) > LONG_TEXT

@@ -135,6 +135,7 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     # OpenAI's, without effect here
     parallel_tool_calls: Ignored = None
     verbosity: Ignored = None
@@ -188,7 +189,8 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     messages: list[JsonObject] | None = None
     model: str = ""
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -196,7 +198,14 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
-OF_CHATS = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
+OF_CHATS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "reasoning_effort",
+)
 """Fields of a TokenizeRequest that go with messages alone, as a ChatRequest has them."""
 
 

@@ -12,7 +12,7 @@ from kvgraph import Engine, SamplingParams
 from kvgraph.serve import chats
 from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.tools import Tools
-from tests.serve.running import Server, answered
+from tests.serve.running import Server, answered, refusal
 
 PATH = "/v1/chat/completions"
 MESSAGES = [
@@ -20,6 +20,7 @@ MESSAGES = [
     {"role": "user", "content": "What does the import statement do?"},
 ]
 BODY: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+CONTINUED = {"continue_final_message": True}
 
 
 def test_an_answer_is_the_engines_own(server: Server, engine: Engine) -> None:
@@ -133,6 +134,21 @@ def test_an_effort_is_a_variable_of_the_template(
 ) -> None:
     given = ChatRequest(messages=MESSAGES, **fields)
     assert rendered(given)["chat_template_kwargs"] == expected
+
+
+def test_an_answer_goes_on_with_the_last_message(server: Server, engine: Engine) -> None:
+    messages = [MESSAGES[1], {"role": "assistant", "content": "It binds a"}]
+    answer = answered(server.post(PATH, {**BODY, "messages": messages} | CONTINUED))
+    done = engine.chat(messages, SamplingParams(max_tokens=12), continue_final_message=True)
+    assert answer["choices"][0]["message"]["content"] == done.text
+    counted = answered(server.post("/tokenize", {"messages": messages} | CONTINUED))
+    assert counted["count"] == answer["usage"]["prompt_tokens"]
+    both = {**BODY, "messages": messages, "add_generation_prompt": True} | CONTINUED
+    answer = server.post(PATH, both)
+    assert "expected no add_generation_prompt next to it" in refusal(answer, 400)
+    assert answer.json()["error"]["param"] == "continue_final_message"
+    alone = {"prompt": "The"} | CONTINUED
+    assert "expected messages next to it" in refusal(server.post("/tokenize", alone), 400)
 
 
 def test_parts_of_text_are_text(server: Server, engine: Engine) -> None:

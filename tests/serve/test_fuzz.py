@@ -30,7 +30,7 @@ VALID: dict[str, dict[str, Any]] = {
         "temperature": 0.5, "n": 1, "stream": False, "logprobs": True, "top_logprobs": 1,
         "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto",
         "chat_template_kwargs": {}, "add_generation_prompt": True, "metadata": {},
-        "stop_token_ids": [5], "seed": 1, "logit_bias": {"5": 1}, "stop": "x",
+        "continue_final_message": False, "stop_token_ids": [5], "seed": 1, "logit_bias": {"5": 1}, "stop": "x",
     },
     "/tokenize": {"prompt": "The", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6], "model": ""},
