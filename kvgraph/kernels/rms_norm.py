@@ -12,6 +12,7 @@ def rms_norm(
     out,
     num_rows,
     WIDTH: tl.constexpr,
+    X_STRIDE: tl.constexpr,
     EPSILON: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
@@ -23,13 +24,15 @@ def rms_norm(
 
     y is x, or x + residual rounded to their dtype, which residual then holds. In float32, rounded
     at the end, and with ROUND_FIRST also before the weight is applied (as Llama does, and Gemma
-    does not). Grid: (ceil(num_rows / BLOCK_R),).
+    does not). X_STRIDE is that of x's rows, which may be parts of a larger tensor's.
+    Grid: (ceil(num_rows / BLOCK_R),).
     """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     mask_RD = (row_R < num_rows)[:, None] & (d < WIDTH)[None, :]
     at_RD = row_R.to(tl.int64)[:, None] * WIDTH + d[None, :]
-    y_RD = tl.load(x + at_RD, mask=mask_RD, other=0.0).to(tl.float32)
+    of_x_RD = row_R.to(tl.int64)[:, None] * X_STRIDE + d[None, :]
+    y_RD = tl.load(x + of_x_RD, mask=mask_RD, other=0.0).to(tl.float32)
     if RESIDUAL:
         y_RD += tl.load(residual + at_RD, mask=mask_RD, other=0.0).to(tl.float32)
         stored_RD = y_RD.to(x.dtype.element_ty)

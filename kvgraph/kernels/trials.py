@@ -224,9 +224,10 @@ def _rows_trial(variant: Variant, count: int) -> Trial:
         given = {"gate": gate, "up": up, "out": np.zeros((count, width), kind)}
         want = SILU_MUL.reference(gate[:, :width], up[:, :width])
         return Trial(name, launch.plan_silu_mul(variant, count), given, {"out": want})
-    x, residual = (rng.standard_normal((count, width)).astype(kind) for _ in range(2))
+    stride = int(str(constants["X_STRIDE"]))
+    x, residual = (rng.standard_normal((count, n)).astype(kind) for n in (stride, width))
     weight = rng.standard_normal(width).astype(kind)
-    given = {"x": x, "weight": weight, "out": np.zeros_like(x)}
+    given = {"x": x, "weight": weight, "out": np.zeros((count, width), kind)}
     if constants["RESIDUAL"]:
         given["residual"] = residual
     named = {
@@ -235,7 +236,7 @@ def _rows_trial(variant: Variant, count: int) -> Trial:
         "round_first": int(bool(constants["ROUND_FIRST"])),
     }
     total = residual.copy() if constants["RESIDUAL"] else None
-    wanted = {"out": RMS_NORM.reference(x, weight, total, **named)}
+    wanted = {"out": RMS_NORM.reference(x[:, :width], weight, total, **named)}
     if total is not None:
         wanted["residual"] = total
     return Trial(name, launch.plan_rms_norm(variant, count), given, wanted)

@@ -318,12 +318,15 @@ def rms_norm_variant(
     residual: bool = False,
     weight_offset: float = 0.0,
     round_first: bool = False,
+    x_stride: int = 0,
 ) -> Variant:
-    """`weight_offset` 1 is Gemma's; `round_first`, to dtype before the weight, is Llama's."""
+    """`weight_offset` 1 is Gemma's; `round_first`, to dtype before the weight, is Llama's.
+    `x_stride` 0: x is a tensor of its own."""
     block = power_of_two(width, 16)
     rows = max(1, 2048 // block)
     constants: dict[str, Constant] = {
         "WIDTH": width,
+        "X_STRIDE": x_stride or width,
         "EPSILON": epsilon,
         "WEIGHT_OFFSET": weight_offset,
         "ROUND_FIRST": round_first and dtype != "float32",
@@ -348,6 +351,32 @@ def silu_mul_variant(
         "BLOCK_D": min(power_of_two(width, 16), 1024),
     }
     return Variant(SILU_MUL, "", dtype, dtype, constants, 4, 1)
+
+
+def rms_norm_of(
+    dtype: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    strides: Mapping[str, int],
+    attributes: Mapping[str, float],
+) -> Variant:
+    """Of a call of rms_norm, whose rows of x are `strides["x"]` elements apart."""
+    return rms_norm_variant(
+        dtype,
+        shapes["x"][-1],
+        attributes["epsilon"],
+        residual="residual" in shapes,
+        weight_offset=attributes["weight_offset"],
+        round_first=bool(attributes["round_first"]),
+        x_stride=strides["x"],
+    )
+
+
+def silu_mul_of(
+    dtype: str, shapes: Mapping[str, tuple[int, ...]], strides: Mapping[str, int]
+) -> Variant:
+    """Of a call of silu_mul, whose rows are so many elements apart."""
+    width = shapes["gate"][-1]
+    return silu_mul_variant(dtype, width, gate_stride=strides["gate"], up_stride=strides["up"])
 
 
 def increment_variant() -> Variant:

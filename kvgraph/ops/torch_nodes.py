@@ -19,6 +19,8 @@ class Call:
     shapes: dict[str, tuple[int, ...]]
     """A symbolic extent is -1."""
     attributes: dict[str, float]
+    strides: dict[str, int]
+    """Elements from row to row; 0 where rows are not equally far apart."""
 
     @classmethod
     def of(cls, spec: OpSpec, node: Node) -> Call:
@@ -29,6 +31,7 @@ class Call:
             {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
             {name: tuple(map(_extent, t.shape)) for name, t in tensors.items()},
             {a.name: given[a.name] for a in spec.attributes},
+            {name: row_stride(t) or 0 for name, t in tensors.items()},
         )
 
 
@@ -40,6 +43,28 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         step = step * extent
     return True
+
+
+def row_stride(tensor: torch.Tensor) -> int | None:
+    """Elements from one row of its last dim to the next, the same for every value of its symbolic
+    dims; of a single row its width. None where rows lie in another way."""
+    if not tensor.dim():
+        return None
+    *outer, (width, step) = zip(tensor.shape, tensor.stride(), strict=True)
+    found: int | torch.SymInt | None = None
+    expected: int | torch.SymInt = 0
+    stride: int | torch.SymInt
+    for extent, stride in reversed(outer):
+        if statically_known_true(extent == 1):
+            continue
+        if found is None:
+            found = expected = stride
+        if not statically_known_true(stride == expected):
+            return None
+        expected = expected * extent
+    is_row = statically_known_true(step == 1) and isinstance(width, int)
+    stride = width if found is None else found
+    return stride if is_row and isinstance(stride, int) else None
 
 
 def _extent(extent: object) -> int:

@@ -15,6 +15,9 @@ from kvgraph.compiler.passes import PassReport
 from kvgraph.compiler.passes.drop_no_ops import drop_no_ops
 from kvgraph.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from kvgraph.compiler.passes.fuse_silu_mul import fuse_silu_mul
+from kvgraph.ops import RMS_NORM as RMS_OP
+from kvgraph.ops import SILU_MUL as SILU_OP
+from kvgraph.ops.torch_nodes import Call
 from tests.support.models import layers
 from tests.support.programs import program_of, step
 
@@ -153,6 +156,24 @@ class Columns(Written):
         return super().norm(x[:, ::2].repeat(1, 2)[:, :32].t().contiguous().t())
 
 
+class Parts(Written):
+    """As DeepSeek's latent: the first elements of a longer row."""
+
+    width = 40
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        latent, _ = torch.cat([x, x], -1)[:, : self.width].split([32, self.width - 32], -1)
+        return super().norm(latent)
+
+
+class OddRows(Parts):
+    width = 33
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.cat([x, x[:, :1]], -1)
+        return super(Parts, self).norm(wide[:, :32])
+
+
 def exported(module: nn.Module, x: torch.Tensor) -> ExportedProgram:
     tokens = torch.export.Dim("tokens", min=1, max=64)
     with torch.no_grad():
@@ -168,7 +189,8 @@ def exported(module: nn.Module, x: torch.Tensor) -> ExportedProgram:
         (WeightInHalf, "expected a weight plus a constant in float32"),
         (WideWeight, "expected one dtype of x, weight and result, got torch.bfloat16, torch.float"),
         (Halves, "expected squares in float32, got bfloat16["),
-        (Columns, "expected row-major rows, got strides"),
+        (Columns, "expected rows that are equally far apart, got "),
+        (OddRows, "expected rows at multiples of 16 bytes, got "),
     ],
 )
 def test_what_the_kernel_does_not_compute_is_left_and_named(module: Any, why: str) -> None:
@@ -272,6 +294,35 @@ def test_an_input_of_the_graph_is_never_written() -> None:
     assert torch.equal(x, given)
 
 
+def test_a_norm_of_parts_of_rows() -> None:
+    x = torch.rand(5, 32, dtype=torch.bfloat16)
+    program = exported(Parts(), x)
+    before = program.module()
+    report, _ = fuse(program)
+    assert (report.applied, report.unmatched) == (1, [])
+    (norm,) = [n for n in program.graph.nodes if str(n.target) == RMS_NORM]
+    call = Call.of(RMS_OP, norm)
+    assert (call.shapes["x"], call.strides["x"]) == ((-1, 32), 64)
+    assert norm.meta["val"].stride() == (32, 1)
+    with torch.no_grad():
+        for rows in (5, 1):
+            assert torch.equal(program.module()(x[:rows]), before(x[:rows]))
+
+
+def test_a_gate_of_halves() -> None:
+    x = torch.rand(5, 16)
+    program = exported(Gates("parts"), x)
+    before = program.module()
+    _, report = fuse(program)
+    assert (report.applied, report.unmatched) == (1, [])
+    (gate,) = [n for n in program.graph.nodes if str(n.target) == SILU_MUL]
+    call = Call.of(SILU_OP, gate)
+    assert (call.strides, call.shapes["up"]) == ({"gate": 64, "up": 64}, (-1, 32))
+    assert gate.meta["val"].stride() == (32, 1)
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), before(x))
+
+
 class Gates(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -280,7 +331,9 @@ class Gates(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.linear(x).chunk(2, -1)
-        if self.kind == "parts":
+        if self.kind == "odd":
+            gate, up, _ = self.linear(x).split([31, 31, 2], -1)
+        if self.kind in ("odd", "parts"):
             return nn.functional.silu(gate) * up
         silu = nn.functional.silu(self.linear(x))
         if self.kind == "twice":
@@ -291,7 +344,7 @@ class Gates(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("parts", "silu: expected row-major gate and up, got parts of a larger tensor"),
+        ("odd", "silu: expected rows at multiples of 16 bytes, got getitem"),
         ("twice", "silu: expected one use of silu(gate), got 2"),
         ("narrow", "silu: expected one type, got float32["),
     ],

@@ -69,6 +69,7 @@ def rows_variants(arch: str) -> list[Variant]:
     return [
         variants.rms_norm_variant(dtype, 4096, 1e-5, residual=True),
         variants.rms_norm_variant(dtype, 128, 1e-6),
+        variants.rms_norm_variant(dtype, 512, 1e-6, x_stride=576),  # DeepSeek's latent
         variants.silu_mul_variant(dtype, 14336),
         route_variant(DEEPSEEK),
         variants.increment_variant(),

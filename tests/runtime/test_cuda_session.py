@@ -20,7 +20,7 @@ from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.contract.inputs import Buffer
 from tests.support import carried, quantized
-from tests.support.models import make_model
+from tests.support.models import LATENT, make_model
 
 triton = pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
 torch = pytest.importorskip("torch", reason="runs the program")
@@ -36,6 +36,7 @@ MIXTURE = {
     "moe_intermediate_size": 48,
     "num_hidden_layers": 1,
 }
+FUSIONS = ("fuse_rms_norm", "fuse_silu_mul")
 ENGINE = {"num_pages": 32, "max_batch_size": 6, "max_batch_tokens": 24}
 
 old_interpreter = pytest.mark.skipif(
@@ -187,6 +188,29 @@ def require_stored_equal_eager(
 
 @old_interpreter
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "given", "op"),
+    [
+        ("phi3", {"num_hidden_layers": 1}, "kvgraph.silu_mul"),
+        ("deepseek_v3", LATENT | {"num_hidden_layers": 1}, "kvgraph.rms_norm"),
+    ],
+)
+def test_rows_that_are_parts_of_larger_ones(
+    tmp_path: Path, architecture: str, given: dict[str, Any], op: str
+) -> None:
+    """Gate and up of one projection; the latent of keys and values, next to its rotary part."""
+    folder = make_model(architecture, tmp_path / "model", **given)
+    manifest = kvgraph.compile(
+        folder, tmp_path / "out", target="cuda:sm_90", dtype="float32", page_size=16
+    )
+    notes = [each for one in manifest.passes for each in one.unmatched if one.name in FUSIONS]
+    assert [note for note in notes if "without the sum" not in note] == []
+    assert manifest.ops[op] == (1 if op == "kvgraph.silu_mul" else 5)
+    found = interpreted(tmp_path / "out", tmp_path, prompts=PROMPTS, new_tokens=3)
+    assert found["tokens"] == eager(folder, PROMPTS, 3)
+
+
+@old_interpreter
 @pytest.mark.parametrize("model", ["gemma2", "qwen3", "gpt_oss"])
 def test_other_architectures_equal_eager(
     compiled: Callable[..., Path], model_folder: Callable[[str], Path], tmp_path: Path, model: str

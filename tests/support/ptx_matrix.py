@@ -97,6 +97,7 @@ def check_rows(kernels: Kernels, arch: str, order: int | None = None) -> None:
     rng = np.random.default_rng(0)
     dtype = "float16" if arch == "sm_75" else "bfloat16"
     kind, width, rows = DTYPES[dtype].numpy, 352, 19
+    halves = rng.standard_normal((rows, 2 * width)).astype(kind)
     x, residual, up = (rng.standard_normal((rows, width)).astype(kind) for _ in range(3))
     weight = rng.standard_normal(width).astype(kind)
     total = (x.astype("f4") + residual.astype("f4")).astype(kind)
@@ -108,6 +109,13 @@ def check_rows(kernels: Kernels, arch: str, order: int | None = None) -> None:
     tolerance = conformance.TOLERANCE[dtype]
     assert np.abs(given["out"].astype("f4") - want).max() <= tolerance * (1 + np.abs(want).max())
     assert (given["residual"] == total).all()
+
+    given = {"x": halves, "weight": weight, "out": np.zeros_like(x)}
+    variant = variants.rms_norm_variant(dtype, width, 1e-5, x_stride=2 * width)
+    kernels.run(launch.plan_rms_norm(variant, rows), arch, given, order=order)
+    part = halves[:, :width].astype("f4")
+    want = part / np.sqrt(np.mean(part**2, -1, keepdims=True) + 1e-5) * weight.astype("f4")
+    assert np.abs(given["out"].astype("f4") - want).max() <= tolerance * (1 + np.abs(want).max())
 
     given = {"gate": x, "up": up, "out": np.zeros_like(x)}
     variant = variants.silu_mul_variant(dtype, width)

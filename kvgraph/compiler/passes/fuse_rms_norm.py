@@ -24,6 +24,8 @@ from kvgraph.compiler.passes.operands import (
     node_of,
     only_user,
     other_factor,
+    own_rows,
+    require_rows,
     typed,
     value,
 )
@@ -157,9 +159,7 @@ def _require_operands(norm: Norm) -> None:
         tuple(weight.shape) == (width,), f"expected a weight [{width}], got {typed(norm.weight)}"
     )
     source, _ = _before_transpose(norm.x)
-    expect(
-        is_dense(value(source)), f"expected row-major rows, got strides {value(source).stride()}"
-    )
+    require_rows(source)
 
 
 def _before_transpose(x: Node) -> tuple[Node, tuple[int, ...]]:
@@ -183,10 +183,10 @@ def _fuse(graph: Graph, norm: Norm, report: PassReport) -> None:
         if norm.x.target is ADD:
             report.unmatched.append(f"{norm.out.name}: fused without the sum before it: {why}")
         x, dims = _before_transpose(norm.x)
-        fused = _call(graph, norm.out, FUSED, (x, norm.weight), attributes, value(x))
+        fused = _call(graph, norm.out, FUSED, (x, norm.weight), attributes, own_rows(value(x)))
         if dims:
             # Not as norm.out lies in memory: torch's own norm makes its result row-major.
-            moved = value(x).transpose(*dims)
+            moved = value(fused).transpose(*dims)
             fused = _call(graph, norm.out, TRANSPOSE, (fused, *dims), {}, moved)
         norm.out.replace_all_uses_with(fused)
     else:

@@ -1,7 +1,7 @@
 """silu(gate) * up -> kvgraph.silu_mul.
 
-Applies to the gate of a gated MLP where gate and up are row-major tensors of one shape and dtype.
-Gates of another activation are counted by its name.
+Applies to the gate of a gated MLP where gate and up are of one shape and dtype: tensors of their
+own, or halves of one. Gates of another activation are counted by its name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from kvgraph.compiler.passes.operands import (
     node_of,
     only_user,
     other_factor,
+    own_rows,
+    require_rows,
     typed,
     value,
 )
 from kvgraph.ops import torch_fusions
-from kvgraph.ops.torch_nodes import is_dense
 
 aten = torch.ops.aten
 FUSED = torch_fusions.silu_mul.default
@@ -56,10 +57,9 @@ def _fuse(graph: Graph, silu: Node) -> None:
     gate, up = any_node(silu.args[0], "a gate"), other_factor(product, silu)
     types = typed(gate), typed(up)
     expect({*types} == {typed(product)}, f"expected one type, got {' and '.join(types)}")
-    dense = is_dense(value(gate)) and is_dense(value(up))
-    expect(dense, "expected row-major gate and up, got parts of a larger tensor")
+    require_rows(gate, up)
     with graph.inserting_before(product):
         fused = graph.call_function(FUSED, (gate, up))
-    fused.meta["val"] = value(product)
+    fused.meta["val"] = own_rows(value(product))
     product.replace_all_uses_with(fused)
     erase_unused(product)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container
 
 import torch
@@ -9,6 +10,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
 from kvgraph.contract.dtypes import ACTIVATIONS
+from kvgraph.kernels.variants import ALIGNMENT
+from kvgraph.ops.torch_nodes import is_dense, row_stride
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.type_as.default)
@@ -61,6 +64,31 @@ def value(node: Node) -> torch.Tensor:
     found = node.meta.get("val")
     assert isinstance(found, torch.Tensor), f"{node.name}: torch.export notes every value"
     return found
+
+
+def require_rows(*nodes: Node) -> None:
+    """Rows as kernels take them: of a tensor of their own, or parts of a larger one's."""
+    for node in nodes:
+        tensor = value(node)
+        if is_dense(tensor):
+            continue
+        stride, offset = row_stride(tensor), tensor.storage_offset()
+        expect(
+            stride is not None and isinstance(offset, int),
+            f"expected rows that are equally far apart, got {node.name} of strides "
+            f"{tuple(tensor.stride())}",
+        )
+        assert stride is not None
+        step = math.gcd(stride, offset) * tensor.element_size()
+        expect(
+            step % ALIGNMENT == 0,
+            f"expected rows at multiples of {ALIGNMENT} bytes, got {node.name} at {step}",
+        )
+
+
+def own_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The fake result of an op over such rows: a tensor of its own."""
+    return tensor if is_dense(tensor) else tensor.new_empty(tensor.shape)
 
 
 def typed(node: Node) -> str:

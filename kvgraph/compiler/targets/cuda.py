@@ -20,8 +20,6 @@ from torch.fx import Graph
 
 from kvgraph.compiler.cache import CachePlan
 from kvgraph.compiler.export import lowering
-from kvgraph.compiler.passes.fuse_rms_norm import FUSED as RMS_NORM
-from kvgraph.compiler.passes.fuse_silu_mul import FUSED as SILU_MUL
 from kvgraph.compiler.passes.fuse_update_and_attend import (
     FUSED,
     arguments,
@@ -41,13 +39,15 @@ from kvgraph.kernels.shapes import AttentionShape, CacheShape, check_arch
 from kvgraph.kernels.variants import (
     Variant,
     increment_variant,
-    rms_norm_variant,
-    silu_mul_variant,
+    rms_norm_of,
+    silu_mul_of,
 )
 from kvgraph.ops import (
     FUSED_EXPERTS,
     QUANTIZED_LINEAR,
+    RMS_NORM,
     ROUTE,
+    SILU_MUL,
     UPDATE_AND_ATTEND,
     torch_fusions,
     torch_ops,
@@ -135,14 +135,13 @@ def fusion_variants(program: ExportedProgram) -> list[Variant]:
     """Kernels of the program's norms, gates and routers, and of the steps between its runs."""
     variants = []
     for node in program.graph.nodes:
-        if node.target in (RMS_NORM, SILU_MUL):
-            result = node.meta["val"]
-            dtype, width = str(result.dtype).removeprefix("torch."), result.shape[-1]
-            variants.append(
-                silu_mul_variant(dtype, width)
-                if node.target is SILU_MUL
-                else rms_norm_variant(dtype, width, residual=len(node.args) > 2, **node.kwargs)
-            )
+        if node.target is torch_fusions.rms_norm.default:
+            call = Call.of(RMS_NORM, node)
+            given = call.dtypes["x"], call.shapes, call.strides
+            variants.append(rms_norm_of(*given, call.attributes))
+        elif node.target is torch_fusions.silu_mul.default:
+            call = Call.of(SILU_MUL, node)
+            variants.append(silu_mul_of(call.dtypes["gate"], call.shapes, call.strides))
         elif node.target is torch_ops.route.default:
             call = Call.of(ROUTE, node)
             shape = RouteShape.of(call.dtypes["logits"], call.shapes, call.attributes)

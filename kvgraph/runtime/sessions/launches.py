@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.params import KVCacheParams
+from kvgraph.errors import KernelError
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan, Sizes, plans_by_rows
@@ -34,7 +35,7 @@ from kvgraph.ops import (
     torch_ops,
 )
 from kvgraph.ops.spec import OpSpec
-from kvgraph.ops.torch_nodes import Call
+from kvgraph.ops.torch_nodes import Call, is_dense, row_stride
 
 Operands = Mapping[str, torch.Tensor]
 MUTATED = UPDATE_AND_ATTEND.mutated
@@ -96,6 +97,7 @@ class Launches:
     """A node of ours as `run`, a function of what a step gives: `names` of `spec`'s inputs.
 
     Weights are bound, and made dense once; `loose` are the operands that are made so in every step.
+    Those of `strided` are rows of larger tensors, which the kernel takes so many elements apart.
     """
 
     spec: OpSpec
@@ -112,7 +114,14 @@ class Launches:
         }
         self.names = tuple(name for name in self.nodes if name not in self.bound)
         self.loose = self.names
+        self.strided: dict[str, int] = {}
         self._launch = gpu.launch
+
+    def keep_rows(self, strides: Mapping[str, int], *names: str) -> None:
+        """Of these operands no other is made dense, and none that is a part of a larger tensor."""
+        own = {name: is_dense(self.nodes[name].meta["val"]) for name in names}
+        self.loose = tuple(name for name in names if own[name])
+        self.strided = {name: strides[name] for name in names if not own[name]}
 
     def inputs(self, shared: Shared) -> tuple[torch.fx.Node, ...]:
         """What `run` is called with."""
@@ -124,6 +133,8 @@ class Launches:
         made.update(zip(self.names, inputs, strict=True))
         for name in self.loose:
             made[name] = _dense(made[name])
+        for name, stride in self.strided.items():
+            _require_rows(name, made[name], stride)
         return made
 
 
@@ -181,19 +192,17 @@ class RmsNorm(Launches):
 
     def __init__(self, node: torch.fx.Node, module: nn.Module, gpu: Gpu) -> None:
         super().__init__(node, module, gpu)
-        x = self.nodes["x"].meta["val"]
-        has_residual = "residual" in self.nodes
-        constants: dict[str, Any] = dict(node.kwargs)
-        variant = variants.rms_norm_variant(
-            str(x.dtype).removeprefix("torch."), x.shape[-1], residual=has_residual, **constants
-        )
-        self.variants, self.loose, self._width = (variant,), ("x",), x.shape[-1]
+        call = Call.of(RMS_NORM, node)
+        given = call.dtypes["x"], call.shapes, call.strides
+        variant = variants.rms_norm_of(*given, call.attributes)
+        self.variants, self._width = (variant,), call.shapes["x"][-1]
+        self.keep_rows(call.strides, "x")
         self._plan = plans_by_rows(launch.plan_rms_norm, variant)
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         operands = self.operands(inputs)
         x = operands["x"]
-        out = operands["out"] = torch.empty_like(x)
+        out = operands["out"] = x.new_empty(x.shape)
         self._launch(self._plan(x.numel() // self._width), operands)
         return out
 
@@ -205,15 +214,16 @@ class SiluMul(Launches):
 
     def __init__(self, node: torch.fx.Node, module: nn.Module, gpu: Gpu) -> None:
         super().__init__(node, module, gpu)
-        gate = self.nodes["gate"].meta["val"]
-        dtype, self._width = str(gate.dtype).removeprefix("torch."), gate.shape[-1]
-        variant = variants.silu_mul_variant(dtype, self._width)
+        call = Call.of(SILU_MUL, node)
+        variant = variants.silu_mul_of(call.dtypes["gate"], call.shapes, call.strides)
+        self.keep_rows(call.strides, "gate", "up")
+        self._width = call.shapes["gate"][-1]
         self.variants, self._plan = (variant,), plans_by_rows(launch.plan_silu_mul, variant)
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         operands = self.operands(inputs)
         gate = operands["gate"]
-        out = operands["out"] = torch.empty_like(gate)
+        out = operands["out"] = gate.new_empty(gate.shape)
         self._launch(self._plan(gate.numel() // self._width), operands)
         return out
 
@@ -301,6 +311,16 @@ Bounds = tuple[int, int, int, int]
 def bounds_of(max_lengths: torch.Tensor, table: torch.Tensor) -> Bounds:
     longest_new, longest = max_lengths[0].tolist()
     return table.shape[0], table.shape[1], longest_new, longest
+
+
+def _require_rows(name: str, x: torch.Tensor, stride: int) -> None:
+    """KernelError for other rows than the program says: its kernel has their stride."""
+    is_single = x.numel() == x.size(-1)
+    if x.stride(-2) != stride and not is_single and row_stride(x) != stride:
+        raise KernelError(
+            f"{name}: expected rows of a larger tensor, {stride} elements apart, as the program "
+            f"says, got strides {x.stride()}"
+        )
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
