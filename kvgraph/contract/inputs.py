@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.dims import Array, TensorType
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.synonyms import also_named
-from kvgraph.errors import BindingError
+from kvgraph.errors import BindingError, RequestError
 
 
 @dataclass(slots=True, eq=False)
@@ -293,12 +294,18 @@ class BatchCharacteristics:
     """Upper bounds of a batch that every replica follows, so that one captured graph serves them.
 
     `batch_size` rows, `max_prompt_length` new tokens of a row, `max_cache_valid_length` tokens of
-    a row's context (cached + new).
+    a row's context (cached + new). RequestError where one is no integer.
     """
 
     batch_size: int
     max_prompt_length: int
     max_cache_valid_length: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_prompt_length", "max_cache_valid_length"):
+            if type(value := getattr(self, name)) is not int:
+                own = whole(f"batch_characteristics.{name}", value, RequestError)
+                object.__setattr__(self, name, own)
 
 
 @dataclass(slots=True, eq=False)

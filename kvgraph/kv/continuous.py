@@ -16,7 +16,7 @@ from kvgraph.kv.pool.leaf import require_params
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Phase
 from kvgraph.kv.pool.slots import lowest, require_name, require_numbers
-from kvgraph.kv.requests import Batches, RequestID, TextContext
+from kvgraph.kv.requests import RequestID
 
 
 class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
@@ -79,18 +79,6 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         self._require_rows("external_claim", len(seq_ids), replica_idx)
         for seq_id in seq_ids:
             self._claim_slot(seq_id, replica_idx, seq_id)
-
-    @also_named(batch="batches")
-    def step(self, batches: Batches | Sequence[TextContext]) -> None:
-        super().step(batches)
-
-    @also_named(seq_id="request_id")
-    def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
-        super().release(request_id, replica_idx)
-
-    @also_named(seq_id="request_id")
-    def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
-        return super().contains(request_id, replica_idx)
 
     @property
     def slots_remaining(self) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -159,7 +159,11 @@ class KVCacheManager(ABC):
 
     @contextmanager
     def reserve(self, replica_batches: Batches) -> Iterator[None]:
-        """Claim and alloc all requests for a scope; released on every way out of it."""
+        """Claim and alloc all requests for a scope; released on every way out of it.
+
+        One that the scope has released is left out. What the scope raises comes out of it, whatever
+        a release raises.
+        """
         claimed: list[tuple[RequestID, int]] = []
         try:
             for replica_idx, batch in enumerate(replica_batches):
@@ -168,9 +172,11 @@ class KVCacheManager(ABC):
                     claimed.append((ctx.request_id, replica_idx))
             self.alloc_batch(replica_batches)
             yield
-        finally:
-            for request_id, replica_idx in reversed(claimed):
-                self.release(request_id, replica_idx)
+        except BaseException:
+            with suppress(Exception):
+                self._release_all(claimed)
+            raise
+        self._release_all(claimed)
 
     # -- several steps
 
@@ -312,9 +318,14 @@ class KVCacheManager(ABC):
         devices: Sequence[Device] | None = None,
         **kwargs: object,
     ) -> int:
-        """Largest batch whose maximum-length requests all fit in one replica, at least 1."""
+        """Largest batch whose maximum-length requests all fit in one replica, at least 1.
+
+        ParamsError where a size is no integer, or `max_seq_len` is below 1.
+        """
         params = _deployed(params, num_layers, devices)
-        pages = available_cache_memory // params.bytes_per_page
+        available = whole("available_cache_memory", available_cache_memory, ParamsError)
+        max_seq_len = whole("max_seq_len", max_seq_len, ParamsError, least=1)
+        pages = available // params.bytes_per_page
         return max(1, pages // ceildiv(max_seq_len, params.page_size))
 
     # -- slots
@@ -322,6 +333,13 @@ class KVCacheManager(ABC):
     @cached_property
     def _slots(self) -> Slots:
         return Slots(self.max_batch_size, self.params.data_parallel_degree)
+
+    def _release_all(self, claimed: Sequence[tuple[RequestID, int]]) -> None:
+        """The last first; every one is released, whatever the release of another raises."""
+        with ExitStack() as releases:
+            for request_id, replica_idx in claimed:
+                if self.contains(request_id, replica_idx):
+                    releases.callback(self.release, request_id, replica_idx)
 
     def _require_fits(self, ctx: TextContext, extra: int) -> None:
         total = ctx.processed_length + ctx.active_length + extra

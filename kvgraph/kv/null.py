@@ -26,6 +26,7 @@ from kvgraph.contract.inputs import (
     join_devices,
 )
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import (
     KVCacheInputSymbols,
     MultiKVCacheInputSymbols,
@@ -37,7 +38,14 @@ from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.multistep import Nest, StepInputs
 from kvgraph.kv.pool.slots import Slots, no_slots
-from kvgraph.kv.requests import Batches, RequestID, TextContext, require_unclaimed
+from kvgraph.kv.requests import (
+    Batches,
+    RequestID,
+    TextContext,
+    require_key,
+    require_steps,
+    require_unclaimed,
+)
 
 
 class NullKVCacheManager(KVCacheManager):
@@ -79,8 +87,12 @@ class NullKVCacheManager(KVCacheManager):
     # -- lifecycle: claims are tracked, the rest does nothing
 
     def claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
+        replica = whole(
+            "claim: replica_idx", 0 if replica_idx is None else replica_idx, RequestError, least=0
+        )
+        require_key(request_id)
         require_unclaimed(request_id, self._claimed.get(request_id))
-        self._claimed[request_id] = replica_idx or 0
+        self._claimed[request_id] = replica
 
     def alloc(
         self, data: TextContext, replica_idx: int = 0, *, num_steps: int = 1, lookahead: int = 0
@@ -104,6 +116,7 @@ class NullKVCacheManager(KVCacheManager):
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
         """Does nothing."""
 
+    @also_named(seq_id="request_id")
     def release(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Forget the claim; nothing to do for a request that is not claimed."""
         claimed_on = self._claimed.get(request_id)
@@ -122,6 +135,7 @@ class NullKVCacheManager(KVCacheManager):
         """Forgets the claims."""
         self._claimed = {}
 
+    @also_named(seq_id="request_id")
     def contains(self, request_id: RequestID, replica_idx: int | None = None) -> bool:
         claimed_on = self._claimed.get(request_id)
         return claimed_on is not None and replica_idx in (None, claimed_on)
@@ -170,7 +184,7 @@ class NullKVCacheManager(KVCacheManager):
             MAX_NUM_PAGES: 1,
             NUM_PAGE_SLOTS: 1,
             NUM_SLOTS: 1,
-            NUM_STEPS: num_steps,
+            NUM_STEPS: 1 + require_steps(num_steps),
             MAX_SEQ_LEN: self.max_seq_len,
         }
         return [_dummy_record(symbols, sizes) for symbols in self.get_symbolic_inputs()]

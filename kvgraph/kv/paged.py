@@ -13,6 +13,7 @@ from functools import cached_property
 
 from kvgraph.contract.inputs import BatchCharacteristics, KVCacheInputs, SessionInterface
 from kvgraph.contract.params import KVCacheParamInterface, KVCacheStrategy
+from kvgraph.contract.synonyms import also_named
 from kvgraph.kv.build import make_replicas, make_settings, nested, open_bridge, require_sizes
 from kvgraph.kv.pool.batch import BatchRows
 from kvgraph.kv.pool.checks import verify
@@ -197,6 +198,7 @@ class PagedKVCacheManager(PagedQueries):
             batch_characteristics=batch_characteristics,
         )
 
+    @also_named(batch="batches")
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
         for replica, rows in self._resolve(batches, "step"):
             if replica.needs_step and (awake := rows.awake()):
@@ -205,6 +207,7 @@ class PagedKVCacheManager(PagedQueries):
                     self._tiers.offload(replica.index, committed)
         self._verify()
 
+    @also_named(seq_id="request_id")
     def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
         replica = at_replica(self._replicas, replica_idx, "release")
         row = row_of(request_id, self._claimed, replica_idx, "release")

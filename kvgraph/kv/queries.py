@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.symbols import KVCacheInputSymbols
+from kvgraph.contract.synonyms import also_named
 from kvgraph.errors import RequestError
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.memory import most_pages
@@ -43,6 +44,7 @@ class PagedQueries(KVCacheManager):
         row = self._claimed.get(request_id)
         return row is not None and row.phase is Phase.LOADING
 
+    @also_named(seq_id="request_id")
     def contains(self, request_id: RequestID, replica_idx: int = 0) -> bool:
         row = self._claimed.get(request_id)
         return row is not None and row.replica_idx == replica_idx

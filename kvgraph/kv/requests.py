@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvgraph.contract.sizes import whole
 from kvgraph.errors import RequestError
 
 RequestID = Hashable
@@ -111,8 +112,10 @@ class TextContext:
     def skip_processing(self, count: int) -> None:
         """`count` tokens are processed without a step; nothing is appended, all the rest is active.
 
-        RequestError if `count` is negative or more than what is not processed.
+        RequestError if `count` is no integer, negative or more than what is not processed.
         """
+        if type(count) is not int:
+            count = whole(f"skip_processing of {self.request_id!r}", count, RequestError)
         rest = self.current_length - self.processed_length
         if not 0 <= count <= rest:
             raise RequestError(
@@ -190,6 +193,8 @@ def _as_int32(
 
 def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
     """`each[replica_idx]` of what there is one of per replica."""
+    if type(replica_idx) is not int:
+        replica_idx = whole(f"{call}: replica_idx", replica_idx, RequestError)
     if not 0 <= replica_idx < len(each):
         hint = "; give a number of steps as num_steps=" if call == "alloc" else ""
         raise RequestError(
@@ -232,6 +237,10 @@ def require_unclaimed(request_id: RequestID, claimed_on: int | None) -> None:
 
 def require_steps(num_steps: int, lookahead: int = 0) -> int:
     """Tokens beyond the active ones, of 1 to MAX_STEPS steps."""
+    if type(num_steps) is not int:
+        num_steps = whole("num_steps", num_steps, RequestError)
+    if type(lookahead) is not int:
+        lookahead = whole("lookahead", lookahead, RequestError)
     if not 1 <= num_steps <= MAX_STEPS:
         raise RequestError(f"num_steps: expected 1 to {MAX_STEPS}, got {num_steps}")
     if lookahead < 0:

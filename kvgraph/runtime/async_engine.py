@@ -7,7 +7,9 @@ tasks of the loop --submissions, cancellations--> inbox --> the engine's thread:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -45,7 +47,7 @@ class AsyncEngine:
     The engine is its thread's from `start` (or `async with`) to `close`. Leaving a stream cancels
     its request. Where a step raises, it is tried again; where it raises twice, all open requests
     end with finish_reason "error", and the engine goes on with those that come. A lost rank, or a
-    lost device, ends it.
+    lost device, ends it. A program that ends without `close` waits for the step that runs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -67,6 +69,7 @@ class AsyncEngine:
         self._is_closed = False  # no submission from here on: said by a task
         self._is_stopped = False  # no step from here on: said in the thread
         self._failure: BaseException | None = None  # what ended the thread, if not `close`
+        self._at_exit = partial(_end_thread, weakref.ref(self))
 
     # -- for tasks of the loop
 
@@ -78,6 +81,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread = Thread(target=self._run, name="kvgraph-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._at_exit)
 
     async def close(self) -> None:
         """End the thread, and close the engine. What is open ends with finish_reason "error"."""
@@ -91,6 +95,7 @@ class AsyncEngine:
         else:
             self._inbox.put(self._stop)
             await asyncio.to_thread(self._thread.join)
+            atexit.unregister(self._at_exit)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -357,6 +362,14 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(call, what)
         except RuntimeError:  # the loop is closed: no task is left to read
             self._is_stopped = True
+
+
+def _end_thread(own: weakref.ref[AsyncEngine]) -> None:
+    """As the interpreter ends, when a thread within ONNX Runtime would abort the process."""
+    engine = own()
+    if engine is not None and engine._thread is not None and engine._thread.is_alive():
+        engine._inbox.put(engine._stop)
+        engine._thread.join()
 
 
 def _said(error: BaseException) -> str:

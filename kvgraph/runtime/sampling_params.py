@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from inspect import Parameter, Signature, signature
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvgraph.errors import RequestError
 from kvgraph.ops.native import MOST_LOGPROBS
@@ -43,8 +45,33 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 """Field of SamplingParams -> whether a number fits, and what is expected."""
 
 
+class ByEitherName(type):
+    """Of dataclasses whose constructor takes ALIASES too.
+
+    The aliases are no fields, since `dataclasses.replace` would hand back what it reads of them.
+    It gives every field by name: of these and an alias, the alias is what its caller asks for.
+    """
+
+    if not TYPE_CHECKING:  # checkers read the fields
+
+        def __call__(cls, *values: object, **given: object) -> SamplingParams:
+            is_replaced = given.keys() >= {each.name for each in fields(cls)}
+            require_fields(cls, values, given, {} if is_replaced else ALIASES)
+            for alias, name in ALIASES.items():
+                if (value := given.pop(alias, None)) is not None:
+                    given[name] = value
+            return super().__call__(*values, **given)
+
+        @property
+        def __signature__(cls) -> Signature:
+            _, *own = signature(cls.__init__).parameters.values()
+            kind, annotation = Parameter.KEYWORD_ONLY, "int | None"
+            more = [Parameter(name, kind, default=None, annotation=annotation) for name in ALIASES]
+            return Signature([*own, *more])
+
+
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(metaclass=ByEitherName):
     """How one request's tokens are chosen, and when it ends.
 
     `temperature` 0 is greedy (`min_p`, `top_k`, `top_p`, `seed` then have no effect). `min_p` keeps
@@ -58,8 +85,8 @@ class SamplingParams:
     `include_stop_str_in_output`; text that may become a stop string is held back. The first one
     that is complete counts. None of these tokens comes before `min_new_tokens` others, and no stop
     string counts in fewer tokens.
-    `max_tokens` and `min_tokens` are other names for the two limits: they are read as
-    `max_new_tokens` and `min_new_tokens`.
+    `max_tokens` and `min_tokens` are other names for the two limits, of which a call gives one;
+    `dataclasses.replace` takes either name too.
 
     `logit_bias` (token id -> number in [-100, 100], at most 1024) is added to the logits.
     `repetition_penalty` divides the logits above 0 of tokens of prompt and output, and multiplies
@@ -106,21 +133,17 @@ class SamplingParams:
     guided_json: Mapping[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    max_tokens: InitVar[int | None] = None
-    min_tokens: InitVar[int | None] = None
+    if TYPE_CHECKING:  # checkers read the constructor's parameters
+        max_tokens: int | None = None
+        min_tokens: int | None = None
+    else:
+        max_tokens: ClassVar[property] = property(attrgetter("max_new_tokens"))
+        min_tokens: ClassVar[property] = property(attrgetter("min_new_tokens"))
 
-    if not TYPE_CHECKING:  # checkers read the fields
-
-        def __new__(cls, *values: object, **given: object) -> SamplingParams:
-            require_fields(cls, values, given, ALIASES)
-            return object.__new__(cls)
-
-    def __post_init__(self, max_tokens: int | None, min_tokens: int | None) -> None:
-        most = self.max_new_tokens if max_tokens is None else max_tokens
-        least = self.min_new_tokens if min_tokens is None else min_tokens
+    def __post_init__(self) -> None:
         own: dict[str, object] = {
-            "max_new_tokens": integer("max_new_tokens", most, 1),
-            "min_new_tokens": integer("min_new_tokens", least, 0),
+            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, 1),
+            "min_new_tokens": integer("min_new_tokens", self.min_new_tokens, 0),
             "top_k": integer("top_k", self.top_k, 0),
             "n": integer("n", self.n, 1, MOST_COMPLETIONS),
             "seed": optional_integer("seed", self.seed, LEAST_SEED),

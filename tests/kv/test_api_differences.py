@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvgraph import (
     ContinuousBatchingKVCacheManager,
+    KVCacheManager,
     NullKVCacheManager,
     PaddedKVCacheManager,
     PagedKVCacheManager,
@@ -18,7 +20,7 @@ from kvgraph import (
     virtual_devices,
 )
 from kvgraph.errors import ParamsError, RequestError, UnsupportedError
-from tests.kv.own_manager import host
+from tests.kv.own_manager import OwnManager, host
 from tests.support.builders import make_params
 
 
@@ -116,3 +118,41 @@ def test_a_parameter_under_two_names_at_once() -> None:
         RaggedKVCacheInputs(*[host(0)] * 0, kv_blocks=host(0), blocks=host(0))  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="multiple values"):
         RaggedKVCacheInputs(*[host(0)] * 4, blocks=host(0))  # type: ignore[call-arg]
+
+
+ALL_KINDS = [
+    PaddedKVCacheManager,
+    PagedKVCacheManager,
+    ContinuousBatchingKVCacheManager,
+    NullKVCacheManager,
+    OwnManager,
+]
+
+
+def make_kind(kind: Any) -> Any:
+    if kind is PagedKVCacheManager:
+        return kind(make_params(), None, 4, max_batch_size=2)
+    return kind(make_params(), 2, 16)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_manager_takes_the_bases_parameters(kind: Any) -> None:
+    for name, method in inspect.getmembers(KVCacheManager, inspect.isroutine):
+        if name.startswith("_"):
+            continue
+        expected, found = (
+            [(each.name, each.kind) for each in inspect.signature(one).parameters.values()]
+            for one in (method, getattr(kind, name))
+        )
+        assert found[: len(expected)] == expected, name
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_manager_takes_the_bases_other_names(kind: Any) -> None:
+    manager, ctx = make_kind(kind), TextContext("a", [1])
+    manager.claim("a")
+    manager.alloc(ctx)
+    manager.step(batch=[ctx])
+    assert manager.contains(seq_id="a")
+    manager.release(seq_id="a")
+    assert not manager.contains(seq_id="a")

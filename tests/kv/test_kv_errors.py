@@ -264,3 +264,44 @@ def test_a_key_that_cannot_be_hashed(manager: PagedKVCacheManager) -> None:
     fails(manager, lambda: manager.claim(key), RequestError, text)
     with pytest.raises(RequestError, match=text):
         PaddedKVCacheManager(make_params(), 2, 8).claim(key)
+
+
+@pytest.mark.parametrize("value", [1.5, "1", None, True])
+def test_numbers_of_calls_are_whole(manager: PagedKVCacheManager, value: Any) -> None:
+    ctx = start(manager, "a", range(5))
+    batches = [[ctx], []]
+    calls: dict[str, Callable[[], Any]] = {
+        "num_steps": lambda: manager.alloc(ctx, num_steps=value),
+        "lookahead": lambda: manager.alloc_batch(batches, lookahead=value),
+        "claim: replica_idx": lambda: manager.claim("z", value),
+        "alloc: replica_idx": lambda: manager.alloc(ctx, value),
+        "release: replica_idx": lambda: manager.release("a", value),
+        "num_free_blocks: replica_idx": lambda: manager.num_free_blocks(value),
+        "batch_characteristics.batch_size": lambda: BatchCharacteristics(value, 5, 5),
+    }
+    if value is not None:
+        calls["max_cache_length"] = lambda: manager.runtime_inputs(batches, max_cache_length=value)
+    said = f"expected an integer, got {type(value).__name__} {value!r}"
+    for name, call in calls.items():
+        fails(manager, call, RequestError, f"^{name}: {said}$")
+    with pytest.raises(RequestError, match=f"^num_steps: {said}$"):
+        manager.runtime_inputs(batches, num_steps=value)
+
+
+def test_numpys_numbers_are_whole(manager: PagedKVCacheManager) -> None:
+    ctx = start(manager, "a", range(5))
+    one = np.int64(1)
+    manager.alloc(ctx, num_steps=one, lookahead=one)  # type: ignore[arg-type]
+    assert BatchCharacteristics(one, 2, 3) == BatchCharacteristics(1, 2, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [ContinuousBatchingKVCacheManager, PaddedKVCacheManager])
+def test_numbers_of_slots_are_whole(kind: Any) -> None:
+    manager = kind(make_params(), 2, 8)
+    with pytest.raises(RequestError, match=r"^claim_slots: expected an integer, got float 1\.0$"):
+        manager.claim_slots(1.0)
+    with pytest.raises(RequestError, match=r"free slots of \[0, 1\], got \[0\.0\]"):
+        manager.external_claim([0.0])
+    with pytest.raises(RequestError, match=r"free slots of \[0, 1\], got \[True\]"):
+        manager.external_claim([True])
+    assert manager.slots_remaining == {0, 1}

@@ -8,7 +8,7 @@ import pytest
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, KVCacheInputs
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.paged import PagedKVCacheManager
-from kvgraph.kv.requests import TextContext
+from kvgraph.kv.requests import RequestID, TextContext
 from tests.support.builders import decode, make_manager, make_params, snapshot, start
 
 P = 10
@@ -128,6 +128,44 @@ def test_reserve_releases_on_every_way_out() -> None:
     with pytest.raises(RuntimeError), manager.reserve([too_many]):
         pass
     assert snapshot(manager)["claimed"] == before == {}
+
+
+def test_reserve_leaves_out_what_its_scope_has_released() -> None:
+    manager = make_manager(pages=P)
+    batch = [TextContext("a", [1]), TextContext("b", [2])]
+    with manager.reserve([batch]):
+        manager.release("b")
+    assert not manager.contains("a")
+
+    def scope() -> None:
+        with manager.reserve([batch]):
+            manager.release("b")
+            raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own"):
+        scope()
+    assert not manager.contains("a")
+
+
+class FailsToRelease(PagedKVCacheManager):
+    def release(self, request_id: RequestID, replica_idx: int = 0) -> None:
+        if request_id == "b":
+            raise OSError("a release that fails")
+        super().release(request_id, replica_idx)
+
+
+@pytest.mark.parametrize("error", [None, KeyError("the user's own")])
+def test_a_release_that_fails_stops_no_other(error: Exception | None) -> None:
+    manager = FailsToRelease(make_params(), None, 4, max_batch_size=3)
+
+    def scope() -> None:
+        with manager.reserve([[TextContext(name, [1]) for name in "abc"]]):
+            if error is not None:
+                raise error
+
+    with pytest.raises(OSError if error is None else KeyError):
+        scope()
+    assert [manager.contains(name) for name in "abc"] == [False, True, False]
 
 
 def test_chunks_grow_by_chunk() -> None:

@@ -64,6 +64,20 @@ def test_sizes_are_whole_numbers(given: tuple[Any, Any, Any]) -> None:
         plan_memory(LLAMA_8B, *given)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((0, None, GIB), "max_seq_len: expected >= 1, got 0"),
+        ((2.5, None, GIB), "max_seq_len: expected an integer, got float 2.5"),
+        ((16, None, "1GiB"), "available_cache_memory: expected an integer, got str '1GiB'"),
+        ((16, "2", GIB), "num_layers: expected an integer, got str '2'"),
+    ],
+)
+def test_sizes_of_a_batch_are_whole_numbers(given: tuple[Any, Any, Any], text: str) -> None:
+    with pytest.raises(ParamsError, match=f"^{text}$"):
+        PagedKVCacheManager.infer_optimal_batch_size(LLAMA_8B, *given)
+
+
 SLIDING = KVCacheParams("float32", 2, 16, 3, page_size=128, window_size=128)
 FULL = KVCacheParams("float32", 2, 16, 3, page_size=128)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvgraph.contract.devices import virtual_devices
@@ -77,3 +79,18 @@ def test_dummies_have_one_record_per_device() -> None:
 def test_contradictions(name: str, value: int) -> None:
     with pytest.raises(ParamsError, match=rf"{name}: expected \d from params, got {value}"):
         make_null(**{name: value})
+
+
+@pytest.mark.parametrize("replica", [0.5, "1", True])
+def test_numbers_are_whole(replica: Any) -> None:
+    null = make_null()
+    said = f"expected an integer, got {type(replica).__name__} {replica!r}$"
+    with pytest.raises(RequestError, match=f"^claim: replica_idx: {said}"):
+        null.claim("a", replica)
+    with pytest.raises(RequestError, match=f"^num_steps: {said}"):
+        null.fetch([], num_steps=replica)
+    with pytest.raises(RequestError, match=r"^claim: replica_idx: expected >= 0, got -1$"):
+        null.claim("a", -1)
+    with pytest.raises(RequestError, match=r"^request_id: expected a hashable key, got \[\]$"):
+        null.claim([])  # type: ignore[arg-type]
+    assert not null.contains("a")

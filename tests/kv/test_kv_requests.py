@@ -51,6 +51,17 @@ def test_skip_and_rewind() -> None:
     assert lengths(ctx) == (0, 10, 10)
 
 
+@pytest.mark.parametrize("count", [0.5, "1", None, True])
+def test_a_skip_is_a_whole_number(count: Any) -> None:
+    ctx = TextContext("a", range(10))
+    text = f"skip_processing of 'a': expected an integer, got {type(count).__name__} {count!r}"
+    with pytest.raises(RequestError, match=f"^{text}$"):
+        ctx.skip_processing(count)
+    assert lengths(ctx) == (0, 10, 10)
+    ctx.skip_processing(np.int64(4))  # type: ignore[arg-type]
+    assert type(ctx.processed_length) is int
+
+
 def test_tokens_grow_and_are_a_copy() -> None:
     given = np.arange(3, dtype=np.int32)
     ctx = TextContext("a", given)

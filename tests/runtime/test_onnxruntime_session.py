@@ -273,3 +273,30 @@ def test_nothing_is_told_to_a_vendor(compiled: Compiled, tmp_path: Path) -> None
     subprocess.run(command, check=True, env=kept | home)
     assert not [path for path in tmp_path.rglob("*") if "onnxruntime" in str(path).lower()]
     assert not list(tmp_path.rglob("Microsoft"))
+
+
+FORKING = """
+import os, signal, sys, time
+import kvgraph
+
+engine = kvgraph.Engine(sys.argv[1], num_pages=8, num_threads=2)
+first = engine.generate(["A class"])[0].text
+time.sleep(0.1)  # by then the session's threads wait for work
+for end in ("freed", "left to the interpreter", "replaced"):
+    if not (child := os.fork()):
+        signal.alarm(60)
+        if end != "left to the interpreter":
+            del engine
+        if end == "replaced":
+            engine = kvgraph.Engine(sys.argv[1], num_pages=8, num_threads=2)
+            assert engine.generate(["A class"])[0].text == first
+        sys.exit()
+    print(os.waitpid(child, 0)[1])
+print(engine.generate(["A class"])[0].text == first)
+"""
+
+
+def test_a_forked_child_ends_without_its_parents_threads(compiled: Compiled) -> None:
+    command = [sys.executable, "-c", FORKING, str(compiled("tiny-llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("0\n0\n0\nTrue\n", "")

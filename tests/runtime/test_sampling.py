@@ -7,7 +7,8 @@ import math
 import pickle
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -317,6 +318,37 @@ def test_other_names_of_the_limits() -> None:
     assert hash(params) == hash(SamplingParams(9, min_new_tokens=2, logit_bias={1: 2.0}))
     with pytest.raises(RequestError, match="max_new_tokens, max_tokens: expected one of the two"):
         SamplingParams(9, max_tokens=9)
+
+
+def test_the_limits_are_read_and_replaced_by_either_name() -> None:
+    params = SamplingParams(max_tokens=5, min_new_tokens=1, top_k=3)
+    assert (params.max_tokens, params.min_tokens) == (5, 1)
+    for changes in ({"max_tokens": 9}, {"max_new_tokens": 9}):
+        assert replace(params, **changes) == SamplingParams(9, min_tokens=1, top_k=3)
+        assert replace(params, **changes).max_tokens == 9
+    both = replace(params, max_tokens=9, min_tokens=2)
+    assert (both.max_new_tokens, both.min_new_tokens) == (9, 2)
+    assert [each.max_tokens for each in replace(params, n=2, max_tokens=4).each()] == [4, 4]
+    assert SamplingParams(**asdict(params)) == params
+    with pytest.raises(RequestError, match=r"^max_new_tokens: expected >= 1, got 0$"):
+        replace(params, max_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParams(SamplingParams):
+    name: str = ""
+
+
+def test_a_dataclass_of_a_users_own_has_both_names() -> None:
+    params = replace(NamedParams(max_tokens=5, name="a"), max_tokens=9)
+    assert (type(params), params.max_tokens, params.name) == (NamedParams, 9, "a")
+    with pytest.raises(RequestError, match="min_new_tokens, min_tokens: expected one of the two"):
+        NamedParams(min_new_tokens=1, min_tokens=1)
+
+
+def test_the_signature_has_both_names() -> None:
+    names = list(signature(SamplingParams).parameters)
+    assert names == [*(each.name for each in fields(SamplingParams)), "max_tokens", "min_tokens"]
 
 
 @pytest.mark.parametrize(

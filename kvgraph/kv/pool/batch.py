@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvgraph.contract.devices import HOST
 from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, RaggedKVCacheInputs
+from kvgraph.contract.sizes import whole
 from kvgraph.errors import CapacityError, RequestError
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.pool.leaf import Leaf
@@ -185,6 +186,7 @@ class ReplicaBatch:
                 )
 
     def _widened(self, width: int, max_cache_length: int, needed: int) -> int:
+        max_cache_length = whole("max_cache_length", max_cache_length, RequestError)
         pages = ceildiv(max_cache_length, self._settings.page_size)
         if max_cache_length < 1 or pages < width:
             raise RequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from numbers import Integral
 
+from kvgraph.contract.sizes import as_integer, whole
 from kvgraph.errors import CapacityError, RequestError, UnsupportedError
 from kvgraph.kv.requests import RequestID, at_replica, require_key, require_unclaimed
 
@@ -79,8 +80,7 @@ def no_slots(manager: object) -> UnsupportedError:
 
 def lowest(n: int, free: Collection[int]) -> list[int]:
     """Numbers of `n` slots to claim; RequestError if n < 1, CapacityError if fewer are free."""
-    if n < 1:
-        raise RequestError(f"claim_slots: expected n >= 1, got {n}")
+    n = whole("claim_slots", n, RequestError, least=1)
     if n > len(free):
         raise CapacityError(f"claim_slots: expected {n} free slots, got {len(free)}")
     return sorted(free)[:n]
@@ -88,7 +88,8 @@ def lowest(n: int, free: Collection[int]) -> list[int]:
 
 def require_numbers(seq_ids: Sequence[int], free: set[int]) -> None:
     """RequestError unless the numbers are of different free slots."""
-    if len(set(seq_ids)) < len(seq_ids) or not free.issuperset(seq_ids):
+    numbers = [as_integer(seq_id) for seq_id in seq_ids]  # of a number that is none: None
+    if len(set(numbers)) < len(numbers) or not free.issuperset(numbers):
         raise RequestError(
             f"external_claim: expected different free slots of {sorted(free)}, got {list(seq_ids)}"
         )

@@ -33,12 +33,14 @@ Decision: of ONNX Runtime's settings, measured on 246M parameters in float32 (94
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -229,7 +231,21 @@ def open_session(
         raise DeviceError(
             f"onnxruntime: expected {provider} on this machine, got {found}: it could not be loaded"
         )
+    _LIVE.add(session)
     return session
+
+
+_LIVE: WeakSet[InferenceSession] = WeakSet()
+
+
+def _keep_for_ever() -> None:
+    """In a forked child, which has none of its parent's threads: to free a session would wait for
+    them. The end of the interpreter frees all that nothing holds."""
+    for session in _LIVE:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 
 NEWER = (
