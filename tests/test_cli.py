@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 import kvgraph
+from tests.support.artifacts import CHECKED
 from tests.support.command_line import COMMAND, Outcome, run, wait_until_it_writes
 
 PROMPT = "The import statement"
@@ -63,7 +64,7 @@ def test_compile(made: tuple[Path, Outcome]) -> None:
         "identity": manifest.identity.hex(),
         "bytes": sum((out / name).stat().st_size for name in manifest.files),
         "files": sorted(manifest.files),
-        "notes": ["check: logits of two ragged rows in two chunks are the model's own, all layers"],
+        "notes": [CHECKED],
     }
     *stages, note, last = outcome.err.splitlines()
     assert note == f"note: {summary['notes'][0]}"

@@ -2,9 +2,10 @@
 
 Decision: a module is exported with torch's own settings first. They take ordinary module code
 (`.contiguous()` on a slice), and may decide that a dim is not 1; such a program says so in its
-guards and is exported again with `symbolic_batch`, which leaves the question open. Where that fails
-(a module that has both), the first program is taken without its guards, if a step of one token
-gives what the module gives.
+guards and is exported again with `symbolic_batch`. That leaves torch's own questions open, and
+answers those of a module, such as `x.shape[0] > 1`, without a guard. Where it fails (a module that
+has both), the first program is taken without its guards, if a step of one token gives what the
+module gives. `require_one_token` asks that of every program of a module of one's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -106,7 +108,7 @@ def _trace(model: Model, signature: GraphSignature) -> ExportedProgram:
         if _admits_ones(program, signature):
             return program
         guarded.append(program)
-    if guarded and _agrees_at_ones(guarded[0], model, signature):
+    if guarded and _at_ones(guarded[0], model, signature):
         guarded[0]._guards_code = []
         return guarded[0]
     raise refusal(model, refused, lambda: _export(model.module, signature))
@@ -140,8 +142,17 @@ def _admits_ones(program: ExportedProgram, signature: GraphSignature) -> bool:
     return all(eval(guard, scope) for guard in program._guards_code)
 
 
-def _agrees_at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) -> bool:
-    """Whether program and module give the same logits for one token of one row, at any rate."""
+def require_one_token(model: Model, program: ExportedProgram, signature: GraphSignature) -> None:
+    """UnsupportedError where `model`, a module of one's own that changes nothing but the cache,
+    gives other logits for one token of one row than its program: a trace takes one branch of
+    `if x.shape[0] > 1`, and steps of one token would get that too."""
+    if _at_ones(program, model, signature) is False:
+        raise refusal(model, [], lambda: _export(model.module, signature))
+
+
+def _at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) -> bool | None:
+    """Whether program and module give the same logits for one token of one row. None: one of them
+    runs on more rows only, or the module has no values."""
     from kvgraph.compiler.check.interpret import ProgramRun
     from kvgraph.compiler.check.streamed import streamed_of
     from kvgraph.compiler.weights import Weights
@@ -150,19 +161,22 @@ def _agrees_at_ones(program: ExportedProgram, model: Model, signature: GraphSign
     if streamed is None and any(
         isinstance(value, FakeTensor) for value in model.module.state_dict().values()
     ):
-        return False
+        return None
     run = ProgramRun(program, weights=Weights(model.checkpoint))
+    inputs = partial(_one_token, signature, model.vocab_size // 2)
+    values = streamed.within(model.module) if streamed else contextlib.nullcontext()
     try:
-        with streamed.within(model.module) if streamed else contextlib.nullcontext():
-            found, expected = (step(*_one_token(signature))[0] for step in (run, model.module))
-    except Exception:  # one of them runs on more rows only
-        return False
-    return bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True))
+        with values, torch.no_grad():
+            found, expected = run(*inputs())[0], model.module(*inputs())
+    except Exception:
+        return None
+    logits = expected[0] if isinstance(expected, tuple) else expected
+    return torch.allclose(found, logits.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _one_token(signature: GraphSignature) -> list[torch.Tensor]:
+def _one_token(signature: GraphSignature, token: int) -> list[torch.Tensor]:
     """Inputs of a step over an empty cache; fields that are left out here are zeros."""
-    values = {"input_row_offsets": [0, 1], "max_lengths": [[1, 1]]}
+    values = {"tokens": [token], "input_row_offsets": [0, 1], "max_lengths": [[1, 1]]}
     made = []
     for symbol in signature.inputs:
         dtype = getattr(torch, symbol.dtype)

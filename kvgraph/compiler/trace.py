@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
 from torch._subclasses import FakeTensor
 
 from kvgraph.compiler.cache import CachePlan
-from kvgraph.compiler.export import export, require_state_unchanged, stack_traces
+from kvgraph.compiler.export import (
+    export,
+    require_one_token,
+    require_state_unchanged,
+    stack_traces,
+)
+from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.functional import without_writes
 from kvgraph.compiler.identity import program_digest
 from kvgraph.compiler.model import Model
@@ -49,17 +54,21 @@ def trace(
         traced.changed("export")
         return traced
 
-    is_padded = plan.strategy is KVCacheStrategy.PADDED
-    with stack_traces(False):
-        traced = exported(dump)
-        with contextlib.suppress(UnsupportedError):
-            run_passes(traced, TRACE)
-            require_state_unchanged(traced.program, signature, is_padded=is_padded)
-            return traced
-    with stack_traces(True):  # to say which line of the model is refused
-        traced = exported(None)
+    def prove(traced: Traced) -> None:
         run_passes(traced, TRACE)
+        is_padded = plan.strategy is KVCacheStrategy.PADDED
         require_state_unchanged(traced.program, signature, is_padded=is_padded)
+
+    try:
+        with stack_traces(False):
+            traced = exported(dump)
+            prove(traced)
+    except UnsupportedError:
+        with stack_traces(True):  # to say which line of the model is refused
+            traced = exported(None)
+            prove(traced)
+    if not isinstance(model.module, Decoder):
+        require_one_token(model, traced.program, signature)
     return traced
 
 

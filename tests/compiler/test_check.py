@@ -20,10 +20,10 @@ from kvgraph.compiler.check.streamed import Streamed
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends import masks
 from kvgraph.contract.manifest import read_manifest
+from tests.support.artifacts import CHECKED
 from tests.support.models import make_model
 
 ModelFolder = Callable[[str], Path]
-WHOLE = "check: logits of two ragged rows in two chunks are the model's own, all layers"
 
 
 def refusal(model: Any, out: Path, **options: Any) -> str:
@@ -52,7 +52,7 @@ def test_what_is_right_passes(
 ) -> None:
     manifest = kvgraph.compile(model_folder(model), tmp_path / "out", page_size=16, **options)
     on_cuda = options.get("target", "cpu") != "cpu"
-    note = WHOLE.replace("all layers", "one of each kind (0, 1)") if on_cuda else WHOLE
+    note = CHECKED.replace("all layers", "one of each kind (0, 1)") if on_cuda else CHECKED
     assert manifest.notes[-1] == note
     assert read_manifest(tmp_path / "out") == manifest
 
@@ -161,7 +161,7 @@ def test_own_module(target: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"params": params, "vocab_size": 32, "max_seq_len": 64}
     torch.manual_seed(0)
     manifest = kvgraph.compile(Traced(False), tmp_path / "right", target=target, **options)
-    assert manifest.notes[-1] == WHOLE
+    assert manifest.notes[-1] == CHECKED
     with pytest.raises(kvgraph.CheckError, match=r"check of 'Traced': .* in the lowered graph;"):
         kvgraph.compile(Traced(True), tmp_path / "wrong", target=target, **options)
     assert not (tmp_path / "wrong").exists()

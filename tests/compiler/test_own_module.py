@@ -312,7 +312,7 @@ class Reads(Decoder):
 @pytest.mark.parametrize(
     ("module", "why", "code"),
     [
-        (Branches(), "Not all values of total_seq_len", "if tokens.shape[0] > 4:"),
+        (Branches(), "it is made for 2 <= total_seq_len", "if tokens.shape[0] > 4:"),
         (Reads(), "Could not extract specialized integer", "tokens + int(tokens.max())"),
     ],
 )

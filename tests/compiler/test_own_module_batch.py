@@ -46,6 +46,47 @@ def test_what_depends_on_the_batch_is_refused(number: str, backend: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+class Prefilling(Decoder):
+    """Asks whether its step has more than one token, or more than one row."""
+
+    def __init__(self, question: str, *, is_equal: bool = False) -> None:
+        super().__init__()
+        self.question, self.is_equal = question, is_equal
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        tokens, _, _, _, lengths, _, _ = inputs
+        asked = {
+            "more tokens": lambda: tokens.shape[0] > 1,
+            "one token": lambda: tokens.shape[0] == 1,
+            "one row": lambda: lengths.shape[0] == 1,
+            "a token of each row": lambda: lengths.shape[0] == tokens.shape[0],
+        }[self.question]
+        logits = super().forward(*inputs)
+        if asked():
+            return logits + 0.0 if self.is_equal else logits * torch.linspace(-1, 1, VOCAB)
+        return logits
+
+
+QUESTIONS = ["more tokens", "one token", "one row", "a token of each row"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_branch_on_the_size_of_a_step_is_refused(question: str, tmp_path: Path) -> None:
+    """A trace takes one branch, which steps of one token would get too."""
+    why = (
+        "it does not do for one token of one row what it does for more|it is made for {} != 1, and"
+    )
+    name = "batch_size" if question == "one row" else "total_seq_len"
+    with pytest.raises(kvgraph.UnsupportedError, match=why.format(name)):
+        compile_module(Prefilling(question), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_branches_that_compute_the_same_are_taken(question: str, tmp_path: Path) -> None:
+    assert compile_module(Prefilling(question, is_equal=True), tmp_path / "out")
+
+
 def test_pages_that_are_larger_than_a_pool_of_an_engine(tmp_path: Path) -> None:
     """The check's rows need ten; an engine of its own accord has 1 GiB."""
     params = kvgraph.KVCacheParams("float32", 32, 128, num_layers=32)

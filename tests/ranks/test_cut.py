@@ -17,6 +17,7 @@ from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.errors import ArtifactError, ParamsError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
+from tests.support.artifacts import CHECKED
 from tests.support.models import make_model
 
 
@@ -128,9 +129,7 @@ def test_check_compares_with_the_whole_model(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     manifest = kvgraph.compile(model_folder("gemma2"), tmp_path / "out", tp=2, page_size=16)
-    assert manifest.notes == [
-        "check: logits of two ragged rows in two chunks are the model's own, all layers"
-    ]
+    assert manifest.notes == [CHECKED]
 
 
 def refused(error: type[Exception], sentence: str, model: Any, out: Path, **options: Any) -> None:

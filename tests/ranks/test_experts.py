@@ -18,9 +18,9 @@ from kvgraph.compiler.plan import plan_deployment
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import UnsupportedError
+from tests.support.artifacts import CHECKED
 from tests.support.models import greedy_tokens, make_model
 
-CHECKED = "check: logits of two ragged rows in two chunks are the model's own, all layers"
 EXPERTS = "model.model.layers.0.mlp.experts"
 ATTENTION = "model.model.layers.0.self_attn"
 

@@ -15,10 +15,10 @@ from kvgraph.compiler.frontends.decoder import Decoder
 from kvgraph.compiler.frontends.rank_parts import ALL_HEADS, EACH_HEAD, PACKED_HEADS, attention_rows
 from kvgraph.compiler.frontends.ranks import cut
 from kvgraph.errors import UnsupportedError
+from tests.support.artifacts import CHECKED
 from tests.support.models import EXPERTS, LATENT, make_model
 from tools.models.judge import make
 
-CHECKED = "check: logits of two ragged rows in two chunks are the model's own, all layers"
 ATTENTION = "model.model.layers.0.self_attn"
 MLP = "model.model.layers.0.mlp"
 SLOW = (

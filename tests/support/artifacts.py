@@ -24,6 +24,12 @@ Compiled = Callable[..., Path]
 
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "build" / "tests"
+CHECKED = (
+    "check: logits of two ragged rows, in chunks and in a step of one token, are the model's own, "
+    "all layers"
+)
+"""Note of a compile whose whole artifact was run."""
+
 TINY_LLAMA = ROOT / "examples" / "tiny-llama"
 
 TOOLS = ("numpy", "onnx", "onnx-ir", "onnxscript", "torch", "transformers", "triton")

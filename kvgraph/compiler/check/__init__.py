@@ -1,1 +1,1 @@
-"""Does what was compiled compute what the model computes? Two ragged rows, in two chunks."""
+"""Does what was compiled compute what the model computes? Two ragged rows, in chunks."""

@@ -15,7 +15,7 @@ from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
 from kvgraph.kv.continuous import ContinuousBatchingKVCacheManager
-from kvgraph.kv.forward import all_logits
+from kvgraph.kv.forward import Chunk, all_logits
 from kvgraph.kv.manager import KVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -30,7 +30,7 @@ def logits_of(
     params: Params,
     rows: Sequence[Tokens],
     *,
-    chunk: int,
+    chunk: Chunk,
 ) -> list[Logits]:
     """Logits of every token of each row, `[len(row), vocab]`: all rows in each step of `step`.
 

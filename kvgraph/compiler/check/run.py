@@ -1,7 +1,8 @@
 """The check of a compile: its logits against the model's own, before anything is at its place.
 
-Decision: two rows of a few dozen tokens, ragged, in two chunks, because that is what the model's
-own forward pass never sees: rows that must not mix, and keys that come from the cache. Windows are
+Decision: two rows of a few dozen tokens, ragged, in chunks, because that is what the model's own
+forward pass never sees: rows that must not mix, and keys that come from the cache. The last step
+has one token of one row, as a decode step of a single request has. Windows are
 cut to 16 tokens in graph and model alike, so that short rows reach beyond them. A model of more
 than 1 GiB of parameters stands in for itself by one layer of each kind (`subject.py`), lowered by
 the same passes; so does every model for CUDA, whose program runs here operator by operator.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +48,7 @@ RunArtifact = Callable[[Path, Sequence[Row], Chunk], list[Logits]]
 """`run(folder, rows, chunk)`: logits of every token, by the session of the artifact's backend."""
 Write = Callable[[Traced, Path], Manifest]
 
-LENGTHS, CHUNK = (46, 29), 25
+LENGTHS, CHUNK = (51, 29), 25
 OTHERS = 7
 """Rows beside those two, of a batch that they must not depend on."""
 MOST_BYTES = 1 << 30
@@ -188,22 +190,35 @@ def _check_module(made: Made) -> str:
     """A user's own module for CUDA: its whole program."""
     given = made.traced
     traced = trace(given.model, given.signature, given.plan, functional=False)
+    step = _program_run(made, traced)
+
+    def run(folder: Path, rows: Sequence[Row], chunk: Chunk) -> list[Logits]:
+        return logits_of(step, traced.signature, traced.plan.params, rows, chunk=chunk)
+
     rows = rows_of(traced.model)
-    _require_near(made, traced, _run_program(made, traced, rows), rows)
+    found = run(made.folder, rows, CHUNK)
+    _require_near(made, traced, found, rows)
+    _require_alone(made, run, rows, found)
     return _note("all layers")
 
 
 def _run_program(made: Made, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
-    def rewrite(own: Traced) -> None:
-        own.bits = WEIGHT_BITS.get(made.manifest.weights)
-        imported(made.support.rewrite)(own)
-
     if made.ranks > 1:
+        rewrite = partial(_rewrite, made)
         return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK)
-    if made.support.rewrite:
-        rewrite(traced)
-    program = ProgramRun(traced.program, weights=traced.weights)
+    program = _program_run(made, traced)
     return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
+
+
+def _program_run(made: Made, traced: Traced) -> ProgramRun:
+    if made.support.rewrite:
+        _rewrite(made, traced)
+    return ProgramRun(traced.program, weights=traced.weights)
+
+
+def _rewrite(made: Made, own: Traced) -> None:
+    own.bits = WEIGHT_BITS.get(made.manifest.weights)
+    imported(made.support.rewrite)(own)
 
 
 def _trace(model: Model, plan: CachePlan, *, functional: bool) -> Traced:
@@ -256,4 +271,7 @@ def _require_near(
 
 
 def _note(layers: str) -> str:
-    return f"check: logits of two ragged rows in two chunks are the model's own, {layers}"
+    return (
+        "check: logits of two ragged rows, in chunks and in a step of one token, are the model's "
+        f"own, {layers}"
+    )
