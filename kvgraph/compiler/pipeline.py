@@ -103,6 +103,11 @@ def load_model(
                 f"{name}: expected None for a model folder, which has its own, got {value!r}"
             )
     wanted = dtype or checkpoint_dtype(read_config(model))
+    if not float32 and wanted not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"{model}: dtype: expected one of {list(ACTIVATIONS)} in config.json, got {wanted!r}; "
+            "give one with --dtype"
+        )
     if float32 and wanted != "float32":
         note = (
             f"activations: {wanted} converted to float32, since the CPU kernels compute in it "

@@ -23,6 +23,7 @@ from kvgraph.compiler.options import (
     resolve,
 )
 from kvgraph.compiler.reserve import Reserve
+from kvgraph.compiler.shards import require_known_names
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
@@ -95,9 +96,11 @@ def plan_deployment(
     share the model and run its ranks, as `compile` cuts it; transformers says how, and where
     `compile` refuses it a warning says so and sizes are of equal parts. Weights are
     counted by the headers of the safetensors, or their index; without them, and for other than the
-    best-known architectures, transformers is asked. ParamsError where weights, the largest step and
-    a page do not fit, with what would; UnsupportedError for a target, a cache or weights that no
-    graph has, as `compile` raises it; MissingDependencyError where transformers is needed.
+    best-known architectures, transformers is asked. ModelError for a folder that is damaged, or
+    whose safetensors have names that a compile does not know. ParamsError where weights, the
+    largest step and a page do not fit, with what would; UnsupportedError for a target, a cache or
+    weights that no graph has, as `compile` raises it; MissingDependencyError where transformers is
+    needed.
     """
     request = resolve(
         target,
@@ -111,6 +114,7 @@ def plan_deployment(
     check_weights(weights, parsed, request.backend, dtype)
     with as_folder(folder) as opened:
         config = read_config(opened)
+        require_known_names(opened)
         dtype = dtype or checkpoint_dtype(config)
         is_quantized = quantization(config) is not None
         float32 = computes_in_float32(support, parsed, weights)

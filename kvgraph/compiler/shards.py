@@ -16,6 +16,7 @@ from kvgraph.errors import ModelError
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEXES = (INDEX, "pytorch_model.bin.index.json")
 """Files that name others; transformers reads the second where there are no safetensors."""
+PICKLED = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,22 @@ def shard_paths(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     index = read_index(folder)
     return [folder / name for name in sorted(set(index.shards.values()))] if index else []
+
+
+def require_known_names(folder: Path) -> None:
+    """ModelError where the only weights in `folder` are safetensors that nothing names, such as
+    AutoGPTQ's `gptq_model-4bit-128g.safetensors`."""
+    if any((folder / name).is_file() for name in (WHOLE, PICKLED, *INDEXES)):
+        return
+    found = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
+    if found:
+        others = f" and {len(found) - 1} more" if found[1:] else ""
+        step = f"rename it to {WHOLE}"
+        if others:
+            step = f"rename the one with all weights to {WHOLE}, or add {INDEX}, which names them"
+        raise ModelError(
+            f"{folder}: expected weights in {WHOLE} or {INDEX}, got {found[0]}{others}; {step}"
+        )
 
 
 def read_index(folder: Path, name: str = INDEX) -> Index | None:

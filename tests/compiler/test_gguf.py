@@ -129,7 +129,23 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
             {"llama__expert_count": 8},
             "llama.expert_count: expected none, got 8; compile the checkp",
         ),
-        ({"llama__block_count_": 8, "extra": "blk.0.attn_q.bias"}, "alone, got blk.0.attn_q.bias"),
+        (
+            {"llama__block_count_": 8, "extra": "blk.0.attn_q.bias"},
+            "blk.0.attn_q.bias: expected tensors of 'llama' alone, got one that it lacks; compile",
+        ),
+        ({"split__count": "two"}, "split.count: expected a number, got 'two'; compile the check"),
+        (
+            {"llama__rope__dimension_count": "x"},
+            "llama.rope.dimension_count: expected a number, got 'x'; compile the checkpoint",
+        ),
+        (
+            {"tokenizer__ggml__eos_token_id": "x"},
+            "tokenizer.ggml.eos_token_id: expected a number, got 'x'; compile the checkpoint",
+        ),
+        (
+            {"tokenizer__ggml__bos_token_id": 1.5},
+            "cannot read the configuration: Validation error for field 'bos_token_id': TypeError",
+        ),
         (
             {"llama__rope__dimension_count": 8},
             "llama.rope.dimension_count: expected 16, got 8; com",

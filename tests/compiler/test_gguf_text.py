@@ -313,3 +313,36 @@ def refused(path: Path) -> str:
         kvgraph.compile(path, path.with_name("out"), check=False)
     assert not path.with_name("out").exists()
     return str(error.value)
+
+
+def without(said: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given for name, given in said.items() if name not in names}
+
+
+BYTES, PIECES = gguf_files.byte_level("gpt-2", {"<s>": 3}), gguf_files.sentencepiece()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (without(BYTES, "tokens"), "tokens: expected a list, got none; compile the checkpoint"),
+        (without(BYTES, "merges"), "merges: expected a list, got none; compile the checkpoint"),
+        (without(PIECES, "scores"), "scores: expected a list, got none; compile the checkpoint"),
+        (PIECES | {"scores": "abc"}, "scores: expected a list, got 'abc'; compile the checkpoint"),
+        (PIECES | {"scores": [0.0]}, "scores: expected 264, one of each token, got 1; compile the"),
+    ],
+)
+def test_a_vocabulary_that_is_not_whole(
+    said: dict[str, Any], message: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=said)
+    assert f"{path}: tokenizer.ggml.{message}" in refused(path)
+
+
+def test_a_template_that_does_not_parse(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    field = {"tokenizer__chat_template": "{% if %}"}
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=BYTES, **field)
+    said = f"{path}: tokenizer.chat_template: expected a template in Jinja, got one that does not"
+    assert refused(path).startswith(said)

@@ -90,3 +90,14 @@ def test_zero_points_of_3_bits(mixed: tuple[Path, Path]) -> None:
     change(folder, lambda t: t.update({name: t[name][:, :9].clone()}))  # 96 of 3 bits
     with pytest.raises(UnsupportedError, match=f"{name}: expected 2, 4 or 8 bits, got 3; "):
         state(folder)
+
+
+def test_an_index_that_was_never_filled(mixed: tuple[Path, Path]) -> None:
+    """All of it is 0: groups are in order, and of the size that is said."""
+    folder, meant = mixed
+    change(folder, lambda t: [t[name].zero_() for name in t if name.endswith(".g_idx")])
+    found, expected = state(folder), state(meant)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    say(folder, group_size=64)
+    with pytest.raises(UnsupportedError, match=f"{DOWN}.g_idx: expected one, for groups of 64, go"):
+        state(folder)

@@ -12,12 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import kvgraph
-from kvgraph import UnsupportedError
+from kvgraph import ModelError, UnsupportedError
 from kvgraph.compiler import pipeline
 from kvgraph.compiler.check.reference import eager, transformers_logits
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.folder import checkpoint_dtype
-from tests.support.models import COMMON, greedy_tokens
+from tests.support.models import COMMON, greedy_tokens, make_model
 
 VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -110,6 +110,54 @@ def test_where_a_dtype_is_named(text: object, whole: dict[str, Any], found: str)
     assert checkpoint_dtype(whole | {"text_config": text}) == found
 
 
+FLOATS = "['float32', 'float16', 'bfloat16', 'float8_e4m3fn', 'float64']"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"dtype": 5}, "dtype: expected one of {}, got 5"),
+        ({"torch_dtype": "bf16"}, "torch_dtype: expected one of {}, got 'bf16'"),
+        ({"dtype": "int8"}, "dtype: expected one of {}, got 'int8'"),
+        (
+            {"text_config": {"torch_dtype": "auto"}},
+            "text_config: torch_dtype: expected one of {}, got 'auto'",
+        ),
+    ],
+)
+def test_what_is_no_dtype(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    changed(tmp_path, **fields)
+    with pytest.raises(ModelError) as error:
+        huggingface.load(tmp_path, "float32")
+    assert str(error.value) == f"{tmp_path}/config.json: {said.format(FLOATS)}"
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("given", "found"), [("torch.bfloat16", "bfloat16"), ("auto", "float32"), (None, "float32")]
+)
+def test_other_spellings_of_a_dtype(
+    name: str, given: str | None, found: str, tmp_path: Path
+) -> None:
+    make_model("llama", tmp_path)
+    changed(tmp_path, **({"dtype": None} | {name: given}))
+    for weightless in (True, False):
+        loaded, _ = pipeline.load_model(tmp_path, True, None, None, None, weightless, {})
+        assert (loaded.stored_dtype or loaded.dtype) == found
+
+
+def test_a_dtype_that_no_activations_have(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    changed(tmp_path, dtype="float8_e4m3fn")
+    with pytest.raises(UnsupportedError) as error:
+        pipeline.load_model(tmp_path, False, None, None, None, True, {})
+    assert str(error.value) == (
+        f"{tmp_path}: dtype: expected one of ['float32', 'float16', 'bfloat16'] in config.json, "
+        "got 'float8_e4m3fn'; give one with --dtype"
+    )
+
+
 def test_a_dtype_that_the_whole_model_names(tmp_path: Path) -> None:
     """As Gemma 3 is published: float32 activations on a CPU, and weights as they are stored."""
     make("gemma3", tmp_path)
@@ -163,8 +211,14 @@ def test_tied_tensors_that_differ_are_named(tmp_path: Path) -> None:
     make("llava", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     changed(tmp_path, tie_word_embeddings=True, text_config=config["text_config"])
-    with pytest.raises(UnsupportedError, match=r"'llava': tied .* differ$"):
+    said = (
+        r"'llava': tied .* differ; set \"tie_word_embeddings\": false in config.json to keep both$"
+    )
+    with pytest.raises(UnsupportedError, match=said):
         huggingface.load(tmp_path, "float32", weightless=True)
+    changed(tmp_path, tie_word_embeddings=False)
+    state = filled(tmp_path).module.state_dict()
+    assert not torch.equal(state["model.lm_head.weight"], state["model.model.embed_tokens.weight"])
 
 
 def test_a_part_that_only_transformers_could_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvgraph.compiler.frontends.stored_forms import PLAIN, stored_forms
 from kvgraph.compiler.passes.fuse_rope import fuse_rope
 from kvgraph.compiler.passes.pair_complex import pair_complex
 from kvgraph.contract.safetensors import read_layout
-from kvgraph.ops.packed import INT8, NVFP4, Form
+from kvgraph.ops.packed import E4M3, INT8, NVFP4, Form
 from tests.support import quantized
 from tests.support.models import COMMON, make_model
 from tests.support.plans import LLAMA_8B, plan
@@ -224,6 +224,7 @@ def test_what_a_plan_takes_modelopts_forms_for(given: dict[str, Any], bits: int)
 
 
 INT4, FP4 = GROUPS["group_0"]["weights"], {"num_bits": 4, "type": "float", "group_size": 16}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "block"}
 ONLY_INPUTS = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}}
 
 
@@ -240,6 +241,8 @@ ONLY_INPUTS = {"targets": ["LlamaAttention"], "weights": None, "input_activation
             [{"weights": FP4, "format": "nvfp4-pack-quantized"}],
             Form(4, 16, NVFP4),
         ),
+        ("float-quantized", [{"weights": FP8 | {"block_structure": "128x64"}}], Form(8, 64, E4M3)),
+        ("float-quantized", [{"weights": FP8 | {"block_structure": [128, 64]}}], Form(8, 64, E4M3)),
     ],
 )
 def test_what_a_plan_takes_groups_for(form: str, groups: list[object], expected: Form) -> None:

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kvgraph import ModelError
+from kvgraph.compiler.frontends import huggingface
+from kvgraph.compiler.frontends.folder import read_config
+from kvgraph.compiler.frontends.stored_forms import stored_forms
 from tests.support import quantized
+from tests.support.plans import plan
 
 
 def in_groups_of(size: int, form: str) -> dict[str, Any]:
@@ -80,3 +86,40 @@ def test_forms_that_are_not_read(
     assert said.endswith(
         "compile the checkpoint that it was made from, with --weights int4 or int8"
     )
+
+
+def with_block(folder: Path, block: object) -> Path:
+    """The same checkpoint, whose group of weights names that block."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["block_structure"] = block
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "block", [128, "128", [64], "axb", [64, 0], "0x0", [64, "48"], {"a": 1}, "", "9" * 5000 + "x1"]
+)
+def test_a_block_that_is_not_two_sizes(
+    block: object, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = with_block(quantized.make("fp8-block", plain("llama"), tmp_path / "packed"), block)
+    said = (
+        f"{folder}/config.json: quantization_config: config_groups: group_0: weights: "
+        f"block_structure: expected two sizes, got {block!r:.100}"
+    )
+    assert quantized.refused(folder) == said
+    with pytest.raises(ModelError) as error:
+        plan(folder, target="cpu", max_seq_len=None)
+    assert str(error.value) == said
+
+
+def test_a_block_as_text(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = quantized.make("fp8-block", plain("llama"), tmp_path / "packed")
+    expected, planned = state(folder), stored_forms(read_config(folder))
+    found = state(with_block(folder, "64x48"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert stored_forms(read_config(folder)) == planned
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    return huggingface.load(folder, "float32").module.state_dict()

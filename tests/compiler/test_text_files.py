@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvgraph
 from kvgraph import ModelError
 from kvgraph.compiler.frontends import huggingface
-from kvgraph.compiler.frontends.text_files import text_files
+from kvgraph.compiler.frontends.text_files import text_files, tokenizer_notes
 from kvgraph.runtime.chat import ChatTemplates
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.models import make_model
@@ -166,3 +166,107 @@ def test_damaged_settings_are_refused(tmp_path: Path, fields: dict[str, object])
         ModelError, match=r"tokenizer_config.json: expected settings of a tokenizer"
     ):
         text_files(settings(tmp_path, **fields), 2100)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "expected a chat template, got an empty one; remove it to compile without one"),
+        (b" \n", "expected a chat template, got an empty one; remove it to compile without one"),
+        (b"\xff\xfe\x00", "expected text in UTF-8, got another file ('utf-8' codec can't"),
+        (b"a\n{% for %}", "expected a template in Jinja, got one that does not parse (line 2: Exp"),
+        (b"{{ x | none_such }}", "expected a template in Jinja, got one that does not parse (line"),
+    ],
+)
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_a_damaged_template_is_refused(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(ModelError) as refused:
+        text_files(tmp_path, 2048)
+    assert str(refused.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5, "expected text, or templates with names, got int 5"),
+        ([{"name": "default"}], "expected text, or templates with names, got NoneType None"),
+        (["default"], "expected text, or templates with names, got list ['default']"),
+        ("{% if %}", "expected a template in Jinja, got one that does not parse (line 1: Expected"),
+    ],
+)
+def test_a_damaged_template_in_the_settings_is_refused(
+    given: object, message: str, tmp_path: Path
+) -> None:
+    folder = settings(tmp_path, chat_template=given)
+    with pytest.raises(ModelError) as refused:
+        text_files(folder, 2048)
+    where = f"{folder}/tokenizer_config.json: chat_template"
+    assert str(refused.value).startswith(f"{where}: {message}")
+    (folder / "chat_template.jinja").write_text("goes before it")
+    assert "chat_template.jinja" in text_files(folder, 2048)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% generation %}{{ x | tojson }}{% endgeneration %}",
+        "{% for m in messages %}{% break %}{% endfor %}{{ raise_exception('no') }}",
+        "{{ strftime_now('%Y') }}",
+    ],
+)
+def test_what_a_chat_takes_parses(template: str, tmp_path: Path) -> None:
+    named = [{"name": name, "template": template} for name in ("default", "rag")]
+    for given in (template, named):
+        assert "tokenizer_config.json" in text_files(settings(tmp_path, chat_template=given), 2048)
+
+
+def test_damaged_special_tokens_are_refused(tmp_path: Path) -> None:
+    for content, message in (("", "expected JSON, got a damaged"), ("[]", "expected an object")):
+        (tmp_path / "special_tokens_map.json").write_text(content)
+        with pytest.raises(ModelError, match=rf"special_tokens_map\.json: {message}"):
+            text_files(tmp_path, 2048)
+
+
+SAVE = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["tokenizer.model"], f"transformers, with the package sentencepiece, writes one: {SAVE})"),
+        (["vocab.json", "merges.txt"], f"transformers writes one: {SAVE})"),
+        (["tekken.json"], f'transformers writes one: {SAVE}, save_format="hf")'),
+    ],
+)
+def test_a_tokenizer_that_does_not_travel_is_said(
+    names: list[str], said: str, llama: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    for name in names:
+        (folder / name).write_text("{}")
+    manifest = kvgraph.compile(folder, tmp_path / "out", check=False)
+    assert manifest.notes[:-1] == [
+        f"tokenizer: the artifact takes token ids alone, since the checkpoint has {names[0]} and "
+        f"no tokenizer.json; {said}"
+    ]
+    shutil.copyfile(TINY_LLAMA / "tokenizer.json", folder / "tokenizer.json")
+    assert tokenizer_notes(folder, text_files(folder, 2048)) == ()
+
+
+def test_transformers_writes_the_tokenizer_that_travels(tmp_path: Path) -> None:
+    """As the note says, of a vocabulary and its merges."""
+    model = json.loads((TINY_LLAMA / "tokenizer.json").read_text())["model"]
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    found = text_files(tmp_path, 2100)
+    assert tokenizer_notes(tmp_path, found) == ()
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode("import this").ids) == "import this"

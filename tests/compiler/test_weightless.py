@@ -326,3 +326,32 @@ def test_a_type_that_is_no_weight_s_passes_through_memory(llama: Path, tmp_path:
     change(llama, lambda t: t.update({NORM: torch.ones(64, dtype=torch.float8_e5m2)}))
     notes = compiled(llama, tmp_path / "out").notes
     assert notes == [f"weights: passed through memory: {NORM} is stored as F8_E5M2", UNCHECKED]
+
+
+@pytest.mark.parametrize("table", [torch.float16, torch.float32])
+@pytest.mark.parametrize("head", [torch.float16, torch.float32])
+def test_a_tied_tensor_stored_twice_in_another_dtype(
+    table: torch.dtype, head: torch.dtype, tmp_path: Path
+) -> None:
+    """What the model has of both is compared."""
+    plain = make_model("llama", tmp_path / "plain", tie_word_embeddings=True)
+    folder = quantized.make("fp8", plain, tmp_path / "packed")
+    change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone().to(head)}))
+    change(folder, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(table)}))
+    model = huggingface.load(folder, "float16").module.state_dict()
+    assert torch.equal(model["model.lm_head.weight"], model[f"model.{EMBEDDING}"])
+
+
+def test_quantised_weights_whose_tied_tensors_differ(tmp_path: Path) -> None:
+    plain = make_model("llama", tmp_path / "plain", tie_word_embeddings=True)
+    folder = quantized.make("fp8", plain, tmp_path / "packed")
+    change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING] * 2}))
+    assert quantized.refused(folder) == (
+        f"{folder}: quantised weights: tied {EMBEDDING} and lm_head.weight differ; set "
+        '"tie_word_embeddings": false in config.json to keep both, or compile the checkpoint that '
+        "it was made from, with --weights int4 or int8"
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = huggingface.load(folder, "float32").module.state_dict()
+    assert torch.equal(model["model.lm_head.weight"], model[f"model.{EMBEDDING}"] * 2)

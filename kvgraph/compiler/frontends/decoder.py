@@ -236,8 +236,3 @@ def _missing(seen: Probe, num_layers: int, types: Sequence[str]) -> str:
         if (seen.layers[layer].window_size is None) != (kind == "full_attention"):
             return Reason.LAYER_TYPE.said(layer=layer, kind=kind)
     return ""
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

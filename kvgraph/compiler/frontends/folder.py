@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.dtypes import ALL
 from kvgraph.contract.files import open_regular
 from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError, UnsupportedError
@@ -31,6 +32,13 @@ QUANTIZED = (
     "mxfp4",
 )
 """Methods whose checkpoints are read (compiler/quantized)."""
+
+BLOCK = re.compile(r"(\d{1,9})x(\d{1,9})")
+"""Sizes of a block as text."""
+
+DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""Where a configuration says the dtype of its weights; the first goes before the second."""
+FLOATS = tuple(dtype.name for dtype in ALL if dtype.kind == "float")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -64,6 +72,7 @@ def read_config(folder: Path) -> Config:
         if said.get("quant_algo"):
             config["quantization_config"] = said | {"quant_method": "modelopt"}
     _require_known_weights(path, config)
+    _settle_dtypes(path, config)
     return config
 
 
@@ -77,12 +86,34 @@ def read_json(path: Path) -> object:
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
 
 
+def _settle_dtypes(path: Path, config: dict[str, object]) -> None:
+    """Names of dtypes as torch has them: "torch.bfloat16" is bfloat16, and "auto" names none.
+
+    ModelError for what is no name of a float. A text part, which transformers takes as it is, has
+    plain names.
+    """
+    text = config.get("text_config")
+    for name in DTYPE_FIELDS:
+        given = config.get(name)
+        if isinstance(given, str):
+            given = None if given == "auto" else given.removeprefix("torch.")
+        _require_dtype(path, name, given)
+        config |= {name: given} if name in config else {}
+        if isinstance(text, dict):
+            _require_dtype(path, f"text_config: {name}", text.get(name))
+
+
+def _require_dtype(path: Path, name: str, given: object) -> None:
+    if given is not None and given not in FLOATS:
+        raise ModelError(f"{path}: {name}: expected one of {list(FLOATS)}, got {given!r:.100}")
+
+
 def checkpoint_dtype(config: Config) -> str:
     """The dtype that a configuration names for its text part, or else for the whole model (float32
     where it names none)."""
     text = config.get("text_config")
     parts = [text, config] if isinstance(text, dict) else [config]
-    named = (part.get(name) for part in parts for name in ("dtype", "torch_dtype"))
+    named = (part.get(name) for part in parts for name in DTYPE_FIELDS)
     return str(next(filter(None, named), "float32"))
 
 
@@ -138,15 +169,38 @@ def _require_known_weights(path: Path, config: Config) -> None:
             "with --weights int4 or int8"
         )
     for name, (fits, expected) in FIELDS.items():
-        value = given.get(name)
-        if value is not None and not fits(value):
-            raise ModelError(
-                f"{path}: quantization_config: {name}: expected {expected}, got {value!r:.100}"
-            )
+        _require(path, name, given.get(name), fits, expected)
+    for name, group in (given.get("config_groups") or {}).items():
+        weights = {} if isinstance(group, list) else group.get("weights") or {}
+        own = f"config_groups: {name}: weights: block_structure"
+        _require(path, own, weights.get("block_structure"), _is_block_or_text, "two sizes")
+
+
+def _require(
+    path: Path, name: str, value: object, fits: Callable[[object], bool], expected: str
+) -> None:
+    if value is not None and not fits(value):
+        raise ModelError(
+            f"{path}: quantization_config: {name}: expected {expected}, got {value!r:.100}"
+        )
+
+
+def block_of(value: object) -> tuple[int, int] | None:
+    """The height and the width of a block of weights that share a scale, of `[64, 48]` or of
+    compressed-tensors' "64x48"; None where `value` is neither."""
+    if isinstance(value, str) and (found := BLOCK.fullmatch(value)):
+        value = [int(found[1]), int(found[2])]
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_size, value)):
+        return None
+    return value[0], value[1]
 
 
 def _is_block(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(_is_size(each) for each in value)
+    return isinstance(value, list) and _is_block_or_text(value)
+
+
+def _is_block_or_text(value: object) -> bool:
+    return block_of(value) is not None
 
 
 def _is_size(value: object) -> bool:

@@ -21,8 +21,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraph.compiler.frontends.folder import CONFIG, is_gguf
-from kvgraph.compiler.frontends.gguf_file import entries, field, is_decoded, open_file, refuse
-from kvgraph.compiler.frontends.text_files import MORE_TEMPLATES, SETTINGS, TOKENIZER
+from kvgraph.compiler.frontends.gguf_file import (
+    NUMBERS,
+    entries,
+    field,
+    is_decoded,
+    nearest_bits,
+    open_file,
+    refuse,
+    require_numbers,
+    require_vocabulary,
+)
+from kvgraph.compiler.frontends.refusals import first_line
+from kvgraph.compiler.frontends.text_files import (
+    MORE_TEMPLATES,
+    SETTINGS,
+    TOKENIZER,
+    require_template,
+)
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ModelError, UnsupportedError
@@ -58,7 +74,8 @@ SPELLED_ENDS = (
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Of tokens, in a tokenizer's settings -> in the file."""
 
-NAMED_TEMPLATE = "tokenizer.chat_template."
+TEMPLATE_FIELD = "tokenizer.chat_template"
+NAMED_TEMPLATE = f"{TEMPLATE_FIELD}."
 
 SPACE = "▁"
 """As SentencePiece spells it."""
@@ -117,6 +134,9 @@ def _alone(path: Path) -> Iterator[Path]:
 
 
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
+    tokens = (f"tokenizer.ggml.{name}_token_id" for name in (*ROLES.values(), *ENDS))
+    own = (f"{kind}.{name}" for name in NUMBERS)
+    require_numbers(path, reader, ["split.count", *own, *tokens])
     if int(field(reader, "split.count") or 1) > 1:
         raise UnsupportedError(
             f"{path}: expected a whole GGUF file, got a part of one; join the parts with "
@@ -145,8 +165,7 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
             if read.model_type == "mistral":  # of a Llama whose name is "mistral"
                 read = _llama(reader, read)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{path}: cannot read the configuration: {first}") from error
+        raise ModelError(f"{path}: cannot read the configuration: {first_line(error)}") from error
     config: dict[str, object] = read.to_dict() | {"dtype": "bfloat16"}
     config.pop("_name_or_path", None)
     stated = field(reader, f"{kind}.attention.key_length")
@@ -250,6 +269,7 @@ def _write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
     if adds_bos is None:  # llama.cpp's default
         adds_bos = not is_bytes or pre in WHOLE_WORDS
     tokens = [str(token) for token in entries(reader, "tokenizer.ggml.tokens")]
+    require_vocabulary(path, reader, is_bytes=is_bytes)
     roles = {name: field(reader, f"tokenizer.ggml.{own}_token_id") for name, own in ROLES.items()}
     for name, given in roles.items():
         if given is not None and not 0 <= int(given) < len(tokens):
@@ -280,6 +300,8 @@ def _write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
 def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
     """Chat templates that have a name; transformers writes the default."""
     for key in reader.fields:
+        if key.startswith(TEMPLATE_FIELD):
+            require_template(f"{path}: {key}", field(reader, key))
         name = key.removeprefix(NAMED_TEMPLATE)
         if name == key:
             continue
@@ -311,8 +333,7 @@ def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
             )
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{path}: cannot read the tokenizer: {first}") from error
+        raise ModelError(f"{path}: cannot read the tokenizer: {first_line(error)}") from error
 
 
 def _place_tokens(data: JsonObject, tokens: Sequence[str], whole: Mapping[int, bool]) -> None:
@@ -376,10 +397,3 @@ def _stored(tensors: Sequence[ReaderTensor]) -> dict[str, object]:
         counts[tensor.tensor_type.name] += int(tensor.n_elements)
     most = max(counts, key=counts.__getitem__, default="")
     return {"bits": nearest_bits(tensors), "blocks": most}
-
-
-def nearest_bits(tensors: Sequence[ReaderTensor]) -> int | None:
-    """Of packed weights, those nearest to what tensors take; None: floats."""
-    elements = sum(int(tensor.n_elements) for tensor in tensors)
-    bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / max(1, elements)
-    return 4 if bits < 5.5 else 8 if bits < 10 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,25 @@ from kvgraph.compiler.frontends.folder import GGUF_INSTEAD
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFReader
+    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+
+NUMBERS = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "vocab_size",
+)
+"""Fields of an architecture that a configuration is made of."""
 
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 """Of a tensor, in the gguf package's words."""
@@ -56,16 +75,50 @@ def is_decoded(kind: GGMLQuantizationType) -> bool:
     return True
 
 
+def nearest_bits(tensors: Sequence[ReaderTensor]) -> int | None:
+    """Of packed weights, those nearest to what tensors take; None: floats."""
+    elements = sum(int(tensor.n_elements) for tensor in tensors)
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / max(1, elements)
+    return 4 if bits < 5.5 else 8 if bits < 10 else None
+
+
 def field(reader: GGUFReader, name: str) -> str | int | float | None:
     found = reader.get_field(name)
     given: str | int | float | None = None if found is None else found.contents()
     return given
 
 
+def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> None:
+    """UnsupportedError for a field of these that is there and is no number."""
+    for name in names:
+        given = field(reader, name)
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
+            raise refuse(path, name, "a number", f"{given!r:.100}")
+
+
+def require_vocabulary(path: Path, reader: GGUFReader, *, is_bytes: bool) -> None:
+    """UnsupportedError for a tokenizer without tokens, or without what splits a text into them:
+    merges, or of SentencePiece scores."""
+    tokens, merges, scores = (
+        reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "scores")
+    )
+    name, splits = ("merges", merges) if is_bytes or merges else ("scores", scores)
+    for own, found in (("tokens", tokens), (name, splits)):
+        given = None if found is None else found.contents()
+        if not isinstance(given, list):
+            got = "none" if given is None else f"{given!r:.100}"
+            raise refuse(path, f"tokenizer.ggml.{own}", "a list", got)
+    counts = [len(entries(reader, f"tokenizer.ggml.{own}")) for own in ("tokens", "scores")]
+    if name == "scores" and counts[0] != counts[1]:
+        wanted = f"{counts[0]}, one of each token"
+        raise refuse(path, "tokenizer.ggml.scores", wanted, str(counts[1]))
+
+
 def entries(reader: GGUFReader, name: str) -> list[object]:
-    """Of a field that is a list."""
+    """Of a field that is a list; none where it is another kind."""
     found = reader.get_field(name)
-    return [] if found is None else list(found.contents())
+    given = None if found is None else found.contents()
+    return given if isinstance(given, list) else []
 
 
 def refuse(path: Path, what: str, expected: str, got: str) -> UnsupportedError:

@@ -5,8 +5,10 @@ What is read runs as `decoder.py` says.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -17,19 +19,24 @@ from kvgraph.compiler.cache import LayerNeed
 from kvgraph.compiler.frontends import masks
 from kvgraph.compiler.frontends.decoder import (
     Decoder,
-    first_line,
     paged_kv_attention,
     probe,
 )
-from kvgraph.compiler.frontends.folder import Config, quantization, read_config
+from kvgraph.compiler.frontends.folder import DTYPE_FIELDS, Config, quantization, read_config
 from kvgraph.compiler.frontends.language_part import language_model
 from kvgraph.compiler.frontends.lengths import most_tokens
-from kvgraph.compiler.frontends.refusals import Reason, unsupported
+from kvgraph.compiler.frontends.refusals import Reason, first_line, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import parameters_of, settle
-from kvgraph.compiler.frontends.text_files import GENERATION, as_id, as_ids, end_tokens, text_files
+from kvgraph.compiler.frontends.text_files import (
+    GENERATION,
+    as_id,
+    as_ids,
+    end_tokens,
+    text_files,
+    tokenizer_notes,
+)
 from kvgraph.compiler.frontends.weightless import (
-    NO_SAFETENSORS,
     Located,
     fake_parameters,
     keep_in_float32,
@@ -37,8 +44,8 @@ from kvgraph.compiler.frontends.weightless import (
 )
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized.parts import INSTEAD
-from kvgraph.compiler.quiet import quiet_loggers
-from kvgraph.compiler.shards import INDEXES, read_index
+from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
+from kvgraph.compiler.shards import INDEX, INDEXES, PICKLED, WHOLE, read_index, require_known_names
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -49,6 +56,9 @@ IMPLEMENTATIONS = {
     "attn_implementation": NAME,
     "experts_implementation": "batched_mm",  # the one form without data-dependent shapes
 }
+
+UNPICKLER = re.compile(r"WeightsUnpickler error: (.*?)(?: was not an allowed|\n|$)")
+"""What torch does not unpickle; around it stands how to do so all the same."""
 
 REPORTING = ("transformers", "torch._subclasses.fake_tensor")
 
@@ -68,6 +78,7 @@ def load(
     config = read_config(folder)
     for index in INDEXES:
         read_index(folder, index)
+    require_known_names(folder)
     transformers = _transformers()
     with quiet_loggers(*REPORTING):
         return _load(transformers, folder, config, dtype, max_seq_len, weightless)
@@ -98,13 +109,14 @@ def _load(
     checkpoint = located.checkpoint
     if checkpoint is None:
         if is_quantized:
-            raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {INSTEAD}")
+            step = f"{located.instead}, or {INSTEAD}" if located.instead else INSTEAD
+            raise UnsupportedError(f"{folder}: quantised weights: {located.why}; {step}")
         if is_built:
-            hint = "; save the model as safetensors" if located.why == NO_SAFETENSORS else ""
+            hint = f"; {located.instead}" if located.instead else ""
             raise UnsupportedError(
                 f"{folder}: the language part of {config['model_type']!r}: {located.why}{hint}"
             )
-        model = _load_weights(transformers, folder, dtype)
+        model = _load_weights(transformers, folder, config, dtype)
     assert model is not None
     if checkpoint is not None and not weightless:
         checkpoint.fill(model)
@@ -126,7 +138,7 @@ def _load(
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
         is_quantized=quantization(config) is not None,
-        notes=_notes_of(layers, text, located.form) + settled,
+        notes=tokenizer_notes(folder, files) + _notes_of(layers, text, located.form) + settled,
     )
 
 
@@ -294,7 +306,9 @@ def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> Pre
     if config["model_type"] not in transformers.models.auto.CONFIG_MAPPING:
         raise UnsupportedError(unsupported(config["model_type"], Reason.UNKNOWN.said()))
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        named = {name: config[name] for name in DTYPE_FIELDS if name in config}  # as we read them
+        dtypes = {name: given and getattr(torch, given) for name, given in named.items()}
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dtypes)
     except Exception as error:
         raise ModelError(f"{folder}/config.json: {first_line(error)}") from error
 
@@ -315,19 +329,25 @@ def _is_loaded(transformers: ModuleType, config: PretrainedConfig) -> bool:
     return type(config) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrainedModel:
+def _load_weights(
+    transformers: ModuleType, folder: Path, config: Config, dtype: str
+) -> PreTrainedModel:
+    parsed = _parse_config(transformers, folder, config)
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            **IMPLEMENTATIONS,
-            generation_config=transformers.GenerationConfig(),  # not the folder's: nothing uses it
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # info lists them
-            output_loading_info=True,
-        )
+        with quiet_warnings():
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=parsed,
+                dtype=getattr(torch, dtype),
+                **IMPLEMENTATIONS,
+                generation_config=transformers.GenerationConfig(),  # nothing uses the folder's
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # info lists them
+                output_loading_info=True,
+            )
     except Exception as error:
-        raise ModelError(f"{folder}: cannot read the weights: {first_line(error)}") from error
+        why = _of_pickles(folder, error) or first_line(error)
+        raise ModelError(f"{folder}: cannot read the weights: {why}") from error
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
             first = sorted(map(str, info[problem]))[0]
@@ -335,3 +355,21 @@ def _load_weights(transformers: ModuleType, folder: Path, dtype: str) -> PreTrai
                 f"{folder}: expected weights for every parameter, got {problem} such as {first}"
             )
     return model
+
+
+def _of_pickles(folder: Path, error: Exception) -> str:
+    """Why pytorch_model.bin, or one of the shards that its index names, is not read; empty where
+    that is not what is read, or not what fails."""
+    is_of_file = isinstance(error, EOFError | UnpicklingError | RuntimeError)
+    if isinstance(error, OSError):
+        is_of_file = error.errno is not None and error.filename is None
+    found = [name for name in (WHOLE, INDEX, PICKLED, INDEXES[1]) if (folder / name).is_file()]
+    if not is_of_file or not found or found[0] in (WHOLE, INDEX):
+        return ""
+    said = UNPICKLER.search(str(error))
+    why = (said[1] if said else first_line(error).partition(". ")[0]) or type(error).__name__
+    name = PICKLED if found[0] == PICKLED else f"a shard of {found[0]}"
+    return (
+        f"{name}: expected tensors, got a damaged file, or one that holds code ({why}); save the "
+        "model as safetensors"
+    )

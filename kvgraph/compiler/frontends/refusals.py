@@ -53,3 +53,11 @@ def unsupported(kind: str, why: str) -> str:
         f"architecture {kind!r}: expected a decoder that uses transformers' attention interface "
         f"(proven: {proven}), got one that cannot be compiled: {why}"
     )
+
+
+def first_line(error: Exception) -> str:
+    """What a library says, in one line: with the next one where the first leads to it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import torch
 from torch import nn
 
-from kvgraph.compiler.frontends.decoder import first_line
 from kvgraph.compiler.frontends.lengths import (
     DYNAMIC,
     ORIGINAL,
@@ -23,6 +22,7 @@ from kvgraph.compiler.frontends.lengths import (
     most_tokens,
     number,
 )
+from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.errors import ModelError, ParamsError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.folder import Config, block_of, quantization
 from kvgraph.ops.packed import E2M1, E4M3, GROUP, INT8, MXFP4_GROUP, NVFP4, NVFP4_GROUP, Form
 
 GGUF_BLOCKS = {"Q4_0": Form(4, 32), "Q8_0": Form(8, 32, INT8)}
@@ -151,9 +151,10 @@ def _float8(given: Config) -> Form:
     return _of_float8([1, group] if group else given.get("block_structure"))
 
 
-def _of_float8(block: object) -> Form:
-    """Of blocks `[height, width]`; None: a scale a row, or one."""
-    if not isinstance(block, list):
+def _of_float8(given: object) -> Form:
+    """Of blocks, as `block_of` reads them; of others: a scale a row, or one."""
+    block = block_of(given)
+    if block is None:
         return Form(8, ROW, E4M3)
     width = block[1]
     return PLAIN if width % GROUP else Form(8, width, E4M3)

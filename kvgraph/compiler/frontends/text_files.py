@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvgraph.compiler.frontends.folder import Config, read_json
+from kvgraph.contract.files import open_regular
 from kvgraph.contract.sizes import whole
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import KVGraphError, ModelError
@@ -22,7 +23,18 @@ NAMES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-TOKENIZER, SETTINGS, _, GENERATION, TEMPLATE = NAMES
+TOKENIZER, SETTINGS, SPECIAL_TOKENS, GENERATION, TEMPLATE = NAMES
+
+OTHER_TOKENIZERS = {
+    "tokenizer.model": "",
+    "spiece.model": "",
+    "sentencepiece.bpe.model": "",
+    "tekken.json": ', save_format="hf"',
+    "vocab.json": "",
+    "vocab.txt": "",
+}
+"""Tokenizers that do not travel, the best first -> what else transformers is told, so that it
+writes one that does."""
 
 OLD_TEMPLATE = "chat_template.json"
 """Where older checkpoints of models that see images have the template of their processor."""
@@ -52,7 +64,81 @@ def text_files(folder: Path, vocab_size: int) -> Files:
         found[TOKENIZER] = whole_tokenizer(folder / TOKENIZER, vocab_size)
     if TEMPLATE not in found and (old := _old_template(folder / OLD_TEMPLATE)) is not None:
         found[TEMPLATE] = old.encode()
+    for name in (SETTINGS, SPECIAL_TOKENS):
+        if name in found:
+            _read_object(folder / name)
+    for where, template in _templates(folder, found):
+        require_template(where, template)
     return found
+
+
+def tokenizer_notes(folder: Path, files: Files) -> tuple[str, ...]:
+    """A sentence where the checkpoint has a tokenizer and none of `files` is one."""
+    other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
+    if other is None or TOKENIZER in files:
+        return ()
+    save = f"AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR{OTHER_TOKENIZERS[other]})"
+    needed = ", with the package sentencepiece," if other.endswith(".model") else ""
+    return (
+        f"tokenizer: the artifact takes token ids alone, since the checkpoint has {other} and no "
+        f"{TOKENIZER}; transformers{needed} writes one: {save}",
+    )
+
+
+def _templates(folder: Path, found: Files) -> Iterator[tuple[str, object]]:
+    """Where each chat template is, and what it is: files of their own, or else what the
+    tokenizer's settings have, as a chat takes them."""
+    files = [name for name in found if name.endswith(".jinja")]
+    for name in files:
+        file = found[name]
+        if isinstance(file, bytes):
+            yield str(folder / OLD_TEMPLATE), file.decode()
+        else:
+            yield str(folder / name), _read_text(file)
+    if files or SETTINGS not in found:
+        return
+    where = f"{folder / SETTINGS}: chat_template"
+    given = _read_object(folder / SETTINGS).get("chat_template")
+    if not isinstance(given, list):
+        given = [] if given is None else [{"name": "default", "template": given}]
+    for entry in given:
+        is_named = isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        yield where, entry.get("template") if is_named else given
+
+
+def require_template(where: str, template: object) -> None:
+    """ModelError for one that is no text, is empty, or that a chat cannot parse."""
+    from kvgraph.contract.templates import environment, in_one_line
+
+    if not isinstance(template, str):
+        got = f"{type(template).__name__} {template!r:.100}"
+        raise ModelError(f"{where}: expected text, or templates with names, got {got}")
+    if not template.strip():
+        raise ModelError(
+            f"{where}: expected a chat template, got an empty one; remove it to compile without one"
+        )
+    try:
+        with in_one_line():
+            environment().from_string(template)
+    except ValueError as error:
+        raise ModelError(
+            f"{where}: expected a template in Jinja, got one that does not parse ({error})"
+        ) from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with open_regular(path) as file:
+            return file.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: expected text in UTF-8, got another file ({error})") from error
+
+
+def _read_object(path: Path) -> Mapping[str, object]:
+    given = read_json(path)
+    if not isinstance(given, dict):
+        raise ModelError(f"{path}: expected an object, got {type(given).__name__}")
+    return given
 
 
 def _old_template(path: Path) -> str | None:
@@ -116,9 +202,7 @@ def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
     """End tokens and the begin token that a generation_config.json names; ModelError if damaged."""
     if not path.is_file():
         return (), None
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: expected an object, got {type(config).__name__}")
+    config = cast(Config, _read_object(path))
     eos, bos = (config.get(f"{role}_token_id") for role in ("eos", "bos"))
     return (
         as_ids(f"{path}: eos_token_id", eos, ModelError),

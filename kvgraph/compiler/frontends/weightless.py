@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
-from kvgraph.compiler.frontends.decoder import first_line
 from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.shards import Stored, stored_tensors
-from kvgraph.compiler.values import Values
+from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
 from kvgraph.errors import ModelError
 
@@ -44,11 +44,13 @@ BY_VALUE = "_no_grad_trunc_normal_"
 
 @dataclass(frozen=True)
 class Located:
-    """Where values are; or `why` transformers has to load them. `form`: of those in fewer bits."""
+    """Where values are; or `why` transformers has to load them, and what to do where it cannot.
+    `form`: of those in fewer bits."""
 
     checkpoint: Checkpoint | None
     why: str = ""
     form: str = ""
+    instead: str = ""
 
 
 @contextlib.contextmanager
@@ -99,6 +101,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 NO_SAFETENSORS = "the checkpoint has no safetensors"
+UNTIE = 'set "tie_word_embeddings": false in config.json to keep both'
 
 
 def locate(
@@ -122,7 +125,7 @@ def locate(
         stored = stored_tensors(folder)
         read, form = weights_of(folder, config, stored)
         if not stored:
-            return Located(None, NO_SAFETENSORS, form)
+            return Located(None, NO_SAFETENSORS, form, "save the model as safetensors")
         try:
             values = of_parameters(model, language_part(read) if larger else read)
         except ImportError:
@@ -137,10 +140,13 @@ def locate(
         is_tied = any(getattr(each, "tie_word_embeddings", False) for each in said)
         if is_apart and TABLE in values and is_tied:
             values.setdefault(HEAD, values[TABLE])
+    state = model.state_dict(keep_vars=True)
     for names, _ in wanted:
         present = [name for name in names if name in values]
-        if any(not _are_equal(values[present[0]], values[name]) for name in present[1:]):
-            return Located(None, f"tied {' and '.join(present)} differ", form)
+        each = [Cast(values[name], state[name].dtype) for name in present]
+        if any(not _are_equal(each[0], other) for other in each[1:]):
+            step = UNTIE if HEAD in present else ""
+            return Located(None, f"tied {' and '.join(present)} differ", form, step)
         kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
         if kinds:
             return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
@@ -157,10 +163,8 @@ def locate(
 
 
 def _are_equal(a: Values, b: Values) -> bool:
-    """Whether two tensors have the same numbers: files may store a tied one twice."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return all(map(torch.equal, a.pieces(), b.pieces()))
+    """Whether two tensors of a dtype have the same numbers: files may store a tied one twice."""
+    return a.shape == b.shape and all(map(torch.equal, a.pieces(), b.pieces()))
 
 
 def _is_read(values: Values | None) -> bool:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import torch
 
-from kvgraph.compiler.frontends.folder import Config
+from kvgraph.compiler.frontends.folder import Config, block_of
 from kvgraph.compiler.quantized.floats import FLOAT8, FourBits, scaled
 from kvgraph.compiler.quantized.integers import Integers
-from kvgraph.compiler.quantized.parts import LEFT, Parts, is_filled, read_finite, unpack
+from kvgraph.compiler.quantized.parts import LEFT, Parts, read_finite, unpack
 from kvgraph.compiler.values import Plain, Rows, Values
 from kvgraph.errors import ModelError
 
@@ -31,7 +31,7 @@ BITS = (2, 4, 8)
 DENSE = (None, "dense")
 UNREAD = ("mxfp6-pack-quantized",)
 """Formats whose tensors look like those of another."""
-PRESET_BLOCKS = {"FP8_BLOCK": [128, 128]}
+PRESET_BLOCKS = {"FP8_BLOCK": (128, 128)}
 """Named schemes whose scales are of blocks."""
 
 
@@ -68,12 +68,9 @@ def _block(config: Config) -> tuple[int, int] | None:
         if isinstance(group, list):  # a scheme by its name, and what it is of
             block = PRESET_BLOCKS.get(name)
         else:
-            block = (group.get("weights") or {}).get("block_structure")
+            block = block_of((group.get("weights") or {}).get("block_structure"))
         if block:
-            height, width = (
-                block if isinstance(block, list) else [int(x) for x in str(block).split("x")]
-            )
-            return height, width
+            return block
     return None
 
 
@@ -136,11 +133,8 @@ def _groups(
     many inputs each has."""
     outputs, inputs = shape
     count = scales.shape[-1] if len(scales.shape) == 2 else 1
-    index = parts.find(f"{stem}.weight_g_idx")
-    if index is not None:
-        parts.require_shape(index, [inputs])
-    if index is None or not is_filled(index.read(), count):
-        index = None
+    index = parts.find_index(f"{stem}.weight_g_idx", inputs, count)
+    if index is None:
         parts.require_even_groups(scales, inputs, count, sizes)
     parts.require_shape(scales, (outputs, count), (1,), ())
     parts.kinds.add("a scale a row" if count == 1 else f"groups of {-(-inputs // count)}")

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from kvgraph.compiler.frontends.folder import Config
-from kvgraph.compiler.frontends.gguf import ROTARY, nearest_bits
-from kvgraph.compiler.frontends.gguf_file import open_file
+from kvgraph.compiler.frontends.gguf import ROTARY
+from kvgraph.compiler.frontends.gguf_file import nearest_bits, open_file, refuse
 from kvgraph.compiler.frontends.stored_forms import GGUF_BLOCKS
 from kvgraph.compiler.values import PLAIN_BITS, Coded, CodedRows, Converted, Values
 from kvgraph.contract.dims import Array
-from kvgraph.errors import ModelError, UnsupportedError
+from kvgraph.errors import ModelError
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ def weights(model: PreTrainedModel, config: Config) -> tuple[dict[str, Values], 
         if name is not None:
             sources.setdefault(name, []).append(tensor)
         elif tensor.name != ROTARY:
-            raise UnsupportedError(
-                f"{path}: expected tensors of {model.config.model_type!r} alone, got {tensor.name}"
-            )
+            wanted = f"tensors of {model.config.model_type!r} alone"
+            raise refuse(path, tensor.name, wanted, "one that it lacks")
     kinds = sorted({t.tensor_type.name for t in reader.tensors if len(t.shape) > 1})
     return {
         name: _values(path, name, tensors, processor, tuple(state[name].shape))

@@ -51,7 +51,6 @@ def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:
     """Of `usual` bits, or of those that its zero points show."""
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
-    index = parts.find(f"{stem}.g_idx")
     (words, outputs), (groups, _) = parts.require_matrix(packed), parts.require_matrix(scales)
     width = parts.require_matrix(zeros)[1]
     bits = next((b for b in (usual, *BITS) if -(-outputs * b // 32) == width), None)
@@ -62,9 +61,8 @@ def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:
     inputs = words * per
     parts.require_shape(scales, [groups, outputs])
     parts.require_shape(zeros, [groups, -(-outputs // per)])
-    if index is not None:
-        parts.require_shape(index, [inputs])
-    else:
+    index = parts.find_index(f"{stem}.g_idx", inputs, groups)
+    if index is None:
         parts.require_even_groups(scales, inputs, groups, ())
     parts.kinds.add(f"{bits} bits in groups of {-(-inputs // groups)}")
     return _Grouped(packed, zeros, scales, index, bits, less, (outputs, inputs))

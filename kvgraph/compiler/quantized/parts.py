@@ -72,6 +72,14 @@ class Parts:
             )
         return found
 
+    def find_index(self, name: str, inputs: int, count: int) -> Plain | None:
+        """The group of each of the inputs, `count` groups in all, if it is there and filled."""
+        found = self.find(name)
+        if found is None:
+            return None
+        self.require_shape(found, [inputs])
+        return found if _is_filled(found.read(), count) else None
+
     def require_shape(self, part: Plain, *shapes: Sequence[int]) -> None:
         """ModelError unless it has one of `shapes`."""
         if part.shape not in [tuple(shape) for shape in shapes]:
@@ -130,12 +138,9 @@ def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tenso
 
     ModelError for a group that is not there.
     """
-    found = torch.arange(inputs) // max(1, inputs // count)
     if index is None:
-        return found
+        return torch.arange(inputs) // max(1, inputs // count)
     given = index.read().long()
-    if not is_filled(given, count):
-        return found
     if not ((given >= 0) & (given < count)).all():
         raise ModelError(
             f"{index.where}: expected groups 0 to {count - 1}, got {int(given.min())} to "
@@ -144,7 +149,7 @@ def group_of_inputs(index: Plain | None, inputs: int, count: int) -> torch.Tenso
     return given
 
 
-def is_filled(index: torch.Tensor, count: int) -> bool:
+def _is_filled(index: torch.Tensor, count: int) -> bool:
     """Whether it says anything: -1 alone does not, nor 0 alone where there are several groups."""
     return not ((index == -1).all() or (count > 1 and (index == 0).all()))
 

@@ -1,0 +1,44 @@
+"""The Jinja that chat templates are written in, for a compile that checks one as for a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Generation(Extension):
+    """`{% generation %}`: marks the model's own text for training; here a block like any other."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the base class declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """With the tags that transformers has, and Jinja's own filters and globals."""
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """ValueError with one line: expressions of a template raise what they like; a message of its
+    own is all of the line."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if not isinstance(error, TemplateError):
+            text = f"{type(error).__name__}: {text}"
+        if isinstance(error, TemplateSyntaxError):
+            text = f"line {error.lineno}: {' '.join((error.message or '').split())}"
+        raise ValueError(text or type(error).__name__) from error

@@ -1,0 +1,109 @@
+"""Files of weights that are damaged, or that have names which nothing says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kvgraph
+from kvgraph import ModelError
+from kvgraph.compiler.frontends import huggingface
+from tests.support import quantized
+from tests.support.plans import plan
+
+WHOLE, PICKLED = "model.safetensors", "pytorch_model.bin"
+
+
+@pytest.fixture
+def folder(model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    return shutil.copytree(model_folder("llama"), tmp_path / "model")
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        huggingface.load(folder, "float32")
+    return str(error.value)
+
+
+ONE = "gptq_model-4bit-32g.safetensors"
+SEVERAL = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((ONE,), f"{ONE}; rename it to {WHOLE}"),
+        (
+            SEVERAL,
+            f"{SEVERAL[0]} and 1 more; rename the one with all weights to {WHOLE}, or add "
+            f"{WHOLE}.index.json, which names them",
+        ),
+    ],
+)
+def test_safetensors_of_another_name(
+    is_quantized: bool, names: tuple[str, ...], said: str, folder: Path, tmp_path: Path
+) -> None:
+    if is_quantized:
+        folder = quantized.make("gptq", folder, tmp_path / "packed")
+    for name in names:
+        shutil.copyfile(folder / WHOLE, folder / name)
+    (folder / WHOLE).unlink()
+    expected = f"{folder}: expected weights in {WHOLE} or {WHOLE}.index.json, got {said}"
+    assert refused(folder) == quantized.refused(folder) == expected
+    with pytest.raises(ModelError) as error:
+        plan(folder, target="cpu", max_seq_len=None)
+    assert str(error.value) == expected
+    (folder / names[0]).rename(folder / WHOLE)
+    kvgraph.compile(folder, tmp_path / "out", check=False)
+
+
+UNSAFE = pickle.dumps({"a": print}, protocol=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "EOFError"),
+        (b"<html>", "UnpicklingError"),
+        (UNSAFE, "Unsupported global: GLOBAL "),
+        (pickle.dumps({"a": print}), "UnpicklingError"),
+        (pickle.dumps(5), "Invalid magic number; corrupt file?"),
+    ],
+)
+@pytest.mark.parametrize("is_shard", [False, True])
+def test_damaged_pickles(is_shard: bool, content: bytes, why: str, folder: Path) -> None:
+    """No word of how to load one that runs code, and no warning."""
+    tensors = load_file(folder / WHOLE)
+    (folder / WHOLE).unlink()
+    name = "shard.bin" if is_shard else PICKLED
+    if is_shard:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
+        (folder / f"{PICKLED}.index.json").write_text(json.dumps(index))
+    (folder / name).write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = refused(folder)
+    file = f"a shard of {PICKLED}.index.json" if is_shard else PICKLED
+    expected = "expected tensors, got a damaged file, or one that holds code"
+    assert said.startswith(f"{folder}: cannot read the weights: {file}: {expected} ({why}")
+    assert said.endswith("); save the model as safetensors")
+    assert "weights_only" not in said
+    assert "safe_globals" not in said
+
+
+@pytest.mark.parametrize("keep", [5000, 300_000])
+def test_a_truncated_pickle(keep: int, folder: Path) -> None:
+    torch.save(load_file(folder / WHOLE), folder / PICKLED)
+    (folder / WHOLE).unlink()
+    assert huggingface.load(folder, "float32").loaded == ""
+    (folder / PICKLED).write_bytes((folder / PICKLED).read_bytes()[:keep])
+    assert f"{PICKLED}: expected tensors, got a damaged file" in refused(folder)
