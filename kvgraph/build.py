@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvgraph.compiler import emit, options, pipeline
 from kvgraph.compiler.dump import PassDump
 from kvgraph.compiler.options import DEFAULT_PAGE_SIZE
-from kvgraph.compiler.output import require_free, staging
+from kvgraph.compiler.output import require_free, settle_leftovers, staging
 from kvgraph.compiler.pipeline import Progress
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.dims import ceildiv
@@ -106,6 +106,7 @@ def compile(
         tp=tp,
     )
     pipeline.require_plan(model, tp)
+    settle_leftovers(out)
     require_free(out, force=force)
     dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
 

@@ -81,15 +81,16 @@ def bench(
         ),
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine's process has.")] = 3600.0,
-    save: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture to write: .svg or .png.")] = None,
+    save: Annotated[Path | None, typer.Option(readable=False, help="JSON file to write.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(readable=False, help="Picture to write: .svg or .png.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure artifacts and other engines against the machine's limits."""
     from kvgraph.bench.plan import make_plan
-    from kvgraph.bench.plot import check_plot, write_plot
-    from kvgraph.bench.run import is_report, report_data, run
-    from kvgraph.bench.table import print_report
+    from kvgraph.bench.plot import check_plot
+    from kvgraph.bench.run import is_report, run
 
     settings = make_settings(
         quick,
@@ -120,19 +121,32 @@ def bench(
             status.update(stage)
 
         report = run(plan, timeout=timeout, progress=show)
-    data = to_json(report_data(report), indent=1, errors="backslashreplace") + b"\n"
-    if save is not None:
-        with terminable(), replacing(save) as file:
-            file.write(data)
-    if plot is not None:
-        with terminable():
-            write_plot(report, plot)
-    if json:
-        write_json(data)
-    else:
-        width = None if sys.stdout.isatty() else WIDTH
-        print_report(report, Console(width=width, highlight=False, markup=False, emoji=False))
+    with terminable():
+        _tell(report, json=json, save=save, plot=plot)
     _exit(report)
+
+
+def _tell(report: Report, *, json: bool, save: Path | None, plot: Path | None) -> None:
+    """Print, save and draw the report: each also where another of them fails."""
+    from kvgraph.bench.plot import write_plot
+    from kvgraph.bench.run import report_data
+    from kvgraph.bench.table import print_report
+
+    data = to_json(report_data(report), indent=1, errors="backslashreplace") + b"\n"
+    try:
+        if json:
+            write_json(data)
+        else:
+            width = None if sys.stdout.isatty() else WIDTH
+            print_report(report, Console(width=width, highlight=False, markup=False, emoji=False))
+    finally:
+        try:
+            if save is not None:
+                with replacing(save) as file:
+                    file.write(data)
+        finally:
+            if plot is not None:
+                write_plot(report, plot)
 
 
 def make_settings(quick: bool, threads: int | None, **given: Any) -> Settings:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def compile(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Artifact folder to make.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", readable=False, help="Artifact folder to make.")
+    ],
     model: Annotated[
         Path | None, typer.Argument(metavar="MODEL_DIR", help="Hugging Face checkpoint.")
     ] = None,
@@ -83,7 +85,9 @@ def compile(
     ] = True,
     dump_passes: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write the graph after each pass to DIR, as text."),
+        typer.Option(
+            metavar="DIR", readable=False, help="Write the graph after each pass to DIR, as text."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact at DIR.")] = False,
     json: Json = False,

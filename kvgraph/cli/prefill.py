@@ -16,7 +16,9 @@ from kvgraph.errors import RequestError
 def prefill(
     artifact: ArtifactFolder,
     prompt_file: Annotated[Path, typer.Option(help="Text file to compute ahead of time.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write: NAME.kvp.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", readable=False, help="File to write: NAME.kvp.")
+    ],
     num_pages: NumPages = None,
     threads: Threads = None,
     verify: Verify = False,

@@ -2,7 +2,8 @@
 
     PARENT/.kvgraph-staging.<word>/owner      JSON: whose it is, and for which output
                                    made/      what becomes the output
-                                   replaced/  the artifact before it, until it is removed
+                                   replaced/  the artifact before it, until it is removed; it
+                                              goes back only as long as made/ is there too
 
 The live process holds a lock on `owner`, which a kill lets go of, on whatever machine or in
 whatever container it ran. Without that file, or while it is locked, nothing of a folder is touched.
@@ -22,7 +23,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from kvgraph.contract.files import can_write, kind_of, require_utf8
+from kvgraph.contract.files import can_read, can_write, kind_of, naming, require_utf8
 from kvgraph.contract.manifest import MANIFEST_NAME, listed_names
 from kvgraph.errors import ArtifactError
 
@@ -30,11 +31,11 @@ PREFIX = ".kvgraph-staging."
 OWNER, MADE, REPLACED = "owner", "made", "replaced"
 MARKER = {"kvgraph": "staging"}
 
-NO_ROOM = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Of a file system that takes no more."""
-
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Of a file system that locks nothing: leftovers stay there, since none proves to be dead."""
+
+NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
+"""Of a file system that writes nothing on demand, and of a folder that cannot be read."""
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
@@ -60,6 +61,8 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
         )
     if not force:
         raise ArtifactError(f"{out}: expected no such folder yet, got one (kept); use --force")
+    if kind == "a folder" and (why := _fixed(out)):
+        raise ArtifactError(f"{out}: expected a folder that can be replaced, got {why} (kept)")
     if kind == "a folder" and not any(out.iterdir()):
         names = frozenset[str]()
     elif kind == "a folder" and (out / MANIFEST_NAME).exists():
@@ -68,10 +71,27 @@ def require_free(out: Path, *, force: bool) -> frozenset[str]:
         raise ArtifactError(
             f"{out}: expected an artifact or an empty folder to replace, got something else (kept)"
         )
-    if out.is_mount() or not can_write(out):
-        why = "a mount point" if out.is_mount() else "one that cannot be written"
-        raise ArtifactError(f"{out}: expected a folder that can be moved, got {why}")
     return names
+
+
+def _fixed(out: Path) -> str | None:
+    """What keeps the folder `out` from being replaced."""
+    if out.is_mount():
+        return "a mount point"
+    if not can_write(out):
+        return "one that cannot be written"
+    return None if can_read(out) else "one that cannot be read"
+
+
+def settle_leftovers(out: Path) -> None:
+    """Remove what killed compiles left next to `out`, or move an old artifact back to its name.
+
+    Before `require_free`, which then sees what is there. Of a parent that cannot be read nothing is
+    settled.
+    """
+    with suppress(OSError, ValueError):
+        for folder in sorted(absolute(out).parent.glob(f"{PREFIX}*")):
+            _settle_leftover(folder)
 
 
 @contextmanager
@@ -84,8 +104,7 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
     """
     out = absolute(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for folder in sorted(out.parent.glob(f"{PREFIX}*")):
-        _settle_leftover(folder)
+    settle_leftovers(out)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=out.parent))
     owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -93,26 +112,14 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
         os.write(owner, json.dumps(MARKER | {"output": out.name}).encode())
         made = folder / MADE
         made.mkdir()
-        with _naming(out):
+        with naming(out):
             yield made
-        _follow_umask(made)
-        _replace(out, folder, require_free(out, force=force))
+            _follow_umask(made)
+            _replace(out, folder, require_free(out, force=force))
     finally:
-        _settle(folder, out)
+        with naming(out):
+            _settle(folder, out)
         os.close(owner)
-
-
-@contextmanager
-def _naming(out: Path) -> Iterator[None]:
-    """ArtifactError that names `out` where a write to it fails without the name of its file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno not in NO_ROOM:
-            raise
-        raise ArtifactError(
-            f"{out}: expected to write all of it, got {error.strerror!r}"
-        ) from error
 
 
 def absolute(out: Path) -> Path:
@@ -202,17 +209,34 @@ def _replace(out: Path, folder: Path, names: Collection[str]) -> None:
     """Put what was made at `out`; at every moment the old artifact or the new one is there.
 
     Where the file system cannot exchange two folders, `out` is missing for a moment; a kill there
-    leaves the old one in `folder`, and `_settle` moves it back.
+    leaves the old one in `folder`, next to what was made, and `_settle` moves it back. The new one
+    is on the medium before it takes the place of an old one.
     """
     made, old = folder / MADE, folder / REPLACED
     if not names:
         made.rename(out)  # also over an empty folder
         return
+    for path, _, files in os.walk(folder):
+        for name in (*files, "."):
+            _sync(Path(path, name))
     made.rename(old)
     if not _exchange(old, out):
         old.rename(made)
         out.rename(old)
         made.rename(out)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the medium."""
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -244,13 +268,17 @@ def _settle_leftover(folder: Path) -> None:
 
 
 def _settle(folder: Path, out: Path) -> None:
-    """Move back an artifact that is missing at `out`, and remove what else is ours in `folder`."""
-    old = folder / REPLACED
-    if old.is_dir() and not os.path.lexists(out):
+    """Move back an artifact that was not replaced, and remove what else is ours in `folder`.
+
+    The new artifact is at `out` for good before the old one goes.
+    """
+    made, old = folder / MADE, folder / REPLACED
+    if made.is_dir() and old.is_dir() and not os.path.lexists(out):
         old.rename(out)
+    shutil.rmtree(made, ignore_errors=True)
     if old.is_dir():
+        _sync(folder.parent)
         _remove_listed(old)
-    shutil.rmtree(folder / MADE, ignore_errors=True)
     if not old.exists():
         with suppress(OSError):
             (folder / OWNER).unlink()

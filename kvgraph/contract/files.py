@@ -17,6 +17,9 @@ from kvgraph.errors import ArtifactError, RequestError
 PARTIAL = re.compile(r"\.kvgraph-[0-9a-f]{16}\.partial")
 """Names of files that are being written; a kill leaves one."""
 
+NO_ROOM = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Of a file system that takes no more."""
+
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a link",
@@ -28,19 +31,37 @@ KINDS = {
 }
 
 
+class _WriteError(ArtifactError, OSError):
+    """An OSError too: for callers that can do without the file."""
+
+
+@contextmanager
+def naming(path: Path, partial: str = "") -> Iterator[None]:
+    """ArtifactError that names `path` where a write fails that names no file, or `partial`."""
+    try:
+        yield
+    except OSError as error:
+        is_ours = error.errno in NO_ROOM if error.filename is None else error.filename == partial
+        if not is_ours:
+            raise
+        raise _WriteError(f"{path}: expected to write all of it, got {error.strerror!r}") from error
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the scope ends; after an error nothing does.
 
-    It is on the medium before it is seen. Its permissions follow the umask.
+    It is on the medium before it is seen. Its permissions follow the umask. ArtifactError, which
+    is an OSError too, where it cannot be written.
     """
     partial = path.with_name(f".kvgraph-{secrets.token_hex(8)}.partial")
     try:
-        with partial.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with naming(path, str(partial)):
+            with partial.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -56,12 +77,20 @@ def require_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) 
     if not can_write(path.parent):
         raise RequestError(f"{path}: expected a folder that can be written, got {path.parent}")
     kind = kind_of(path)
-    if kind is not None and (kind != "a file" or not is_ours(path)):
-        got = "another file" if kind == "a file" else kind
+    got = _another(path, is_ours) if kind == "a file" else kind
+    if got is not None:
         raise RequestError(
             f"{path}: expected no such file, or {what} to replace, got {got} (kept); "
             "give another name"
         )
+
+
+def _another(path: Path, is_ours: Callable[[Path], bool]) -> str | None:
+    """What a file is that must be kept; None: ours."""
+    try:
+        return None if is_ours(path) else "another file"
+    except OSError:
+        return "one that cannot be read"
 
 
 def require_utf8(path: Path, reader: str) -> None:
@@ -88,6 +117,12 @@ def can_write(folder: Path) -> bool:
     """Whether this process may make and remove files in `folder`."""
     effective = os.access in os.supports_effective_ids
     return os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+def can_read(folder: Path) -> bool:
+    """Whether this process may list `folder`."""
+    effective = os.access in os.supports_effective_ids
+    return os.access(folder, os.R_OK, effective_ids=effective)
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -219,15 +219,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read and type-check the manifest; files are not opened (see `hashes.verify_files`)."""
     path = folder / MANIFEST_NAME
-    if not folder.is_dir():
-        got = "a file" if folder.exists() else "nothing there"
-        raise ArtifactError(f"{folder}: expected an artifact folder, got {got}")
-    if not path.is_file():
-        raise ArtifactError(
-            f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "
-            "its compile did not finish)"
-        )
     with _damage(path):
+        if not folder.is_dir():
+            got = "a file" if folder.exists() else "nothing there"
+            raise ArtifactError(f"{folder}: expected an artifact folder, got {got}")
+        if not path.is_file():
+            raise ArtifactError(
+                f"{folder}: expected {MANIFEST_NAME} in an artifact, got none (not an artifact, or "
+                "its compile did not finish)"
+            )
         fields = json.loads(path.read_bytes())
         version = fields.get("schema_version") if isinstance(fields, dict) else None
         if type(version) is not int:
@@ -346,6 +346,10 @@ def _damage(path: Path) -> Iterator[None]:
     except ArtifactError:
         raise
     except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, of other types
+        if isinstance(error, OSError) and error.strerror is not None:
+            raise ArtifactError(
+                f"{path}: expected a file that can be read, got {error.strerror!r}"
+            ) from error
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
 
 

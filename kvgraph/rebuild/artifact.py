@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from kvgraph.compiler import emit
-from kvgraph.compiler.output import require_free, staging
+from kvgraph.compiler.output import require_free, settle_leftovers, staging
 from kvgraph.compiler.targets.tensorrt import engine as trt_engine
 from kvgraph.compiler.targets.tensorrt.engine import (
     BY_TORCH,
@@ -59,6 +59,7 @@ def rebuild(
     MissingDependencyError where nothing here builds engines.
     """
     folder, out = Path(artifact), Path(out)
+    settle_leftovers(out)
     manifest = read_manifest(folder)
     if manifest.backend not in ("tensorrt", "torch-tensorrt"):
         raise ArtifactError(

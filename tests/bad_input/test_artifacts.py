@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 import kvgraph
-from kvgraph.contract.manifest import read_manifest
+from kvgraph.contract.manifest import listed_names, read_manifest
 from kvgraph.errors import ArtifactError
 from tests.bad_input.damage import edit_manifest, sentence
 from tests.support.command_line import run
+from tests.support.outputs import another_user
 
 # -- artifacts: their files
 
@@ -165,6 +166,18 @@ def test_a_damaged_manifest(artifact: Path, content: bytes) -> None:
     (artifact / "manifest.json").write_bytes(content)
     text = sentence(run("verify", artifact))
     assert text.startswith(f"{artifact}/manifest.json: expected a manifest, got a damaged one (")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "."])
+def test_a_manifest_that_cannot_be_read(artifact: Path, name: str) -> None:
+    """It is not called damaged."""
+    path = artifact / name
+    path.chmod(0)
+    message = r"artifact/manifest\.json: expected a file that can be read, got 'Permission denied'"
+    for read in (read_manifest, listed_names):
+        with another_user(artifact), pytest.raises(ArtifactError, match=message):
+            read(artifact)
+    path.chmod(0o755)
 
 
 def test_a_truncated_manifest(artifact: Path) -> None:

@@ -1,52 +1,29 @@
-"""The output of a compile: nothing that is not ours is lost, whenever it is killed."""
+"""The output of a compile: nothing that is not ours is lost."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import kvgraph
 from kvgraph.compiler import output
-from kvgraph.compiler.output import OWNER, PREFIX, require_free, staging
+from kvgraph.compiler.output import PREFIX, require_free, staging
 from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError
+from tests.support.command_line import run
+from tests.support.outputs import another_user, replace, snapshot, write_artifact
 
 Compiled = Callable[..., Path]
-
-
-def write_artifact(folder: Path, **content: str) -> None:
-    """Files under a manifest that lists them, of no schema in particular."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in content.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    files = {name: {"size": len(text)} for name, text in content.items()}
-    fields: dict[str, Any] = {"files": files, "nondeterministic_files": []}
-    fields["sha256"] = hashlib.sha256(to_json(fields)).hexdigest()
-    (folder / "manifest.json").write_bytes(to_json(fields))
-
-
-def snapshot(folder: Path) -> dict[str, str | None]:
-    """Every path under `folder`, hidden ones too, with its text."""
-    paths = sorted(folder.rglob("*"))
-    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else None for p in paths}
-
-
-def replace(out: Path, **content: str) -> None:
-    with staging(out, force=True) as made:
-        write_artifact(made, **content)
 
 
 @pytest.fixture
@@ -219,21 +196,6 @@ def test_a_write_that_names_no_file_names_the_output(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@contextmanager
-def another_user(folder: Path) -> Iterator[None]:
-    """Run as one who may look at `folder` and its parents."""
-    was = os.geteuid()
-    if was == 0:  # root may write anywhere
-        for parent in folder.parents:
-            if not parent.stat().st_mode & 0o001:
-                parent.chmod(parent.stat().st_mode | 0o011)
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(was)
-
-
 def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o555)
     with (
@@ -245,8 +207,30 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_mount_point_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_mount", lambda self: True)
-    with pytest.raises(ArtifactError, match="expected a folder that can be moved, got a mount"):
+    with pytest.raises(ArtifactError, match="expected a folder that can be replaced, got a mount"):
         require_free(tmp_path, force=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "got"), [(0o000, "one that cannot be written"), (0o333, "one that cannot be read")]
+)
+def test_a_folder_that_cannot_be_opened_is_no_output(out: Path, mode: int, got: str) -> None:
+    out.parent.chmod(0o777)
+    out.chmod(mode)
+    message = re.escape(f"{out}: expected a folder that can be replaced, got {got} (kept)")
+    with another_user(out), pytest.raises(ArtifactError, match=message):
+        require_free(out, force=True)
+    out.chmod(0o755)
+
+
+def test_the_command_says_so_in_the_same_words(
+    out: Path, model_folder: Callable[[str], Path]
+) -> None:
+    """Not in those of its library for options."""
+    with mock.patch.object(os, "access", lambda path, wanted, **_: Path(path) != out):
+        said = run("compile", model_folder("tiny-llama"), "-o", out, "--force")
+    message = "expected a folder that can be replaced, got one that cannot be written (kept)"
+    assert (said.code, said.err) == (2, f"kvgraph: {out}: {message}\n")
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
@@ -262,105 +246,3 @@ def test_permissions_follow_the_umask(tmp_path: Path, mask: int) -> None:
     for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
         wanted = (0o777 if path.is_dir() else 0o666) & ~mask
         assert path.stat().st_mode & 0o777 == wanted, path
-
-
-# -- what killed and live processes leave
-
-
-def leave(parent: Path, name: str, owner: str | None = None) -> Path:
-    """A staging folder with half an artifact, and whose it is said to be."""
-    folder = parent / f"{PREFIX}{name}"
-    write_artifact(folder / "made", half="half")
-    if owner is not None:
-        (folder / OWNER).write_text(owner)
-    return folder
-
-
-OURS = json.dumps({"kvgraph": "staging", "output": "out"})
-
-
-def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
-    dead = [
-        leave(tmp_path, "dead", OURS),
-        leave(tmp_path, "of-another", OURS.replace('"out"', '"x"')),
-    ]
-    live = leave(tmp_path, "live", OURS)
-    others = [
-        leave(tmp_path, "unmarked"),
-        leave(tmp_path, "empty-marker", ""),
-        leave(tmp_path, "other-marker", '{"kvgraph": "something", "output": "out"}'),
-        leave(tmp_path, "no-output", '{"kvgraph": "staging"}'),
-    ]
-    os.mkfifo(leave(tmp_path, "pipe") / OWNER)
-    (leave(tmp_path, "link") / OWNER).symlink_to(dead[0] / OWNER)
-    (tmp_path / f"{PREFIX}file").write_text("mine")
-    (tmp_path / ".out.123.word").mkdir()  # as staging was named once
-    (tmp_path / f"{PREFIX}linked").symlink_to(others[0])
-    before = set(os.listdir(tmp_path))
-    with (live / OWNER).open("r+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        replace(tmp_path / "out", new="new")
-    assert before - set(os.listdir(tmp_path)) == {folder.name for folder in dead}
-    assert set(snapshot(tmp_path / "out")) == {"manifest.json", "new"}
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.compiler.test_output import replace
-from kvgraph.compiler import output
-
-out, exchanges = Path(sys.argv[1]), sys.argv[2] == "True"
-if not exchanges:
-    output._exchange = lambda one, other: False
-
-def run(limit):
-    count = 0
-    def trace(frame, event, argument):
-        nonlocal count
-        if frame.f_code.co_filename == output.__file__ and event in ("line", "return"):
-            count += 1
-            if count == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-    sys.settrace(trace)
-    replace(out, new="new", second="new")
-    os._exit(0)
-
-import shutil
-for limit in range(1, 10_000):
-    shutil.copytree(out, f"{out}-{limit}/out")
-    pid = os.fork()
-    if not pid:
-        out = Path(f"{out}-{limit}/out")
-        run(limit)
-    if os.waitpid(pid, 0)[1] == 0:
-        break
-print(limit)
-"""
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_killed_at_any_line_the_old_artifact_or_the_new_one_is_left(
-    out: Path, exchanges: bool
-) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(out), str(exchanges)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    limit = int(done.stdout)
-    assert limit > 100
-    old, seen = snapshot(out), []
-    for i in range(1, limit + 1):
-        folder = Path(f"{out}-{i}")
-        if exchanges:
-            assert (folder / "out").exists(), "at every moment"
-        with staging(folder / "other", force=False):
-            pass
-        left = snapshot(folder / "out")
-        assert left == old or set(left) == {"manifest.json", "new", "second"}
-        seen.append(left == old)
-        hidden = set(os.listdir(folder)) - {"other", "out"}
-        unmarked = [path for name in hidden for path in (folder / name).iterdir()]
-        assert not any(path.name != OWNER or path.read_text() for path in unmarked), i
-    assert seen == sorted(seen, reverse=True)
-    assert {*seen} == {True, False}

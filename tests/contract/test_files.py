@@ -1,0 +1,65 @@
+"""Files that appear whole: a write that fails names the file that was asked for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvgraph.contract.files import replacing, require_replaceable
+from kvgraph.errors import ArtifactError, RequestError
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from kvgraph.contract.files import replacing
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+try:
+    with replacing(Path(sys.argv[1])) as file:
+        file.write(bytes(1 << 20))
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_is_too_large_is_named(tmp_path: Path) -> None:
+    """By its own name, not that of its half; the file before it stays."""
+    path = tmp_path / "a.kvp"
+    path.write_text("old")
+    command = [sys.executable, "-c", LIMITED, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{path}: expected to write all of it, got 'File too large'\n"
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.kvp"]
+
+
+def test_a_folder_that_is_gone_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "a.json"
+    message = r"gone/a\.json: expected to write all of it, got 'No such file or directory'"
+    with pytest.raises(ArtifactError, match=message) as raised, replacing(path):
+        pass
+    assert isinstance(raised.value, OSError), "for callers that can do without the file"
+
+
+@pytest.mark.parametrize("error", [OSError("mine"), OSError(errno.EPERM, "no", "b"), ValueError()])
+def test_other_errors_are_the_writers_own(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, replacing(tmp_path / "a"):
+        raise error
+    assert raised.value is error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+
+    def is_ours(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    message = r"a: expected no such file, or an old one to replace, got one that cannot be read \(k"
+    with pytest.raises(RequestError, match=message):
+        require_replaceable(tmp_path / "a", is_ours, "an old one")
