@@ -107,10 +107,15 @@ APART: dict[str, Step] = {
     "mask of its own": set_where,
     "columns by index": set_columns,
     "complex": lambda d, x: torch.complex(x, x.cos()).abs() + torch.polar(x, x).abs(),
+    "counts that are a tensor": lambda d, x: x.repeat_interleave(
+        torch.ones(32).long(), 1, output_size=32
+    ),
+    "norm of groups": lambda d, x: functional.group_norm(x, 4).relu(),
     "softmax of features": lambda d, x: x.softmax(-1).cumsum(-1).sort(-1).values,
 }
 
 MIXED: dict[str, Step] = {
+    "norm of groups over tokens": lambda d, x: functional.group_norm(x[None], 1)[0],
     "previous token": lambda d, x: x + torch.roll(x, 1, 0),
     "shifted": lambda d, x: torch.roll(x, 1, 0),
     "padded shift": lambda d, x: x + functional.pad(x, (0, 0, 1, 0))[:-1],
@@ -150,9 +155,14 @@ def test_tokens_that_are_mixed(name: str) -> None:
 
 
 def test_an_operator_that_is_not_known_is_said_to_be() -> None:
-    said = "got an operator that is not known to keep tokens apart: convolution in the module"
+    said = "not known to keep tokens apart: convolution in the module.*; write it with other"
     with pytest.raises(kvgraph.UnsupportedError, match=said):
         follow(MIXED["convolution"])
+
+
+def test_an_index_that_no_step_of_three_tokens_has() -> None:
+    table = torch.arange(64)
+    assert follow(lambda d, x: x + table.to(x)[torch.arange(x.shape[0]) ^ 4][:, None]) == 3
 
 
 @pytest.mark.parametrize(

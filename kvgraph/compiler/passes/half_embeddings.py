@@ -14,10 +14,10 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.label_kinds import MADE, SIZES
 from kvgraph.compiler.passes.operands import UnmatchedError, any_node, expect, value
 from kvgraph.compiler.passes.parameters import add_parameter, drop_unused, held, name_outputs
 from kvgraph.compiler.passes.token_functions import packet
-from kvgraph.compiler.passes.token_labels import MADE, SIZES
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.signature import GraphSignature
 

@@ -98,3 +98,11 @@ def join(parts: Sequence[Labels]) -> Labels:
 
 
 Value = Labels | list[Labels]
+
+
+def aligned(x: torch.Tensor, dims: list[int], shape: list[int]) -> torch.Tensor:
+    return x.permute(dims).reshape(shape)
+
+
+def compacted(value: Value) -> Value:
+    return [x.compact() for x in value] if isinstance(value, list) else value.compact()

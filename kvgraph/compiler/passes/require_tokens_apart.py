@@ -182,12 +182,14 @@ class _Follower:
 
     def _mixed(self, node: Node, what: str) -> UnsupportedError:
         mixer = self._mixers.get(node, node)
-        got = "other tokens through"
         if mixer in self._labels.unknown:
-            got = "an operator that is not known to keep tokens apart:"
+            return UnsupportedError(
+                f"tokens: expected {what}, got an operator that is not known to keep tokens apart: "
+                f"{place(mixer)}; write it with other operators"
+            )
         return UnsupportedError(
-            f"tokens: expected {what}, got {got} {place(mixer)}; only the cache ops may mix "
-            "tokens, or requests of one batch see each other's"
+            f"tokens: expected {what}, got other tokens through {place(mixer)}; only the cache ops "
+            "may mix tokens, or requests of one batch see each other's"
         )
 
 

@@ -10,6 +10,7 @@ as one that mixes all its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,44 +18,25 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from kvgraph.compiler.passes import token_functions
+from kvgraph.compiler.passes.label_kinds import (
+    ALONG,
+    ELEMENTWISE,
+    GROUP_NORMS,
+    MADE,
+    MOVED,
+    NORMS,
+    SAME,
+    SIZES,
+    VIEWS,
+)
 from kvgraph.compiler.passes.label_puts import put
-from kvgraph.compiler.passes.labels import NONE, Labels, Value, join, nothing
-from kvgraph.compiler.passes.token_functions import BATCH_NORM, CREATED, LAYOUT, REDUCED, packet
+from kvgraph.compiler.passes.labels import NONE, Labels, Value, aligned, compacted, join, nothing
+from kvgraph.compiler.passes.token_functions import BATCH_NORM, REDUCED, packet
 from kvgraph.ops import torch_ops
 
 aten = torch.ops.aten
 MOST_KNOWN = 1 << 16
 """Elements of an index that is computed at compile time."""
-
-SAME = (
-    *(aten.to, aten._to_copy, aten.type_as, aten.dropout, aten.clone, aten.contiguous),
-    *(aten.alias, aten.detach, aten.lift_fresh_copy),
-)
-"""They keep the elements of their first operand in place."""
-
-MOVED = (
-    *(*LAYOUT, aten.view_as, aten.expand_as, aten.narrow, aten.movedim, aten.swapaxes, aten.concat),
-    *(aten.roll, aten.flip, aten.tile, aten.unfold, aten.diagonal, aten.triu, aten.tril),
-    *(aten.numpy_T, aten.mT, aten.adjoint, aten.diagonal_scatter),
-)
-VIEWS = (*token_functions.VIEWS, aten.view_as)
-SIZES = (aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset)
-ALONG = (
-    *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod),
-    *(aten.sort, aten.argsort, aten.topk, torch_ops.all_gather),
-)
-NORMS = (aten.layer_norm, aten.rms_norm, aten.native_layer_norm, aten._fused_rms_norm)
-ELEMENTWISE = (
-    *(aten.__or__, aten.__and__, aten.__ior__, aten.__iand__, aten.logical_and, aten.logical_or),
-    *(aten.multiply, aten.divide, aten.subtract, aten.floor_divide, aten.true_divide, aten.rsub),
-    *(aten.where, aten.masked_fill, aten.masked_fill_, aten.isclose, aten.absolute, aten.negative),
-    *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.clamp, aten.complex),
-    aten.polar,
-)
-"""Those that torch does not tag as pointwise."""
-
-MADE = (*CREATED, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.empty)
 
 
 class TokenLabels:
@@ -86,10 +68,14 @@ class TokenLabels:
 
     def follow(self, node: Node) -> None:
         """Labels of a call of an operator, from those of its operands."""
-        self._labels[node] = _compacted(self._joined_scalars(node, self._call(node)))
-        known = self._run(node)
-        if known is not None:
-            self._known[node] = known
+        try:
+            found = self._call(node)
+        except (RuntimeError, IndexError):  # of an operator that does not run on labels
+            found = self._unknown(node)
+        self._labels[node] = compacted(self._joined_scalars(node, found))
+        with suppress(RuntimeError, IndexError):  # an index that a longer step would have
+            if (known := self._run(node)) is not None:
+                self._known[node] = known
 
     def _joined_scalars(self, node: Node, value: Value) -> Value:
         """Numbers that a program reads from a tensor take its labels along."""
@@ -113,8 +99,12 @@ class TokenLabels:
                     return found
         if kind in ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return self._pointwise(node)
+        return self._unknown(node)
+
+    def _unknown(self, node: Node) -> Value:
         self.unknown.add(node)
-        return self._filled(made, join([self[x].whole() for x in given]))
+        parts = [self[x].whole() for x in node.all_input_nodes if _is_tensor(x)]
+        return self._filled(node.meta.get("val"), join(parts))
 
     def _filled(self, made: Any, labels: Labels) -> Value:
         """`labels`, of no dims or of the result's rank, for everything that an operator makes."""
@@ -142,6 +132,8 @@ class TokenLabels:
             if made.dtype is not first.meta["val"].dtype:
                 return None
             return self[first].map(lambda x: x.reshape(self.shape_of(made)))
+        if packet(node) is aten.repeat_interleave and isinstance(node.args[1], Node):
+            return None  # by counts that are a tensor
         low, high = (self._on_labels(node, at) for at in range(2))
         if isinstance(low, torch.Tensor):
             return Labels(low, high)
@@ -203,6 +195,18 @@ class TokenLabels:
         ]
         return self._filled(made, join([found, *weights]))
 
+    def _normalised_in_groups(self, node: Node) -> Value:
+        """Over parts of all that the first dim has; mean and rate of each part come too."""
+        first: Any = node.args[0]
+        found = self[first].joined(list(range(1, self[first].low.dim())))
+        others = [self[x].whole() for x in node.all_input_nodes if x is not first]
+        made = node.meta["val"]
+        whole = join([found, *others])
+        if not isinstance(made, list | tuple):
+            return self._fill(made, whole)
+        rows = found.map(lambda x: x.flatten(1)[:, :1])
+        return [self._fill(made[0], whole), *(self._fill(part, rows) for part in made[1:])]
+
     def _normalised_by_constants(self, node: Node) -> Value:
         """By numbers of earlier batches; its other outputs are empty."""
         first: Any = node.args[0]
@@ -247,7 +251,7 @@ class TokenLabels:
             labels = self[x].joined(gone)
             order = [letters.index(letter) for letter in result if letter in left]
             shape = [self.shape(x)[letters.index(c)] if c in left else 1 for c in result]
-            parts.append(labels.map(partial(_aligned, dims=[*order, *gone], shape=shape)))
+            parts.append(labels.map(partial(aligned, dims=[*order, *gone], shape=shape)))
         return self._filled(node.meta["val"], join(parts))
 
     def _embedded(self, node: Node) -> Value:
@@ -369,14 +373,6 @@ def _dims(node: Node, name: str) -> list[int] | None:
     return None
 
 
-def _aligned(x: torch.Tensor, dims: list[int], shape: list[int]) -> torch.Tensor:
-    return x.permute(dims).reshape(shape)
-
-
-def _compacted(value: Value) -> Value:
-    return [x.compact() for x in value] if isinstance(value, list) else value.compact()
-
-
 Rule = Callable[[TokenLabels, Node], Value | None]
 RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     (SAME, TokenLabels._same),
@@ -386,6 +382,7 @@ RULES: tuple[tuple[tuple[object, ...], Rule], ...] = (
     (ALONG, TokenLabels._along),
     (NORMS, TokenLabels._normalised),
     (BATCH_NORM, TokenLabels._normalised_by_constants),
+    (GROUP_NORMS, TokenLabels._normalised_in_groups),
     ((torch_ops.all_reduce,), TokenLabels._pointwise),
     (
         (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm),

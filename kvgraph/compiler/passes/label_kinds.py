@@ -1,0 +1,41 @@
+"""Kinds of operators that `token_labels.py` has a rule for."""
+
+from __future__ import annotations
+
+import torch
+
+from kvgraph.compiler.passes import token_functions
+from kvgraph.compiler.passes.token_functions import CREATED, LAYOUT
+from kvgraph.ops import torch_ops
+
+aten = torch.ops.aten
+
+SAME = (
+    *(aten.to, aten._to_copy, aten.type_as, aten.dropout, aten.clone, aten.contiguous),
+    *(aten.alias, aten.detach, aten.lift_fresh_copy),
+)
+"""They keep the elements of their first operand in place."""
+
+MOVED = (
+    *(*LAYOUT, aten.view_as, aten.expand_as, aten.narrow, aten.movedim, aten.swapaxes, aten.concat),
+    *(aten.roll, aten.flip, aten.tile, aten.unfold, aten.diagonal, aten.triu, aten.tril),
+    *(aten.numpy_T, aten.mT, aten.adjoint, aten.diagonal_scatter),
+)
+VIEWS = (*token_functions.VIEWS, aten.view_as)
+SIZES = (aten.sym_size, aten.sym_stride, aten.sym_numel, aten.sym_storage_offset)
+ALONG = (
+    *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod),
+    *(aten.sort, aten.argsort, aten.topk, torch_ops.all_gather),
+)
+NORMS = (aten.layer_norm, aten.rms_norm, aten.native_layer_norm, aten._fused_rms_norm)
+GROUP_NORMS = (aten.group_norm, aten.native_group_norm)
+ELEMENTWISE = (
+    *(aten.__or__, aten.__and__, aten.__ior__, aten.__iand__, aten.logical_and, aten.logical_or),
+    *(aten.multiply, aten.divide, aten.subtract, aten.floor_divide, aten.true_divide, aten.rsub),
+    *(aten.where, aten.masked_fill, aten.masked_fill_, aten.isclose, aten.absolute, aten.negative),
+    *(aten.hardswish, aten.log_sigmoid, aten.fill_, aten.copy_, aten.clamp, aten.complex),
+    aten.polar,
+)
+"""Those that torch does not tag as pointwise."""
+
+MADE = (*CREATED, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.empty)
