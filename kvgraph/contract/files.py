@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.errors import ArtifactError, KVGraphError, RequestError
 
 PARTIAL = re.compile(r"\.kvgraph-[0-9a-f]{16}\.partial")
 """Names of files that are being written; a kill leaves one."""
@@ -133,6 +133,19 @@ def inside(folder: Path, name: str) -> Path | None:
         return None
     is_inside = resolved.is_relative_to(folder.resolve()) and ".." not in PurePosixPath(name).parts
     return folder / name if is_inside and not name.startswith("/") else None
+
+
+@contextmanager
+def reading(path: Path, refusal: type[KVGraphError]) -> Iterator[None]:
+    """`refusal` where the system does not give a file that is there: it may be sound."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None or isinstance(error, FileNotFoundError):  # none, or no file
+            raise
+        raise refusal(
+            f"{path}: expected a file that can be read, got {error.strerror!r}"
+        ) from error
 
 
 def open_regular(path: Path) -> BinaryIO:

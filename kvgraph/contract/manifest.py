@@ -18,7 +18,7 @@ from typing import Literal
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.devices import parse_logical
 from kvgraph.contract.dims import TensorType, ceildiv
-from kvgraph.contract.files import PARTIAL, open_regular, replacing
+from kvgraph.contract.files import PARTIAL, open_regular, reading, replacing
 from kvgraph.contract.hashes import CHUNK_BYTES, FileEntry, inside_folder
 from kvgraph.contract.layouts import require_layout
 from kvgraph.contract.mixtures import Mixture
@@ -342,14 +342,11 @@ def _require_plain_text(value: object) -> None:
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
     try:
-        yield
+        with reading(path, ArtifactError):
+            yield
     except ArtifactError:
         raise
     except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, of other types
-        if isinstance(error, OSError) and error.strerror is not None:
-            raise ArtifactError(
-                f"{path}: expected a file that can be read, got {error.strerror!r}"
-            ) from error
         raise ArtifactError(f"{path}: expected a manifest, got a damaged one ({error})") from error
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvgraph.contract.files import open_regular
+from kvgraph.contract.files import open_regular, reading
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError
 
@@ -28,7 +28,7 @@ def read_layout(path: Path) -> dict[str, TensorAt]:
     ArtifactError for a header that is damaged, or leads beyond the file.
     """
     try:
-        with open_regular(path) as file:
+        with reading(path, ArtifactError), open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
@@ -36,6 +36,8 @@ def read_layout(path: Path) -> dict[str, TensorAt]:
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         return {name: _tensor(of, 8 + length, size) for name, of in header.items()}
+    except ArtifactError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(
             f"{path}: expected safetensors, got a damaged header ({error})"

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
-from kvgraph.contract.files import open_regular, replacing
+from kvgraph.contract.files import open_regular, reading, replacing
 from kvgraph.errors import ArtifactError
 from kvgraph.kv.tiers.store import KEY_BYTES, StoreStats
 
@@ -78,10 +78,13 @@ def _read(path: Path) -> tuple[dict[str, str], Tensors]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        open_regular(path).close()  # a pipe would be waited for
+        with reading(path, ArtifactError):
+            open_regular(path).close()  # a pipe would be waited for
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except ArtifactError:
+        raise
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: expected a prefix of kvgraph prefill, got no file") from error
     except (SafetensorError, OSError, TypeError, AttributeError, ValueError) as error:

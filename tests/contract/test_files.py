@@ -6,12 +6,17 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvgraph.compiler.frontends.folder import read_json
 from kvgraph.contract.files import replacing, require_replaceable
-from kvgraph.errors import ArtifactError, RequestError
+from kvgraph.contract.safetensors import read_layout
+from kvgraph.errors import ArtifactError, ModelError, RequestError
+from kvgraph.runtime.prefix_file import _read
+from tests.support.outputs import another_user
 
 LIMITED = """
 import resource, sys
@@ -63,3 +68,22 @@ def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
     message = r"a: expected no such file, or an old one to replace, got one that cannot be read \(k"
     with pytest.raises(RequestError, match=message):
         require_replaceable(tmp_path / "a", is_ours, "an old one")
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "refusal"),
+    [
+        ("config.json", read_json, ModelError),
+        ("model.safetensors", read_layout, ArtifactError),
+        ("system.kvp", _read, ArtifactError),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_called_damaged(
+    tmp_path: Path, name: str, read: Callable[[Path], object], refusal: type[Exception]
+) -> None:
+    path = tmp_path / name
+    path.touch()
+    path.chmod(0)
+    message = f"{name}: expected a file that can be read, got 'Permission denied'"
+    with another_user(tmp_path), pytest.raises(refusal, match=message):
+        read(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgraph.contract.dtypes import ALL
-from kvgraph.contract.files import open_regular
+from kvgraph.contract.files import open_regular, reading
 from kvgraph.contract.manifest import MANIFEST_NAME
 from kvgraph.errors import ModelError, UnsupportedError
 
@@ -79,9 +79,11 @@ def read_config(folder: Path) -> Config:
 def read_json(path: Path) -> object:
     """ModelError for a file that cannot be read, or holds something else."""
     try:
-        with open_regular(path) as file:
+        with reading(path, ModelError), open_regular(path) as file:
             found: object = json.loads(file.read().decode())
             return found
+    except ModelError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
 
