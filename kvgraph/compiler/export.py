@@ -171,7 +171,8 @@ def _at_ones(program: ExportedProgram, model: Model, signature: GraphSignature) 
     except Exception:
         return None
     logits = expected[0] if isinstance(expected, tuple) else expected
-    return torch.allclose(found, logits.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
+    is_alike = found.shape == logits.shape
+    return is_alike and torch.allclose(found, logits.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _one_token(signature: GraphSignature, token: int) -> list[torch.Tensor]:

@@ -117,9 +117,11 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
             _follow_umask(made)
             _replace(out, folder, require_free(out, force=force))
     finally:
-        with naming(out):
-            _settle(folder, out)
-        os.close(owner)
+        try:
+            with naming(out):
+                _settle(folder, out)
+        finally:
+            os.close(owner)
 
 
 def absolute(out: Path) -> Path:

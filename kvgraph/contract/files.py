@@ -115,14 +115,25 @@ def kind_of(path: Path) -> str | None:
 
 def can_write(folder: Path) -> bool:
     """Whether this process may make and remove files in `folder`."""
-    effective = os.access in os.supports_effective_ids
-    return os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+    return _may(folder, os.W_OK | os.X_OK)
 
 
 def can_read(folder: Path) -> bool:
     """Whether this process may list `folder`."""
-    effective = os.access in os.supports_effective_ids
-    return os.access(folder, os.R_OK, effective_ids=effective)
+    return _may(folder, os.R_OK)
+
+
+def _may(folder: Path, mode: int) -> bool:
+    return os.access(folder, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def read_text(path: Path, refusal: type[KVGraphError]) -> str:
+    """The text of a file; `refusal` for one that cannot be read, or is not UTF-8."""
+    try:
+        with open_regular(path) as file:
+            return file.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise refusal(f"{path}: expected text in UTF-8, got {error}") from error
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -50,9 +50,16 @@ def encode(
         return list(tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
 
-def most_characters(tokenizer: Tokenizer) -> int:
-    """Of a text that one token stands for. A normalizer may write several as one: a Hangul syllable
-    has up to three, and some spaces may be lost."""
+def most_characters(tokenizer: Tokenizer) -> int | None:
+    """Of a text that one token stands for; None where that has no bound: text that a vocabulary has
+    not may be one token, and a pre-tokenizer may drop spaces.
+
+    A normalizer may write several characters as one: a Hangul syllable has up to three.
+    """
+    splits = repr(tokenizer.pre_tokenizer)
+    has_bytes = "ByteLevel" in splits or getattr(tokenizer.model, "byte_fallback", False)
+    if not has_bytes or any(word in splits for word in ("Whitespace", "Bert", "Removed")):
+        return None
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     return longest if tokenizer.normalizer is None else 4 * longest
 

@@ -47,7 +47,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def row_stride(tensor: torch.Tensor) -> int | None:
     """Elements from one row of its last dim to the next, the same for every value of its symbolic
-    dims; of a single row its width. None where rows lie in another way."""
+    dims; of a single row its width. None where rows lie in another way, or share elements."""
     if not tensor.dim():
         return None
     *outer, (width, step) = zip(tensor.shape, tensor.stride(), strict=True)
@@ -62,9 +62,10 @@ def row_stride(tensor: torch.Tensor) -> int | None:
         if not statically_known_true(stride == expected):
             return None
         expected = expected * extent
-    is_row = statically_known_true(step == 1) and isinstance(width, int)
     stride = width if found is None else found
-    return stride if is_row and isinstance(stride, int) else None
+    if not statically_known_true(step == 1) or not isinstance(width, int):
+        return None
+    return stride if isinstance(stride, int) and stride >= width else None
 
 
 def _extent(extent: object) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
-from kvgraph.contract.files import open_regular
+from kvgraph.contract.files import read_text
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance, said
@@ -124,9 +124,9 @@ class ChatTemplates:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         path = folder / TEMPLATE
-        self._files = {"default": _text(path)} if path.exists() else {}
+        self._files = {"default": read_text(path, ArtifactError)} if path.exists() else {}
         for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
-            self._files[path.stem] = _text(path)
+            self._files[path.stem] = read_text(path, ArtifactError)
         self._config = self._read(CONFIG)
         self._tokens = self._special_tokens()
         self._forms: dict[tuple[str, frozenset[object]], Form] = {}
@@ -176,15 +176,14 @@ class ChatTemplates:
             chat = developers_as_system(chat)
         if ASKS_FOR_NONE.search(source):
             chat = with_content(chat, None)
+        taken = with_mark(chat) if continues else chat
         try:
-            if continues:
-                text = self._rendered(source, variables, with_mark(chat))
-                return up_to_mark(text, chat)
-            return self._rendered(source, variables, chat)
+            text = self._rendered(source, variables, taken)
         except ValueError as error:
             raise RequestError(
                 f"messages: expected a chat that its template takes, got from the template: {error}"
             ) from error
+        return up_to_mark(text, chat) if continues else text
 
     def _rendered(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> str:
         """ValueError where the template fails, with an empty content of tool calls alone too: some
@@ -309,17 +308,9 @@ class ChatTemplates:
         if not path.exists():
             return {}
         try:
-            fields = json.loads(_text(path))
+            fields = json.loads(read_text(path, ArtifactError))
         except (ValueError, RecursionError) as error:
             raise ArtifactError(f"{path}: expected JSON, got a damaged file ({error})") from error
         if not isinstance(fields, dict):
             raise ArtifactError(f"{path}: expected fields, got {said(fields)}")
         return fields
-
-
-def _text(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            return file.read().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path}: expected text in UTF-8, got {error}") from error

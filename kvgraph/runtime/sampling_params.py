@@ -86,7 +86,7 @@ class SamplingParams(metaclass=ByEitherName):
     that is complete counts. None of these tokens comes before `min_new_tokens` others, and no stop
     string counts in fewer tokens.
     `max_tokens` and `min_tokens` are other names for the two limits, of which a call gives one;
-    `dataclasses.replace` takes either name too.
+    `dataclasses.replace` takes either name too, and the alias where it is given both.
 
     `logit_bias` (token id -> number in [-100, 100], at most 1024) is added to the logits.
     `repetition_penalty` divides the logits above 0 of tokens of prompt and output, and multiplies

@@ -289,7 +289,7 @@ async def _tokens_of(served: Served, given: TokenizeRequest) -> list[int]:
         )
         return await chat_tokens(served, chat)
     for name in OF_CHATS:
-        if getattr(given, name) is not None:
+        if name != "add_generation_prompt" and getattr(given, name) not in (None, False):
             raise ServeError(400, f"{name}: expected messages next to it, got a prompt", param=name)
     return await served.tokenize(given.prompt or "", given.add_special_tokens)
 

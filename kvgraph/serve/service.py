@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.tokenizer import LONG_TEXT, byte_pieces, most_characters
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -46,6 +47,8 @@ class Served:
     admission: Admission
     metrics: Metrics
     spell: Spelling
+    _most_characters: int | None = None
+    """Of one token; None: no bound is known."""
     _long_texts: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MOST_LONG_TEXTS)
     )
@@ -74,11 +77,9 @@ class Served:
     def _tokenized(
         self, text: str, special_tokens: bool, about: str, most: int | None
     ) -> list[int]:
-        tokenizer = self.prompts._text.tokenizer
-        if most is not None and tokenizer is not None and len(text) > most:
-            least = len(text) // most_characters(tokenizer)
-            if least > most:
-                raise too_long(about, most, f"a text of at least {least}")
+        if most is not None and self._most_characters and len(text) > most * self._most_characters:
+            least = ceildiv(len(text), self._most_characters)
+            raise too_long(about, most, f"a text of at least {least}")
         try:
             return self.prompts.tokenize(text, special_tokens=special_tokens)
         except (RequestError, ArtifactError) as error:
@@ -157,8 +158,10 @@ class Service(ABC):
         """From now on."""
         metrics = Metrics(self.options.metrics_prefix, self.name, facts, lambda: load().stats)
         admission = Admission(facts, self.options, load)
-        spell = Spelling(_decoder(prompts), byte_pieces(prompts._text.tokenizer))
-        self.served = Served(prompts, runner, facts, state, admission, metrics, spell)
+        tokenizer = prompts._text.tokenizer
+        spell = Spelling(_decoder(prompts), byte_pieces(tokenizer))
+        most = None if tokenizer is None else most_characters(tokenizer)
+        self.served = Served(prompts, runner, facts, state, admission, metrics, spell, most)
 
     def require_loaded(self) -> Served:
         """ServeError (503) while the artifact is read."""

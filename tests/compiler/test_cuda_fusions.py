@@ -166,6 +166,13 @@ class Parts(Written):
         return super().norm(latent)
 
 
+class OneRow(Written):
+    """The same for every token."""
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return super().norm(self.weight.expand(x.shape[0], 32))
+
+
 class OddRows(Parts):
     width = 33
 
@@ -190,6 +197,7 @@ def exported(module: nn.Module, x: torch.Tensor) -> ExportedProgram:
         (WideWeight, "expected one dtype of x, weight and result, got torch.bfloat16, torch.float"),
         (Halves, "expected squares in float32, got bfloat16["),
         (Columns, "expected rows that are equally far apart, got "),
+        (OneRow, "expected rows that are equally far apart, got "),
         (OddRows, "expected rows at multiples of 16 bytes, got "),
     ],
 )

@@ -253,6 +253,7 @@ def test_chat_templates_with_names(model_folder: Callable[[str], Path], tmp_path
         tmp_path / "model.gguf",
         text=gguf_files.byte_level("gpt-2", {"<s>": 3}),
         tokenizer__chat_template="plain!",
+        tokenizer__chat_templates=["tool_use", "rag"],
         **templates,
     )
     with as_folder(path) as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import kvgraph
 from kvgraph import ops
+from kvgraph.compiler.check import run
 from tests.compiler.test_own_module import VOCAB, Decoder, compile_module
 
 
@@ -115,3 +117,14 @@ class Wide(Decoder):
 def test_short_contexts_are_checked_too(longest: int, tmp_path: Path) -> None:
     manifest = compile_module(Decoder(), tmp_path / "out", max_seq_len=longest)
     assert manifest.notes[-1].startswith("check: logits of two ragged rows")
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 20, 31, 64, 4096])
+def test_the_last_step_of_a_check_has_one_token(longest: int) -> None:
+    model: Any = SimpleNamespace(max_seq_len=longest, vocab_size=9)
+    rows = run.rows_of(model)
+    chunk = run._chunk(rows)
+    left = [len(row) - (len(rows[0]) - 1) // chunk * chunk for row in rows]
+    assert max(map(len, rows)) <= longest
+    assert left[0] == 1
+    assert longest < 3 or left[1] <= 0

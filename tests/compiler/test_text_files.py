@@ -173,7 +173,7 @@ def test_damaged_settings_are_refused(tmp_path: Path, fields: dict[str, object])
     [
         (b"", "expected a chat template, got an empty one; remove it to compile without one"),
         (b" \n", "expected a chat template, got an empty one; remove it to compile without one"),
-        (b"\xff\xfe\x00", "expected text in UTF-8, got another file ('utf-8' codec can't"),
+        (b"\xff\xfe\x00", "expected text in UTF-8, got 'utf-8' codec can't"),
         (b"a\n{% for %}", "expected a template in Jinja, got one that does not parse (line 2: Exp"),
         (b"{{ x | none_such }}", "expected a template in Jinja, got one that does not parse (line"),
     ],

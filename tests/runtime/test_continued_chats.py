@@ -55,7 +55,7 @@ def test_messages_are_left_as_they_are(tmp_path: Path) -> None:
             TURNS,
             ASSISTANT,
             {"add_generation_prompt": True},
-            "continue_final_message: expected no add_generation_prompt next to it, got both",
+            "expected no add_generation_prompt next to it, got both",
         ),
         (TURNS, CALLING, {}, "expected a last message with text, got NoneType None"),
         ("{{ messages[0].content }}", ASSISTANT, {}, "a template that shows all of the last"),
@@ -71,5 +71,5 @@ def test_messages_are_left_as_they_are(tmp_path: Path) -> None:
 def test_what_cannot_be_continued(
     template: str, last: Any, options: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match=sentence):
+    with pytest.raises(RequestError, match=f"^continue_final_message: .*{sentence}"):
         saved(template, tmp_path).render([USER, last], **{"continue_final_message": True} | options)

@@ -152,6 +152,7 @@ def test_tokens_of_messages(server: Server, engine: Engine) -> None:
     messages = [HI]
     for asks in (True, False):
         body = {"messages": messages, "add_generation_prompt": asks}
+        assert answered(server.post("/tokenize", {"prompt": "The", "add_generation_prompt": asks}))
         assert answered(server.post("/tokenize", body))["tokens"] == (
             engine.apply_chat_template(messages, add_generation_prompt=asks)
         )

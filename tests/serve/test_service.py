@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from kvgraph.contract.tokenizer import LONG_TEXT, most_characters
 from kvgraph.serve.completions import _tokenized
@@ -23,8 +24,6 @@ class Tokenizing:
         self.threads: list[threading.Thread] = []
         self.now = self.most = 0
         self._lock = threading.Lock()
-        self._text = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"ab": 0}))
-        self._text.tokenizer.normalizer = None
 
     def tokenize(self, text: str, *, special_tokens: bool) -> list[int]:
         with self._lock:
@@ -41,7 +40,7 @@ def served(prompts: Tokenizing) -> Served:
     facts: Any = SimpleNamespace(longest=LONG_TEXT + 9, vocab_size=9)
     unused: Any = None
     given: Any = prompts
-    return Served(given, unused, facts, unused, unused, unused, unused)
+    return Served(given, unused, facts, unused, unused, unused, unused, 2)
 
 
 def test_short_texts_that_are_long_together_leave_the_loop() -> None:
@@ -75,17 +74,37 @@ def test_a_text_that_no_context_holds_is_not_tokenized() -> None:
     async def main() -> None:
         one, longest = served(prompts), LONG_TEXT + 9
         with pytest.raises(ServeError, match=f"got a text of at least {longest + 1}"):
-            await one.tokenize("a" * (2 * longest + 2), most=longest)
+            await one.tokenize("a" * (2 * longest + 1), most=longest)
         assert not prompts.threads
-        await one.tokenize("a" * (2 * longest + 1), most=longest)
+        await one.tokenize("a" * (2 * longest), most=longest)
         await one.tokenize("a" * (2 * longest + 2))  # none said how long
 
     asyncio.run(main())
     assert len(prompts.threads) == 2
 
 
-def test_a_normalizer_may_lose_characters() -> None:
-    tokenizer: Any = Tokenizing()._text.tokenizer
-    assert most_characters(tokenizer) == 2
-    tokenizer.normalizer = "NFC"
-    assert most_characters(tokenizer) == 8
+def tokenizer(splits: Any, normalizer: Any = None, **model: Any) -> Tokenizer:
+    """Of tokens of three characters at most."""
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "aab": 2}, [], **model))
+    made.pre_tokenizer, made.normalizer = splits, normalizer
+    return made
+
+
+def test_how_much_text_a_token_stands_for() -> None:
+    of_bytes = pre_tokenizers.ByteLevel()
+    assert most_characters(tokenizer(of_bytes)) == 3
+    assert most_characters(tokenizer(of_bytes, normalizers.NFC())) == 12
+    assert most_characters(tokenizer(pre_tokenizers.Metaspace(), byte_fallback=True)) == 3
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        pre_tokenizers.Metaspace(),
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]),
+        pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]),
+    ],
+)
+def test_text_that_no_token_stands_for(splits: Any) -> None:
+    """What a vocabulary has not may be one token, and spaces may be dropped."""
+    assert most_characters(tokenizer(splits)) is None

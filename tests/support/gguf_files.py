@@ -49,10 +49,9 @@ def make(
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     for key, value in fields.items():
-        writer.add_key_value(key.replace("__", "."), value, _type(value))
+        _add(writer, key.replace("__", "."), value)
     for key, value in (text or {}).items():
-        add = writer.add_array if isinstance(value, list) else writer.add_key_value
-        add(f"tokenizer.ggml.{key}", value, *([] if isinstance(value, list) else [_type(value)]))
+        _add(writer, f"tokenizer.ggml.{key}", value)
     if text is None and (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     for tensor, (data, blocks) in tensors(folder, config, name, kind).items():
@@ -179,8 +178,11 @@ def sentencepiece(**more: Any) -> dict[str, Any]:
     return said | more
 
 
-def _type(value: Any) -> Any:
+def _add(writer: Any, key: str, value: Any) -> None:
     import gguf
 
     kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
-    return gguf.GGUFValueType[kinds[type(value)]]
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])

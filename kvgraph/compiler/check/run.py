@@ -48,7 +48,7 @@ RunArtifact = Callable[[Path, Sequence[Row], Chunk], list[Logits]]
 """`run(folder, rows, chunk)`: logits of every token, by the session of the artifact's backend."""
 Write = Callable[[Traced, Path], Manifest]
 
-LENGTHS, CHUNK = (51, 29), 25
+LENGTHS = 51, 29
 OTHERS = 7
 """Rows beside those two, of a batch that they must not depend on."""
 MOST_BYTES = 1 << 30
@@ -105,12 +105,17 @@ def check(made: Made, run: RunArtifact) -> str:
 
 
 def rows_of(model: Model) -> list[Row]:
-    """Two rows of tokens, the same in every compile."""
+    """Two rows of tokens, the same in every compile. The first is of an odd length, and longer than
+    the second where it can be."""
     random = np.random.default_rng(20)
-    return [
-        random.integers(0, model.vocab_size, min(length, model.max_seq_len)).astype(np.int32)
-        for length in LENGTHS
-    ]
+    first = min(LENGTHS[0], model.max_seq_len - 1 + model.max_seq_len % 2)
+    lengths = first, max(1, min(LENGTHS[1], first - 1))
+    return [random.integers(0, model.vocab_size, length).astype(np.int32) for length in lengths]
+
+
+def _chunk(rows: Sequence[Row]) -> int:
+    """Of which two leave one token of the longest row."""
+    return max(1, len(rows[0]) // 2)
 
 
 def _check_whole(made: Made, run: RunArtifact) -> str:
@@ -118,7 +123,7 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
     traced, rows = made.traced, rows_of(made.traced.model)
     padded = traced.plan.strategy is KVCacheStrategy.PADDED
     if not _has_long_windows(traced):
-        found = run(made.folder, rows, CHUNK)
+        found = run(made.folder, rows, _chunk(rows))
         _require_near(made, traced, found, rows)
         if not isinstance(traced.model.module, Decoder) and not padded:
             _require_alone(made, run, rows, found)
@@ -126,15 +131,15 @@ def _check_whole(made: Made, run: RunArtifact) -> str:
         with_windows_cut = imported(made.support.cut_windows)
         with cut_windows(traced.model.module), tempfile.TemporaryDirectory(dir=made.folder) as name:
             shorter = with_windows_cut(made.folder, Path(name), WINDOW)
-            _require_near(made, traced, run(shorter, rows, CHUNK), rows)
+            _require_near(made, traced, run(shorter, rows, _chunk(rows)), rows)
     else:  # windows are compiled into the artifact: a program with shorter ones shows what they do
-        _require_near(made, traced, run(made.folder, rows, CHUNK), rows)
+        _require_near(made, traced, run(made.folder, rows, _chunk(rows)), rows)
         with cut_windows(traced.model.module):
             given = (traced.model, traced.signature, traced.plan)
             again = padded or made.backend.functional
             program = trace(*given, functional=False).program if again else traced.program
             step = ProgramRun(program, window=WINDOW, weights=traced.weights)
-            found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=CHUNK)
+            found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=_chunk(rows))
             _require_near(made, traced, found, rows)
     return _note("all layers")
 
@@ -150,7 +155,7 @@ def _require_alone(
     """
     ahead = np.tile(rows[0], 4)[: made.traced.model.max_seq_len]  # most of it in the first step
     others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
-    chunks = [max(1, 3 * len(ahead) // 4), *[CHUNK] * (OTHERS - 1 + len(rows))]
+    chunks = [max(1, 3 * len(ahead) // 4), *[_chunk(rows)] * (OTHERS - 1 + len(rows))]
     crowd = run(made.folder, [*others, *rows], chunks)[OTHERS:]
     apart = difference(crowd, found, tolerance(made.kinds))
     if not apart.fits:
@@ -179,7 +184,7 @@ def _check_reduced(made: Made, run: RunArtifact) -> str:
         if on_cpu:
             with tempfile.TemporaryDirectory(dir=made.folder) as name:
                 made.write(traced, Path(name))
-                found = run(Path(name), rows, CHUNK)
+                found = run(Path(name), rows, _chunk(rows))
         else:
             found = _run_program(made, traced, rows)
         _require_near(made, traced, found, rows, chosen)
@@ -196,7 +201,7 @@ def _check_module(made: Made) -> str:
         return logits_of(step, traced.signature, traced.plan.params, rows, chunk=chunk)
 
     rows = rows_of(traced.model)
-    found = run(made.folder, rows, CHUNK)
+    found = run(made.folder, rows, _chunk(rows))
     _require_near(made, traced, found, rows)
     _require_alone(made, run, rows, found)
     return _note("all layers")
@@ -205,9 +210,9 @@ def _check_module(made: Made) -> str:
 def _run_program(made: Made, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
     if made.ranks > 1:
         rewrite = partial(_rewrite, made)
-        return rank_logits(traced, made.ranks, made.kind, rewrite, rows, CHUNK)
+        return rank_logits(traced, made.ranks, made.kind, rewrite, rows, _chunk(rows))
     program = _program_run(made, traced)
-    return logits_of(program, traced.signature, traced.plan.params, rows, chunk=CHUNK)
+    return logits_of(program, traced.signature, traced.plan.params, rows, chunk=_chunk(rows))
 
 
 def _program_run(made: Made, traced: Traced) -> ProgramRun:

@@ -300,7 +300,7 @@ def _write_tokenizer(path: Path, reader: GGUFReader, folder: Path) -> None:
 def _write_templates(path: Path, reader: GGUFReader, folder: Path) -> None:
     """Chat templates that have a name; transformers writes the default."""
     for key in reader.fields:
-        if key.startswith(TEMPLATE_FIELD):
+        if key == TEMPLATE_FIELD or key.startswith(NAMED_TEMPLATE):
             require_template(f"{path}: {key}", field(reader, key))
         name = key.removeprefix(NAMED_TEMPLATE)
         if name == key:

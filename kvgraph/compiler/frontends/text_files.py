@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvgraph.compiler.frontends.folder import Config, read_json
-from kvgraph.contract.files import open_regular
+from kvgraph.contract.files import read_text
 from kvgraph.contract.sizes import whole
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import KVGraphError, ModelError
@@ -94,7 +94,7 @@ def _templates(folder: Path, found: Files) -> Iterator[tuple[str, object]]:
         if isinstance(file, bytes):
             yield str(folder / OLD_TEMPLATE), file.decode()
         else:
-            yield str(folder / name), _read_text(file)
+            yield str(folder / name), read_text(file, ModelError)
     if files or SETTINGS not in found:
         return
     where = f"{folder / SETTINGS}: chat_template"
@@ -124,14 +124,6 @@ def require_template(where: str, template: object) -> None:
         raise ModelError(
             f"{where}: expected a template in Jinja, got one that does not parse ({error})"
         ) from error
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            return file.read().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: expected text in UTF-8, got another file ({error})") from error
 
 
 def _read_object(path: Path) -> Mapping[str, object]:

@@ -197,7 +197,8 @@ class TokenLabels:
 
     def _normalised_in_groups(self, node: Node) -> Value:
         """Over parts of all that the first dim has; mean and rate of each part come too."""
-        first: Any = node.args[0]
+        first = node.args[0]
+        assert isinstance(first, Node)
         found = self[first].joined(list(range(1, self[first].low.dim())))
         others = [self[x].whole() for x in node.all_input_nodes if x is not first]
         made = node.meta["val"]
