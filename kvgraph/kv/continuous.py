@@ -16,7 +16,7 @@ from kvgraph.kv.pool.leaf import require_params
 from kvgraph.kv.pool.pages import PagePool
 from kvgraph.kv.pool.rows import Phase
 from kvgraph.kv.pool.slots import lowest, require_name, require_numbers
-from kvgraph.kv.requests import RequestID
+from kvgraph.kv.requests import Batches, RequestID, TextContext
 
 
 class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
@@ -79,6 +79,10 @@ class ContinuousBatchingKVCacheManager(PagedKVCacheManager):
         self._require_rows("external_claim", len(seq_ids), replica_idx)
         for seq_id in seq_ids:
             self._claim_slot(seq_id, replica_idx, seq_id)
+
+    @also_named(batch="batches")
+    def step(self, batches: Batches | Sequence[TextContext]) -> None:
+        super().step(batches)
 
     @property
     def slots_remaining(self) -> set[int]:

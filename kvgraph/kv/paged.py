@@ -198,8 +198,8 @@ class PagedKVCacheManager(PagedQueries):
             batch_characteristics=batch_characteristics,
         )
 
-    @also_named(batch="batches")
     def step(self, batches: Batches | Sequence[TextContext]) -> None:
+        # By one name only: every decode step calls it.
         for replica, rows in self._resolve(batches, "step"):
             if replica.needs_step and (awake := rows.awake()):
                 committed = replica.step(awake)

@@ -291,7 +291,7 @@ for end in ("freed", "left to the interpreter", "replaced"):
             engine = kvgraph.Engine(sys.argv[1], num_pages=8, num_threads=2)
             assert engine.generate(["A class"])[0].text == first
         sys.exit()
-    print(os.waitpid(child, 0)[1])
+    print(os.waitpid(child, 0)[1], flush=True)
 print(engine.generate(["A class"])[0].text == first)
 """
 

@@ -31,7 +31,7 @@ TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
         ({"prompt": [5, "The"]}, "expected token ids alone", "prompt"),
         ({"prompt": [2048]}, "prompt: expected token ids in [0, 2048), got 2048", "prompt"),
         ({"prompt": [2048], "echo": True}, "prompt: expected token ids in [0, 2048)", "prompt"),
-        ({"prompt": "a" * 400_000}, "got a text of at least 4301", "prompt"),
+        ({"prompt": "a" * 400_000}, "got a text of at least 4302", "prompt"),
         (
             {"prompt": [5] * 2048, "max_tokens": 0, "echo": True},
             "got 2048 of prompt, and an echo alone computes one of output too",
