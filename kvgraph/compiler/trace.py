@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -54,22 +55,20 @@ def trace(
         traced.changed("export")
         return traced
 
-    def prove(traced: Traced) -> None:
+    def proved(traced: Traced) -> Traced:
         run_passes(traced, TRACE)
         is_padded = plan.strategy is KVCacheStrategy.PADDED
         require_state_unchanged(traced.program, signature, is_padded=is_padded)
+        if not isinstance(model.module, Decoder):
+            require_one_token(model, traced.program, signature)
+        return traced
 
-    try:
-        with stack_traces(False):
-            traced = exported(dump)
-            prove(traced)
-    except UnsupportedError:
-        with stack_traces(True):  # to say which line of the model is refused
-            traced = exported(None)
-            prove(traced)
-    if not isinstance(model.module, Decoder):
-        require_one_token(model, traced.program, signature)
-    return traced
+    with stack_traces(False):
+        traced = exported(dump)
+        with contextlib.suppress(UnsupportedError):
+            return proved(traced)
+    with stack_traces(True):  # to say which line of the model is refused
+        return proved(exported(None))
 
 
 def require_finite(name: str, weight: torch.Tensor, *, or_infinite: bool) -> None:
