@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvgraph.contract.files import open_regular
+from kvgraph.contract.files import open_regular, reading
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, PassEntry, QualityInfo
 from kvgraph.contract.mixtures import Mixture
 from kvgraph.contract.params import KVCacheStrategy
@@ -231,7 +231,10 @@ class _Kernel:
 def _kernels(folder: Path, path: str) -> list[_Kernel]:
     """ArtifactError for a file that is damaged: no hash was compared."""
     try:
-        return from_plain(list[_Kernel], _read_json(folder / path))
+        with reading(folder / path, ArtifactError):
+            return from_plain(list[_Kernel], _read_json(folder / path))
+    except ArtifactError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(
             f"{folder / path}: expected a list of kernels, got a damaged file ({error})"

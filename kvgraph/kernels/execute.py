@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvgraph import ptx
+from kvgraph.contract.files import reading
 from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_measured, write_manifest
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KernelError
@@ -91,8 +92,10 @@ def read_kernels(folder: Path) -> list[Packed]:
 
 
 def _entries(path: Path) -> list[JsonObject]:
+    with reading(path, ArtifactError):
+        text = path.read_bytes()
     try:
-        entries: list[JsonObject] = json.loads(path.read_bytes())
+        entries: list[JsonObject] = json.loads(text)
     except ValueError as error:
         raise ArtifactError(f"{path}: expected JSON, got a damaged file ({error})") from error
     return entries
@@ -338,7 +341,11 @@ def _parsed(packed: Packed) -> ptx.Kernel:
 def _read_ptx(path: Path, entry: str, arch: str) -> ptx.Kernel:
     """ArtifactError for a file that is cut, or for another architecture or entry."""
     try:
-        module = ptx.parse(gzip.decompress(path.read_bytes()).decode())
+        with reading(path, ArtifactError):
+            packed = path.read_bytes()
+        module = ptx.parse(gzip.decompress(packed).decode())
+    except ArtifactError:
+        raise
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, KernelError) as error:
         raise ArtifactError(f"{path}: expected the PTX of {entry}, got {error}") from error
     if module.target.rstrip("af") != arch:

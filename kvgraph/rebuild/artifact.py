@@ -29,6 +29,7 @@ from kvgraph.compiler.targets.tensorrt.engine import (
     RTX,
 )
 from kvgraph.contract.devices import PORTABLE, Target
+from kvgraph.contract.files import reading
 from kvgraph.contract.hashes import verify_files
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
@@ -181,10 +182,13 @@ def _provide_kernels(folder: Path, archs: Sequence[str], dtype: str, progress: P
     kernels = folder / "kernels"
     wanted = lower.kernel_archs(archs, dtype) if archs == (PORTABLE,) else tuple(archs)
     try:
-        present = {path.name for path in kernels.iterdir() if path.is_dir()}
-        described = json.loads((kernels / KERNELS_NAME).read_text())
+        with reading(kernels / KERNELS_NAME, ArtifactError):
+            present = {path.name for path in kernels.iterdir() if path.is_dir()}
+            described = json.loads((kernels / KERNELS_NAME).read_text())
         shapes = [lower.shape_of(fields) for fields in described["shapes"]]
         nodes = {name: shapes[index] for name, index in described["nodes"].items()}
+    except ArtifactError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ArtifactError(
             f"kernels/{KERNELS_NAME}: expected what compile writes of its kernels, got a damaged "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgraph.compiler.targets.tensorrt.build import KERNELS_NAME, Shapes, answer
 from kvgraph.compiler.targets.tensorrt.engine import BY_TORCH
+from kvgraph.contract.files import reading
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.kernels.record import image_digests
 
@@ -112,13 +113,16 @@ def kernels_of(folder: Path) -> Kernels:
 
     path = folder / KERNELS_NAME
     try:
-        described = json.loads(path.read_text())
+        with reading(path, ArtifactError):
+            described = json.loads(path.read_text())
         kernels = {}
         for fields, packed in zip(described["shapes"], described["kernels"], strict=True):
             record = b64decode(packed)
             files = {d: described["images"][d] for d in image_digests(record)}
             images = {d: (path.parent / name).read_bytes() for d, name in files.items()}
             kernels[shape_of(fields)] = (record, images)
+    except ArtifactError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
             f"{path}: expected what compile writes of its kernels, got a damaged file ({error})"

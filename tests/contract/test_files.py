@@ -15,7 +15,10 @@ from kvgraph.compiler.frontends.folder import read_json
 from kvgraph.contract.files import replacing, require_replaceable
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ArtifactError, ModelError, RequestError
+from kvgraph.kernels.execute import _entries, _read_ptx
+from kvgraph.rebuild.torch_engine import kernels_of
 from kvgraph.runtime.prefix_file import _read
+from kvgraph.show import _kernels
 from tests.support.outputs import another_user
 
 LIMITED = """
@@ -76,6 +79,10 @@ def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
         ("config.json", read_json, ModelError),
         ("model.safetensors", read_layout, ArtifactError),
         ("system.kvp", _read, ArtifactError),
+        ("kernels.json", lambda path: _kernels(path.parent, path.name), ArtifactError),
+        ("kernels.json", _entries, ArtifactError),
+        ("tensorrt.json", lambda path: kernels_of(path.parent), ArtifactError),
+        ("a.ptx.gz", lambda path: _read_ptx(path, "a", "sm_80"), ArtifactError),
     ],
 )
 def test_a_file_that_cannot_be_read_is_not_called_damaged(
