@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvgraph.compiler.cache import require_target
-from kvgraph.contract.backends import Backend, Support, default_backend, find_backend
+from kvgraph.contract.backends import OURS, Backend, Support, default_backend, find_backend
 from kvgraph.contract.devices import PORTABLE, Target
 from kvgraph.contract.dims import BATCH_SIZE, TOTAL_SEQ_LEN
 from kvgraph.contract.dtypes import ACTIVATIONS, GPU_WEIGHTS, POOLS, WEIGHTS
@@ -77,9 +77,11 @@ def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backe
     parsed = Target.parse(target)
     if parsed.kind == "cpu" and parsed.archs:
         raise UnsupportedError(f"target: expected 'cpu' without an instruction set, got {target!r}")
-    kind = parsed.kind
+    kind, is_portable = parsed.kind, parsed.archs == (PORTABLE,)
+    if backend is None and is_portable:
+        return parsed, next(each for each in OURS if each.portable)
     chosen = default_backend(kind) if backend is None else find_backend(backend, kind)
-    if parsed.archs == (PORTABLE,) and not chosen.portable:
+    if is_portable and not chosen.portable:
         raise UnsupportedError(
             f"target: expected architectures for backend {chosen.name}, got {target!r}"
         )
@@ -166,6 +168,8 @@ def _require_range(name: str, value: int, least: int, most: int) -> None:
 
 def _reason(target: Target) -> str:
     kind = target.kind
+    if target.archs == (PORTABLE,):
+        return f", the only one for {target}"
     return f", the default for {kind}: {default_backend(kind).targets[kind].reason}"
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvgraph.contract.devices import LogicalDevice
 from kvgraph.contract.dims import NUM_LOGITS, ROW_OFFSETS, TOTAL_SEQ_LEN, TensorType
+from kvgraph.contract.sizes import whole
 from kvgraph.contract.symbols import (
+    REPLICA,
     ExportArguments,
     KVCacheInputSymbols,
     emit_onnx,
@@ -45,8 +47,13 @@ class GraphSignature:
 
     @classmethod
     def of(cls, cache: KVCacheInputSymbols, vocab_size: int) -> GraphSignature:
-        """Signature over one device's cache record (without replica prefixes)."""
+        """Signature over one device's cache record, of params with one replica.
+
+        BindingError for another record, and for a vocabulary that is no whole number of 1 or more.
+        """
         symbols = tuple(cache)
+        vocab_size = whole("vocab_size", vocab_size, BindingError, least=1)
+        _require_one_record(symbols)
         where: LogicalDevice = symbols[0].device
         own = (
             TensorType("tokens", "int32", (TOTAL_SEQ_LEN,), where),
@@ -87,6 +94,21 @@ class GraphSignature:
         self, min: Mapping[str, int], opt: Mapping[str, int], max: Mapping[str, int]
     ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
         return emit_tensorrt_profile(self.inputs, min, opt, max)
+
+
+def _require_one_record(symbols: tuple[object, ...]) -> None:
+    for symbol in symbols:
+        if not isinstance(symbol, TensorType):
+            raise BindingError(
+                "cache: expected the record of one device, as get_symbolic_inputs()[0] is, got "
+                f"{type(symbol).__name__} in it"
+            )
+        replicas = [dim for dim in symbol.symbolic_dims if dim.startswith(REPLICA)]
+        if replicas:
+            raise BindingError(
+                f"{symbol.name}: expected dims of a record of one replica, got {replicas[0]}; a "
+                "graph is made with data_parallel_degree=1"
+            )
 
 
 def output_name(symbol: TensorType) -> str:

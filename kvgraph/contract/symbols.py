@@ -24,6 +24,7 @@ from kvgraph.contract.dims import (
     TensorType,
 )
 from kvgraph.contract.dtypes import DTYPES
+from kvgraph.contract.sizes import whole
 from kvgraph.errors import BindingError
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 ExportArguments: TypeAlias = "tuple[tuple[torch.Tensor, ...], tuple[dict[int, ExportDim], ...]]"
 """`args` and `dynamic_shapes` of torch.export.export."""
+
+REPLICA = "replica_"
+"""How dims of a record begin where there are several replicas; the replica's number follows."""
 
 MAX_EXTENTS: Mapping[str, int] = {
     BATCH_SIZE: 4096,
@@ -192,7 +196,7 @@ def paged_symbols(params: CacheShape, *, prefix: str = "") -> list[PagedCacheInp
 
 
 def _replica_prefix(params: CacheShape, replica: int) -> str:
-    return f"replica_{replica}_" if params.data_parallel_degree > 1 else ""
+    return f"{REPLICA}{replica}_" if params.data_parallel_degree > 1 else ""
 
 
 def _paged_record(
@@ -310,7 +314,11 @@ def emit_tensorrt_profile(
     opt: Mapping[str, int],
     max: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Binding name -> (min, opt, max) shape; BindingError names a dim out of order or missing."""
+    """Binding name -> (min, opt, max) shape; BindingError names a dim out of order, missing, or
+    whose extent is none."""
+    for name, sizes in (("min", min), ("opt", opt), ("max", max)):
+        for dim, extent in sizes.items():
+            whole(f"{name}: {dim}", extent, BindingError, least=0)
     profile = {}
     for symbol in symbols:
         shapes = tuple(symbol.extents(sizes) for sizes in (min, opt, max))

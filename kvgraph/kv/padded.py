@@ -28,8 +28,10 @@ class PaddedKVCacheManager(KVCacheManager):
     """One rectangle `[L, max_batch_size, max_seq_len, K, D]` of keys and one of values.
 
     A claim takes the lowest free row of a replica, and a batch lists its requests in the order of
-    their rows, from row 0; rows beyond the batch idle. All rows of a batch have cached equally
-    many tokens (`start_pos`). `num_layers` and `devices` win over those of `params`.
+    their rows, from row 0; rows beyond the batch idle: a graph sees `max_batch_size` rows, and the
+    `input_row_offsets` of a smaller batch repeat the last one for the others (`[0, 3, 3, 3]`). All
+    rows of a batch have cached equally many tokens (`start_pos`). `num_layers` and `devices` win
+    over those of `params`.
     """
 
     params: KVCacheParams

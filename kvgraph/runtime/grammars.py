@@ -165,6 +165,20 @@ def _require_bounded(name: str, schema: dict[str, object]) -> None:
         )
 
 
+def _require_distinct_keys(name: str, part: dict[str, object]) -> None:
+    """RequestError where a repeated key would count as another one: keys without a name of their
+    own in the schema may repeat, and the compiler counts each."""
+    least, required = part.get("minProperties"), part.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    if isinstance(least, int | float) and least > named + 1 and not is_closed:
+        raise RequestError(
+            f'{name}: expected "minProperties" of at most {named + 1}, one more than "required" '
+            f"has, since llguidance counts a repeated key twice, got {said(least)}; name the keys "
+            'in "required"'
+        )
+
+
 def _digits(multiple: object) -> int:
     """A number without its point: 25 for 0.25. 1 for what is no number."""
     if isinstance(multiple, int):
@@ -186,6 +200,7 @@ def _require_exact(name: str, schema: dict[str, object]) -> None:
         elif isinstance(part, dict) and is_by_name:
             left += [(each, False) for each in part.values()]
         elif isinstance(part, dict):
+            _require_distinct_keys(name, part)
             for key in BOUNDS:
                 _require_float(name, key, part.get(key))
             for key in VALUES:

@@ -38,7 +38,7 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: 0 <= x < math.inf, ">= 0 and finite"),
     "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
     "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
-    "repetition_penalty": (lambda x: 0 < x < math.inf, "> 0 and finite"),
+    "repetition_penalty": (lambda x: 1e-9 <= x <= 1e9, "in [1e-9, 1e9]"),  # of float32 logits
     "presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]"),
 }

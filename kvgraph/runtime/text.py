@@ -145,7 +145,10 @@ class TextStream:
     def _first_seen(self, context: TextContext) -> int:
         """Where the decoder begins: not within a character, since bytes (`<0xE6>`) that are none
         spoil all those behind them."""
-        first = max(0, self._prompt_length - SEEN_BY_DECODER)
+        first, text = self._prompt_length, ""
+        while first > 0 and not text:  # special tokens have none
+            last, first = first, max(0, first - SEEN_BY_DECODER)
+            text = self.tokenizer.decode(context.tokens[first:last].tolist())
         for at in range(first, max(-1, first - MOST_CHARACTER_BYTES), -1):
             token = int(context.tokens[at])
             byte = BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(token) or "")

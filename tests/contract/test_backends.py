@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvgraph.compiler.options import resolve
 from kvgraph.contract import backends
 from kvgraph.contract.backends import (
     OURS,
@@ -48,6 +49,15 @@ def test_every_target_has_one_default() -> None:
         found = [each for each in OURS if kind in each.targets and each.targets[kind].reason]
         assert len(found) == 1
     assert sorted(SESSIONS) == ["onnxruntime", "reference", "tensorrt", "torch"]
+
+
+def test_a_portable_target_has_one_backend() -> None:
+    assert [each.name for each in OURS if each.portable] == ["tensorrt"]
+    request = resolve("cuda:portable", None, cache_dtype=None, page_size=None)
+    assert (request.backend.name, request.reason) == (
+        "tensorrt",
+        ", the only one for cuda:portable",
+    )
 
 
 def test_a_backend_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

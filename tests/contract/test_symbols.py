@@ -43,6 +43,21 @@ def test_replicas_prefix_batch_dims_and_shards_share_them() -> None:
     ]
 
 
+def test_a_graph_is_made_of_one_record() -> None:
+    devices = tuple(virtual_devices("cuda:sm_90", 2))
+    params = KVCacheParams("float32", 4, 64, 3, devices=devices, data_parallel_degree=2)
+    replicas = params.get_symbolic_inputs()
+    with pytest.raises(BindingError, match=r"cache_lengths: expected .* got replica_0_batch_size;"):
+        GraphSignature.of(replicas[0], 100)
+    with pytest.raises(
+        BindingError, match=r"cache: expected .*get_symbolic_inputs\(\)\[0\] is, got P"
+    ):
+        GraphSignature.of(replicas, 100)  # type: ignore[arg-type]
+    for vocab_size in (0, -3, 3.5, True):
+        with pytest.raises(BindingError, match=r"^vocab_size: expected "):
+            GraphSignature.of(PARAMS.get_symbolic_inputs()[0], vocab_size)  # type: ignore[arg-type]
+
+
 class Attend(nn.Module):
     """Takes the inputs of a signature one by one, or the cache's as one record."""
 
@@ -117,6 +132,9 @@ def test_tensorrt_profile(signature: GraphSignature) -> None:
         signature.to_tensorrt_profile(SIZES, SIZES | {"batch_size": 8}, SIZES)
     with pytest.raises(BindingError, match="tokens: expected an extent for dim 'total_seq_len'"):
         signature.to_tensorrt_profile({}, SIZES, SIZES)
+    for extent in (-5, 5.5, True):
+        with pytest.raises(BindingError, match=r"^opt: num_page_slots: expected "):
+            signature.to_tensorrt_profile(SIZES, SIZES | {"num_page_slots": extent}, high)  # type: ignore[arg-type]
     assert set(SIZES) == {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
     derived = SIZES | {"batch_size + 1": 99}  # follows batch_size, whatever is said of it
     assert (

@@ -61,6 +61,42 @@ def test_numbers_that_are_exact(schema: Any) -> None:
     assert grammar_of({"guided_json": schema}) is not None
 
 
+OPEN: dict[str, Any] = {"type": "object", "patternProperties": {"^[ab]$": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        OPEN | {"minProperties": 2},
+        OPEN | {"minProperties": 3, "required": ["a"], "additionalProperties": False},
+        {"properties": {"x": {"minProperties": 2, "additionalProperties": {"type": "null"}}}},
+    ],
+)
+def test_keys_that_may_repeat(schema: Any) -> None:
+    """llguidance would take `{"a":null,"a":null}` for two properties."""
+    with pytest.raises(RequestError, match=r'"minProperties" of at most .*, one more than "requ'):
+        grammar_of({"guided_json": schema})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        OPEN | {"minProperties": 1},
+        OPEN | {"minProperties": 2, "required": ["a"]},
+        {"const": {"minProperties": 9}},
+        {"properties": {"minProperties": {"type": "null"}}},
+        {
+            "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+            "required": ["a", "b"],
+            "minProperties": 2,
+            "additionalProperties": False,
+        },
+    ],
+)
+def test_keys_that_are_counted_right(schema: Any) -> None:
+    assert grammar_of({"guided_json": schema}) is not None
+
+
 @pytest.mark.parametrize("sign", [":", " ::="])
 def test_rules(sign: str) -> None:
     """Three thousand in a chain would end the process."""

@@ -279,7 +279,11 @@ def test_no_more_than_a_vocabulary_is_kept() -> None:
         ),
         ({"min_p": -0.1}, r"min_p: expected in \[0, 1\], got -0.1"),
         ({"min_p": 1.1}, r"min_p: expected in \[0, 1\], got 1.1"),
-        ({"repetition_penalty": 0}, r"repetition_penalty: expected > 0 and finite, got 0.0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty: expected in \[1e-9, 1e9\], got 0.0"),
+        (
+            {"repetition_penalty": 1e-39},
+            r"repetition_penalty: expected in \[1e-9, 1e9\], got 1e-39",
+        ),
         ({"presence_penalty": 2.1}, r"presence_penalty: expected in \[-2, 2\], got 2.1"),
         ({"frequency_penalty": math.nan}, r"frequency_penalty: expected in \[-2, 2\], got nan"),
         ({"logit_bias": {3: 101}}, r"logit_bias\[3\]: expected in \[-100, 100\], got 101.0"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvgraph
-from kvgraph import BindingError, Buffer
+from kvgraph import BindingError, Buffer, virtual_devices
 from kvgraph.contract.inputs import KVCacheInputs, ModelInputs
 from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -63,6 +63,41 @@ def test_memory_that_is_not_what_its_buffer_says(
         )
     expected = session.run(inputs, record).copy()
     np.testing.assert_array_equal(session.run(inputs, with_pool(record, pool.copy())), expected)
+
+
+def test_a_buffer_of_another_device(step: Step) -> None:
+    session, inputs, record = step
+    pool = np.asarray(record[0])[:2].copy()  # other shapes are compared again
+    other = Buffer(record[0].dtype, pool.shape, virtual_devices("cuda:sm_90")[0].logical, pool)
+    with pytest.raises(BindingError, match=r"^kv_blocks: expected memory on cpu:0, got .* cuda:0$"):
+        session.run(inputs, record.unflatten([other, *record[1:]]))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_memory_that_is_no_array(step: Step, at: int) -> None:
+    """Nor is what came before it forgotten: the next step is compared again."""
+    torch = pytest.importorskip("torch")
+    session, inputs, record = step
+    values = list(record)
+    name = session.signature.inputs[3 + at].name
+    held = np.asarray(values[at])
+
+    def holding(handle: object) -> KVCacheInputs:
+        return record.unflatten(  # type: ignore[misc]
+            [
+                *values[:at],
+                Buffer(str(held.dtype), held.shape, record[0].device, handle),
+                *values[at + 1 :],
+            ]
+        )
+
+    for handle in (torch.from_numpy(held.copy()), held.tolist()):
+        message = rf"^{name}: expected an array of .*, got {type(handle).__name__}$"
+        with pytest.raises(BindingError, match=message):
+            session.run(inputs, holding(handle))
+        with pytest.raises(BindingError, match=f"^{name}: expected memory of .*, got int16"):
+            session.run(inputs, holding(held.astype(np.int16)))
+    assert session.run(inputs, record).shape[0] == 1
 
 
 def test_dummies_have_no_memory(step: Step) -> None:

@@ -117,3 +117,11 @@ def test_the_space_before_the_first_word_is_kept(artifact: Artifact) -> None:
     engine._text.tokenizer = Metaspace()
     assert list(engine.stream(script[:2], greedy(3))) == [" cat", "s", " sat"]
     assert list(engine.stream(script[:1], greedy(4))) == ["The", " cat", "s", " sat"]
+
+
+@pytest.mark.parametrize("specials", [7, 8, 30])
+def test_special_tokens_do_not_begin_a_text(artifact: Artifact, specials: int) -> None:
+    script = [0, 2, *[0] * specials, 3, 4]
+    engine = scripted(artifact, script)
+    engine._text.tokenizer = Metaspace()
+    assert list(engine.stream(script[:-2], greedy(2))) == [" cat", "s"]

@@ -45,6 +45,7 @@ class LeaderSession(Session):
     ) -> None:
         super().__init__(own.artifact)
         self.captures = own.captures
+        self.memory = own.memory
         self.step_tokens = own.step_tokens
         self.limits = own.limits
         self._own, self._group, self._wires = own, group, list(wires)

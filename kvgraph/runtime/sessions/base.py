@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from threading import get_ident
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,9 @@ class Session(ABC):
     host_pools = True
     """Whether pools are host memory, which processes can share."""
 
+    memory: type = np.ndarray
+    """What `allocate` gives a buffer to hold."""
+
     runs_in_one_call = False
     """Whether a step is one native call: an interrupt then comes before it or after it."""
 
@@ -51,7 +53,6 @@ class Session(ABC):
         self.signature = artifact.signature
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[Any, tuple[int, ...]]] = []
-        self._pools: list[tuple[int, ref[Array]]] = []  # whose memory is what their buffers say
         self._turns = Turns("Session")
         self._has_ended = True  # the last run: False where it raised
 
@@ -154,36 +155,29 @@ class Session(ABC):
         self._check(values, arrays)
         return list(map(_dense, self.signature.inputs, arrays))
 
-    def _check(self, values: list[Any], arrays: Sequence[object]) -> None:
-        """BindingError unless dtypes and shapes fit; what fitted at the last step is not asked."""
+    def _check(self, values: list[Any], arrays: Sequence[Any]) -> None:
+        """BindingError unless dtypes and shapes fit, those of values and of the memory that they
+        hold; where both are the last step's, they are not compared again."""
         try:
-            kinds = [(value.dtype, value.shape) for value in values]
-        except AttributeError as error:
-            raise self._no_array(values) from error
-        if kinds != self._checked or any(arrays[at] is not pool() for at, pool in self._pools):
+            kinds = [(each.dtype, each.shape) for each in (*values, *arrays)]
+        except AttributeError:
+            kinds = []
+        if not kinds or kinds != self._checked:
             self._checked = []
+            for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
+                self._require_array(symbol, value, array)
             self.signature.bind(values)
             for symbol, value, array in zip(self.signature.inputs, values, arrays, strict=True):
                 _require_said(symbol, value, array)
-            self._pools = [
-                (at, ref(array))
-                for at, (symbol, array) in enumerate(
-                    zip(self.signature.inputs, arrays, strict=True)
-                )
-                if symbol.kind == "buffer" and isinstance(array, np.ndarray)
-            ]
             self._checked = kinds
 
-    def _no_array(self, values: list[Any]) -> BindingError:
-        symbol, value = next(
-            (symbol, value)
-            for symbol, value in zip(self.signature.inputs, values, strict=True)
-            if not (hasattr(value, "dtype") and hasattr(value, "shape"))
-        )
-        return BindingError(
-            f"{symbol.name}: expected an array of {symbol.dtype} {list(symbol.shape)}, "
-            f"got {type(value).__name__}"
-        )
+    def _require_array(self, symbol: TensorType, value: object, array: object) -> None:
+        if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+            raise _no_array(symbol, value)
+        if array is None:
+            raise _no_memory(symbol)
+        if not isinstance(array, (np.ndarray, self.memory)):
+            raise _no_array(symbol, array)
 
     def synchronize(self) -> None:
         """After a run that raised: wait until nothing of it is on its way on a device any more.
@@ -216,18 +210,25 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:
     return raw[start : start + nbytes].view(kind).reshape(shape)
 
 
-def _require_said(symbol: TensorType, value: Typed, array: object) -> None:
-    """BindingError for a dummy, and for a buffer whose array is not what it says."""
-    if array is None:
-        raise _no_memory(symbol)
-    if array is value or not isinstance(array, np.ndarray):
-        return
-    said, held = ((str(x.dtype), tuple(x.shape)) for x in (value, array))
+def _require_said(symbol: TensorType, value: Typed, array: Typed) -> None:
+    """BindingError for a buffer of another kind of device, or whose memory is not what it says."""
+    if isinstance(value, Buffer) and value.device.kind != symbol.device.kind:
+        raise BindingError(
+            f"{symbol.name}: expected memory on {symbol.device}, got a buffer on {value.device}"
+        )
+    said, held = ((str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (value, array))
     if said != held:
         raise BindingError(
             f"{symbol.name}: expected memory of {said[0]} {list(said[1])} from its buffer, "
             f"got {held[0]} {list(held[1])}"
         )
+
+
+def _no_array(symbol: TensorType, found: object) -> BindingError:
+    return BindingError(
+        f"{symbol.name}: expected an array of {symbol.dtype} {list(symbol.shape)}, "
+        f"got {type(found).__name__}"
+    )
 
 
 def _no_memory(symbol: TensorType) -> BindingError:
@@ -237,10 +238,8 @@ def _no_memory(symbol: TensorType) -> BindingError:
     )
 
 
-def _dense(symbol: TensorType, array: Array | None) -> Array:
+def _dense(symbol: TensorType, array: Array) -> Array:
     """What may cross by its address: a row-major array; a buffer is never copied to make it so."""
-    if array is None:
-        raise _no_memory(symbol)
     if not isinstance(array, np.ndarray):
         return array  # memory that a session allocated on its device
     if array.flags.c_contiguous and (array.flags.writeable or symbol.kind == "tensor"):

@@ -46,6 +46,7 @@ class CudaSession(Session):
     """Runs a `cuda` artifact. `gpu` is what launches: by default the GPU of the rank's number."""
 
     host_pools = False
+    memory = torch.Tensor
     captures = True
 
     def __init__(self, artifact: ArtifactFolder, gpu: Gpu | None = None) -> None:

@@ -62,6 +62,8 @@ class OnnxRuntimeCudaSession(Session):
     step; CapacityError: the model or a step needs more memory than there is.
     """
 
+    memory = DeviceArray
+
     def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
         super().__init__(artifact)
         ort = import_onnxruntime()

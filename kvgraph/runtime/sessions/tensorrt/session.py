@@ -61,6 +61,7 @@ class TensorRTSession(Session):
     optimisation profile are BindingErrors that name the dim and the profiles' largest extent.
     """
 
+    memory = DeviceArray
     captures = True
 
     def __init__(self, artifact: ArtifactFolder, device: int = 0) -> None:
