@@ -22,6 +22,7 @@ from kvgraph.cli.options import (
     TopP,
     Verify,
 )
+from kvgraph.cli.ranks import follows
 from kvgraph.errors import KVGraphError, RequestError
 
 if TYPE_CHECKING:
@@ -67,8 +68,12 @@ def chat(
         seed=seed,
     )
     with working("loading the artifact"):
+        loaded = load(artifact, verify=verify or None)
+    if follows(loaded, session, threads, None):
+        return
+    with working("opening the session"):
         engine = Engine(
-            load(artifact, verify=verify or None),
+            loaded,
             session=session,
             num_pages=num_pages,
             max_batch_size=1,

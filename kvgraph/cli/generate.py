@@ -56,7 +56,11 @@ def generate(
     session: SessionName = None,
     num_pages: NumPages = None,
     prefix: Annotated[
-        Path | None, typer.Option(help="File of kvgraph prefill; PROMPT continues its text.")
+        Path | None,
+        typer.Option(
+            help="File of kvgraph prefill; PROMPT's tokens follow its own. Let it end where a word "
+            "ends, and PROMPT begin with the space."
+        ),
     ] = None,
     host_memory: HostMemory = None,
     disk: DiskFolder = None,

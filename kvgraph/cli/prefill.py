@@ -9,6 +9,7 @@ import typer
 
 from kvgraph.cli.console import print_json, stdout, terminable, working
 from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify, require_file
+from kvgraph.cli.ranks import follows
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
 
@@ -36,6 +37,9 @@ def prefill(
         raise RequestError(f"{prompt_file}: expected text in UTF-8, got {error}") from error
     with working("loading the artifact"):
         loaded = load(artifact, verify=verify or None)
+    if follows(loaded, None, threads, None):
+        return
+    with working("opening the session"):
         engine = Engine(loaded, num_pages=num_pages, max_batch_size=1, num_threads=threads)
     with terminable(), working("computing the prefix"):
         written = write_prefix(engine, text, output)

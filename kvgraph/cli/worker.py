@@ -21,7 +21,7 @@ def worker(
     collective_timeout: CollectiveTimeout = None,
     verify: Verify = False,
 ) -> None:
-    """Follow rank 0, which generates or serves: a rank above 0 of torchrun."""
+    """Follow rank 0, which runs another command: a rank above 0 of torchrun."""
     from kvgraph.runtime.artifact import load
     from kvgraph.runtime.ranks.launched import launched
 
@@ -29,7 +29,7 @@ def worker(
     if own is None or own.rank == 0:
         raise RequestError(
             "worker: expected a rank above 0 of torchrun, got "
-            f"{'no torchrun' if own is None else 'rank 0'}; rank 0 is kvgraph generate or serve"
+            f"{'no torchrun' if own is None else 'rank 0'}; rank 0 runs another command"
         )
     with working("loading the artifact"):
         loaded = load(artifact, verify=verify or None)

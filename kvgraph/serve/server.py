@@ -106,6 +106,8 @@ class _Server(uvicorn.Server):
         except BaseException as error:
             self._fail(error)
             return
+        if self._service.is_draining:
+            return
         pages = self._service.require_loaded().facts.num_pages
         write_line({"event": "ready", "model": self._service.name, "pages": pages})
 

@@ -51,14 +51,26 @@ def test_a_worker_follows_generate(two: Path) -> None:
     assert out
 
 
+@pytest.mark.parametrize("followers", [None, "worker"])
+def test_ranks_follow_prefill(two: Path, tmp_path: Path, followers: str | None) -> None:
+    text, out = tmp_path / "system.txt", tmp_path / "system.kvp"
+    text.write_text("The import statement " * 9)
+    given = (two, "--prompt-file", text, "-o", out)
+    with started("prefill", *given, followers=(followers, two) if followers else ()) as ranks:
+        (code, said, _), other = (ended(process) for process in ranks)
+    assert (code, other) == (0, (0, "", ""))
+    assert said.startswith(f"{out}: ")
+    assert out.is_file()
+
+
 def test_rank_0_is_no_worker(two: Path) -> None:
     with started("worker", two, only=(0,)) as (leader,):
         code, out, said = ended(leader)
     assert (code, out, said) == (
         2,
         "",
-        "kvgraph: worker: expected a rank above 0 of torchrun, got rank 0; rank 0 is kvgraph "
-        "generate or serve\n",
+        "kvgraph: worker: expected a rank above 0 of torchrun, got rank 0; rank 0 runs another "
+        "command\n",
     )
 
 

@@ -49,7 +49,8 @@ def open_leader(
     _require_size(artifact, own)
     if own.rank:
         raise RequestError(
-            f"rank {own.rank}: expected kvgraph.load(...).follow() on ranks above 0, got an engine"
+            f"rank {own.rank}: expected kvgraph worker, or kvgraph.load(...).follow(), on ranks "
+            "above 0, got an engine"
         )
     _require_one_machine_of_gpus(artifact, own)
     where = meeting if own.is_on_one_machine else hosts

@@ -46,6 +46,8 @@ CUT_SECONDS = 5.0
 """For requests to say that they were cut, behind their own time; then Ray ends the processes."""
 
 HEALTH_SECONDS = 2.0
+HEALTH_TIMEOUT_SECONDS = 5.0
+"""For an answer to a check; Serve starts another process for one that gave none three times."""
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 20.0
 """For Ray's own processes to end, behind the time of requests."""
@@ -220,6 +222,7 @@ def _application(
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=options.drain_seconds + CUT_SECONDS,
         health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=HEALTH_TIMEOUT_SECONDS,
     )
     return ingress.bind([engines[role].bind(index, make_one, role) for role in roles])
 
@@ -247,6 +250,7 @@ def _deployment(
             request_router_class=PageRouter, request_router_kwargs=index
         ),
         health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=HEALTH_TIMEOUT_SECONDS,
         graceful_shutdown_timeout_s=options.drain_seconds + CUT_SECONDS,
         max_constructor_retry_count=1,
     )
