@@ -52,6 +52,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.before_step: Callable[[], None] = lambda: None
+        """Called in the engine's thread before each step."""
         self.after_step: Callable[[list[Token]], None] = lambda tokens: None
         """Called in the engine's thread after each step with its tokens, and without any where a
         cancellation leaves nothing to run."""
@@ -294,6 +296,7 @@ class AsyncEngine:
     def _step_until_stopped(self) -> None:
         raised = False
         while self._handle_inbox():
+            self.before_step()
             try:
                 tokens = self.engine.step()
                 raised = False

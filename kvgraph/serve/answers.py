@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+from msgspec import Raw
 
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.errors import error_body
+from kvgraph.serve.errors import error_body, without_id
 from kvgraph.serve.generation import Generation
 
 DONE = b"data: [DONE]\n\n"
 
+MANY = 8192
+"""Log-probabilities from which on an answer is not built on the event loop: about 5 ms."""
+
+BUILDING = ThreadPoolExecutor(1, "kvgraph-answers")
+"""One thread: Python's lock lets no second one work, and the event loop would wait for both."""
+
 encoded = msgspec.json.Encoder().encode
+
+
+async def built(count: int, build: Callable[[], object]) -> Raw:
+    """What `build` gives, as JSON. `count`: log-probabilities of the whole answer; the loop does
+    not wait for many."""
+    if count < MANY:
+        return Raw(encoded(build()))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(BUILDING, lambda: Raw(encoded(build())))
 
 
 def event(body: object) -> bytes:
@@ -23,7 +41,7 @@ def event(body: object) -> bytes:
 
 def failure(generation: Generation, why: str) -> bytes:
     """The event of a choice that failed on its own."""
-    return b"data: " + error_body(generation.status_of(why), why) + b"\n\n"
+    return b"data: " + error_body(generation.status_of(why), without_id(why)) + b"\n\n"
 
 
 def usage_of(generation: Generation, *, drops_output: bool = False) -> dict[str, object]:
@@ -96,11 +114,14 @@ def completion_logprobs(
     offsets: list[int],
     spell: Spelling,
 ) -> dict[str, object]:
-    """Of /v1/completions; `offsets`: where each token begins in the text that is answered."""
+    """Of /v1/completions; `offsets`: where each token begins in the text that is answered.
+
+    Each token's own are JSON already: encoding keeps Python's lock, however many there are.
+    """
     return {
         "tokens": [spell(token) for token in ids],
         "token_logprobs": [None if one is None else one.chosen.logprob for one in scores],
-        "top_logprobs": [None if one is None else _top(one, spell) for one in scores],
+        "top_logprobs": [None if one is None else Raw(encoded(_top(one, spell))) for one in scores],
         "text_offset": offsets,
     }
 
@@ -114,14 +135,12 @@ def _top(scores: TokenLogprobs, spell: Spelling) -> dict[str, float]:
 
 
 def chat_logprobs(scores: Sequence[TokenLogprobs | None], spell: Spelling) -> dict[str, object]:
-    """Of /v1/chat/completions."""
-    return {
-        "content": [
-            {**_spelled(one.chosen, spell), "top_logprobs": [_spelled(t, spell) for t in one.top]}
-            for one in scores
-            if one is not None
-        ]
-    }
+    """Of /v1/chat/completions; each token's are JSON already."""
+    return {"content": [Raw(encoded(_scored(one, spell))) for one in scores if one is not None]}
+
+
+def _scored(one: TokenLogprobs, spell: Spelling) -> dict[str, object]:
+    return {**_spelled(one.chosen, spell), "top_logprobs": [_spelled(t, spell) for t in one.top]}
 
 
 def _spelled(one: Logprob, spell: Spelling) -> dict[str, object]:

@@ -25,7 +25,7 @@ from kvgraph.serve.completions import answer_completion, completion_events, comp
 from kvgraph.serve.errors import ServeError, error_body
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.jobs import Job
-from kvgraph.serve.log import log_refusal, log_request
+from kvgraph.serve.log import log_answer, log_request
 from kvgraph.serve.protocol import (
     OF_CHATS,
     ChatRequest,
@@ -67,7 +67,9 @@ def make_app(service: Service, lifespan: Lifespan[Starlette] | None = None) -> S
         ClientDisconnect: _gone,
         500: _failed,
     }
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    return app
 
 
 class Endpoints:
@@ -93,7 +95,7 @@ class Endpoints:
 
     async def version(self, request: Request) -> Response:
         self._require_key(request)
-        return Response(encoded({"version": __version__}), media_type=JSON)
+        return _answered(request, {"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
         self._require_key(request)
@@ -109,19 +111,19 @@ class Endpoints:
             state["num_queued"] = served.admission.num_queued
             return Response(encoded(state), media_type=JSON)
         except RequestError as error:  # the engine was closed: the server ends
-            raise ServeError(503, str(error), retry_after=1) from error
+            raise ServeError(503, str(error)) from error
 
     async def models(self, request: Request) -> Response:
         self._require_key(request)
         body = {"object": "list", "data": [self._model()]}
-        return Response(encoded(body), media_type=JSON)
+        return _answered(request, body)
 
     async def model(self, request: Request) -> Response:
         self._require_key(request)
         model, asked = self._model(), request.path_params["name"]
         if asked != model["id"]:
             raise ServeError(404, f"model: expected {model['id']!r}, got {brief(asked)}")
-        return Response(encoded(model), media_type=JSON)
+        return _answered(request, model)
 
     def _model(self) -> dict[str, object]:
         return {
@@ -143,14 +145,14 @@ class Endpoints:
         if given.return_token_strs:
             strings = await asyncio.to_thread(lambda: [served.spell(token) for token in tokens])
             found["token_strs"] = strings
-        return Response(encoded(found), media_type=JSON)
+        return _answered(request, found)
 
     async def detokenize(self, request: Request) -> Response:
         self._require_key(request)
         served = self._service.require_loaded()
         given = decoded(await self._body(request), DetokenizeRequest)
         text = await asyncio.to_thread(served.detokenize, given.tokens)
-        return Response(encoded({"prompt": text}), media_type=JSON)
+        return _answered(request, {"prompt": text})
 
     # -- what it is for
 
@@ -208,6 +210,9 @@ class Endpoints:
             raise ServeError(401, "authorization: expected Bearer and a key of this server")
 
     async def _body(self, request: Request) -> bytes:
+        coding = request.headers.get("content-encoding", "").strip()
+        if coding.lower() not in ("", "identity"):
+            raise ServeError(415, f"content-encoding: expected identity, got {brief(coding)}")
         said = request.headers.get("content-length", "")
         self._require_size(int(said) if said.isdigit() else 0)
         seconds = self._service.options.receive_seconds
@@ -291,7 +296,7 @@ async def _tokens_of(served: Served, given: TokenizeRequest) -> list[int]:
     for name in OF_CHATS:
         if name != "add_generation_prompt" and getattr(given, name) not in (None, False):
             raise ServeError(400, f"{name}: expected messages next to it, got a prompt", param=name)
-    return await served.tokenize(given.prompt or "", given.add_special_tokens)
+    return await served.tokenize(given.prompt or "", given.add_special_tokens is not False)
 
 
 async def _gone_from(receive: Receive) -> None:
@@ -313,13 +318,20 @@ async def _unless_gone(request: Request, work: Awaitable[dict[str, object]]) -> 
         working.cancel()
 
 
+def _answered(request: Request, body: object) -> Response:
+    """Of what generates nothing."""
+    log_answer(request.url.path, 200)
+    return Response(encoded(body), media_type=JSON)
+
+
 async def _refused(request: Request, error: ServeError) -> Response:
     if not error.is_logged:
-        log_refusal(request.url.path, error.status)
+        log_answer(request.url.path, error.status)
     return Response(error.body(), error.status, headers=error.headers())
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
+    log_answer(request.url.path, 404)
     body = error_body(404, f"{request.url.path}: expected a path of this server, got another")
     return Response(body, 404, media_type=JSON)
 
@@ -329,15 +341,18 @@ async def _wrong_method(request: Request, error: HTTPException) -> Response:
     allow = {"allow": ", ".join([*(error.headers or {}).values(), "OPTIONS"])}
     if request.method == "OPTIONS":
         return Response(status_code=204, headers=allow)
+    log_answer(request.url.path, 405)
     body = error_body(405, f"{request.url.path}: expected another method than {request.method}")
     return Response(body, 405, media_type=JSON, headers=allow)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """A mistake of this server; its log has the traceback."""
+    log_answer(request.url.path, 500)
     body = error_body(500, f"{request.url.path}: the server failed: {type(error).__name__}")
     return Response(body, 500, media_type=JSON)
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    log_answer(request.url.path, 499)
     return Response(status_code=499)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
+
+from msgspec import Raw
 
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.sampling import Token
-from kvgraph.serve.answers import DONE, chat_logprobs, event, failure, reason_of, text_of, usage_of
+from kvgraph.serve.answers import (
+    DONE,
+    built,
+    chat_logprobs,
+    event,
+    failure,
+    reason_of,
+    text_of,
+    usage_of,
+)
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
 from kvgraph.serve.jobs import Job, require_output_room, usage_so_far
@@ -114,8 +126,10 @@ async def chat_tokens(served: Served, given: ChatRequest) -> list[int]:
 
 async def answer_chat(job: Job, generation: Generation) -> dict[str, object]:
     """All choices at once. ServeError (500) where one failed on its own."""
-    pairs = zip(generation.choices, await generation.all_tokens(), strict=True)
-    choices = [_whole(job, choice, tokens) for choice, tokens in pairs]
+    all_tokens = await generation.all_tokens()
+    count = job.num_scores(sum(map(len, all_tokens)))
+    pairs = zip(generation.choices, all_tokens, strict=True)
+    choices = [await built(count, partial(_whole, job, *pair)) for pair in pairs]
     return {**job.head(OBJECT), "choices": choices, "usage": usage_of(generation)}
 
 
@@ -148,6 +162,7 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
         piece = _piece(index, delta, None, None)
         yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
     async for fresh in generation:
+        count = job.num_scores(sum([len(choice.tokens) for choice in fresh]))
         for choice in fresh:
             tokens = choice.tokens
             error, text = tokens[-1].error, text_of(tokens)
@@ -155,7 +170,8 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
             if choice.index in held:
                 delta, why = _held(job, held, choice.index, text, why)
             if delta or why or (job.logprobs and not error):
-                piece = _piece(choice.index, delta, _logprobs(job, tokens), why)
+                logprobs = await built(count, partial(_logprobs, job, tokens))
+                piece = _piece(choice.index, delta, logprobs, why)
                 yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
             if error:
                 yield failure(generation, error)
@@ -182,6 +198,6 @@ def _held(
 
 
 def _piece(
-    index: int, delta: dict[str, object], logprobs: dict[str, object] | None, reason: str | None
+    index: int, delta: dict[str, object], logprobs: Raw | None, reason: str | None
 ) -> dict[str, object]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

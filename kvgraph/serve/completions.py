@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.text import REPLACEMENT
 from kvgraph.serve.answers import (
     DONE,
+    built,
     completion_logprobs,
     event,
     failure,
@@ -97,20 +101,27 @@ async def _tokenized(
 
 
 async def _echo(served: Served, given: str | list[int], tokens: list[int], offsets: bool) -> Echo:
-    text = given
+    text, decode = given, None
     if not isinstance(text, str):
-        text = await asyncio.to_thread(
-            served.detokenize, tokens, special_tokens=False, about="prompt"
-        )
-    if not offsets:
-        return Echo(text)
-    return Echo(text, await asyncio.to_thread(served.offsets_in, text, tokens))
+        decode = partial(served.detokenize, special_tokens=False, about="prompt")
+        text = await asyncio.to_thread(decode, tokens)
+    echo = Echo(text, decode=decode if text.endswith(REPLACEMENT) else None)
+    if offsets:
+        find = partial(served.offsets_in, text, tokens, is_given=decode is None)
+        echo = replace(echo, offsets=await asyncio.to_thread(find))
+    return echo
 
 
 async def answer_completion(job: Job, generation: Generation) -> JsonObject:
     """All choices at once. ServeError (500) where one failed on its own."""
-    pairs = zip(generation.choices, await generation.all_tokens(), strict=True)
-    choices = [_piece(job, choice, tokens, None) for choice, tokens in pairs]
+    pairs = list(zip(generation.choices, await generation.all_tokens(), strict=True))
+    num_prompts = sum([len(choice.prompt) for choice, _ in pairs if job.echo])
+    count = job.num_scores(num_prompts + sum([len(tokens) for _, tokens in pairs]))
+    choices = []
+    for choice, tokens in pairs:
+        echo = await _echo_before(job, choice, tokens)
+        assert echo is not None
+        choices.append(await built(count, partial(_piece, job, choice, tokens, echo)))
     return {**job.head(OBJECT), "choices": choices, "usage": _usage(job, generation)}
 
 
@@ -122,19 +133,28 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
     """A frame for each piece; several tokens come in one where the reader is slower."""
     head = job.head(OBJECT)
     lengths: dict[int, int] = {}
+    held: dict[int, list[Token]] = {}  # until the echo before them is known
     async for fresh in generation:
+        begun = [choice for choice in fresh if job.echo and choice.index not in lengths]
+        num_prompts = sum([len(choice.prompt) for choice in begun])
+        count = job.num_scores(num_prompts + sum([len(choice.tokens) for choice in fresh]))
         for choice in fresh:
-            error, text = choice.tokens[-1].error, text_of(choice.tokens)
+            tokens = held.pop(choice.index, []) + choice.tokens
+            error, text = tokens[-1].error, text_of(tokens)
             if error and not text:
                 yield failure(generation, error)
                 continue
-            length = lengths.get(choice.index)
-            piece = _piece(job, choice, choice.tokens, length)
-            if length is None:
-                length = len(piece["text"]) - len(text)
-            widths = [token.width for token in choice.tokens] if job.logprobs else ()
-            lengths[choice.index] = length + sum(widths)
-            if piece["text"] or piece["finish_reason"] or job.logprobs:
+            echo: Echo | None = Echo()
+            if choice.index not in lengths:
+                echo = await _echo_before(job, choice, tokens)
+            if echo is None:
+                held[choice.index] = tokens
+                continue
+            length = lengths.get(choice.index, 0)
+            widths = [token.width for token in tokens] if job.logprobs else ()
+            lengths[choice.index] = length + len(echo.text) + sum(widths)
+            if echo.text or text or reason_of(tokens) or job.logprobs:
+                piece = await built(count, partial(_piece, job, choice, tokens, echo, length))
                 yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
             if error:
                 yield failure(generation, error)
@@ -143,11 +163,27 @@ async def completion_events(job: Job, generation: Generation) -> AsyncIterator[b
     yield DONE
 
 
-def _piece(job: Job, choice: Choice, tokens: list[Token], length: int | None) -> JsonObject:
-    """What `tokens` add to a choice whose text has `length` characters; None: the first ones."""
-    echo = Echo()
-    if length is None and job.echo is not None:
-        echo = job.echo[choice.index // len(job.params)]
+async def _echo_before(job: Job, choice: Choice, tokens: list[Token]) -> Echo | None:
+    """The prompt as the answer repeats it before the first `tokens`, which may have the character
+    that it ends inside of; None while none of them completes one."""
+    if job.echo is None:
+        return Echo()
+    echo = job.echo[choice.index // len(job.params)]
+    if echo.decode is None or job.drops_output:
+        return echo
+    for count, token in enumerate(tokens, 1):
+        if token.width:
+            ids = [*choice.prompt, *[known.token_id for known in tokens[:count]]]
+            whole = await asyncio.to_thread(echo.decode, ids)
+            return replace(echo, text=whole[: len(whole) - token.width])
+    return echo if tokens[-1].finish_reason else None
+
+
+def _piece(
+    job: Job, choice: Choice, tokens: list[Token], echo: Echo, length: int = 0
+) -> JsonObject:
+    """What `tokens` add to a choice whose text has `length` characters; `echo`: before the first
+    ones."""
     kept = [] if job.drops_output else tokens
     return {
         "index": choice.index,
@@ -158,14 +194,14 @@ def _piece(job: Job, choice: Choice, tokens: list[Token], length: int | None) ->
 
 
 def _logprobs(
-    job: Job, choice: Choice, kept: list[Token], echo: Echo, length: int | None
+    job: Job, choice: Choice, kept: list[Token], echo: Echo, length: int
 ) -> JsonObject | None:
     if not job.logprobs:
         return None
     kept = [token for token in kept if not token.error]
     scores = [token.logprobs for token in kept]
     ids = [token.token_id for token in kept]
-    offsets = offsets_of(kept, len(echo.text) + (length or 0))
+    offsets = offsets_of(kept, length + len(echo.text))
     if echo.offsets:
         scores = [*(choice.prompt_logprobs or ()), *scores]
         ids, offsets = [*choice.prompt, *ids], [*echo.offsets, *offsets]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvgraph.serve.errors import error_body
-from kvgraph.serve.log import log_refusal
+from kvgraph.serve.log import log_answer
 from kvgraph.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -145,8 +145,11 @@ class Connection(HttpToolsProtocol):
             seconds = self._options.receive_seconds
             self._refuse(408, f"head: expected all of it in {seconds:g} seconds, got a part")
 
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "request: expected one in HTTP/1.1, got what is none")
+
     def _refuse(self, status: int, sentence: str) -> None:
-        """Before there is a request."""
+        """Before there is a request, or where the rest of one cannot be read."""
         body = error_body(status, sentence)
         fields = [
             *self.server_state.default_headers,
@@ -157,7 +160,7 @@ class Connection(HttpToolsProtocol):
         head = b"".join([name + b": " + value + b"\r\n" for name, value in fields])
         self.transport.write(STATUS_LINE[status] + head + b"\r\n" + body)
         self.transport.close()
-        log_refusal(None, status)
+        log_answer(None, status)
 
     # -- what goes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 
@@ -9,7 +11,7 @@ class ServeError(Exception):
     """A request that is answered with `status` and one sentence.
 
     `code`: what programs read; None: that of the status. `retry_after`: seconds after which it may
-    fit.
+    fit; of a 503 it is 1.
     """
 
     def __init__(
@@ -26,7 +28,7 @@ class ServeError(Exception):
         self.message = message
         self.param = param
         self.code = code
-        self.retry_after = retry_after
+        self.retry_after = 1 if status == 503 else retry_after
         self.is_logged = False
 
     def body(self) -> bytes:
@@ -74,6 +76,11 @@ KINDS = {
 
 ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range(32), 127)}
 """Control characters of what a client sent: a message that quotes it stays one line."""
+
+
+def without_id(sentence: str) -> str:
+    """What the engine says of a request, without its own id of it."""
+    return re.sub("^request '[^']*': ", "", sentence)
 
 
 def error_body(

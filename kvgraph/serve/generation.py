@@ -16,7 +16,7 @@ from kvgraph.runtime.logprobs import TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.sampling_params import SamplingParams
 from kvgraph.runtime.token_stream import TokenStream
-from kvgraph.serve.errors import ServeError
+from kvgraph.serve.errors import ServeError, without_id
 from kvgraph.serve.load import Admission
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.protocol import ShapedParams, refusal
@@ -110,7 +110,7 @@ class Generation:
             if not isinstance(error, RequestError | UnsupportedError | MissingDependencyError):
                 raise
             if self._runner.is_closed:
-                raise ServeError(503, "the server ends", retry_after=1) from error
+                raise ServeError(503, "the server ends") from error
             raise await _refusal(error, params[0]) from error
         self.choices.sort(key=lambda choice: choice.index)
 
@@ -206,12 +206,13 @@ class Generation:
                 found[choice.index] += choice.tokens
         for tokens in found.values():
             if error := tokens[-1].error:
-                raise ServeError(self.status_of(error), error)
+                raise ServeError(self.status_of(error), without_id(error))
         return list(found.values())
 
     def close(self) -> None:
         """Cancel what has not ended. Idempotent."""
         for choice in self.choices:
+            choice.stream.watch = None  # which leads back here: many tokens are freed at once
             if not choice.is_over:
                 choice.is_over = True
                 choice.stream.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ class Echo:
     text: str = ""
     offsets: Sequence[int] = ()
     """Where each token of the prompt begins in `text`, where log-probabilities are asked for."""
+    decode: Callable[[list[int]], str] | None = None
+    """The text of token ids, where those of the prompt end inside a character: what is generated
+    may begin with all of it."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
+
+    def num_scores(self, tokens: int) -> int:
+        """Log-probabilities that the answer has of so many tokens."""
+        return tokens * (1 + (self.params[0].logprobs or 0)) if self.logprobs else 0
 
     def head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -31,8 +31,8 @@ class Load:
     """An engine at the end of a step."""
 
     stats: EngineStats
-    prefill_rate: float = UNKNOWN_PREFILL_RATE
-    """Tokens/s of prompts, in steps that had any."""
+    prefill_rate: float | None = None
+    """Tokens/s of prompts, in steps that had any; None before the first."""
     finish_seconds: float = 0.0
     """Between the ends of two requests."""
     step_seconds: float = 0.0
@@ -44,17 +44,21 @@ class LoadMeter:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.load = Load(engine.stats())
-        self._last = self._last_end = perf_counter()
+        self._began = self._last_end = perf_counter()
+
+    def before_step(self) -> None:
+        """In the engine's thread."""
+        self._began = perf_counter()
 
     def after_step(self, tokens: Sequence[Token]) -> None:
         """In the engine's thread."""
         now, old, stats = perf_counter(), self.load, self._engine.stats()
-        seconds, self._last = now - self._last, now
+        seconds = now - self._began
         computed = _computed(stats) - _computed(old.stats)
         rate = old.prefill_rate
-        # After a pause a step's beginning is unknown: its rate would be too low.
-        if computed > 0 and old.stats.num_running:
-            rate += SMOOTHING * (computed / seconds - rate)
+        if computed > 0:
+            measured = computed / seconds
+            rate = measured if rate is None else rate + SMOOTHING * (measured - rate)
         between = old.finish_seconds
         if ended := sum([token.finish_reason is not None for token in tokens]):
             between += SMOOTHING * ((now - self._last_end) / ended - between)
@@ -116,7 +120,9 @@ class Admission:
     def retry_after(self, count: int, tokens: int) -> int:
         """Whole seconds until the request may fit: prompts are computed, rows end, pages free."""
         load = self._load()
-        prefill = max(0, self.queued_tokens + tokens - self._most_tokens) / load.prefill_rate
+        prefill = max(0, self.queued_tokens + tokens - self._most_tokens) / (
+            load.prefill_rate or UNKNOWN_PREFILL_RATE
+        )
         ends = max(0, self.num_open + count - self._rows - self._most_requests)
         free = load.stats.num_free_pages
         if free is not None and load.stats.num_running:

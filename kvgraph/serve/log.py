@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -35,12 +36,27 @@ def log_request(
     write_line(line)
 
 
-def log_refusal(path: str | None, status: int) -> None:
-    """Of a request that was refused before anything of it was known; the answer says why.
+def log_answer(path: str | None, status: int) -> None:
+    """Of a request that generates nothing, or was refused before anything of it was known; the
+    answer says why.
 
     `path`: None where its head was refused.
     """
     write_line({"time": round(time.time(), 3), "path": path, "status": status})
+
+
+class LinesOfOthers(logging.Handler):
+    """What libraries log, as lines of JSON too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line: dict[str, object] = {
+            "time": round(record.created, 3),
+            "event": record.levelname.lower(),
+            "message": record.getMessage().strip(),
+        }
+        if record.exc_info:
+            line["traceback"] = logging.Formatter().formatException(record.exc_info)
+        write_line(line)
 
 
 def write_line(line: dict[str, object]) -> None:

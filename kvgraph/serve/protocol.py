@@ -18,7 +18,7 @@ from kvgraph.errors import RequestError
 from kvgraph.runtime.arguments import MOST_BIASES
 from kvgraph.runtime.grammars import KINDS
 from kvgraph.runtime.sampling_params import ALIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
-from kvgraph.serve.errors import ServeError, require_vocabulary
+from kvgraph.serve.errors import ServeError, require_vocabulary, without_id
 from kvgraph.serve.shapes import Parts, Shape, StructuredOutputs, shape_of_choice
 
 Ignored: TypeAlias = object
@@ -37,7 +37,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of completion share."""
 
-    model: str = ""
+    model: str | None = None
     """Any text: a server has one model."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -187,8 +187,8 @@ REQUEST_FIELDS = {
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[JsonObject] | None = None
-    model: str = ""
-    add_special_tokens: bool = True
+    model: str | None = None
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[JsonObject] | None = None
@@ -211,7 +211,7 @@ OF_CHATS = (
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
     tokens: TokenIds
-    model: str = ""
+    model: str | None = None
 
 
 Body = TypeVar("Body")
@@ -232,9 +232,26 @@ def decoded(body: bytes, kind: type[Body]) -> Body:
         hint = NEWER.get(field or "", "")
         raise ServeError(400, f"body: {error}{hint}", param=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ServeError(400, f"body: expected JSON, got what is none: {error}") from error
+        raise ServeError(400, f"body: {_why_not_json(body, str(error))}") from error
     except RecursionError as error:
         raise ServeError(400, "body: expected JSON that nests less deeply") from error
+
+
+ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""Those of a body; the group is half of a surrogate pair."""
+
+
+def _why_not_json(body: bytes, error: str) -> str:
+    """The parser says of an empty body, and of half a pair, that the data were truncated."""
+    if not body:
+        return "expected JSON, got an empty body"
+    if any(escape[1] for escape in ESCAPES.finditer(body)):
+        return "expected text in Unicode, got half of a surrogate pair"
+    return f"expected JSON, got what is none: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +325,7 @@ def refusal(error: Exception, origin: str = "") -> ServeError:
 
     `origin`: the field, or fields, that the grammar is of, unless it has a name of SamplingParams.
     """
-    message = re.sub("^request '[^']*': ", "", str(error))
+    message = without_id(str(error))
     for name, own in ALIASES.items():
         message = message.replace(own, name)
     kind, found, rest = message.partition(":")

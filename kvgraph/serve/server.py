@@ -6,6 +6,7 @@ Tiers have a few seconds for the pages that wait for them; after the second sign
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
 from kvgraph.serve.connection import connection_type
 from kvgraph.serve.latency import is_making, share_python
-from kvgraph.serve.log import write_line
+from kvgraph.serve.log import LinesOfOthers, write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
 
@@ -44,6 +45,7 @@ def serve(
     """
     listening = listen(host, port)
     share_python()
+    logging.getLogger().addHandler(LinesOfOthers())
     service = EngineService(name, make, options)
     config = uvicorn.Config(
         make_app(service),
@@ -51,7 +53,8 @@ def serve(
         ws="none",
         lifespan="off",
         access_log=False,
-        log_level="warning",
+        log_config=None,
+        log_level="error",  # a request that cannot be read has its own line
         timeout_graceful_shutdown=CLOSING_SECONDS,
         server_header=False,
     )

@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.contract.dims import ceildiv
@@ -102,19 +103,26 @@ class Served:
             raise ServeError(400, f"{about}: expected a prompt, got an empty one", param=about)
         require_vocabulary(about, max(tokens), self.facts.vocab_size)
 
-    def offsets_in(self, text: str, tokens: list[int]) -> list[int]:
-        """Where each token of a prompt begins in `text`. A character begins with its last byte; a
-        special token has a place where it is spelled out."""
+    def offsets_in(self, text: str, tokens: list[int], *, is_given: bool) -> list[int]:
+        """Where each token of a prompt begins in `text`. A character begins with its last byte.
+
+        In a text that `is_given`, a special token has a place where it is spelled out; those that
+        the tokenizer puts in front have none, as all have none in the text of token ids.
+        """
         tokenizer = self._tokenizer("prompt")
+        num_unplaced = len(tokens)
+        if is_given:
+            in_front = takewhile(bool, tokenizer.encode("a").special_tokens_mask)
+            num_unplaced = sum(1 for _ in in_front)
         stream = TextStream(tokenizer, 0)
         stream.begin()
         added = tokenizer.get_added_tokens_decoder().items()
         special = {token: known.content for token, known in added if known.special}
         offsets, at = [], 0
-        for token in tokens:
+        for number, token in enumerate(tokens):
             offsets.append(min(at, len(text)))  # one that normalizes gives other pieces
             piece = stream.step(token)
-            spelled = special.get(token, "")
+            spelled = special.get(token, "") if number >= num_unplaced else ""
             at += len(spelled if spelled and text.startswith(spelled, at) else piece)
         return offsets
 
@@ -166,13 +174,13 @@ class Service(ABC):
     def require_loaded(self) -> Served:
         """ServeError (503) while the artifact is read."""
         if self.served is None:
-            raise ServeError(503, "the artifact is being loaded; try again", retry_after=1)
+            raise ServeError(503, "the artifact is being loaded; try again")
         return self.served
 
     def require_ready(self) -> Served:
         """ServeError (503) while the artifact is read, and once the server is to end."""
         if self.is_draining:
-            raise ServeError(503, "the server takes no more requests: it ends", retry_after=1)
+            raise ServeError(503, "the server takes no more requests: it ends")
         return self.require_loaded()
 
     @property
@@ -194,7 +202,7 @@ class EngineService(Service):
         self.engine = shared = AsyncEngine(engine)  # from here on `close` closes it
         shared.after_failure = lambda error: self.after_failure(error)
         meter = LoadMeter(engine)
-        shared.after_step = meter.after_step
+        shared.before_step, shared.after_step = meter.before_step, meter.after_step
         self._events = _publisher(engine, self.options)
         if self._events is not None:
             shared.after_step = _both(meter, engine, self._events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -12,7 +13,13 @@ from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
 from kvgraph.runtime.sampling import Token
 from kvgraph.runtime.text import TextStream
-from kvgraph.serve.answers import Spelling, chat_logprobs, completion_logprobs, offsets_of
+from kvgraph.serve.answers import (
+    Spelling,
+    chat_logprobs,
+    completion_logprobs,
+    encoded,
+    offsets_of,
+)
 from kvgraph.serve.service import _decoder
 
 SPACE = "\u2581"
@@ -66,13 +73,12 @@ def test_log_probabilities_are_of_the_text_behind_a_prompt(tmp_path: Path) -> No
     found = completion_logprobs(scores, ids, offsets_of(tokens, len(prompt)), spell)
     assert (text, found["tokens"]) == ("cat the catthe", [" the", " cat", "the"])
     assert found["text_offset"] == [3, 7, 11]
-    assert found["top_logprobs"] == [
+    assert msgspec.json.decode(encoded(found["top_logprobs"])) == [
         {"the": -0.1, " the": -3.0},
         {"the": -0.1, " cat": -3.0},
         {" the": -0.1, "the": -3.0},
     ]
-    content = chat_logprobs(scores, spell)["content"]
-    assert isinstance(content, list)
+    content = msgspec.json.decode(encoded(chat_logprobs(scores, spell)))["content"]
     assert [one["token"] for one in content] == found["tokens"]
     assert b"".join([bytes(one["bytes"]) for one in content]).decode() == text[len(prompt) :]
 

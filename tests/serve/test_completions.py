@@ -236,6 +236,53 @@ def test_offsets_behind_special_tokens_that_are_spelled_out(server: Server) -> N
     assert found["</s>"] == choice["text"].index("</s>")
 
 
+def test_offsets_behind_a_token_that_the_tokenizer_puts_in_front(server: Server) -> None:
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    logprobs = server.complete("<s>x</s>y", **fields)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["<s>", "<s>", "x", "</s>", "y"]
+    assert logprobs["text_offset"] == [0, 0, 3, 4, 8]
+    bodies = [{"prompt": letter, "add_special_tokens": False} for letter in "<s>"]
+    letters = [answered(server.post("/tokenize", body))["tokens"][0] for body in bodies]
+    choice = server.complete([0, *letters], **fields)["choices"][0]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("<s>", [0, 0, 1, 2])
+
+
+OPEN = [0, 66, 174, 255, 249]
+"""A letter, and three of the four bytes of a character; token 226 is the fourth."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "token", "count", "text", "offsets"),
+    [
+        (OPEN, 226, 2, "a\N{SLIGHTLY SMILING FACE}", [0, 0, 1, 1, 1, 1, 2]),
+        (OPEN[:4], 249, 1, "a\N{REPLACEMENT CHARACTER}", [0, 0, 1, 1, 2]),
+        (OPEN, 67, 1, "a\N{REPLACEMENT CHARACTER}b", [0, 0, 1, 1, 1, 2]),
+        (OPEN, 226, 0, "a\N{REPLACEMENT CHARACTER}", [0, 0, 1, 1, 1]),
+    ],
+)
+def test_an_echo_that_ends_inside_a_character(
+    server: Server,
+    prompt: list[int],
+    token: int,
+    count: int,
+    text: str,
+    offsets: list[int],
+    stream: bool,
+) -> None:
+    """What is generated may begin with it."""
+    body = {"prompt": prompt, "logit_bias": {str(token): 100}, "max_tokens": count, "echo": True}
+    body |= {"temperature": 0, "logprobs": 0, "n": 2}
+    if stream:
+        found = [c for f in server.events("/v1/completions", body) for c in f["choices"]]
+    else:
+        found = answered(server.post("/v1/completions", body))["choices"]
+    for index in range(2):
+        mine = [choice for choice in found if choice["index"] == index]
+        assert "".join([choice["text"] for choice in mine]) == text
+        assert [at for choice in mine for at in choice["logprobs"]["text_offset"]] == offsets
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_of_tokens_that_wait_for_a_stop_string(server: Server, stream: bool) -> None:
     body = {"prompt": "A", "guided_regex": "I see the cat on the mat", "temperature": 0}

@@ -28,6 +28,30 @@ def test_a_head_that_is_too_large(server: Server, end: bytes) -> None:
     assert (error["type"], error["code"]) == ("invalid_request_error", "head_too_large")
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/9\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # of TLS
+        b"POST /tokenize HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+    ],
+)
+def test_what_is_no_request(server: Server, sent: bytes) -> None:
+    """One line of the log tells of it, in JSON as all."""
+    before = len(server.log())
+    with server.connect() as to, HTTPResponse(to) as answer:
+        to.sendall(sent)
+        answer.begin()
+        assert (answer.status, answer.will_close) == (400, True)
+        assert answer.headers["content-type"] == "application/json"
+        message = json.load(answer)["error"]["message"]
+    assert message == "request: expected one in HTTP/1.1, got what is none"
+    wait_for(lambda: '"path":null' in server.log()[before:], "no line")
+    lines = [json.loads(line) for line in server.log()[before:].splitlines()]
+    assert [line["status"] for line in lines if line["path"] is None] == [400]
+
+
 def test_heads_of_the_largest_size(server: Server) -> None:
     with server.connect() as to:
         for _ in range(2):  # of one connection

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -144,6 +146,25 @@ def test_more_choices_than_a_queue_holds_wait_for_no_empty_server(engine: Engine
         admission.start(3)
     with pytest.raises(ServeError, match="queue: expected at most 4 requests"):
         admission.require_room(most, 0)  # all rows are taken
+
+
+def test_an_answer_is_freed_without_a_search_for_garbage(engine: Engine) -> None:
+    """A search through many log-probabilities stops all other requests."""
+
+    async def stream_of_one() -> weakref.ref[TokenStream]:
+        runner = Scripted()
+        _, generation = generation_of(engine, runner)
+        await generation.start([[5, 6, 7]], [SamplingParams()], b"", 100)
+        runner.streams[0].give([Token("0", 5, "a", "stop")])
+        await generation.all_tokens()
+        generation.close()
+        return weakref.ref(runner.streams[0])
+
+    gc.disable()
+    try:
+        assert asyncio.run(stream_of_one())() is None
+    finally:
+        gc.enable()
 
 
 def test_an_engine_that_has_ended_says_so(parts: Parts) -> None:

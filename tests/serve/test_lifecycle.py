@@ -128,9 +128,10 @@ def test_what_takes_too_long_is_cut(artifact: Path, tmp_path: Path) -> None:
             wait_for(lambda: server.state()["num_running"] == 2, "the second one does not run")
             server.terminate()
             last = frames(lines)[-1]
-            assert "the engine was closed" in last["error"]["message"]
+            assert last["error"]["message"] == "the engine was closed"
             assert last["error"]["code"] == "not_ready", "as of the whole answer, a 503"
-            assert "the engine was closed" in refusal(whole.result(), 503)
+            assert refusal(whole.result(), 503) == "the engine was closed"
+            assert whole.result().headers["retry-after"] == "1"
         pace.end()
         assert server.process.wait(SECONDS) == 0
 
@@ -254,8 +255,11 @@ def test_a_body_that_is_on_its_way_when_the_server_ends(artifact: Path, tmp_path
             server.process.send_signal(signal.SIGTERM)
             with HTTPResponse(to) as answer:
                 answer.begin()
-                assert answer.status == 503
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert server.process.wait(SECONDS) == 0
+        lines = [json.loads(line) for line in server.log().splitlines()]
+        (told,) = [line["message"] for line in lines if line.get("event") == "error"]
+        assert "graceful shutdown" in told
 
 
 def test_a_full_queue_refuses_before_any_header(artifact: Path, tmp_path: Path) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from kvgraph.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.serve.running import Server, answered, frames, refusal
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -141,6 +149,25 @@ def test_fields_without_effect(server: Server) -> None:
     assert one["choices"] == other["choices"]
 
 
+@pytest.mark.parametrize(
+    ("path", "kind", "needed"),
+    [
+        (TEXTS, CompletionRequest, {"prompt": "a"}),
+        (CHATS, ChatRequest, {"messages": MESSAGES}),
+        ("/tokenize", TokenizeRequest, {"prompt": "a"}),
+        ("/tokenize", TokenizeRequest, {"messages": MESSAGES}),
+        ("/detokenize", DetokenizeRequest, {"tokens": [5]}),
+    ],
+)
+def test_null_is_as_absent(
+    server: Server, path: str, kind: type[msgspec.Struct], needed: dict[str, Any]
+) -> None:
+    body = dict.fromkeys(kind.__struct_fields__) | needed
+    answer = answered(server.post(path, body))
+    if path == "/tokenize":
+        assert answer == answered(server.post(path, needed))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_streams_are_refused_before_any_header(server: Server, stream: bool) -> None:
     body = {"prompt": [9999], "stream": stream}
@@ -150,13 +177,16 @@ def test_streams_are_refused_before_any_header(server: Server, stream: bool) -> 
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"", "expected JSON"),
+        (b"", "expected JSON, got an empty body"),
         (b"{", "expected JSON"),
         (b"\xff\xfe", "expected JSON"),
         (b"null", "Expected `object`, got `null`"),
         (b'{"prompt": "The", "user": NaN}', "expected JSON"),
-        (b'{"prompt": "\\ud800"}', "expected JSON"),
-        (b'{"prompt": "\\udc00 The"}', "expected JSON"),
+        (b'{"prompt": "\\ud800"}', "expected text in Unicode, got half of a surrogate pair"),
+        (b'{"prompt": "\\udc00 The"}', "got half of a surrogate pair"),
+        (b'{"prompt": "\\\\\\ud83d\\n"}', "got half of a surrogate pair"),
+        (b'{"prompt": "\\\\ud800"', "expected JSON, got what is none"),
+        (b'{"prompt": "\\ud83d\\ude42"', "expected JSON, got what is none"),
         (b'{"prompt": "\xed\xa0\x80"}', "expected JSON"),
         (NESTED.encode(), "Expected `object`, got `array`"),
         (f'{{"prompt": "The", "user": {NESTED}}}'.encode(), "nests less deeply"),
@@ -183,6 +213,35 @@ def test_paths_and_methods(server: Server) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         assert "GET" in refusal(server.client.get(path), 405)
     assert "POST" in refusal(server.post("/v1/models", {}), 405)
+    assert "/tokenize/" in refusal(server.post("/tokenize/", {"prompt": "a"}), 404)
+
+
+@pytest.mark.parametrize("path", [TEXTS, CHATS, "/tokenize", "/detokenize"])
+def test_a_body_in_another_encoding(server: Server, path: str) -> None:
+    answer = server.client.post(path, content=b"any", headers={"content-encoding": "gzip"})
+    assert refusal(answer, 415) == "content-encoding: expected identity, got 'gzip'"
+    body = {"prompt": 5}
+    assert "got `int`" in refusal(
+        server.post("/tokenize", body, **{"content-encoding": "Identity"}), 400
+    )
+
+
+def test_the_log_has_what_generates_nothing(server: Server) -> None:
+    before = len(server.log())
+    asked = [("GET", "/nothing"), ("GET", TEXTS), ("POST", "/tokenize"), ("POST", "/detokenize")]
+    asked += [("GET", "/v1/models"), ("GET", "/version"), ("GET", "/health")]
+    for method, path in asked:
+        body = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}.get(path)
+        server.client.request(method, path, json=body)
+    lines = [json.loads(line) for line in server.log()[before:].splitlines()]
+    assert [(line["path"], line["status"]) for line in lines] == [
+        ("/nothing", 404),
+        (TEXTS, 405),
+        ("/tokenize", 200),
+        ("/detokenize", 200),
+        ("/v1/models", 200),
+        ("/version", 200),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,17 @@ def test_the_state_tells_what_runs(server: Server) -> None:
     assert metrics(server.client)["kvgraph:num_requests_running"] == 0
 
 
+def test_the_rate_of_prompts_is_measured(artifact: Path, tmp_path: Path) -> None:
+    """Of one that runs alone, too."""
+    with serving(tmp_path / "log", artifact, "--threads", 1) as server:
+        assert server.state()["prefill_rate"] is None
+        server.complete([5] * 64)
+        rate = server.state()["prefill_rate"]
+        assert rate > 0
+        server.complete([6] * 64)
+        assert server.state()["prefill_rate"] != rate
+
+
 def test_metrics_count(server: Server) -> None:
     server.wait_until_idle()
     before = metrics(server.client)

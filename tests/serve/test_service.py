@@ -1,10 +1,11 @@
-"""Texts are tokenized where they keep no other request waiting."""
+"""Texts are tokenized, and answers built, where they keep no other request waiting."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,15 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from kvgraph.contract.tokenizer import LONG_TEXT, most_characters
-from kvgraph.serve.completions import _tokenized
+from kvgraph.runtime.logprobs import Logprob, TokenLogprobs
+from kvgraph.runtime.sampling import Token
+from kvgraph.runtime.sampling_params import SamplingParams
+from kvgraph.serve.answers import DONE, MANY
+from kvgraph.serve.chats import answer_chat, chat_events
+from kvgraph.serve.completions import _tokenized, answer_completion, completion_events
 from kvgraph.serve.errors import ServeError
+from kvgraph.serve.generation import Choice
+from kvgraph.serve.jobs import Job
 from kvgraph.serve.service import MOST_LONG_TEXTS, Served
 
 
@@ -81,6 +89,52 @@ def test_a_text_that_no_context_holds_is_not_tokenized() -> None:
 
     asyncio.run(main())
     assert len(prompts.threads) == 2
+
+
+class Answered:
+    """A generation of one choice, whose answer has a log-probability more than its tokens."""
+
+    prompt_tokens = cached_tokens = generated_tokens = 0
+
+    def __init__(self, num_tokens: int) -> None:
+        unused: Any = None
+        one = TokenLogprobs(Logprob(5, -1.0, 1), ())
+        tokens = [Token("a", 5, "x", None, logprobs=one)] * num_tokens
+        tokens.append(tokens[0]._replace(finish_reason="stop"))
+        self.choices = [Choice(0, [5], unused, tokens)]
+
+    async def all_tokens(self) -> list[list[Token]]:
+        return [choice.tokens for choice in self.choices]
+
+    async def __aiter__(self) -> AsyncIterator[list[Choice]]:
+        yield self.choices
+
+
+async def _read(events: AsyncIterator[bytes]) -> None:
+    assert [frame async for frame in events][-1] == DONE
+
+
+@pytest.mark.parametrize("make", [answer_completion, answer_chat, completion_events, chat_events])
+@pytest.mark.parametrize(("num_tokens", "is_on_loop"), [(2, True), (MANY, False)])
+def test_many_log_probabilities_leave_the_loop(
+    num_tokens: int, is_on_loop: bool, make: Any
+) -> None:
+    threads = set()
+
+    def spell(token: int) -> str:
+        threads.add(threading.current_thread())
+        return "x"
+
+    recording: Any = spell
+    recording.bytes_of = lambda token: b"x"
+    params = [SamplingParams(logprobs=0)]
+    job = Job("a", "a", [[5]], params, b"", False, False, recording, True)
+    generation: Any = Answered(num_tokens)
+    is_stream = make in (completion_events, chat_events)
+    asyncio.run(_read(make(job, generation)) if is_stream else make(job, generation))
+    assert threads
+    assert (threads == {threading.main_thread()}) == is_on_loop
+    assert (threading.main_thread() in threads) == is_on_loop
 
 
 def tokenizer(splits: Any, normalizer: Any = None, **model: Any) -> Tokenizer:

@@ -52,7 +52,7 @@ class Feed:
         self._facts = facts_of(engine)
         self._epoch = token_bytes(8)
         self._sequence = 0
-        self._meter = LoadMeter(engine)
+        self.meter = LoadMeter(engine)
         shares = isinstance(engine.kv, PagedKVCacheManager) and self._facts.prefix_caching
         self._kv = cast(PagedKVCacheManager, engine.kv) if shares else None
         self._lock = Lock()  # of the changes
@@ -80,7 +80,7 @@ class Feed:
 
     def after_step(self, tokens: Sequence[Token]) -> None:
         """In the engine's thread."""
-        self._meter.after_step(tokens)
+        self.meter.after_step(tokens)
         with self._lock:
             self._gather()
             for token in tokens:
@@ -169,7 +169,7 @@ class Feed:
             added,
             removed,
             started,
-            self._meter.load,
+            self.meter.load,
             self._facts if is_whole else None,
             self._role,
         )

@@ -50,6 +50,7 @@ class EngineHost:
         engine = await asyncio.to_thread(make)
         shared = AsyncEngine(engine)
         self._feed = Feed(self.name, self.role, engine, self._send)
+        shared.before_step = self._feed.meter.before_step
         shared.after_step = self._feed.after_step
         shared.after_failure = lambda error: self._leave()
         await shared.start()

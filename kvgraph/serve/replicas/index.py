@@ -286,7 +286,7 @@ def _together(loads: Sequence[Load], gone: Iterable[EngineStats]) -> Load:
     return replace(
         loads[0],
         stats=_sum([*(load.stats for load in loads), *gone]),
-        prefill_rate=sum([load.prefill_rate for load in loads]),
+        prefill_rate=sum([load.prefill_rate or 0.0 for load in loads]) or None,
         finish_seconds=1 / ends if ends else 0.0,
         step_seconds=max([load.step_seconds for load in loads]),
     )
