@@ -20,6 +20,7 @@ from kvgraph.contract.params import KVCacheStrategy
 from kvgraph.contract.plain import from_plain
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import ArtifactError
+from kvgraph.plural import plural
 
 if TYPE_CHECKING:
     from kvgraph.compiler.passes import PassOptions
@@ -56,10 +57,12 @@ def facts(manifest: Manifest) -> Table:
         table.add_row(name, value)
     for leaf, cache in params.leaves.items():
         window = f", window {cache.window_size}" if cache.window_size else ""
+        layers, heads, page = cache.num_layers, cache.n_kv_heads, cache.page_size
         table.add_row(
             f"cache {leaf}",
-            f"{cache.pool_dtype} {cache.cache_strategy}: {cache.num_layers} layers x "
-            f"{cache.n_kv_heads} kv heads x {cache.head_dim}, {cache.page_size} tokens a page"
+            f"{cache.pool_dtype} {cache.cache_strategy}: {layers} {plural('layer', layers)} x "
+            f"{heads} kv {plural('head', heads)} x {cache.head_dim}, {page} "
+            f"{plural('token', page)} a page"
             f"{window}",
         )
     if params.n_shards > 1:
@@ -86,7 +89,8 @@ def mixture_line(mixture: Mixture) -> str:
     """How many there are, and what of them works on a token and is read in a step."""
     read = {rows: size_text(mixture.read(rows)) for rows in (1, 64)}
     return (
-        f"{mixture.layers} layers of {mixture.experts}, {mixture.active} for a token: "
+        f"{mixture.layers} {plural('layer', mixture.layers)} of {mixture.experts}, "
+        f"{mixture.active} for a token: "
         f"{mixture.parameters:,} parameters, {mixture.active_parameters:,} at work on a token; a "
         f"step reads {read[1]} of their {size_text(mixture.bytes)} with 1 row, about {read[64]} "
         "with 64"

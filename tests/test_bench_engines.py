@@ -27,7 +27,7 @@ from tests.support.artifacts import Compiled
 ABOUT = "{'settings': os.environ['OMP_NUM_THREADS'], 'pool_dtype': 'float32'}"
 
 
-def outcome(tmp_path: Path, source: str, timeout: float = 60) -> EngineResult:
+def outcome(tmp_path: Path, source: str, timeout: float = 60, lead: int = 1) -> EngineResult:
     """A run of two cases through an adapter of this `source`."""
     path = tmp_path / "adapter.py"
     path.write_text(source)
@@ -40,10 +40,8 @@ def outcome(tmp_path: Path, source: str, timeout: float = 60) -> EngineResult:
         model=tmp_path,
         prepares="def prepare" in source,
     )
-    cases = [
-        {"name": n, "kind": kind, "prompts": [[1, 2]] * 2, "new_tokens": 3, "repeats": 2}
-        for n, kind in (("b", "batch"), ("r", "ragged"))
-    ]
+    case = {"prompts": [[1, 2]] * 2, "lead": lead, "new_tokens": 3, "repeats": 2}
+    cases = [case | {"name": n, "kind": kind} for n, kind in (("b", "batch"), ("r", "ragged"))]
     job = {"threads": 1, "first_prompt": [1], "cases": cases, "folder": str(tmp_path)}
     return run_engine(spec, job, timeout=timeout)
 
@@ -64,6 +62,22 @@ def test_what_an_engine_prints_is_no_event(tmp_path: Path) -> None:
     assert result.cases["r"].t1_s == []
     assert len(result.starts_s) == 2
     assert result.settings == "1"  # the job's threads, for libraries that read them at the start
+
+
+@pytest.mark.parametrize(("lead", "measured"), [(1, [1, 3]), (2, [1, 2, 3])])
+def test_what_is_measured(tmp_path: Path, lead: int, measured: list[int]) -> None:
+    """One token, the lead where it is more, and all, in each repeat; of ragged requests all."""
+    seen = f"open({str(tmp_path / 'asked')!r}, 'a').write(str(n))"
+    generate = f"lambda prompts, n: [{seen}] and [[5] * n for _ in prompts]"
+    result = outcome(tmp_path, adapter_source(f"return ({generate}), {ABOUT}"), lead=lead)
+    assert result.error is None
+    asked = [int(each) for each in (tmp_path / "asked").read_text()]
+    starts, warm_up = [1, 1], [2]
+    assert asked == [*starts, *warm_up, *measured, *measured, *warm_up, 3, 3]
+    case = result.cases["b"]
+    assert (case.tl_s == case.t1_s) == (lead == 1)
+    assert len(case.tl_s) == 2
+    assert result.cases["r"].tl_s == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +155,7 @@ print(json.dumps([about["settings"], sorted(sys.modules)]))
 """
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(4096, 768), (24, 24)])
+@pytest.mark.parametrize(("asked", "taken"), [(4096, 768), (24, 24), (1, 2)])
 def test_the_process_of_an_artifact(compiled: Compiled, asked: int, taken: int) -> None:
     """It takes its session's steps where they are shorter, and imports what serving needs."""
     job = {"model": str(compiled("tiny-llama")), "rows": [8, 8], "threads": 1, "step_tokens": asked}
@@ -208,6 +222,35 @@ def test_prompts_kept_from_run_to_run_are_not_computed_again(
         runs.append(sum(steps))
     prompt, decode = rows * page, rows * (new - 1)
     assert runs == [rows * (10 * page + 1), prompt, prompt + decode, prompt, prompt + decode]
+
+
+def test_decode_is_measured_in_steps_of_all_rows(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What t(N) has and t(L) has not, where prompts take many steps."""
+    settings = Settings(
+        threads=1, prompt=100, new_tokens=6, batches=(4,), contexts=(), requests=0, step_tokens=24
+    )
+    plan = make_plan([compiled("tiny-llama")], settings, work=tmp_path)
+    (case,) = plan.job["cases"]
+    steps: list[int] = []
+
+    class Watched(ours.Engine):
+        def _run(self, batch: Any) -> Any:
+            decode = len(batch.inputs.tokens) == len(batch.rows) == 4
+            steps.append(decode)
+            return super()._run(batch)
+
+    monkeypatch.setattr(ours, "Engine", Watched)
+    generate, _ = ours.load(plan.job | {"model": str(plan.engines[0].model)})
+    counts = []
+    for new_tokens in (case["lead"], case["new_tokens"]):
+        steps.clear()
+        generate(case["prompts"], new_tokens)
+        counts.append((len(steps), sum(steps)))
+    assert case["lead"] > 1
+    (steps_l, decode_l), (steps_n, decode_n) = counts
+    assert steps_n - steps_l == decode_n - decode_l == 6 - 1
 
 
 # -- peers

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvgraph.bench import limits, machine
+from kvgraph.bench import limits, machine, table
 from kvgraph.bench.counts import Counts, count
 from kvgraph.bench.engines import CaseResult, EngineResult
 from kvgraph.bench.figures import make_figures
@@ -35,7 +35,7 @@ GOLDEN = [[1, 15730, 25756, 16263, 21924], [1, 11913, 4192, 7321, 25561]]
 def test_cases() -> None:
     """Equal lengths in a batch; contexts at the largest batch, the prompt's own left out."""
     settings = Settings(threads=1, prompt=64, batches=(1, 8, 1), contexts=(32, 64, 128), requests=5)
-    cases = plan_cases(settings)
+    cases = plan_cases(settings, 4096)
     assert [case.name for case in cases] == [
         "batch 1 x 64",
         "batch 8 x 64",
@@ -48,15 +48,34 @@ def test_cases() -> None:
     ragged = cases[-1].lengths
     assert len(set(ragged)) > 1
     assert all(32 <= length <= 96 for length in ragged)
-    assert plan_cases(settings) == cases
+    assert plan_cases(settings, 4096) == cases
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "step_tokens", "lead"),
+    [
+        (8, 512, 4096, 1),
+        (1, 512, 64, 1),
+        (8, 1024, 768, 10),
+        (2, 4, 2, 5),
+        (6, 4, 2, 9),  # a step has room for a token of each row
+    ],
+)
+def test_rows_have_more_tokens_until_all_of_them_decode(
+    rows: int, prompt: int, step_tokens: int, lead: int
+) -> None:
+    settings = Settings(threads=1, prompt=prompt, batches=(rows,), contexts=(), new_tokens=9)
+    case, ragged = plan_cases(settings, step_tokens)
+    assert (case.lead, case.new_tokens) == (lead, lead + 8)
+    assert (ragged.lead, ragged.new_tokens) == (1, 9)
 
 
 def test_prompts_that_are_computed_once() -> None:
     """Prefix caching leaves decode alone to measure: no prefill figure, no ragged case."""
     settings = Settings(threads=1, prompt=64, batches=(2,), contexts=(32,), prefix_caching=True)
-    cases = plan_cases(settings)
+    cases = plan_cases(settings, 4096)
     assert [case.name for case in cases] == ["batch 2 x 64", "batch 2 x 32"]
-    t = CaseResult([1.0], [3.0])
+    t = CaseResult([1.0], [1.0], [3.0])
     engine = EngineResult("a", True, "bf16", cases={case.name: t for case in cases})
     figures = make_figures(cases, [engine], {}, [])
     assert [figure.what for figure in figures] == ["decode", "decode"]
@@ -136,10 +155,11 @@ def test_figures() -> None:
     """Tokens over seconds, as protocol.py says; the limits are the better of those around."""
     case = Case("c", "batch", (10, 10), 5, 3)
     ragged = Case("r", "ragged", (4, 6), 5, 3)
-    t = CaseResult([1.0, 2.0, 4.0], [3.0, 3.0, 8.0])
-    ours = EngineResult("a", True, "bf16", cases={"c": t, "r": CaseResult([], [1.0, 2.0, 5.0])})
+    one = [1.0, 2.0, 4.0]
+    t = CaseResult(one, one, [3.0, 3.0, 8.0])
+    ours = EngineResult("a", True, "bf16", cases={"c": t, "r": CaseResult([], [], [1.0, 2.0, 5.0])})
     slow, fast, other = (
-        EngineResult(name, False, kind, cases={"c": CaseResult([by], [2 * by])})
+        EngineResult(name, False, kind, cases={"c": CaseResult([by], [by], [2 * by])})
         for name, kind, by in (("s", "bf16", 4.0), ("f", "bf16", 1.0), ("o", "int8", 0.5))
     )
     readings = [
@@ -166,9 +186,19 @@ def test_figures() -> None:
     assert (last.what, last.tokens_per_s, last.share) == ("ragged", 2 * 5 / 2.0, None)
 
 
+def test_decode_is_timed_where_all_rows_decode() -> None:
+    """From t(L) on, and the bytes of a step are those of rows so far on."""
+    case = Case("c", "batch", (10, 10), 8, 1, lead=4)
+    result = EngineResult("a", True, "bf16", cases={"c": CaseResult([1.0], [3.0], [5.0])})
+    counts = {"a": Counts("bf16", 0, 60, 4, 3, {0: 1.0})}
+    _, decode = make_figures([case], [result], counts, [Limits(1.0, 1, [])] * 2)
+    assert decode.tokens_per_s == 2 * 4 / 2.0
+    assert decode.share == pytest.approx((60 + 2 * (10 + 5.5)) * 4 / 2.0 / 1e9)
+
+
 def test_a_limit_that_was_not_read_gives_no_share() -> None:
     case = Case("c", "batch", (10,), 5, 1)
-    result = EngineResult("a", True, "bf16", cases={"c": CaseResult([1.0], [1.0])})
+    result = EngineResult("a", True, "bf16", cases={"c": CaseResult([1.0], [1.0], [1.0])})
     readings = [Limits(1.0, 1, [Gemm("float32", "numpy", 1.0)], "no torch")] * 2
     counts = {"a": Counts("bf16", 0, 60, 4, 3, {0: 1.0})}
     prefill, decode = make_figures([case], [result], counts, readings)
@@ -180,11 +210,31 @@ def test_a_limit_that_was_not_read_gives_no_share() -> None:
 def test_one_repeat_of_noise_leaves_no_figure() -> None:
     """Else a median between a repeat below zero and one above it is any number at all."""
     case = Case("c", "batch", (10,), 5, 2)
-    result = EngineResult("a", False, "bf16", cases={"c": CaseResult([1.0, 1.1], [2.1, 0.2])})
+    result = EngineResult(
+        "a", False, "bf16", cases={"c": CaseResult([1.0, 1.1], [1.0, 1.1], [2.1, 0.2])}
+    )
     _, decode = make_figures([case], [result], {}, [Limits(1.0, 1, [])] * 2)
     assert decode.tokens_per_s is None
     assert decode.repeats_tokens_per_s[1] is None
     assert decode.best_tokens_per_s == pytest.approx(4 / 1.1)
+
+
+def test_engines_that_agree_in_no_first_token_are_named() -> None:
+    """With the first of their class; rounding differs in some case, another model in all."""
+    rows = {"a": [5, 6], "same": [5, 6], "rounded": [5, 7], "other": [8, 7], "int8": [9, 9]}
+    results = [
+        EngineResult(
+            name,
+            name == "a",
+            "int8" if name == "int8" else "fp32",
+            cases={f"c{i}": CaseResult(first_ids=[each, 1]) for i, each in enumerate(ids)},
+        )
+        for name, ids in rows.items()
+    ]
+    results.append(EngineResult("failed", False, "fp32"))
+    assert table._doubts(results) == [
+        "other has another first token than a in every case: they may not run one model."
+    ]
 
 
 # -- limits

@@ -255,6 +255,10 @@ def plain(text: str) -> str:
         (MemoryError(), "memory: expected enough for this command on this machine, got too little"),
         (MemoryError("memory: expected 3, got 2"), "memory: expected 3, got 2"),
         (OSError(), "OSError"),
+        (
+            FileExistsError(17, "File exists", "a/b"),
+            "a/b: expected a path that can be used, got 'File exists'\n",
+        ),
     ],
 )
 def test_an_error_without_a_text_is_a_sentence_too(
@@ -273,7 +277,36 @@ def test_help_lists_the_commands() -> None:
         assert f"kvgraph {command} [OPTIONS]" in plain(succeed(command, "--help").out)
 
 
-def test_no_command_shows_the_help() -> None:
-    outcome = run()
+@pytest.mark.parametrize("group", [(), ("cache",)])
+def test_no_command_shows_the_help(group: Sequence[str]) -> None:
+    outcome = run(*group)
     assert outcome.code == 2
     assert "Commands" in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "m", "x", "--threads", 0), "--threads: .*1.*"),
+        (("generate", "m", "x", "--threads", "abc"), "--threads: .*integer.*"),
+        (("generate", "m", "x", "--collective-timeout", "nan"), "--collective-timeout: .*0.001.*"),
+        (("serve", "m", "--nice", 30), "--nice: .*19.*"),
+        (("compile", "m", "-o", "x", "--cache", "foo"), "--cache: 'foo' is not one of .*"),
+        (("generate", "m", "x", "--bogus"), "no such option.*; kvgraph generate --help .*"),
+        (("generate", "m"), "missing argument 'prompt'; kvgraph generate --help .*"),
+        (("bogus",), "no such command 'bogus'; kvgraph --help shows what it takes"),
+    ],
+)
+def test_a_call_that_is_refused_gets_a_sentence(arguments: Sequence[Any], message: str) -> None:
+    """It names what was given, what was expected and what came."""
+    outcome = run(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    said = plain(outcome.err)
+    assert re.fullmatch(f"kvgraph: {message}\n", said), said
+    if message.startswith("--"):
+        assert str(arguments[-1]) in said
+
+
+def test_one_token_is_no_tokens(artifact: Path) -> None:
+    outcome = succeed("generate", artifact, "x", "--max-new-tokens", 1)
+    assert re.fullmatch(r"prompt: 2 tokens, .*\ngenerated: 1 token, .*\n", outcome.err)

@@ -119,6 +119,20 @@ def test_what_a_pipe_cannot_bring(
     assert re.fullmatch(f"kvgraph: {message}\n", outcome.err)
 
 
+def test_a_pipe_under_the_c_locale(artifact: Path) -> None:
+    """Which takes all bytes for text: they are read as UTF-8 as anywhere else."""
+    environment = {k: v for k, v in os.environ.items() if k != "LANG"} | {"LC_ALL": "C"}
+    done = subprocess.run(
+        [*COMMAND, "chat", str(artifact)],
+        input=b"bad \xff utf\n",
+        capture_output=True,
+        env=environment,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"kvgraph: stdin: expected text in UTF-8, got 'utf-8' codec")
+
+
 def test_an_artifact_without_a_template(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,15 +147,16 @@ def test_an_artifact_without_a_template(
 class Terminal:
     """A process at a terminal of its own."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str, locale: str | None = None) -> None:
         self._file, slave = pty.openpty()
+        environment = os.environ | {"TERM": "dumb"} | ({"LC_ALL": locale} if locale else {})
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=os.environ | {"TERM": "dumb"}
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment
         )
         os.close(slave)
 
     def type(self, text: str) -> None:
-        os.write(self._file, text.encode())
+        os.write(self._file, text.encode(errors="surrogateescape"))
 
     def until(self, end: str) -> str:
         """What is shown from here to `end`."""
@@ -185,3 +200,13 @@ def test_a_message_that_is_refused_ends_no_talk(terminal: Terminal) -> None:
     terminal.until("> ")
     terminal.type("/quit\n")
     assert terminal.process.wait(60) == 0
+
+
+def test_a_line_that_is_no_text_ends_no_talk(artifact: Path) -> None:
+    with closing(Terminal(*COMMAND, "chat", str(artifact), locale="C.UTF-8")) as terminal:
+        terminal.until("> ")
+        terminal.type("a \udcff\n")
+        terminal.until("stdin: expected text in UTF-8")
+        terminal.until("> ")
+        terminal.type("/quit\n")
+        assert terminal.process.wait(60) == 0

@@ -155,6 +155,41 @@ def test_a_signal_whose_exception_is_replaced_is_not_lost(number: int, code: int
     assert ended.returncode == code
 
 
+IMPORTING = """
+import os, signal, sys
+
+class Interrupted:
+    def find_spec(self, name, *where):
+        if name == "kvgraph.cli.verify":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupted())
+from kvgraph.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_of_the_first_imports_says_nothing() -> None:
+    command = [sys.executable, "-c", IMPORTING, "--version"]
+    ended = subprocess.run(command, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_behind_stdout(
+    options: tuple[str, ...], unbuffered: str, compiled: Compiled
+) -> None:
+    command = [*COMMAND, "inspect", str(compiled("tiny-llama")), *options]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60
+        )
+    said = "stdout: expected to write all of it, got 'No space left on device'"
+    assert (done.returncode, done.stderr) == (2, f"kvgraph: {said}\n")
+
+
 BENCH = """
 from kvgraph.bench import limits, run
 from kvgraph.cli import main

@@ -44,9 +44,11 @@ class EngineSpec:
 
 @dataclass(slots=True)
 class CaseResult:
-    """Seconds of every repeat, or why there are none. `rss_bytes`: the peak up to here."""
+    """Seconds of every repeat (see protocol.py), or why there are none. `rss_bytes`: the peak up to
+    here."""
 
     t1_s: list[float] = field(default_factory=list)
+    tl_s: list[float] = field(default_factory=list)
     tn_s: list[float] = field(default_factory=list)
     first_ids: list[int] = field(default_factory=list)
     rss_bytes: int | None = None

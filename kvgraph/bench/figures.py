@@ -15,7 +15,7 @@ from kvgraph.bench.protocol import Case
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """One number of one engine. `what`: prefill, decode or ragged; tokens/s are None where t(N) was
-    not above t(1) in some repeat: then the noise is larger than what is measured.
+    not above t(L) in some repeat: then the noise is larger than what is measured.
 
     `share` of the limit named by `limit`, None for peers and where that limit was not read.
     `ratio` to the best peer of the same class of precision, `ratio_any` of all; of peers, None.
@@ -88,8 +88,8 @@ def _seconds(case: Case, what: str, found: CaseResult) -> tuple[list[float], int
         return found.t1_s, sum(case.lengths)
     if what == "ragged":
         return found.tn_s, case.batch * case.new_tokens
-    seconds = [tn - t1 for t1, tn in zip(found.t1_s, found.tn_s, strict=True)]
-    return seconds, case.batch * (case.new_tokens - 1)
+    seconds = [tn - tl for tl, tn in zip(found.tl_s, found.tn_s, strict=True)]
+    return seconds, case.batch * (case.new_tokens - case.lead)
 
 
 def _share(
@@ -100,8 +100,9 @@ def _share(
         return None, None
     prompt = case.lengths[0]
     if what == "decode":
-        steps = case.new_tokens - 1
-        nbytes = counts.decode_bytes(case.batch, prompt + case.new_tokens / 2) * steps
+        steps = case.new_tokens - case.lead
+        context = prompt + (case.lead - 1 + case.new_tokens) / 2
+        nbytes = counts.decode_bytes(case.batch, context) * steps
         return "read", nbytes / seconds / (max(each.read_gbs for each in around) * 1e9)
     dtype = GEMM_DTYPES.get(counts.precision)
     rates = [rate for each in around if dtype and (rate := each.gflops(dtype))]

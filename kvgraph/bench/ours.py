@@ -8,6 +8,7 @@ from typing import Any
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.plain import JsonObject
+from kvgraph.plural import plural
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.artifact import Artifact
 from kvgraph.runtime.engine import Engine
@@ -19,7 +20,7 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
     session = artifact.session(num_threads=max(1, job["threads"] // artifact.ranks))
     spare = job["new_tokens"] if job["prefix_caching"] else None
     pages = pool_pages(artifact, job["rows"], spare)
-    step_tokens = min(job["step_tokens"], session.step_tokens)
+    step_tokens = max(min(job["step_tokens"], session.step_tokens), len(job["rows"]))
     engine = Engine(
         artifact,
         session=session,
@@ -36,7 +37,7 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
     manifest, params = artifact.manifest, artifact.params()
     about = {
         "settings": f"{manifest.backend} backend, {manifest.dtype} activations, "
-        f"steps of at most {step_tokens} tokens",
+        f"steps of at most {step_tokens} {plural('token', step_tokens)}",
         "pool_dtype": pool_dtype(artifact),
         "pool_bytes": None if pages is None else pages * params.bytes_per_page,
         "model_bytes": sum(

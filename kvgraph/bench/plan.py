@@ -15,7 +15,7 @@ from kvgraph.bench import peers as peer_adapters
 from kvgraph.bench.counts import Counts, count
 from kvgraph.bench.engines import EngineSpec
 from kvgraph.bench.protocol import Case, Settings, check_lengths, make_prompts, plan_cases
-from kvgraph.contract.backends import find_backend
+from kvgraph.contract.backends import find_backend, imported
 from kvgraph.contract.devices import Target
 from kvgraph.contract.manifest import Manifest
 from kvgraph.contract.plain import JsonObject
@@ -23,6 +23,7 @@ from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import MissingDependencyError, ModelError, RequestError
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.sessions.base import Session
 
 OURS = Path(__file__).with_name("ours.py")
 FIRST_PROMPT_TOKENS = 16
@@ -69,8 +70,10 @@ def make_plan(
     loaded = {name: artifacts.load(folder) for name, folder in _names(folders).items()}
     counts = {name: count(each.folder, each.manifest) for name, each in loaded.items()}
     manifest = _common_model(loaded)
-    check_lengths(settings, min(each.manifest.model.max_seq_len for each in loaded.values()))
-    cases = plan_cases(settings)
+    steps = (_session_step_tokens(each.manifest) for each in loaded.values())
+    cases = plan_cases(settings, min(settings.step_tokens, *steps))
+    longest = min(each.manifest.model.max_seq_len for each in loaded.values())
+    check_lengths(settings, cases, longest)
     job = _job(settings, cases, manifest, work)
     engines = [
         EngineSpec(
@@ -103,19 +106,41 @@ def _names(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def _common_model(loaded: dict[str, Artifact]) -> Manifest:
-    """The first manifest; all must be for the CPU, and of one vocabulary."""
+    """The first manifest; all must be for the CPU, and of one model as far as they say."""
     first = next(iter(loaded.values())).manifest
+    known = _known_of(first)
     for each in loaded.values():
         if Target.parse(each.manifest.target).kind != "cpu":
             raise RequestError(
                 f"{each.folder}: expected an artifact for cpu, got one for {each.manifest.target}"
             )
-        if each.manifest.model.vocab_size != first.model.vocab_size:
-            raise RequestError(
-                f"{each.folder}: expected artifacts of one model with vocabulary "
-                f"{first.model.vocab_size}, got {each.manifest.model.vocab_size}"
-            )
+        for name, got in _known_of(each.manifest).items():
+            if name in known and got != known[name]:
+                raise RequestError(
+                    f"{each.folder}: expected artifacts of one model, with {name} {known[name]}, "
+                    f"got {got}"
+                )
     return first
+
+
+def _known_of(manifest: Manifest) -> dict[str, int | str]:
+    """What a manifest says of its model, by the names of config.json.
+
+    The artifact of a module has the name of a class, as Python writes it, and no model_type.
+    """
+    model = manifest.model
+    known: dict[str, int | str] = {
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": len(manifest.layers),
+    }
+    return known | ({"model_type": model.architecture} if model.architecture.islower() else {})
+
+
+def _session_step_tokens(manifest: Manifest) -> int:
+    """Of the default session of an artifact for the CPU; nothing is opened."""
+    runner = find_backend(manifest.backend).targets["cpu"].sessions[0]
+    found: int = getattr(imported(runner.entry), "step_tokens", Session.step_tokens)
+    return found
 
 
 def _versions(backend: str) -> dict[str, str]:
@@ -129,20 +154,25 @@ def _versions(backend: str) -> dict[str, str]:
 
 
 def _checkpoint(model: Path | None, manifest: Manifest) -> Path:
+    """The folder of --model. What its config.json leaves out, transformers' defaults, is not
+    compared; `first_ids` of the engines are (see table.py)."""
     if model is None:
         raise RequestError("model: expected a Hugging Face folder for --peers, got none")
     path = model / "config.json"
     if not path.is_file():
         raise ModelError(f"{model}: expected config.json in a model folder, got none")
     try:
-        found = json.loads(path.read_bytes()).get("vocab_size")
+        config = json.loads(path.read_bytes())
+        nested = config.get("text_config")
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{path}: expected JSON, got a damaged file ({error})") from error
-    if found != manifest.model.vocab_size:
-        raise RequestError(
-            f"{path}: vocab_size: expected {manifest.model.vocab_size} as the artifact has, "
-            f"got {found}"
-        )
+    text, where = (nested, "text_config: ") if isinstance(nested, dict) else (config, "")
+    for name, expected in _known_of(manifest).items():
+        got = text.get(name)
+        if got not in (None, expected) and f"{got}_text" != expected:  # its text part alone
+            raise RequestError(
+                f"{path}: {where}{name}: expected {expected} as the artifact has, got {got}"
+            )
     return model.resolve()
 
 
@@ -244,6 +274,7 @@ def _job(settings: Settings, cases: Sequence[Case], manifest: Manifest, work: Pa
                 "name": case.name,
                 "kind": case.kind,
                 "prompts": make_prompts(case, model.vocab_size, model.bos_token_id, settings.seed),
+                "lead": case.lead,
                 "new_tokens": case.new_tokens,
                 "repeats": case.repeats,
             }

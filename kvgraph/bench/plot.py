@@ -10,6 +10,7 @@ from kvgraph.bench.figures import Figure
 from kvgraph.bench.run import Report
 from kvgraph.contract.files import replacing, require_replaceable
 from kvgraph.errors import MissingDependencyError, RequestError
+from kvgraph.plural import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +53,8 @@ def write_plot(report: Report, path: Path) -> None:
     right.set(xlabel="tokens of prompt", title=f"batch {most}")
     left.set_ylabel("decode, tokens/s (median)")
     picture.suptitle(
-        f"Decode throughput: {settings.new_tokens} new tokens, {settings.threads} threads, "
+        f"Decode throughput: {settings.new_tokens} new tokens, "
+        f"{settings.threads} {plural('thread', settings.threads)}, "
         f"{report.machine['processor']}"
     )
     handles, labels = left.get_legend_handles_labels()

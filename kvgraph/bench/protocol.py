@@ -6,22 +6,30 @@ no ragged case; decode behind long prompts is measured without computing them ag
 until B rows have n new tokens each. Of a case with P tokens of prompt a row and N new ones:
 
     prefill tokens/s = B * P / t(1)
-    decode tokens/s  = B * (N - 1) / (t(N) - t(1))      both of one repeat
+    decode tokens/s  = B * (N - L) / (t(N) - t(L))      both of one repeat
     ragged tokens/s  = requests * N / t(N)              requests submitted together
+
+L, the lead, is the most tokens that the first row has when the last row gets its first one: 1 where
+all prompts fit into a step. Up to t(L) and from there on, rows begin and end alike, so t(N) - t(L)
+is N - L steps of all B rows. N is L - 1 more than the new tokens that were asked for.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvgraph.contract.dims import BATCH_SIZE
+from kvgraph.contract.dims import BATCH_SIZE, ceildiv
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.symbols import MAX_EXTENTS
 from kvgraph.errors import RequestError
 
 Kind = Literal["batch", "context", "ragged"]
+
+NAMES: Mapping[Kind, str] = {"batch": "prompt", "context": "context", "ragged": "requests"}
+"""Kind of a case -> the setting that its prompts come from."""
 
 MOST_ROWS = MAX_EXTENTS[BATCH_SIZE]
 """Of a step."""
@@ -35,7 +43,7 @@ class Settings:
 
     Ragged requests have prompts of `prompt / 2` to `prompt * 3 / 2` tokens. `step_tokens` bounds
     the new tokens of a step, in every engine that has such a setting; artifacts keep to their
-    session's own where that is fewer.
+    session's own where that is fewer. A step has room for a token of each row in any case.
     """
 
     threads: int
@@ -87,7 +95,7 @@ QUICK: JsonObject = {
 class Case:
     """Prompts of `lengths` tokens together, `new_tokens` more of each, `repeats` times.
 
-    `prefills`: t(1) is the time of whole prompts.
+    `prefills`: t(1) is the time of whole prompts. `lead`: L of above.
     """
 
     name: str
@@ -96,6 +104,7 @@ class Case:
     new_tokens: int
     repeats: int
     prefills: bool = True
+    lead: int = 1
 
     @property
     def batch(self) -> int:
@@ -107,41 +116,54 @@ class Case:
         return sum(self.lengths) + self.batch * self.new_tokens
 
 
-def plan_cases(settings: Settings) -> list[Case]:
-    """Batches at the prompt's length, contexts at the largest batch, then the ragged requests."""
+def plan_cases(settings: Settings, step_tokens: int) -> list[Case]:
+    """Batches at the prompt's length, contexts at the largest batch, then the ragged requests.
+
+    `step_tokens`: new tokens of a step, in the engine that has the fewest.
+    """
     n, repeats, prompt = settings.new_tokens, settings.repeats, settings.prompt
-    prefills = not settings.prefix_caching
-    cases = [
-        Case(f"batch {b} x {prompt}", "batch", (prompt,) * b, n, repeats, prefills)
-        for b in dict.fromkeys(settings.batches)
-    ]
     most = max(settings.batches)
-    cases += [
-        Case(f"batch {most} x {context}", "context", (context,) * most, n, repeats, prefills)
-        for context in dict.fromkeys(settings.contexts)
-        if context != prompt
+    shapes: list[tuple[Kind, int, int]] = [
+        ("batch", b, prompt) for b in dict.fromkeys(settings.batches)
     ]
+    shapes += [("context", most, c) for c in dict.fromkeys(settings.contexts) if c != prompt]
+    cases = []
+    for kind, rows, length in shapes:
+        lead = lead_tokens(rows, length, max(step_tokens, rows))
+        name, lengths, new = f"batch {rows} x {length}", (length,) * rows, lead - 1 + n
+        cases.append(Case(name, kind, lengths, new, repeats, not settings.prefix_caching, lead))
     if settings.ragged:
         chosen = random.Random(f"{settings.seed} lengths")
-        lengths = [chosen.randint(prompt // 2, prompt * 3 // 2) for _ in range(settings.ragged)]
-        name = f"{settings.ragged} ragged"
-        cases.append(Case(name, "ragged", tuple(lengths), n, repeats))
+        least, longest = prompt // 2, prompt * 3 // 2
+        lengths = tuple(chosen.randint(least, longest) for _ in range(settings.ragged))
+        cases.append(Case(f"{settings.ragged} ragged", "ragged", lengths, n, repeats))
     return cases
 
 
-def check_lengths(settings: Settings, max_seq_len: int) -> None:
+def lead_tokens(rows: int, prompt: int, step_tokens: int) -> int:
+    """L of above, for `rows` prompts of `prompt` tokens; `step_tokens` are at least `rows`.
+
+    Prompts are computed in turn, next to a token of each row that has its first one.
+    """
+    tokens = steps = 0
+    for begun in range(rows):  # rows that have their first token
+        more = max(0, ceildiv((begun + 1) * prompt - tokens, step_tokens - begun))
+        tokens += more * (step_tokens - begun)
+        steps += more
+    return steps + 1 - ceildiv(prompt, step_tokens)
+
+
+def check_lengths(settings: Settings, cases: Sequence[Case], max_seq_len: int) -> None:
     """RequestError naming the setting whose prompts leave no room for the new tokens."""
-    ragged = settings.prompt * 3 // 2 if settings.ragged else 0
-    asked = {
-        "prompt": (settings.prompt, ""),
-        "context": (max(settings.contexts, default=0), ""),
-        "requests": (ragged, "ragged prompts of up to "),
-    }
-    for name, (tokens, what) in asked.items():
-        if tokens + settings.new_tokens > max_seq_len:
+    for case in cases:
+        name, what, tokens = NAMES[case.kind], "", max(case.lengths)
+        if case.kind == "ragged":
+            what, tokens = "ragged prompts of up to ", settings.prompt * 3 // 2
+        if tokens + case.new_tokens > max_seq_len:
+            early = f", {case.lead - 1} of them before all rows decode" if case.lead > 1 else ""
             raise RequestError(
                 f"{name}: expected at most {max_seq_len} tokens with the new ones (the model's "
-                f"max_seq_len), got {what}{tokens} + {settings.new_tokens}"
+                f"max_seq_len), got {what}{tokens} + {case.new_tokens}{early}"
             )
 
 

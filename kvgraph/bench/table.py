@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +11,7 @@ from rich.text import Text
 
 from kvgraph.bench.engines import EngineResult
 from kvgraph.bench.run import Report
+from kvgraph.plural import plural
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -32,7 +35,8 @@ def _figures(report: Report) -> Table:
     """A section for each kind of figure: its name, then a line for each engine."""
     s = report.plan.settings
     table = _table(
-        f"Tokens/s: median and best of {s.repeats}, {s.new_tokens} new tokens, {s.threads} threads"
+        f"Tokens/s: median and best of {s.repeats}, {s.new_tokens} new tokens, {s.threads} "
+        + plural("thread", s.threads)
     )
     table.add_column("engine", overflow="fold")
     table.add_column("weights", no_wrap=True)
@@ -118,14 +122,33 @@ def _footnotes(report: Report) -> list[str]:
     if readings[0].missing:
         lines.append(f"        {readings[0].missing}")
     before, after = report.loads
+    processors = (
+        "1 processor" if machine["processors"] == 1 else f"{machine['processors']} processors"
+    )
     lines.append(
-        f"{machine['processor']}, {report.plan.settings.threads} of {machine['processors']} "
-        f"processors, load average {before:.2f} before and {after:.2f} after"
+        f"{machine['processor']}, {report.plan.settings.threads} of {processors}, "
+        f"load average {before:.2f} before and {after:.2f} after"
     )
     if before > BUSY:
         lines.append("The machine was busy before the run: these figures are not its own.")
     if max(reads) > UNSTEADY * min(reads):
         lines.append("Its read limit moved during the run: compare engines with care.")
+    return lines + _doubts(report.results)
+
+
+def _doubts(results: Sequence[EngineResult]) -> list[str]:
+    """A line for each engine that agrees with the first of its class in no case's first token."""
+    lines = []
+    firsts: dict[str, tuple[str, dict[str, int]]] = {}
+    for result in results:
+        tokens = {name: case.first_ids[0] for name, case in result.cases.items() if case.first_ids}
+        other, theirs = firsts.setdefault(result.precision, (result.name, tokens))
+        shared = tokens.keys() & theirs.keys()
+        if shared and all(tokens[name] != theirs[name] for name in shared):
+            lines.append(
+                f"{result.name} has another first token than {other} in every case: they may not "
+                "run one model."
+            )
     return lines
 
 

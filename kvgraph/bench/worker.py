@@ -140,19 +140,22 @@ def measure(job: JsonObject, adapter: Any, say: Say) -> None:
 
 
 def time_case(generate: Generate, case: JsonObject, say: Say) -> JsonObject:
-    """Seconds of each repeat: t(1) (not of ragged requests) and t(N); the first row's first ids."""
-    prompts, count = case["prompts"], case["new_tokens"]
+    """Seconds of each repeat: t(1) and t(L) (not of ragged requests) and t(N); the first row's
+    first ids."""
+    prompts, lead, count = case["prompts"], case["lead"], case["new_tokens"]
     say("started", name=case["name"])
     generate(prompts, WARM_UP_TOKENS)
     one: list[float] = []
+    leads: list[float] = []
     all_of_them: list[float] = []
     ids: list[list[int]] = []
     for _ in range(case["repeats"]):
         if case["kind"] != "ragged":
             one.append(timed(generate, prompts, 1)[0])
+            leads.append(timed(generate, prompts, lead)[0] if lead > 1 else one[-1])
         seconds, ids = timed(generate, prompts, count)
         all_of_them.append(seconds)
-    return {"t1_s": one, "tn_s": all_of_them, "first_ids": ids[0][:8]}
+    return {"t1_s": one, "tl_s": leads, "tn_s": all_of_them, "first_ids": ids[0][:8]}
 
 
 def timed(

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -25,6 +25,8 @@ from kvgraph.cli import (
     worker,
 )
 from kvgraph.cli.console import stderr, stdout
+from kvgraph.cli.usage import UsageError, is_help, sentence
+from kvgraph.contract.files import NO_ROOM
 from kvgraph.errors import KVGraphError
 
 app = typer.Typer(
@@ -57,26 +59,55 @@ def main() -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning  # type: ignore[assignment]
-            app()
+            code: int | None = app(standalone_mode=False)
+    except UsageError as error:
+        if is_help(error):
+            typer.echo(error.message, err=True)
+        else:
+            stderr.print(f"kvgraph: {sentence(error)}", soft_wrap=True)
+        sys.exit(2)
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {_said(error)}", soft_wrap=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(code or 0)
 
 
 def _said(error: Exception) -> str:
-    """Its sentence; Python's own MemoryError has none."""
+    """Its sentence; Python's own errors of memory and of files have none."""
     if isinstance(error, MemoryError) and not str(error):
         return (
             "memory: expected enough for this command on this machine, got too little; "
             "give smaller sizes, or fewer at once"
         )
+    if isinstance(error, OSError) and not isinstance(error, KVGraphError):
+        if error.filename is not None:
+            path = os.fsdecode(error.filename)
+            return f"{path}: expected a path that can be used, got {error.strerror!r}"
+        if error.errno in NO_ROOM and _is_full(sys.stdout):
+            return f"stdout: expected to write all of it, got {error.strerror!r}"
     return str(error) or type(error).__name__
+
+
+def _is_full(stream: TextIO) -> bool:
+    """Whether no more can be written to it; what waits there is given up then."""
+    try:
+        stream.write("\n")
+        stream.flush()
+    except OSError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
+        return True
+    return False
 
 
 def _open_streams() -> None:
     """A stream that the shell has closed, as `>&-` does, gives nothing and takes all.
 
-    What the encoding of stdout or stderr does not have is written as a question mark.
+    What the encoding of stdout or stderr does not have is written as a question mark. The C locale
+    takes any bytes from stdin: they are read as UTF-8.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -84,6 +115,9 @@ def _open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and _refuses_text(stream):
             stream.reconfigure(errors="replace")
+    stdin = sys.stdin
+    if isinstance(stdin, TextIOWrapper) and stdin.errors == "surrogateescape":
+        stdin.reconfigure(encoding="utf-8", errors="strict")
 
 
 def _refuses_text(stream: TextIOWrapper) -> bool:

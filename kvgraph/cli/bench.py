@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -105,13 +106,21 @@ def bench(
         prefix_caching=prefix_caching,
     )
     _require_seconds(timeout)
+    if save is not None and plot is not None and os.path.realpath(save) == os.path.realpath(plot):
+        raise RequestError(f"--plot: expected another file than that of --save, got {plot}")
     if save is not None:
         require_replaceable(save, is_report, "an earlier report of kvgraph bench")
     if plot is not None:
         check_plot(plot)
     with terminable(), ExitStack() as stack:
         work = peer_models or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work.mkdir(parents=True, exist_ok=True)
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"--peer-models: expected a folder at {work}, or a place to make it, got "
+                f"{error.strerror!r}"
+            ) from error
         plan = make_plan(artifacts, settings, peers=peers or [], model=model, work=work)
         start = time.perf_counter()
         status = stack.enter_context(stderr.status(""))

@@ -11,6 +11,7 @@ import typer
 from kvgraph.bars import Bars
 from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import Json
+from kvgraph.plural import plural
 from kvgraph.progress import task
 from kvgraph.show import titled
 
@@ -60,7 +61,8 @@ def verify(folder: CacheFolder, json: Json = False) -> None:
     if json:
         print_json({"checked": checked, "damaged": damaged})
     else:
-        stdout.print(f"{folder}: {checked} pages, {damaged} damaged and removed", soft_wrap=True)
+        pages = plural("page", checked)
+        stdout.print(f"{folder}: {checked} {pages}, {damaged} damaged and removed", soft_wrap=True)
     if damaged:
         raise typer.Exit(1)
 
@@ -74,4 +76,4 @@ def clear(folder: CacheFolder, json: Json = False) -> None:
     if json:
         print_json({"removed": removed})
     else:
-        stdout.print(f"{folder}: {removed} pages removed", soft_wrap=True)
+        stdout.print(f"{folder}: {removed} {plural('page', removed)} removed", soft_wrap=True)

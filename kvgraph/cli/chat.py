@@ -24,6 +24,7 @@ from kvgraph.cli.options import (
 )
 from kvgraph.cli.ranks import follows
 from kvgraph.errors import KVGraphError, RequestError
+from kvgraph.plural import plural
 
 if TYPE_CHECKING:
     from kvgraph.runtime.engine import Engine
@@ -138,7 +139,8 @@ class Talk:
         self.messages = [*asked, {"role": "assistant", "content": said}]
         if self.is_live:
             count, seconds = self.engine.generated_tokens - before, time.perf_counter() - start
-            stderr.print(f"{count} tokens, {count / seconds:.1f} tokens/s", style="dim")
+            tokens = plural("token", count)
+            stderr.print(f"{count} {tokens}, {count / seconds:.1f} tokens/s", style="dim")
 
     def _sampling_of(self, prompt: list[int]) -> SamplingParams:
         """With as many tokens as fit; a prompt that has no room is refused by the engine."""
@@ -160,6 +162,9 @@ def _typed() -> Iterator[str]:
         except EOFError:
             sys.stdout.write("\n")
             return
+        except UnicodeDecodeError as error:
+            stderr.print(f"kvgraph: {_not_text(error)}", soft_wrap=True)
+            continue
         yield line
 
 
@@ -168,4 +173,8 @@ def _piped() -> Iterator[str]:
         for line in sys.stdin:
             yield line.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise RequestError(f"stdin: expected text in UTF-8, got {error}") from error
+        raise RequestError(_not_text(error)) from error
+
+
+def _not_text(error: UnicodeDecodeError) -> str:
+    return f"stdin: expected text in UTF-8, got {error}"

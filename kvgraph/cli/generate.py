@@ -33,6 +33,7 @@ from kvgraph.cli.options import (
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.plain import to_plain
 from kvgraph.errors import GenerationError
+from kvgraph.plural import plural
 from kvgraph.progress import task
 
 if TYPE_CHECKING:
@@ -134,13 +135,14 @@ def _write(engine: Engine, prompt: str | list[int], sampling: SamplingParams) ->
     sys.stdout.flush()
     cached, first = engine.stats().cached_tokens, times[1] - times[0]
     stderr.print(
-        f"prompt: {length} tokens, {cached} cached, {first:.2f} s "
+        f"prompt: {length} {plural('token', length)}, {cached} cached, {first:.2f} s "
         f"({(length - cached) / first:.1f} tokens/s)",
         highlight=False,
     )
     count, seconds = len(times) - 1, times[-1] - times[1]
     rate = f" ({(count - 1) / seconds:.1f} tokens/s)" if count > 1 else ""
-    stderr.print(f"generated: {count} tokens, {seconds:.2f} s{rate}", highlight=False)
+    tokens = plural("token", count)
+    stderr.print(f"generated: {count} {tokens}, {seconds:.2f} s{rate}", highlight=False)
 
 
 def _tokens(engine: Engine, prompt_length: int) -> Iterator[Token]:

@@ -12,6 +12,7 @@ from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import CacheDtypeOption, DtypeOption, Json, PageSize, WeightsOption
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.sizes import parse_bytes, size_text
+from kvgraph.plural import plural
 
 if TYPE_CHECKING:
     from kvgraph.compiler.reserve import Reserve
@@ -79,10 +80,14 @@ def plan(
         rows[f"weights read by a step of {named} rows"] = "; about ".join(read)
     for leaf, pages in made.pages.items():
         name = f" ({leaf})" if leaf else ""
-        rows[f"bytes per page of {made.page_size} tokens{name}"] = f"{made.bytes_per_page[leaf]:,}"
+        tokens = plural("token", made.page_size)
+        rows[f"bytes per page of {made.page_size} {tokens}{name}"] = (
+            f"{made.bytes_per_page[leaf]:,}"
+        )
         rows[f"pages{name}"] = f"{pages:,}"
+    tokens = plural("token", made.max_seq_len)
     rows |= {
-        f"concurrent requests of {made.max_seq_len:,} tokens": f"{made.concurrent_requests:,}",
+        f"concurrent requests of {made.max_seq_len:,} {tokens}": f"{made.concurrent_requests:,}",
         "longest context of one request": f"{made.longest_context:,}",
     }
     for name, value in rows.items():
@@ -97,7 +102,8 @@ def _reserved(reserve: Reserve) -> str:
     """How the reserve is computed."""
     experts = f"; experts: {size_text(reserve.experts_bytes)}" if reserve.experts_bytes else ""
     return (
-        f"Largest step: {reserve.tokens:,} tokens with {reserve.values_per_token:,} values each, "
-        f"and {reserve.rows:,} rows of {reserve.logits_per_row:,} logits in float32{experts}. "
+        f"Largest step: {reserve.tokens:,} {plural('token', reserve.tokens)} with "
+        f"{reserve.values_per_token:,} values each, and {reserve.rows:,} "
+        f"{plural('row', reserve.rows)} of {reserve.logits_per_row:,} logits in float32{experts}. "
         "The graph itself is not counted."
     )

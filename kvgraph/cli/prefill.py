@@ -12,6 +12,7 @@ from kvgraph.cli.options import ArtifactFolder, Json, NumPages, Threads, Verify,
 from kvgraph.cli.ranks import follows
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
+from kvgraph.plural import plural
 
 
 def prefill(
@@ -52,8 +53,9 @@ def prefill(
     if json:
         print_json(figures)
         return
+    tokens, pages = len(written.tokens), len(written.pages)
     stdout.print(
-        f"{output}: {len(written.tokens)} tokens, {len(written.pages)} pages, "
+        f"{output}: {tokens} {plural('token', tokens)}, {pages} {plural('page', pages)}, "
         f"{size_text(written.nbytes)}",
         soft_wrap=True,
     )

@@ -14,6 +14,7 @@ from kvgraph.cli.console import print_json, stdout, summary, terminable, working
 from kvgraph.cli.options import ArtifactFolder, Json
 from kvgraph.contract.sizes import size_text
 from kvgraph.errors import RequestError
+from kvgraph.plural import plural
 from kvgraph.progress import task
 from kvgraph.show import ratio, titled
 
@@ -44,7 +45,8 @@ def verify(
         manifest = verify_artifact(artifact).manifest
     size = size_text(sum(entry.size for entry in manifest.files.values()))
     if not json:
-        stdout.print(f"{artifact}: intact: {len(manifest.files)} files, {size}", soft_wrap=True)
+        count = len(manifest.files)
+        stdout.print(f"{artifact}: intact: {count} {plural('file', count)}, {size}", soft_wrap=True)
     ran = _execute(artifact) if execute else []
     if record:
         from kvgraph.kernels.execute import record as keep
@@ -88,9 +90,8 @@ def _show(ran: list[Ran]) -> None:
 
 
 def _table(arch: str, kernels: dict[str, list[Ran]]) -> Table:
-    table = titled(
-        f"{arch}: {len(kernels)} kernels are right, as PTX (sectors, conflicts: times ideal)"
-    )
+    right = "1 kernel is" if len(kernels) == 1 else f"{len(kernels)} kernels are"
+    table = titled(f"{arch}: {right} right, as PTX (sectors, conflicts: times ideal)")
     table.padding = (0, 1)
     table.add_column("kernel", no_wrap=True)
     for column in ("steps", "error", "limit", "sectors", "conflicts"):

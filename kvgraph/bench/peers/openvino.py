@@ -38,7 +38,7 @@ def load(job: JsonObject) -> tuple[Any, JsonObject]:
     hint = "f32" if job["precision"] == "fp32" else "bf16"
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = job["cache_bytes"] * 5 // 4 // GIB + 1
-    scheduler.max_num_batched_tokens = job["step_tokens"]
+    scheduler.max_num_batched_tokens = max(job["step_tokens"], len(job["rows"]))
     scheduler.max_num_seqs = len(job["rows"])
     scheduler.enable_prefix_caching = job["prefix_caching"]
     scheduler.dynamic_split_fuse = True
