@@ -73,8 +73,9 @@ def test_rows_have_more_tokens_until_all_of_them_decode(
 def test_prompts_that_are_computed_once() -> None:
     """Prefix caching leaves decode alone to measure: no prefill figure, no ragged case."""
     settings = Settings(threads=1, prompt=64, batches=(2,), contexts=(32,), prefix_caching=True)
-    cases = plan_cases(settings, 4096)
+    cases = plan_cases(settings, 64)
     assert [case.name for case in cases] == ["batch 2 x 64", "batch 2 x 32"]
+    assert [case.lead for case in cases] == [1, 1]
     t = CaseResult([1.0], [1.0], [3.0])
     engine = EngineResult("a", True, "bf16", cases={case.name: t for case in cases})
     figures = make_figures(cases, [engine], {}, [])

@@ -129,7 +129,8 @@ def plan_cases(settings: Settings, step_tokens: int) -> list[Case]:
     shapes += [("context", most, c) for c in dict.fromkeys(settings.contexts) if c != prompt]
     cases = []
     for kind, rows, length in shapes:
-        lead = lead_tokens(rows, length, max(step_tokens, rows))
+        computed = 1 if settings.prefix_caching else length  # tokens of each prompt
+        lead = lead_tokens(rows, computed, max(step_tokens, rows))
         name, lengths, new = f"batch {rows} x {length}", (length,) * rows, lead - 1 + n
         cases.append(Case(name, kind, lengths, new, repeats, not settings.prefix_caching, lead))
     if settings.ragged:
