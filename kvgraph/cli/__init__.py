@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import stat
 import sys
 import warnings
 from io import TextIOWrapper
@@ -69,6 +70,8 @@ def main() -> None:
     except (KVGraphError, OSError, MemoryError) as error:
         stderr.print(f"kvgraph: {_said(error)}", soft_wrap=True)
         sys.exit(2)
+    except typer.Abort:
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(code or 0)
@@ -91,8 +94,11 @@ def _said(error: Exception) -> str:
 
 
 def _is_full(stream: TextIO) -> bool:
-    """Whether no more can be written to it; what waits there is given up then."""
+    """Whether it is a file, or a device, to which no more can be written; what waits there is given
+    up then."""
     try:
+        if stream.isatty() or stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+            return False
         stream.write("\n")
         stream.flush()
     except OSError:

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import DeviceLostError, GenerationError, RankError, RequestError
-from kvgraph.runtime.arguments import instance
+from kvgraph.runtime.arguments import instance, optional_integer
+from kvgraph.runtime.building import Building
 from kvgraph.runtime.engine import Engine
 from kvgraph.runtime.sampling import SamplingParams, Token
 from kvgraph.runtime.scheduler import Request
@@ -65,11 +66,12 @@ class AsyncEngine:
         """Cancelled requests of which a step's tokens may still come."""
         self._calls: set[Future[Any]] = set()
         self._ids = itertools.count()
-        self._compiling = asyncio.Lock()
+        self._building = Building()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
         self._is_closed = False  # no submission from here on: said by a task
         self._is_stopped = False  # no step from here on: said in the thread
+        self._ended: Future[None] = Future()  # the thread
         self._failure: BaseException | None = None  # what ended the thread, if not `close`
         self._at_exit = partial(_end_thread, weakref.ref(self))
 
@@ -79,6 +81,10 @@ class AsyncEngine:
         """Hand the engine to its thread. RequestError if that has happened."""
         if self._thread is not None or self.engine._is_shared:
             raise RequestError("AsyncEngine.start: expected one start of an engine, got a second")
+        if self._is_closed:
+            raise RequestError(
+                "AsyncEngine.start: expected an engine that is open, got a closed one"
+            )
         self.engine._is_shared = True
         self._loop = asyncio.get_running_loop()
         self._thread = Thread(target=self._run, name="kvgraph-engine", daemon=True)
@@ -91,12 +97,14 @@ class AsyncEngine:
         for stream in list(self._streams.values()):
             stream.cancel()
             why = f"request {stream.request_id!r}: the engine was closed"
-            stream.give([failed(stream.request_id, why)])
+            self._give(stream, [failed(stream.request_id, why)])
+        self._building.close()
         if self._thread is None:
             self.engine.close()
         else:
             self._inbox.put(self._stop)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.wrap_future(self._ended)
+            self._thread.join()
             atexit.unregister(self._at_exit)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -140,11 +148,14 @@ class AsyncEngine:
         if request_id is None:
             request_id = f"async-{next(self._ids)}"
         instance("request_id", request_id, str, "text")
+        most_unread = optional_integer("most_unread", most_unread, 0)
+        if news is not None:
+            instance("news", news, asyncio.Event, "an asyncio.Event")
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            prompt = await asyncio.to_thread(self.engine.tokenize, prompt)
+            prompt = await self._building.run(partial(self.engine.tokenize, prompt))
         given = request_id, prompt, sampling, cache_salt
         if isinstance(sampling, SamplingParams) and sampling.grammar is not None:
-            request = await self._compiled(partial(self.engine._builder.request, *given))
+            request = await self._building.run_alone(partial(self.engine._builder.request, *given))
         else:
             request = self.engine._builder.request(*given)
         while (leaving := self._leaving.get(request_id)) is not None:
@@ -213,14 +224,6 @@ class AsyncEngine:
         self._inbox.put(run)
         return await asyncio.wrap_future(found)
 
-    async def _compiled(self, build: Callable[[], Request]) -> Request:
-        """One at a time, as an engine keeps what it has compiled: the thread of one whose caller
-        has left runs on."""
-        await self._compiling.acquire()
-        building = asyncio.ensure_future(asyncio.to_thread(build))
-        building.add_done_callback(lambda done: self._compiling.release())
-        return await asyncio.shield(building)
-
     def _require_running(self, call: str) -> None:
         if self._thread is None or self._is_closed or self._is_stopped:
             said = f"AsyncEngine.{call}: expected a running engine, got a stopped one"
@@ -253,7 +256,7 @@ class AsyncEngine:
         """The thread has ended: nobody waits for what it would have done."""
         for request_id, stream in list(self._streams.items()):
             del self._streams[request_id]
-            stream.give([failed(request_id, f"request {request_id!r}: {why}")])
+            self._give(stream, [failed(request_id, f"request {request_id!r}: {why}")])
         for request_id in list(self._leaving):
             self._left(request_id)
         for call in list(self._calls):
@@ -271,7 +274,16 @@ class AsyncEngine:
             if (stream := self._streams.get(request_id)) is not None:
                 if mine[-1].finish_reason:
                     del self._streams[request_id]
-                stream.give(mine)
+                self._give(stream, mine)
+
+    def _give(self, stream: TokenStream, tokens: list[Token]) -> None:
+        """What a stream's `watch` raises is told to the loop, and costs no other stream a token."""
+        assert self._loop is not None
+        try:
+            stream.give(tokens)
+        except Exception as error:
+            message = f"request {stream.request_id!r}: its watch failed"
+            self._loop.call_exception_handler({"message": message, "exception": error})
 
     # -- in the engine's thread
 
@@ -281,6 +293,13 @@ class AsyncEngine:
         What else raises than a step, as `after_step` may, ends the thread and all requests; so
         does a rank or a device that is lost.
         """
+        try:
+            with self.engine._turns.owned():
+                self._run_owned()
+        finally:
+            self._ended.set_result(None)
+
+    def _run_owned(self) -> None:
         try:
             self._step_until_stopped()
         except BaseException as error:

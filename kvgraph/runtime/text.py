@@ -107,11 +107,9 @@ class TextStream:
         self.begin()
         if self.stops is not None:
             self.stops.rewind()
-        first = self._first_seen(context)
-        tokens = context.tokens[first:].tolist()
-        split = self._prompt_length - first
-        self._read_prompt(tokens[:split])
-        for count, token in enumerate(tokens[split:], 1):
+        first, end = self._seen(context)
+        self._read_prompt(context.tokens[first:end].tolist())
+        for count, token in enumerate(context.tokens[self._prompt_length :].tolist(), 1):
             piece = self.step(token)
             if self.stops is not None:
                 self.stops.step(piece, count)
@@ -142,19 +140,20 @@ class TextStream:
         lost = self.pending or REPLACEMENT
         return lost + (self.decoder.step(self.tokenizer, token) or "")
 
-    def _first_seen(self, context: TextContext) -> int:
-        """Where the decoder begins: not within a character, since bytes (`<0xE6>`) that are none
+    def _seen(self, context: TextContext) -> tuple[int, int]:
+        """The prompt's tokens that the decoder sees: the last ones that have a text, as special
+        ones have none. They do not begin within a character, since bytes (`<0xE6>`) that are none
         spoil all those behind them."""
-        first, text = self._prompt_length, ""
-        while first > 0 and not text:  # special tokens have none
-            last, first = first, max(0, first - SEEN_BY_DECODER)
-            text = self.tokenizer.decode(context.tokens[first:last].tolist())
+        first, end, text = self._prompt_length, self._prompt_length, ""
+        while first > 0 and not text:
+            first, end = max(0, first - SEEN_BY_DECODER), first
+            text = self.tokenizer.decode(context.tokens[first:end].tolist())
         for at in range(first, max(-1, first - MOST_CHARACTER_BYTES), -1):
             token = int(context.tokens[at])
             byte = BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(token) or "")
             if byte is None or int(byte[1], 16) & 0xC0 != 0x80:
-                return at
-        return first
+                return at, end
+        return first, end
 
     def _read_prompt(self, seen: Sequence[int]) -> None:
         """Its tokens from the first that the decoder sees."""

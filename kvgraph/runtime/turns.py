@@ -6,7 +6,8 @@ a `try` takes the turn, and a `finally` without any call gives it back: no inter
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from threading import get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -15,6 +16,9 @@ from kvgraph.errors import RequestError
 
 Call = tuple[str, int]
 """A running call, known by its identity: its name, and the thread that made it."""
+
+OWNED = "AsyncEngine"
+"""Name of the call that has the turn for as long as an AsyncEngine runs."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,9 +50,24 @@ class Turns:
         attributes: dict[str, Call] = self.__dict__
         self.take = partial(attributes.setdefault, "running")
 
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Calls of this thread alone, which runs the engine for others."""
+        own, take = get_ident(), self.take
+        self.take = lambda call: take(call) if call[1] == own else (OWNED, own)
+        try:
+            yield
+        finally:
+            self.take = take
+
     def overlap(self, call: Call, running: Call) -> RequestError:
         """The refusal of `call` while another one runs, which may be of the same thread."""
         name, thread = running
+        if name == OWNED:
+            return RequestError(
+                f"{self._owner}.{call[0]}: expected no call while an AsyncEngine runs the engine, "
+                "got one; use its own methods, or `await AsyncEngine.call(...)`"
+            )
         other = "the same" if thread == call[1] else "another"
         return RequestError(
             f"{self._owner}.{call[0]}: expected one call at a time, got one while `{name}` of "

@@ -354,5 +354,6 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    log_answer(request.url.path, 499)
+    if "is_refused" not in request.scope["state"]:  # by the connection
+        log_answer(request.url.path, 499)
     return Response(status_code=499)

@@ -149,7 +149,10 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, "request: expected one in HTTP/1.1, got what is none")
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """Before there is a request, or where the rest of one cannot be read."""
+        """Before there is a request, or where the rest of one cannot be read: this is its line of
+        the log then."""
+        if self.cycle is not None:
+            self.cycle.scope["state"]["is_refused"] = True
         body = error_body(status, sentence)
         fields = [
             *self.server_state.default_headers,

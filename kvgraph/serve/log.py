@@ -49,10 +49,14 @@ class LinesOfOthers(logging.Handler):
     """What libraries log, as lines of JSON too."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = record.getMessage().strip()
+        except Exception:  # arguments that its text has no place for: a library's mistake
+            message = str(record.msg)
         line: dict[str, object] = {
             "time": round(record.created, 3),
             "event": record.levelname.lower(),
-            "message": record.getMessage().strip(),
+            "message": message,
         }
         if record.exc_info:
             line["traceback"] = logging.Formatter().formatException(record.exc_info)

@@ -11,8 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -45,7 +45,6 @@ def serve(
     """
     listening = listen(host, port)
     share_python()
-    logging.getLogger().addHandler(LinesOfOthers())
     service = EngineService(name, make, options)
     config = uvicorn.Config(
         make_app(service),
@@ -59,13 +58,23 @@ def serve(
         server_header=False,
     )
     write_line({"event": "listening", "url": url_of(*listening.getsockname()[:2])})
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with _others_in_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(config, service).main(listening))
     if is_making():  # it may hold locks that Python's own end would wait for
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(0)
+
+
+@contextmanager
+def _others_in_lines() -> Iterator[None]:
+    lines = LinesOfOthers()
+    logging.getLogger().addHandler(lines)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(lines)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -158,6 +158,7 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
         ({"llama__embedding_scale": 12.0}, "llama.embedding_scale: expected 1, got 12.0; compile"),
         ({"llama__residual_scale": 0.5}, "llama.residual_scale: expected 1, got 0.5; compile the"),
         ({"llama__logit_scale": 8.0}, "llama.logit_scale: expected 1, got 8.0; compile the check"),
+        ({"llama__attention__causal": False}, "attention.causal: expected 1, got False; compile"),
         ({"llama__attention__sliding_window": 8}, "sliding_window: expected none, got 8; compile"),
     ],
 )

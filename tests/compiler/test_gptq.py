@@ -101,3 +101,15 @@ def test_an_index_that_was_never_filled(mixed: tuple[Path, Path]) -> None:
     say(folder, group_size=64)
     with pytest.raises(UnsupportedError, match=f"{DOWN}.g_idx: expected one, for groups of 64, go"):
         state(folder)
+
+
+def test_an_index_that_act_order_needs(mixed: tuple[Path, Path]) -> None:
+    """Without it groups would be in order."""
+    folder, _ = mixed
+    say(folder, desc_act=True)
+    state(folder)
+    change(folder, lambda t: t.pop(f"{DOWN}.g_idx"))
+    with pytest.raises(UnsupportedError, match=f"{DOWN}.g_idx: expected one, as desc_act says, g"):
+        state(folder)
+    say(folder, static_groups=True)
+    state(folder)

@@ -262,6 +262,27 @@ def require_groups_out_of_order(
         assert torch.equal(found[name], weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_zero_points_that_are_not_packed(
+    dtype: torch.dtype, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their shape says so: the package writes int32 where `zp_dtype` asks for it."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    def unpack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_zero_point")]:
+            shape = tensors[name.replace("zero_point", "scale")].shape
+            tensors[name] = (
+                unpack_from_int32(tensors[name], 4, shape, packed_dim=0).to(dtype).contiguous()
+            )
+
+    folder = quantized.make("w4a16-zero-points", plain("llama"), tmp_path / "packed")
+    expected, found = changed(folder, lambda tensors: None), changed(folder, unpack)
+    assert any(name.endswith("down_proj.weight") for name in expected)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight)
+
+
 def test_bytes_in_groups_out_of_order(plain: Callable[[str], Path], tmp_path: Path) -> None:
     folder = quantized.make("w8a8", plain("llama"), tmp_path / "packed")
     require_groups_out_of_order(folder, lambda inputs: torch.randperm(inputs) % 2)

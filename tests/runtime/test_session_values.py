@@ -67,7 +67,7 @@ def test_memory_that_is_not_what_its_buffer_says(
 
 def test_a_buffer_of_another_device(step: Step) -> None:
     session, inputs, record = step
-    pool = np.asarray(record[0])[:2].copy()  # other shapes are compared again
+    pool = np.asarray(record[0]).copy()
     other = Buffer(record[0].dtype, pool.shape, virtual_devices("cuda:sm_90")[0].logical, pool)
     with pytest.raises(BindingError, match=r"^kv_blocks: expected memory on cpu:0, got .* cuda:0$"):
         session.run(inputs, record.unflatten([other, *record[1:]]))  # type: ignore[misc]

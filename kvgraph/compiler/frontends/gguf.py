@@ -220,6 +220,7 @@ def _require_plain(path: Path, reader: GGUFReader, kind: str, width: int, contex
         ("rope.dimension_count", width),
         ("rope.scaling.attn_factor", 1),
         ("attention.scale", width**-0.5),
+        ("attention.causal", 1),
         ("embedding_scale", 1),
         ("residual_scale", 1),
         ("logit_scale", 1),

@@ -169,7 +169,8 @@ class _Integers(Integers):
         if self._zeros is None:
             return None
         found = self._zeros.read()
-        if self._is_packed(self._zeros):
+        words = -(-self.shape[0] * self._stored_bits // 32), self._groups
+        if self._is_packed(self._zeros) and self._zeros.shape == words:
             return -self._unpacked(found.T.contiguous()).T[: self.shape[0]]
         return -found.int().reshape(-1, self._groups).expand(self.shape[0], -1)
 

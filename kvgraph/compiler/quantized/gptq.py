@@ -42,6 +42,9 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
     found: dict[str, Values] = {}
     for stem in list(parts.stems(".qweight")):
         found[f"{stem}.weight"] = weight = _weight(parts, stem, bits, LESS[form])
+        is_ordered = config.get("desc_act") and not config.get("static_groups")
+        if is_ordered and weight._groups > 1 and parts.find(f"{stem}.g_idx") is None:
+            raise parts.refuse(f"{stem}.g_idx", "one, as desc_act says", "none")
         if all(map(weight.has_uneven_groups, sizes)):
             raise parts.refuse(f"{stem}.g_idx", f"one, for groups of {size}", "none")
     return found

@@ -52,7 +52,7 @@ class Session(ABC):
         self.artifact = artifact
         self.signature = artifact.signature
         self._vocab = artifact.manifest.model.vocab_size
-        self._checked: list[tuple[Any, tuple[int, ...]]] = []
+        self._checked: list[tuple[object, ...]] = []
         self._turns = Turns("Session")
         self._has_ended = True  # the last run: False where it raised
 
@@ -159,7 +159,10 @@ class Session(ABC):
         """BindingError unless dtypes and shapes fit, those of values and of the memory that they
         hold; where both are the last step's, they are not compared again."""
         try:
-            kinds = [(each.dtype, each.shape) for each in (*values, *arrays)]
+            kinds: list[tuple[object, ...]] = [
+                (x.dtype, x.shape, getattr(x, "device", None)) for x in values
+            ]
+            kinds += [(x.dtype, x.shape, type(x)) for x in arrays]
         except AttributeError:
             kinds = []
         if not kinds or kinds != self._checked:
@@ -176,7 +179,8 @@ class Session(ABC):
             raise _no_array(symbol, value)
         if array is None:
             raise _no_memory(symbol)
-        if not isinstance(array, (np.ndarray, self.memory)):
+        on_host = () if symbol.kind == "buffer" else (np.ndarray,)
+        if not isinstance(array, (self.memory, *on_host)):
             raise _no_array(symbol, array)
 
     def synchronize(self) -> None:
