@@ -179,9 +179,14 @@ class Session(ABC):
             raise _no_array(symbol, value)
         if array is None:
             raise _no_memory(symbol)
-        on_host = () if symbol.kind == "buffer" else (np.ndarray,)
-        if not isinstance(array, (self.memory, *on_host)):
+        if isinstance(array, self.memory):
+            return
+        if not isinstance(array, np.ndarray):
             raise _no_array(symbol, array)
+        if symbol.kind == "buffer":  # on a device
+            raise BindingError(
+                f"{symbol.name}: expected memory that this session allocated, got ndarray"
+            )
 
     def synchronize(self) -> None:
         """After a run that raised: wait until nothing of it is on its way on a device any more.
