@@ -122,12 +122,11 @@ def _footnotes(report: Report) -> list[str]:
     if readings[0].missing:
         lines.append(f"        {readings[0].missing}")
     before, after = report.loads
-    processors = (
-        "1 processor" if machine["processors"] == 1 else f"{machine['processors']} processors"
-    )
+    count = machine["processors"]
+    assert isinstance(count, int)
     lines.append(
-        f"{machine['processor']}, {report.plan.settings.threads} of {processors}, "
-        f"load average {before:.2f} before and {after:.2f} after"
+        f"{machine['processor']}, {report.plan.settings.threads} of {count} "
+        f"{plural('processor', count)}, load average {before:.2f} before and {after:.2f} after"
     )
     if before > BUSY:
         lines.append("The machine was busy before the run: these figures are not its own.")

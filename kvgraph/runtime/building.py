@@ -29,7 +29,7 @@ class Building:
         def release(done: asyncio.Future[T]) -> None:
             self._compiling.release()
             if not done.cancelled():
-                done.exception()  # its caller may have left: nobody else asks
+                done.exception()  # its caller may have left, and would not read it
 
         running.add_done_callback(release)
         return await asyncio.shield(running)
