@@ -22,7 +22,7 @@ from kvgraph.errors import KernelError
 from kvgraph.kernels import aot
 from kvgraph.kernels.aot import Compiled
 from kvgraph.kernels.experts_plan import ExpertsShape
-from kvgraph.kernels.linear_plan import LinearShape
+from kvgraph.kernels.linear_plan import LinearShape, roles_of
 from kvgraph.kernels.matrix_tiles import ROLES
 from kvgraph.kernels.matrix_trials import experts_trial, linear_trial
 from kvgraph.kernels.run_ptx import run_plan
@@ -37,19 +37,22 @@ WEIGHTS = ("up", "down", "weight")
 
 
 def steps(arch: str) -> Iterator[tuple[str, dict[str, Trial]]]:
-    """A layer, and its steps by the role of their tiles: one row of few, as many as a tile of many
-    has."""
+    """A layer, and its steps by the role of their tiles: one row, the rest of a tile is empty."""
     for bits in (0, 8, 4):
-        experts = replace(QWEN3_30B, bits=bits)
-        found = {role: experts_trial(experts, arch, role, rows=1) for role in ROLES}
-        yield f"experts, {bits or 16} bits", found
+        yield f"experts, {bits or 16} bits", _of_experts(replace(QWEN3_30B, bits=bits), arch)
     for bits in (8, 4):
-        linear = replace(LLAMA_8B, bits=bits)
-        yield f"q, k, v, {bits} bits", {r: linear_trial(linear, arch, r, rows=1) for r in ROLES}
+        yield f"q, k, v, {bits} bits", _of_linear(replace(LLAMA_8B, bits=bits), arch)
     mxfp4 = replace(QWEN3_30B, bits=4, group=32, codes=E2M1)
-    yield "experts, MXFP4", {r: experts_trial(mxfp4, arch, r, rows=1) for r in ROLES}
-    fp8 = replace(LLAMA_8B, bits=8, group=128, codes=E4M3)
-    yield "q, k, v, FP8", {r: linear_trial(fp8, arch, r, rows=1) for r in ROLES}
+    yield "experts, MXFP4", _of_experts(mxfp4, arch)
+    yield "q, k, v, FP8", _of_linear(replace(LLAMA_8B, bits=8, group=128, codes=E4M3), arch)
+
+
+def _of_experts(shape: ExpertsShape, arch: str) -> dict[str, Trial]:
+    return {role: experts_trial(shape, arch, role, rows=1) for role in ROLES}
+
+
+def _of_linear(shape: LinearShape, arch: str) -> dict[str, Trial]:
+    return {role: linear_trial(shape, arch, role, rows=1) for role in roles_of(shape, arch)}
 
 
 def compiled(trial: Trial, arch: str) -> dict[Variant, Compiled]:
@@ -93,8 +96,8 @@ def main() -> int:
             made = {role: compiled(trial, arch) for role, trial in by_role.items()}
             weights, sectors, ways = counted(by_role["few"], made["few"])
             taken = []
-            for role in ROLES:
-                used = [one.resources for v, one in made[role].items() if v.role]
+            for role, kernels in made.items():
+                used = [one.resources for v, one in kernels.items() if v.role]
                 registers, shared = max(u.registers for u in used), max(u.shared for u in used)
                 taken.append(f"{role} {registers}, {shared / 1024:.0f}")
             print(

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import KernelError, MissingDependencyError
-from kvgraph.kernels import shapes, variants
+from kvgraph.kernels import sass, shapes, variants
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Constant, Parameter, Variant
 from kvgraph.progress import task
@@ -33,6 +33,9 @@ HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
 
 MOST_REGISTERS, SPILL_STEP = 255, 16
 """Of a thread; and how many more than the assembler chose a kernel gets that spills."""
+
+ASYNCHRONOUS = "wgmma.mma_async"
+"""In PTX: a product that reads registers until it is waited for."""
 
 REGISTERS, REGISTER_UNIT = 65536, 8
 """Of a multiprocessor, which one block may take; and a thread has a multiple of so many."""
@@ -156,7 +159,18 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
             f"shared memory, got {metadata.shared}"
         )
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    if ASYNCHRONOUS in ptx:
+        code = sass.read(cubin, triton.knobs.nvidia.cuobjdump.path)
+        _require_kept(sass.written_while_read(code), f"{variant.name} for {arch}")
     return Compiled(variant, arch, metadata.name, cubin, ptx, used, seconds)
+
+
+def _require_kept(written: list[str], kernel: str) -> None:
+    if written:
+        raise KernelError(
+            f"{kernel}: expected registers that stay as they are while a product reads them, got "
+            f"{written[0]!r} before the wait for it; report the model and Triton's version"
+        )
 
 
 def _without_spills(

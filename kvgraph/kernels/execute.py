@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +43,7 @@ UNITS = ("rms_norm", "silu_mul", "route", "increment_cache_lengths")
 EXPERTS = "experts_down"
 """What stands for all kernels of a mixture of experts."""
 LINEAR = "quantized_linear"
+"""Its kernel of few rows stands for all of a linear layer."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,10 @@ def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
             tasks += [(folder, name, trial) for trial in trials.rows_of(page_size)]
         elif kernel.variant.kernel.name in UNITS:
             tasks += [(folder, name, "one row"), (folder, name, "rows")]
-        elif kernel.variant.kernel.name in (EXPERTS, LINEAR):
+        elif kernel.variant.kernel.name == EXPERTS:
             tasks.append((folder, name, kernel.variant.role))
+        elif kernel.variant.kernel.name == LINEAR and kernel.variant.role == "few":
+            tasks += [(folder, name, trial) for trial in _linear_trials(kernel)]
     return tasks
 
 
@@ -249,9 +252,13 @@ def _trials(kernel: Packed, which: str, known: Mapping[str, Packed]) -> Iterator
         for shape in matrix_trials.experts_shapes(variant, others):
             yield matrix_trials.experts_trial(shape, kernel.arch, which)
     elif variant.kernel.name == LINEAR:
-        yield matrix_trials.linear_trial(matrix_trials.linear_shape(variant), kernel.arch, which)
+        yield _linear_trials(kernel)[which]()
     else:
         yield _trial(kernel, which)
+
+
+def _linear_trials(kernel: Packed) -> dict[str, Callable[[], Trial]]:
+    return matrix_trials.linear_trials(matrix_trials.linear_shape(kernel.variant), kernel.arch)
 
 
 def _trial(kernel: Packed, which: str) -> Trial:

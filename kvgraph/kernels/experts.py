@@ -120,7 +120,7 @@ def experts_up(
         up, up_scales, up_group_bytes, expert, IN, OUT, BITS, GROUP, BLOCK_K
     )
     both_NM = product(
-        x, row_M, live_M, weight, scales, group_bytes, n_N, in_features, IN, OUT, BITS, GROUP,
+        x, row_M, live_M, weight, scales, group_bytes, n_N, 0, in_features, IN, OUT, BITS, GROUP,
         CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
     )  # fmt: skip
     if up_bias is not None:
@@ -171,7 +171,7 @@ def experts_down(
         down, down_scales, down_group_bytes, expert, INNER, IN, BITS, GROUP, BLOCK_K
     )
     part_NM = product(
-        inner, at_M, live_M, weight, scales, group_bytes, n_N, inner_features, INNER, IN, BITS,
+        inner, at_M, live_M, weight, scales, group_bytes, n_N, 0, inner_features, INNER, IN, BITS,
         GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
     )  # fmt: skip
     if down_bias is not None:

@@ -1,10 +1,10 @@
-"""Tiles of matrix products with a weight: few rows or many.
+"""Tiles of matrix products with a weight, by the rows that meet it.
 
 The rule is the mean number of rows that meet one weight, an upper bound that the host knows. Tiles
 of few rows have as many as a tensor core takes at least, and what counts is how many bytes of
-weights are on their way; those of many rows have four times as many, so that each byte is used
-oftener. Tiles of sm_90 are the fastest of a sweep on an H100 (docs/results/gpu.md), but for groups
-of 32 and 64; those of other architectures are as large as registers and shared memory hold.
+weights are on their way; those of more rows use each byte oftener. Tiles of sm_90 are the fastest
+of sweeps on an H100 (docs/results/gpu.md), but for groups of 32 and 64; those of other
+architectures are as large as registers and shared memory hold.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from kvgraph.ops.packed import E4M3, Form
 
 FEW_ROWS = 16
 ROLES = ("few", "many")
+"""Of experts, and of linear layers where more roles were not measured."""
+
+ROLES_OF_ROWS = {"few": FEW_ROWS, "rows32": 32, "rows64": 64, "rows128": 128}
+"""Of linear layers on sm_90 -> rows of a tile."""
 
 SPREAD_COLUMNS = 16384
 """Of a weight whose columns give all multiprocessors a tile; the experts of a layer do."""
@@ -42,16 +46,26 @@ def role_of(rows: int, tiles: int) -> str:
     return "few" if rows <= FEW_ROWS * tiles else "many"
 
 
-def few_tiles(dtype: str, arch: str, *, spread: bool) -> int:
-    """Tiles of few rows that a linear layer takes rather than one of many: on an H100 twice the
-    time of one is less, where columns do not give all multiprocessors a tile."""
-    return 2 if arch == "sm_90" and itemsize(dtype) == 2 and not spread else 1
+def linear_roles(dtype: str, arch: str) -> tuple[str, ...]:
+    """Of linear layers, by growing tiles."""
+    return tuple(ROLES_OF_ROWS) if arch == "sm_90" and itemsize(dtype) == 2 else ROLES
+
+
+def linear_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) -> MatrixTiles:
+    """Of one of `linear_roles`."""
+    if role in ROLES:
+        return matrix_tiles(role, dtype, form, arch, spread=spread)
+    rows, wide = ROLES_OF_ROWS[role], _inputs_of_step(form)
+    columns = 64
+    if form.bits == 4 and (rows == 64 or (rows == 32 and spread)):
+        columns = 128
+    return MatrixTiles(rows, columns, wide, 4, 3)
 
 
 def matrix_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) -> MatrixTiles:
     """`spread`: whether columns and experts alone give all multiprocessors a tile."""
     few, bits, target = role == "few", form.bits, capability(arch)
-    half = span_of(form.group) // 2 if bits == 4 else 0
+    half = _inputs_of_step(form) if bits == 4 else 0
     if target < 80 or itemsize(dtype) == 4:  # no tensor cores
         wide = half or 32
         warps = 8 if wide > 32 and not few else 4
@@ -76,6 +90,11 @@ def _tiles_of_sm_90(few: bool, form: Form, half: int, spread: bool) -> MatrixTil
     if form.group:
         return MatrixTiles(16, 32, wide, 4, 3, 4)
     return MatrixTiles(16, 32, wide, 2, 4, 2) if spread else MatrixTiles(16, 32, wide, 4, 4, 4)
+
+
+def _inputs_of_step(form: Form) -> int:
+    """Bytes of a row of a weight that a step loads: half a span of nibbles, or under one scale."""
+    return span_of(form.group) // 2 if form.bits == 4 else form.group or 128
 
 
 def absent_operands(form: Form, has_bias: bool, prefix: str = "") -> frozenset[str]:

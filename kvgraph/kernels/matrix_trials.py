@@ -6,22 +6,34 @@ Only experts that some row chooses are given: a kernel that reads another one le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from kvgraph.contract.dims import Array
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels.experts_plan import ExpertsShape, plan_experts
-from kvgraph.kernels.linear_plan import LinearShape, plan_linear
+from kvgraph.kernels.linear_plan import (
+    SPLIT_SUFFIX,
+    LinearShape,
+    plan_expand,
+    plan_linear,
+    roles_of,
+)
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
 from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
-ROWS = {"few": 18, "many": 70}
-"""Of a step by the role of its tiles: an expert that all rows choose has two of them."""
+ROWS = {"few": 18, "many": 70, "rows32": 40, "rows64": 70, "rows128": 140}
+"""Of a step by the role of its tiles: an expert that all rows choose, and a layer, has two of them.
+"""
+
+EXPAND = "expand"
+"""The trial of a layer that is no product."""
 
 LARGEST = {E2M1: 6.0, E4M3: 448.0, INT8: 128.0}
 
@@ -121,8 +133,8 @@ def linear_shape(variant: Variant) -> LinearShape:
 
 
 def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Trial:
-    """quantized_linear with the tiles of `name`: "few" or "many"."""
-    rows = rows or ROWS[name]
+    """quantized_linear with the tiles of `name`, one of `linear_plan.roles_of`."""
+    rows = rows or ROWS[name.removesuffix(SPLIT_SUFFIX)]
     rng = np.random.default_rng(rows)
     kind = DTYPES[shape.dtype].numpy
     given: dict[str, Array | None] = {
@@ -145,6 +157,31 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
     held = {key: array for key, array in given.items() if array is not None}
     held |= {out: np.full(array.shape, np.nan, kind) for out, array in wanted.items()}
     return Trial(f"{name} rows", plan_linear(shape, arch, rows, name), held, wanted)
+
+
+def linear_trials(shape: LinearShape, arch: str) -> dict[str, Callable[[], Trial]]:
+    """By name, what launches all kernels of a layer."""
+    found: dict[str, Callable[[], Trial]] = {
+        role: partial(linear_trial, shape, arch, role) for role in roles_of(shape, arch)
+    }
+    return found | {EXPAND: partial(expand_trial, shape, arch)}
+
+
+def expand_trial(shape: LinearShape, arch: str) -> Trial:
+    """All of a weight but its first two columns."""
+    rng = np.random.default_rng(0)
+    kind, columns = DTYPES[shape.dtype].numpy, shape.columns - 2
+    stored = _weight(rng, "", (shape.columns,), shape.in_features, replace(shape, bias=False))
+    weight = stored["weight"]
+    assert weight is not None
+    form = shape.in_features, shape.bits, shape.group, shape.codes
+    plain = matrices.decode(weight, stored["scales"], stored["group_bytes"], *form)[2:]
+    if shape.gated:
+        plain = np.concatenate([plain[::2], plain[1::2]])
+    held = {key: array for key, array in stored.items() if array is not None}
+    held["plain"] = np.full((columns, shape.in_features), np.nan, kind)
+    wanted = {"plain": plain.astype(kind)}
+    return Trial(EXPAND, plan_expand(shape, arch, 2, columns), held, wanted)
 
 
 def _weight(

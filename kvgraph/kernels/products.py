@@ -46,7 +46,8 @@ def product(
     scales,
     group_bytes,
     n_N,
-    inputs,
+    begin,
+    end,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     BITS: tl.constexpr,
@@ -59,32 +60,33 @@ def product(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """`[N, M]` float32: columns `n_N` of one weight `[OUT, IN]` times rows `row_M` of x.
+    """`[N, M]` float32: columns `n_N` of one weight `[OUT, IN]` times rows `row_M` of x, over the
+    inputs [begin, end), which begin and end at blocks of the weight.
 
     BITS 0: the weight is of x's dtype; 8: bytes; 4: nibbles. Scales `[groups, OUT]` are of GROUP
     inputs each; 0: of all. BLOCK_K bytes of a row are loaded at once, which divide GROUP. Of
     nibbles they are a span: byte h holds inputs h and h + BLOCK_K of it, so that both halves meet
     whole rows of x. A span is one group, or two.
 
-    SLICES of the inputs are summed apart; 1 in float32. `inputs` is IN as a value: a loop of two
-    steps that the compiler knows is unrolled, and writes accumulators behind the fence that
-    products of four warps need.
+    SLICES of the inputs are summed apart; 1 in float32, and of a part of the inputs. `end` is a
+    value: a loop of two steps that the compiler knows is unrolled, and writes accumulators behind
+    the fence that products of four warps need.
     """
     rows_M = row_M.to(tl.int64) * IN
     in_N = n_N < OUT
     if SLICES > 1:
         acc_SNM = _product_of_slices(
-            x, rows_M, live_M, weight, scales, group_bytes, n_N, in_N, inputs, IN, OUT, BITS, GROUP,
+            x, rows_M, live_M, weight, scales, group_bytes, n_N, in_N, end, IN, OUT, BITS, GROUP,
             CODES, FP8_NATIVE, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
         )  # fmt: skip
         acc_NM = tl.sum(acc_SNM, 0)
+        if BITS == 8 and not GROUP:
+            acc_NM *= tl.load(scales + n_N, mask=in_N, other=0.0)[:, None]
     else:
         acc_NM = _product_of_all(
-            x, rows_M, live_M, weight, scales, group_bytes, n_N, in_N, inputs, IN, OUT, BITS, GROUP,
-            CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            x, rows_M, live_M, weight, scales, group_bytes, n_N, in_N, begin, end, IN, OUT, BITS,
+            GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    if BITS == 8 and not GROUP:
-        acc_NM *= tl.load(scales + n_N, mask=in_N, other=0.0)[:, None]
     return acc_NM
 
 
@@ -98,7 +100,8 @@ def _product_of_all(
     group_bytes,
     n_N,
     in_N,
-    inputs,
+    begin,
+    end,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     BITS: tl.constexpr,
@@ -115,7 +118,7 @@ def _product_of_all(
     if BITS == 4:
         SPAN: tl.constexpr = 2 * BLOCK_K
         SPANS: tl.constexpr = (IN + SPAN - 1) // SPAN
-        for span in range(0, (inputs + SPAN - 1) // SPAN):
+        for span in range(begin // SPAN, (end + SPAN - 1) // SPAN):
             at_NH = n_N.to(tl.int64)[:, None] * (SPANS * BLOCK_K) + (span * BLOCK_K + k)[None, :]
             byte_NH = tl.load(weight + at_NH, mask=in_N[:, None], other=0)
             low, high = span * SPAN, span * SPAN + BLOCK_K
@@ -137,16 +140,22 @@ def _product_of_all(
             part_NM = tl.dot(high_NH, tl.trans(y_MH), part_NM, input_precision=PRECISION)
             acc_NM += part_NM * _scales(scales, group_bytes, high_N, in_high_N, CODES)[:, None]
     else:
-        for start in range(0, inputs, BLOCK_K):
+        if BITS and not GROUP:
+            scale_N = tl.load(scales + n_N, mask=in_N, other=0.0)
+        for start in range(begin, end, BLOCK_K):
             x_MK = _load_rows(x, rows_M, live_M, start + k, IN)
             at_NK = n_N.to(tl.int64)[:, None] * IN + (start + k)[None, :]
             mask_NK = in_N[:, None] & (start + k < IN)[None, :]
             w_NK = tl.load(weight + at_NK, mask=mask_NK, other=0)
             w_NK = _bytes(w_NK, CODES, FP8_NATIVE, x_MK.dtype)
-            if GROUP:
+            if BITS:
+                if GROUP:
+                    at_N = start // GROUP * OUT + n_N
+                    scale_N = _scales(scales, group_bytes, at_N, in_N, CODES)
+                # Scaled here, so that it is waited for: the next step's numbers may take the
+                # registers that it reads (kvgraph/kernels/sass.py).
                 part_NM = tl.dot(w_NK, tl.trans(x_MK), input_precision=PRECISION)
-                at_N = start // GROUP * OUT + n_N
-                acc_NM += part_NM * _scales(scales, group_bytes, at_N, in_N, CODES)[:, None]
+                acc_NM += part_NM * scale_N[:, None]
             else:
                 acc_NM = tl.dot(w_NK, tl.trans(x_MK), acc_NM, input_precision=PRECISION)
     return acc_NM
@@ -296,6 +305,43 @@ def _scales(scales, group_bytes, at_N, in_N, CODES: tl.constexpr):
         return (exponent_N << 23).to(tl.float32, bitcast=True)
     else:
         return tl.load(scales + at_N, mask=in_N, other=0.0)
+
+
+@triton.jit
+def stored_nibbles(
+    byte_NH,
+    HIGH: tl.constexpr,
+    scales,
+    group_bytes,
+    at_N,
+    in_N,
+    CODES: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Weights of one half of the bytes' nibbles, in `dtype`; scales of columns are at `at_N`."""
+    w_NH = _with_offsets(_numbers(byte_NH, HIGH, CODES, dtype), group_bytes, at_N, in_N, CODES)
+    return _scaled(w_NH, _scales(scales, group_bytes, at_N, in_N, CODES), dtype)
+
+
+@triton.jit
+def stored_bytes(
+    byte_NK,
+    scales,
+    group_bytes,
+    at_N,
+    in_N,
+    CODES: tl.constexpr,
+    FP8_NATIVE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Weights of bytes, in `dtype`; scales of columns are at `at_N`."""
+    w_NK = _bytes(byte_NK, CODES, FP8_NATIVE, dtype)
+    return _scaled(w_NK, _scales(scales, group_bytes, at_N, in_N, CODES), dtype)
+
+
+@triton.jit
+def _scaled(w_NK, scale_N, dtype: tl.constexpr):
+    return (w_NK.to(tl.float32) * scale_N[:, None]).to(dtype)
 
 
 @triton.jit

@@ -1,12 +1,12 @@
-"""Kernel of quantized_linear: linear layers of one input over weights in fewer bits."""
+"""Kernels of quantized_linear: linear layers of one input over weights in fewer bits."""
 
 import triton
 import triton.language as tl
 
-from kvgraph.kernels.products import gated, product
+from kvgraph.kernels.products import gated, product, stored_bytes, stored_nibbles
 
 
-@triton.jit(do_not_specialize=["num_rows", "in_features"])
+@triton.jit(do_not_specialize=["num_rows", "in_features", "part_blocks"])
 def quantized_linear(
     x,
     weight,
@@ -16,13 +16,16 @@ def quantized_linear(
     out,
     out_1,
     out_2,
+    sums,
     num_rows,
     in_features,
+    part_blocks,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     OUT_1: tl.constexpr,
     OUT_2: tl.constexpr,
     GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     CODES: tl.constexpr,
@@ -38,26 +41,43 @@ def quantized_linear(
     GATED: the columns are gate and up in turn, and the one output has half as many. Grid: (row
     tiles, columns / BLOCK_N): programs of the same columns are neighbours, and find their weights
     in the L2 cache.
+
+    SPLIT: over `part_blocks` blocks of the inputs each, into `sums [parts, M, columns]`. Grid: (row
+    tiles, parts * columns / BLOCK_N).
     """
     COLUMNS: tl.constexpr = 2 * OUT if GATED else OUT + OUT_1 + OUT_2
     row_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     live_M = row_M < num_rows
-    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    y_NM = product(
-        x, row_M, live_M, weight, scales, group_bytes, n_N, in_features, IN, COLUMNS, BITS, GROUP,
-        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-    )  # fmt: skip
-    if bias is not None:
-        y_NM += tl.load(bias + n_N, mask=n_N < COLUMNS, other=0.0)[:, None]
-    if GATED:
-        y_NM = gated(y_NM, BLOCK_M, BLOCK_N, 0, 1.0, 0.0, 0.0)
-        n_N = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    y_MN = tl.trans(y_NM).to(out.dtype.element_ty)
-    _store(out, row_M, live_M, n_N, y_MN, OUT)
-    if OUT_1:
-        _store(out_1, row_M, live_M, n_N - OUT, y_MN, OUT_1)
-    if OUT_2:
-        _store(out_2, row_M, live_M, n_N - OUT - OUT_1, y_MN, OUT_2)
+    if SPLIT:
+        TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+        part = tl.program_id(1) // TILES
+        n_N = tl.program_id(1) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        BLOCK: tl.constexpr = 2 * BLOCK_K if BITS == 4 else BLOCK_K
+        begin = part * part_blocks * BLOCK
+        end = tl.minimum(begin + part_blocks * BLOCK, in_features)
+        y_NM = product(
+            x, row_M, live_M, weight, scales, group_bytes, n_N, begin, end, IN, COLUMNS, BITS,
+            GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        )  # fmt: skip
+        sums += part.to(tl.int64) * num_rows * COLUMNS
+        _store(sums, row_M, live_M, n_N, tl.trans(y_NM), COLUMNS)
+    else:
+        n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        y_NM = product(
+            x, row_M, live_M, weight, scales, group_bytes, n_N, 0, in_features, IN, COLUMNS, BITS,
+            GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        )  # fmt: skip
+        if bias is not None:
+            y_NM += tl.load(bias + n_N, mask=n_N < COLUMNS, other=0.0)[:, None]
+        if GATED:
+            y_NM = gated(y_NM, BLOCK_M, BLOCK_N, 0, 1.0, 0.0, 0.0)
+            n_N = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        y_MN = tl.trans(y_NM).to(out.dtype.element_ty)
+        _store(out, row_M, live_M, n_N, y_MN, OUT)
+        if OUT_1:
+            _store(out_1, row_M, live_M, n_N - OUT, y_MN, OUT_1)
+        if OUT_2:
+            _store(out_2, row_M, live_M, n_N - OUT - OUT_1, y_MN, OUT_2)
 
 
 @triton.jit
@@ -66,3 +86,99 @@ def _store(out, row_M, live_M, n_N, y_MN, OUT: tl.constexpr):
     mask_N = (n_N >= 0) & (n_N < OUT)
     to_MN = out + row_M.to(tl.int64)[:, None] * OUT + n_N[None, :]
     tl.store(to_MN, y_MN, mask=live_M[:, None] & mask_N[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def sum_linear(
+    sums,
+    bias,
+    out,
+    out_1,
+    out_2,
+    num_rows,
+    num_parts,
+    OUT: tl.constexpr,
+    OUT_1: tl.constexpr,
+    OUT_2: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """BLOCK_D columns of one row of `sums [parts, M, columns]`, in the order of the parts: the
+    outputs of a quantized_linear that was split. Grid: (rows, columns / BLOCK_D)."""
+    COLUMNS: tl.constexpr = 2 * OUT if GATED else OUT + OUT_1 + OUT_2
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_D = d < COLUMNS
+    y_D = tl.zeros((BLOCK_D,), tl.float32)
+    at = row * COLUMNS
+    for _ in range(0, num_parts):
+        y_D += tl.load(sums + at + d, mask=in_D, other=0.0)
+        at += num_rows.to(tl.int64) * COLUMNS
+    if bias is not None:
+        y_D += tl.load(bias + d, mask=in_D, other=0.0)
+    if GATED:
+        y_D = tl.reshape(gated(y_D[:, None], 1, BLOCK_D, 0, 1.0, 0.0, 0.0), (BLOCK_D // 2,))
+        d = tl.program_id(1) * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)
+    y_D = y_D.to(out.dtype.element_ty)
+    tl.store(out + row * OUT + d, y_D, mask=d < OUT)
+    if OUT_1:
+        tl.store(out_1 + row * OUT_1 + d - OUT, y_D, mask=(d >= OUT) & (d < OUT + OUT_1))
+    if OUT_2:
+        behind = d - OUT - OUT_1
+        tl.store(out_2 + row * OUT_2 + behind, y_D, mask=(behind >= 0) & (behind < OUT_2))
+
+
+@triton.jit(do_not_specialize=["first", "num_columns"])
+def expand_weight(
+    weight,
+    scales,
+    group_bytes,
+    plain,
+    first,
+    num_columns,
+    IN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODES: tl.constexpr,
+    FP8_NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`num_columns` of a weight from `first` on in the activations' dtype, `plain [num_columns,
+    IN]`. GATED: gates first, then what they gate. Grid: (num_columns / BLOCK_N, blocks of inputs).
+    """
+    c_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_N = c_N < num_columns
+    n_N = first + c_N
+    row_N = c_N // 2 + c_N % 2 * (num_columns // 2) if GATED else c_N
+    to_N = plain + row_N.to(tl.int64)[:, None] * IN
+    block = tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)
+    if BITS == 4:
+        SPAN: tl.constexpr = 2 * BLOCK_K
+        SPANS: tl.constexpr = (IN + SPAN - 1) // SPAN
+        at_NH = n_N.to(tl.int64)[:, None] * (SPANS * BLOCK_K) + (block * BLOCK_K + k)[None, :]
+        byte_NH = tl.load(weight + at_NH, mask=in_N[:, None], other=0)
+        for half in tl.static_range(2):
+            at = block * SPAN + half * BLOCK_K
+            scale_at_N = at // GROUP * COLUMNS + n_N
+            live_N = c_N < tl.where(at < IN, num_columns, 0)
+            w_NH = stored_nibbles(
+                byte_NH, half == 1, scales, group_bytes, scale_at_N, live_N, CODES,
+                plain.dtype.element_ty,
+            )  # fmt: skip
+            mask_NH = in_N[:, None] & (at + k < IN)[None, :]
+            tl.store(to_N + (at + k)[None, :], w_NH, mask=mask_NH)
+    else:
+        at = block * BLOCK_K
+        mask_NK = in_N[:, None] & (at + k < IN)[None, :]
+        at_NK = n_N.to(tl.int64)[:, None] * IN + (at + k)[None, :]
+        byte_NK = tl.load(weight + at_NK, mask=mask_NK, other=0)
+        scale_at_N = at // GROUP * COLUMNS + n_N if GROUP else n_N
+        w_NK = stored_bytes(
+            byte_NK, scales, group_bytes, scale_at_N, in_N, CODES, FP8_NATIVE,
+            plain.dtype.element_ty,
+        )  # fmt: skip
+        tl.store(to_N + (at + k)[None, :], w_NK, mask=mask_NK)

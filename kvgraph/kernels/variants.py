@@ -37,22 +37,26 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A function `name` of module `kvgraph.kernels.{module}`; constants follow the parameters."""
+    """A function `name` of module `kvgraph.kernels.{module}`; constants follow the parameters.
+
+    `revision` grows where artifacts must not use the code that they hold.
+    """
 
     name: str
     module: str
     parameters: tuple[Parameter, ...]
+    revision: int = 0
 
     def function(self) -> Any:
         """The Triton function. Imports Triton."""
         return getattr(import_module(f"kvgraph.kernels.{self.module}"), self.name)
 
 
-def _kernel(name: str, module: str, spec: OpSpec, parameters: str) -> Kernel:
+def _kernel(name: str, module: str, spec: OpSpec, parameters: str, *, revision: int = 0) -> Kernel:
     """`parameters`: names of the spec's operands, whose types these have, or "name:type"."""
     types = {operand.name: _pointer(operand) for operand in spec.inputs + spec.outputs}
     pairs = (parameter.partition(":") for parameter in parameters.split())
-    return Kernel(name, module, tuple(Parameter(n, t or types[n]) for n, _, t in pairs))
+    return Kernel(name, module, tuple(Parameter(n, t or types[n]) for n, _, t in pairs), revision)
 
 
 def _pointer(operand: Operand) -> str:
@@ -63,10 +67,7 @@ INDEX = "input_row_offsets cache_lengths lookup_table"
 ROWS = "batch_size:i32 layer:i32 table_width:i32 tiles_per_row:i32 rows_below:i32"
 
 STORE_KV = _kernel(
-    "store_kv",
-    "store_kv",
-    ops.UPDATE_AND_ATTEND,
-    f"kv_blocks k v {INDEX} cos_sin kv_scales {ROWS}",
+    "store_kv", "store_kv", ops.UPDATE_AND_ATTEND, f"kv_blocks k v {INDEX} cos_sin kv_scales {ROWS}"
 )
 PAGED_ATTENTION = _kernel(
     "paged_attention",
@@ -92,10 +93,7 @@ INCREMENT_CACHE_LENGTHS = _kernel(
 )
 ROUTE = _kernel("route", "route", ops.ROUTE, "logits bias indices weights")
 SORT_SLOTS = _kernel(
-    "sort_slots",
-    "experts",
-    ops.FUSED_EXPERTS,
-    "indices order:*i32 offsets:*i32 num_slots:i32",
+    "sort_slots", "experts", ops.FUSED_EXPERTS, "indices order:*i32 offsets:*i32 num_slots:i32"
 )
 PLACE_TILES = _kernel(
     "place_tiles", "experts", ops.FUSED_EXPERTS, "offsets:*i32 tiles:*i32 num_tiles:i32"
@@ -105,6 +103,7 @@ EXPERTS_UP = _kernel(
     "experts",
     ops.FUSED_EXPERTS,
     "x up up_scales up_group_bytes up_bias order:*i32 tiles:*i32 inner:*T in_features:i32",
+    revision=1,
 )
 EXPERTS_DOWN = _kernel(
     "experts_down",
@@ -112,13 +111,27 @@ EXPERTS_DOWN = _kernel(
     ops.FUSED_EXPERTS,
     "inner:*T down down_scales down_group_bytes down_bias order:*i32 tiles:*i32 parts:*T "
     "inner_features:i32",
+    revision=1,
 )
 SUM_EXPERTS = _kernel("sum_experts", "experts", ops.FUSED_EXPERTS, "parts:*T indices weights out")
 QUANTIZED_LINEAR = _kernel(
     "quantized_linear",
     "quantized_linear",
     ops.QUANTIZED_LINEAR,
-    "x weight scales group_bytes bias out out_1 out_2 num_rows:i32 in_features:i32",
+    "x weight scales group_bytes bias out out_1 out_2 sums:*fp32 num_rows:i32 in_features:i32 "
+    "part_blocks:i32",
+)
+SUM_LINEAR = _kernel(
+    "sum_linear",
+    "quantized_linear",
+    ops.QUANTIZED_LINEAR,
+    "sums:*fp32 bias out out_1 out_2 num_rows:i32 num_parts:i32",
+)
+EXPAND_WEIGHT = _kernel(
+    "expand_weight",
+    "quantized_linear",
+    ops.QUANTIZED_LINEAR,
+    "weight scales group_bytes plain:*T first:i32 num_columns:i32",
 )
 KERNELS = (
     STORE_KV,
@@ -134,6 +147,8 @@ KERNELS = (
     EXPERTS_DOWN,
     SUM_EXPERTS,
     QUANTIZED_LINEAR,
+    SUM_LINEAR,
+    EXPAND_WEIGHT,
 )
 
 Constant = int | float | bool | str | None
@@ -181,6 +196,7 @@ class Variant:
             self.num_stages,
             [[p.name, p.type] for p in self.parameters],
             sorted(self.constants.items()),
+            *([self.kernel.revision] if self.kernel.revision else []),
         ]
         digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
         role = f"-{self.role}" if self.role else ""

@@ -18,8 +18,7 @@ from kvgraph.errors import UnsupportedError
 from kvgraph.kernels import aot, experts_plan
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan
-from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
-from kvgraph.kernels.matrix_tiles import ROLES
+from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear, roles_of
 from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run_ptx import PlanMemory, run_plan
 from kvgraph.kernels.variants import Variant
@@ -32,7 +31,7 @@ from tests.support.matrix_products import (
     SHAPES,
     Shape,
     name_of,
-    trial_of,
+    trials_of,
 )
 from tests.support.ptx_matrix import Kernels
 
@@ -86,19 +85,46 @@ def test_more_experts_than_a_program_holds_are_refused() -> None:
         experts_variants(replace(QWEN3_30B, experts=1025), "sm_90")
 
 
-def test_linear_layers_are_one_launch() -> None:
-    def grid(rows: int) -> tuple[str, tuple[int, int]]:
-        (one,) = plan_linear(LLAMA_8B["q, k and v"], "sm_90", rows).launches
-        return one.variant.role, one.grid
+def test_tiles_of_linear_layers_grow_with_the_rows() -> None:
+    def grids(layer: str, rows: int, arch: str = "sm_90") -> list[tuple[str, tuple[int, int]]]:
+        plan = plan_linear(LLAMA_8B[layer], arch, rows)
+        assert {one.variant.name for one in plan.launches} <= {
+            variant.name for variant in linear_variants(LLAMA_8B[layer], arch)
+        }
+        return [(one.variant.role, one.grid) for one in plan.launches]
 
-    assert grid(1) == ("few", (1, 6144 // 32))
-    assert grid(16) == ("few", (1, 6144 // 32))
-    assert grid(17) == ("few", (2, 6144 // 32))
-    assert grid(33) == ("many", (1, 6144 // 128))
-    assert grid(65) == ("many", (2, 6144 // 128))
-    for shape, arch in ((LLAMA_8B["q, k and v"], "sm_80"), (LLAMA_8B["gate and up"], "sm_90")):
-        assert plan_linear(shape, arch, 17).launches[0].variant.role == "many"
-    assert plan_linear(LLAMA_8B["down"], "sm_90", 0) == LaunchPlan()
+    assert grids("down", 0) == []
+    assert grids("q, k and v", 1) == grids("q, k and v", 16) == [("few", (1, 6144 // 32))]
+    assert grids("gate and up", 17) == [("rows32", (1, 28672 // 64))]
+    assert grids("gate and up", 33) == grids("gate and up", 64) == [("rows64", (1, 28672 // 64))]
+    assert grids("gate and up", 129) == [("rows128", (2, 28672 // 64))]
+    assert grids("gate and up", 17, "sm_80") == [("many", (1, 28672 // 128))]
+
+
+def test_layers_of_few_columns_are_summed_in_parts() -> None:
+    """All multiprocessors have a tile; many rows give them one without."""
+
+    def parts(layer: str, rows: int) -> tuple[str, int]:
+        plan = plan_linear(LLAMA_8B[layer], "sm_90", rows)
+        first, *others = plan.launches
+        columns, split = LLAMA_8B[layer].columns, first.grid[1] // (LLAMA_8B[layer].columns // 64)
+        assert bool(others) == (split > 1)
+        assert plan.scratch == ({"sums": split * rows * columns} if others else {})
+        return first.variant.role, split
+
+    assert parts("q, k and v", 64) == ("rows64_split", 3)
+    assert parts("down", 64) == ("rows64_split", 4)
+    assert parts("down", 128) == ("rows128_split", 4)
+    assert parts("down", 256) == ("rows128_split", 2)
+    assert parts("down", 384) == ("rows128", 1)
+    assert parts("q, k and v", 256) == ("rows128", 1)
+    assert roles_of(LLAMA_8B["down"], "sm_90") == (
+        "few", "rows32_split", "rows64_split", "rows128_split", "rows128",
+    )  # fmt: skip
+    assert roles_of(LLAMA_8B["gate and up"], "sm_90") == ("few", "rows32", "rows64", "rows128")
+    assert roles_of(LLAMA_8B["down"], "sm_80") == ("few", "many")
+    short = replace(LLAMA_8B["down"], in_features=384)
+    assert roles_of(short, "sm_90") == ("few", "rows32", "rows64", "rows128"), "nothing to split"
 
 
 # ---- what is compiled
@@ -106,7 +132,7 @@ def test_linear_layers_are_one_launch() -> None:
 
 def variants_of(shape: Shape, arch: str) -> tuple[Variant, ...]:
     if isinstance(shape, LinearShape):
-        return linear_variants(shape, arch)
+        return tuple(v for v in linear_variants(shape, arch) if v.role)
     return tuple(v for v in experts_variants(shape, arch) if v.role)
 
 
@@ -172,20 +198,20 @@ def cases() -> Iterator[Any]:
     """
     for number, shape in enumerate(SHAPES):
         kinds = 1 if shape.dtype == "float32" else 2 if shape.group else 3
-        for turn, role in enumerate(ROLES):
-            for at, arch in enumerate(["sm_80", "sm_90", "sm_120"][:kinds]):
+        for at, arch in enumerate(["sm_80", "sm_90", "sm_120"][:kinds]):
+            for turn, name in enumerate(trials_of(shape, arch)):
                 marks = [pytest.mark.slow] * (at != (number + turn) % kinds)
                 yield pytest.param(
-                    shape, role, arch, id=f"{name_of(shape)}-{role}-{arch}", marks=marks
+                    shape, name, arch, id=f"{name_of(shape)}-{name}-{arch}", marks=marks
                 )
 
 
-@pytest.mark.parametrize(("shape", "role", "arch"), list(cases()))
-def test_products_are_their_reference(kernels: Kernels, shape: Shape, role: str, arch: str) -> None:
+@pytest.mark.parametrize(("shape", "name", "arch"), list(cases()))
+def test_products_are_their_reference(kernels: Kernels, shape: Shape, name: str, arch: str) -> None:
     """In the order of threads and, on one architecture, in another one: the same bits."""
     found = []
     for order in (None, 1) if arch == "sm_90" else (2,):
-        trial = trial_of(shape, arch, role)
+        trial = trials_of(shape, arch)[name]()
         run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, arch), order=order)
         where, error, limit = trial.error()
         assert error <= limit, (where, error)
@@ -214,8 +240,8 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels, bits: int) -> Non
 )
 def test_half_precision_on_the_oldest_architecture(kernels: Kernels, form: dict[str, Any]) -> None:
     shape = replace(EXPERTS[1], dtype="float16", **form)
-    for role in ROLES:
-        trial = trial_of(shape, "sm_75", role)
+    for made in trials_of(shape, "sm_75").values():
+        trial = made()
         run_plan(trial.plan, trial.given, lambda variant: kernels.get(variant, "sm_75"))
         where, error, limit = trial.error()
         assert error <= limit, (where, error)
@@ -232,7 +258,7 @@ def test_products_read_whole_sectors_and_meet_no_bank_conflicts(
         codes = E2M1 if bits == 4 else E4M3
         shapes.append(LinearShape("bfloat16", bits, 256, (128, 64, 64), group=32, codes=codes))
     for shape in shapes:
-        trial = trial_of(shape, arch, "few")
+        trial = trials_of(shape, arch)["few"]()
         memory = PlanMemory(trial.plan, trial.given)
         for one in trial.plan.launches:
             counted = memory.run(one, *kernels.get(one.variant, arch), profile=True)

@@ -5,10 +5,11 @@
     python -m tests.support.carried judge FOLDER RESULTS.json
 
 `run` generates tokens in several ways of an engine: with CUDA graphs and without, with so few pages
-that requests are preempted, over prefixes in the cache, and with tiers below it. In float32 all
-must be transformers' tokens. In halves `judge` asks that each token is one that the model in
-float32 finds best, or within the dtype's rounding of the best: the usual one, or what it makes of
-this model in transformers, where rounding chooses other experts.
+that requests are preempted, over prefixes in the cache, with tiers below it, and in steps of so
+many rows that small weights are expanded. In float32 all must be transformers' tokens. In halves
+`judge` asks that each token is one that the model in float32 finds best, or within the dtype's
+rounding of the best: the usual one, or what it makes of this model in transformers, where rounding
+chooses other experts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ import numpy as np
 
 from kvgraph import Engine, SamplingParams, TierConfig
 from kvgraph.contract.dtypes import WEIGHT_BITS
+from kvgraph.runtime.sessions.expanded import EXPANDED_ROWS
 from tests.support.models import EXPERTS, LATENT, make_model
 
 PAGE, NEW = 16, 24
 LENGTHS = (1, 7, 37, 16, 90, 33)
+MANY = (140, 150, 130)
+"""Prompts of one step, as many rows as `EXPANDED_ROWS` at least."""
 HALVES = ("float16", "bfloat16")
 ALL = ("float32", *HALVES)
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -73,9 +77,13 @@ CARRIED = (
 )
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     random = np.random.default_rng(0)
-    return [random.integers(3, 150, length).tolist() for length in LENGTHS]
+    return [random.integers(3, 150, length).tolist() for length in lengths]
+
+
+def prompts_of(way: str) -> list[list[int]]:
+    return prompts(MANY if way == "many rows" else LENGTHS)
 
 
 # ---- here, before ------------------------------------------------------------------------------
@@ -153,14 +161,14 @@ def eager(folder: Path) -> list[list[int]]:
     from tests.support.models import greedy_tokens
 
     model = load(folder)
-    return [greedy_tokens(model, prompt, NEW) for prompt in prompts()]
+    return [greedy_tokens(model, prompt, NEW) for prompt in [*prompts(), *prompts(MANY)]]
 
 
 # ---- where the GPU is --------------------------------------------------------------------------
 
 
 def ways(artifact: Path) -> Iterator[tuple[str, Callable[[], list[list[int]]]]]:
-    """By name, what generates the tokens of `prompts`."""
+    """By name, what generates the tokens of `prompts_of` it."""
     sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
     def engine(**options: Any) -> Engine:
@@ -211,6 +219,13 @@ def ways(artifact: Path) -> Iterator[tuple[str, Callable[[], list[list[int]]]]]:
 
     yield "tiers", tiers
 
+    def many_rows() -> list[list[int]]:
+        assert sum(MANY) >= EXPANDED_ROWS
+        wide = engine(max_batch_tokens=512, max_prefill_tokens=512)
+        return [done.token_ids for done in wide.generate(prompts(MANY), sampling)]
+
+    yield "many rows", many_rows
+
 
 def run(folder: Path, results: Path, part: tuple[int, int]) -> int:
     found: dict[str, Any] = {}
@@ -224,8 +239,11 @@ def run(folder: Path, results: Path, part: tuple[int, int]) -> int:
                 try:
                     tokens = generate()
                     found[f"{name}/{way}"] = tokens
-                    if dtype == "float32" and tokens != expected:
-                        at = [a == b for a, b in zip(tokens, expected, strict=True)]
+                    own = (
+                        expected[len(LENGTHS) :] if way == "many rows" else expected[: len(LENGTHS)]
+                    )
+                    if dtype == "float32" and tokens != own:
+                        at = [a == b for a, b in zip(tokens, own, strict=True)]
                         said = f"FAILED tokens of prompts {at} are transformers'"
                 except Exception as error:
                     said = f"FAILED {type(error).__name__}: {error}"
@@ -256,7 +274,8 @@ def judge(folder: Path, results: Path) -> int:
             for name, tokens in found.items():
                 if name.split("/")[0] != f"{carried.name}-{dtype}":
                     continue
-                behind, own = rounding(model, rounded_model, prompts(), tokens)
+                given = prompts_of(name.partition("/")[2])
+                behind, own = rounding(model, rounded_model, given, tokens)
                 said = "ok" if behind <= max(usual, own) else "FAILED"
                 failed += said != "ok"
                 print(f"{said} {name}: {behind:.1e} behind the best, of {max(usual, own):.1e}")

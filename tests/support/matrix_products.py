@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from kvgraph.kernels.experts_plan import ExpertsShape
 from kvgraph.kernels.linear_plan import LinearShape
 from kvgraph.kernels.matrix_tiles import ROLES
-from kvgraph.kernels.matrix_trials import experts_trial, linear_trial
+from kvgraph.kernels.matrix_trials import experts_trial, linear_trials
 from kvgraph.kernels.trials import Trial
 from kvgraph.ops.packed import E2M1, E4M3, GELU, GELU_TANH, INT8, SILU
 
@@ -68,14 +69,14 @@ def _form(shape: Shape) -> str:
     return f"{shape.bits}" + f".{shape.group}.{shape.codes}" * bool(shape.group)
 
 
-def trial_of(shape: Shape, arch: str, role: str) -> Trial:
+def trials_of(shape: Shape, arch: str) -> dict[str, Callable[[], Trial]]:
+    """By name, what launches all kernels of `shape`."""
     if isinstance(shape, LinearShape):
-        return linear_trial(shape, arch, role)
-    return experts_trial(shape, arch, role)
+        return linear_trials(shape, arch)
+    return {role: partial(experts_trial, shape, arch, role) for role in ROLES}
 
 
 def trials(arch: str) -> Iterator[tuple[str, Trial]]:
-    """Both kinds of tiles of every shape, by name."""
     for shape in SHAPES:
-        for role in ROLES:
-            yield f"{name_of(shape)} {role}", trial_of(shape, arch, role)
+        for name, trial in trials_of(shape, arch).items():
+            yield f"{name_of(shape)} {name}", trial()

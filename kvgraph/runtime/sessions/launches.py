@@ -36,6 +36,7 @@ from kvgraph.ops import (
 )
 from kvgraph.ops.spec import OpSpec
 from kvgraph.ops.torch_nodes import Call, is_dense, row_stride
+from kvgraph.runtime.sessions.expanded import EXPANDED_ROWS, Expanded
 
 Operands = Mapping[str, torch.Tensor]
 MUTATED = UPDATE_AND_ATTEND.mutated
@@ -281,6 +282,7 @@ class QuantizedLinear(Launches):
         shape = LinearShape.of(call.dtypes["x"], call.shapes, call.attributes)
         self.variants, self.loose = linear_variants(shape, gpu.arch), ("x",)
         self._plan = plans_by_rows(plan_linear, shape, gpu.arch)
+        self._expanded = Expanded(shape, gpu.arch, gpu.launch)
         self._in, self._features = shape.in_features, shape.out_features
         dtype = self.nodes["x"].meta["val"].dtype
         self._absent = torch.empty(0, 0, dtype=dtype, device=gpu.device)
@@ -288,10 +290,14 @@ class QuantizedLinear(Launches):
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         operands = self.operands(inputs)
         x = operands["x"]
-        rows = x.shape[:-1]
-        outs = [x.new_empty(*rows, n) if n else self._absent for n in self._features]
-        operands.update(zip(OUTS, outs, strict=True))
-        self._launch(self._plan(x.numel() // self._in), operands)
+        leading, rows = x.shape[:-1], x.numel() // self._in
+        outs = [x.new_empty(*leading, n) if n else self._absent for n in self._features]
+        if rows >= EXPANDED_ROWS:
+            written = [out.view(rows, -1) for out in outs if out.numel()]
+            self._expanded.run(x.view(rows, self._in), operands, written)
+        else:
+            operands.update(zip(OUTS, outs, strict=True))
+            self._launch(self._plan(rows), operands)
         return tuple(outs)
 
 

@@ -1,0 +1,87 @@
+"""Machine code of kernels for sm_90: registers that asynchronous products read.
+
+A product of tensor cores may take its first factor from registers. It reads them until a wait for
+it is over, but the assembler gives them away before: where a loop's next step converts numbers
+ahead of that wait, it may write into registers that are still read. PTX has registers without end,
+so there is nothing to see in it. Found on an H100, as results that were sometimes wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+
+LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+PRODUCT = re.compile(r"GMMA\S*\s+R\d+, (?:R(\d+)|gdesc)")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
+JUMP = re.compile(r"BRA(?:\.\S+)? (?:\S+, )?0x([0-9a-f]+)")
+GUARD = re.compile(r"^@!?U?P\w+\s+")
+FACTOR = 4
+"""Registers of a thread that hold the first factor of a product."""
+WRITES_NOTHING = (
+    "ST", "RED", "LDGSTS", "BAR", "BRA", "EXIT", "NOP", "DEPBAR", "LDGDEPBAR", "WARP", "MEMBAR",
+    "FENCE", "SYNCS", "CCTL", "ERRBAR", "BSYNC", "BSSY", "R2UR", "R2P", "VOTEU", "RET", "CALL", "U",
+)  # fmt: skip
+"""Beginnings of instructions without a register among their results."""
+WIDTHS = ((r"^LDSM.*\.4|\.128|^HMMA.*\.F32", 4), (r"^LDSM.*\.2|\.64\b|\.WIDE", 2))
+"""Of instructions -> registers that they write."""
+
+Instruction = tuple[int, str]
+
+
+def read(cubin: bytes, disassembler: str) -> list[Instruction]:
+    """Addresses and texts, by `disassembler`, a cuobjdump."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [disassembler, "-sass", file.name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return parse(done.stdout)
+
+
+def parse(text: str) -> list[Instruction]:
+    found = (LINE.match(line) for line in text.splitlines())
+    return [(int(match[1], 16), match[2]) for match in found if match]
+
+
+def written_while_read(code: list[Instruction]) -> list[str]:
+    """Instructions that write what a product still reads; each loop is run twice."""
+    places = {address: number for number, (address, _) in enumerate(code)}
+    return list(_walk(code, places, 0, len(code), [set()]))
+
+
+def _walk(
+    code: list[Instruction], places: dict[int, int], start: int, end: int, groups: list[set[int]]
+) -> Iterator[str]:
+    """`groups`: registers of the products that were not waited for, the last not committed yet."""
+    for number in range(start, end):
+        _, text = code[number]
+        if match := PRODUCT.search(text):
+            if match[1]:
+                groups[-1] |= set(range(int(match[1]), int(match[1]) + FACTOR))
+            if "gsb0" in text:
+                groups.append(set())
+        elif match := WAIT.search(text):
+            kept = int(match[1], 16)
+            groups[:] = [*groups[-1 - kept : -1], groups[-1]]
+        elif set().union(*groups) & set(_results(text)):
+            yield text
+        if end == len(code) and (match := JUMP.search(text)):
+            target = places.get(int(match[1], 16), number + 1)
+            if target < number:
+                yield from _walk(code, places, target, number, [set(each) for each in groups])
+
+
+def _results(text: str) -> range:
+    operation, _, rest = GUARD.sub("", text).partition(" ")
+    if operation.startswith(WRITES_NOTHING):
+        return range(0)
+    operands = [operand.strip() for operand in rest.split(",")]
+    first = next((operand for operand in operands[:2] if operand.startswith("R")), "")
+    match = re.match(r"R(\d+)\b", first if operands[0][:1] in "RP" else "")
+    if match is None:
+        return range(0)
+    width = next((n for pattern, n in WIDTHS if re.search(pattern, operation)), 1)
+    return range(int(match[1]), int(match[1]) + width)

@@ -1,0 +1,93 @@
+"""Linear layers of many rows over small weights: torch's product with the weight in full.
+
+A product in torch's library is two to four times as fast as a kernel that converts numbers as it
+multiplies, and from EXPANDED_ROWS on that saves more than writing the weight in the activations'
+dtype costs (docs/results/gpu.md). It is written in pieces, into memory that every layer uses again;
+in few, as Python takes longer for a launch than the device for a small piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+
+import torch
+
+from kvgraph.contract.dtypes import itemsize
+from kvgraph.kernels.launch import KEPT_PLANS, LaunchPlan, plan_silu_mul, plans_by_rows
+from kvgraph.kernels.linear_plan import EXPANDED_COLUMNS, LinearShape, gate_variant, plan_expand
+
+EXPANDED_ROWS = 384
+PIECE = 128 << 20
+"""Bytes of a weight that are written at a time."""
+
+Operands = Mapping[str, torch.Tensor]
+
+
+class Expanded:
+    """`quantized_linear` of `shape`, for `launch` on GPUs of `arch`.
+
+    Legend: M rows, K inputs, N columns of an output.
+    """
+
+    def __init__(
+        self, shape: LinearShape, arch: str, launch: Callable[[LaunchPlan, Operands], None]
+    ) -> None:
+        self._shape, self._launch = shape, launch
+        self._expand = lru_cache(KEPT_PLANS)(partial(plan_expand, shape, arch))
+        self._gate = plans_by_rows(plan_silu_mul, gate_variant(shape)) if shape.gated else None
+        column = shape.in_features * itemsize(shape.dtype)
+        self._columns = max(PIECE // column // EXPANDED_COLUMNS, 1) * EXPANDED_COLUMNS
+
+    def run(self, x_MK: torch.Tensor, operands: Operands, outs_MN: Sequence[torch.Tensor]) -> None:
+        """Write `outs_MN`. `operands` are the op's."""
+        if self._gate is None:
+            for first, count in self._pieces():
+                plain_NK, bias_N = self._piece(operands, first, count)
+                begin = 0  # of an output among the weight's columns
+                for out_MN in outs_MN:
+                    low, high = (
+                        min(max(n - begin, 0), out_MN.shape[1]) for n in (first, first + count)
+                    )
+                    own = slice(begin + low - first, begin + high - first)
+                    if low < high:
+                        _multiply(x_MK, plain_NK[own], _part(bias_N, own), out_MN[:, low:high])
+                    begin += out_MN.shape[1]
+            return
+        (gate_MN,) = outs_MN
+        both_MN = gate_MN, torch.empty_like(gate_MN)
+        for first, count in self._pieces():
+            plain_NK, bias_N = self._piece(operands, first, count)
+            for turn, half_NK in enumerate(plain_NK.chunk(2)):
+                bias = _part(bias_N, slice(turn, None, 2))
+                out_MN = both_MN[turn][:, first // 2 : (first + count) // 2]
+                _multiply(x_MK, half_NK, bias, out_MN)
+        # In place: each element is read, then written.
+        given = {"gate": gate_MN, "up": both_MN[1], "out": gate_MN}
+        self._launch(self._gate(len(gate_MN)), given)
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """First columns of the weight, and how many."""
+        for first in range(0, self._shape.columns, self._columns):
+            yield first, min(self._columns, self._shape.columns - first)
+
+    def _piece(
+        self, operands: Operands, first: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`count` columns of the weight from `first` on, gates first, and of the bias."""
+        plain_NK = operands["x"].new_empty(count, self._shape.in_features)
+        self._launch(self._expand(first, count), {**operands, "plain": plain_NK})
+        return plain_NK, _part(operands.get("bias"), slice(first, first + count))
+
+
+def _part(bias_N: torch.Tensor | None, own: slice) -> torch.Tensor | None:
+    return None if bias_N is None else bias_N[own]
+
+
+def _multiply(
+    x_MK: torch.Tensor, plain_NK: torch.Tensor, bias_N: torch.Tensor | None, out_MN: torch.Tensor
+) -> None:
+    if bias_N is None:
+        torch.mm(x_MK, plain_NK.T, out=out_MN)
+    else:
+        torch.addmm(bias_N, x_MK, plain_NK.T, out=out_MN)

@@ -1,0 +1,105 @@
+"""No kernel for sm_90 writes a register that an asynchronous product still reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="compiles the kernels: pip install 'kvgraph[cuda]'")
+
+from kvgraph.errors import KernelError
+from kvgraph.kernels import aot, sass, variants
+from kvgraph.kernels.experts_plan import experts_variants
+from kvgraph.kernels.linear_plan import linear_variants
+from kvgraph.kernels.shapes import AttentionShape, CacheShape
+from kvgraph.kernels.variants import Variant
+from kvgraph.ops.packed import E2M1, E4M3, INT8
+from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
+
+LOOP = """
+        /*0100*/                   IMAD.U32 R{written}, RZ, RZ, UR14 ;
+        /*0110*/                   LDS.128 R20, [R4+0x200] ;
+        /*0120*/                   HGMMA.64x64x16.F32.BF16 R56, R{first}, gdesc[UR16], R56, gsb0 ;
+        /*0130*/                   WARPGROUP.DEPBAR.LE gsb0, {kept:#x} ;
+        /*0140*/              @!P4 BRA 0x100 ;
+        /*0150*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0160*/                   IMAD.U32 R{first}, RZ, RZ, UR14 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "first", "kept", "found"),
+    [
+        (90, 88, 1, ["IMAD.U32 R90, RZ, RZ, UR14"]),
+        (90, 88, 0, []),  # waited for in each step
+        (92, 88, 1, []),  # registers of nothing
+        (30, 23, 1, ["LDS.128 R20, [R4+0x200]"]),  # the last of four
+    ],
+)
+def test_what_a_step_writes_while_the_one_before_is_read_is_found(
+    written: int, first: int, kept: int, found: list[str]
+) -> None:
+    code = sass.parse(LOOP.format(written=written, first=first, kept=kept))
+    assert len(code) == 7
+    assert sass.written_while_read(code) == found
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "int8": {"bits": 8},
+    "int8 of 64": {"bits": 8, "group": 64, "codes": INT8},
+    "FP8 of 128": {"bits": 8, "group": 128, "codes": E4M3},
+    "int4": {"bits": 4},
+    "int4 of 32 with offsets": {"bits": 4, "group": 32, "offsets": True},
+    "FP4 of 32": {"bits": 4, "group": 32, "codes": E2M1},
+}
+
+
+def linears(form: dict[str, Any], dtype: str) -> list[Variant]:
+    shapes = [replace(LLAMA_8B[name], dtype=dtype, **form) for name in ("gate and up", "down")]
+    return [variant for shape in shapes for variant in linear_variants(shape, "sm_90")]
+
+
+def experts(form: dict[str, Any], dtype: str) -> list[Variant]:
+    given = {name: value for name, value in form.items() if name != "offsets"}
+    offsets = dict.fromkeys(("up_offsets", "down_offsets"), "offsets" in form)
+    return list(experts_variants(replace(QWEN3_30B, dtype=dtype, **given, **offsets), "sm_90"))
+
+
+def attention() -> list[Variant]:
+    found: list[Variant] = []
+    for head_dim in (64, 128):
+        for pool, granularity in (("bfloat16", 0), ("float8_e4m3fn", head_dim), ("int8", 32)):
+            cache = CacheShape("bfloat16", pool, 2, head_dim, 128, 1, 0, granularity)
+            found += variants.attention_variants(AttentionShape(cache, 8, 0.1), "sm_90")
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("made_of", [linears, experts])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_products_of_small_weights_keep_their_registers(
+    made_of: Callable[[dict[str, Any], str], list[Variant]], form: str, dtype: str
+) -> None:
+    require_kept(made_of(FORMS[form], dtype))
+
+
+def test_products_of_plain_experts_and_attention_keep_their_registers() -> None:
+    require_kept([*experts({}, "bfloat16"), *attention()])
+
+
+def require_kept(made: list[Variant]) -> None:
+    products = aot.compile_all((variant for variant in made if variant.role), "sm_90")
+    assert any(aot.ASYNCHRONOUS in one.ptx for one in products)
+
+
+def test_a_kernel_that_writes_them_is_refused() -> None:
+    aot._require_kept([], "kernel for sm_90")
+    with pytest.raises(KernelError) as error:
+        aot._require_kept(["LDS R4, [R2]", "LDS R5, [R2]"], "kernel for sm_90")
+    assert str(error.value) == (
+        "kernel for sm_90: expected registers that stay as they are while a product reads them, "
+        "got 'LDS R4, [R2]' before the wait for it; report the model and Triton's version"
+    )
