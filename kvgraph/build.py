@@ -23,6 +23,7 @@ from kvgraph.compiler.output import require_free, settle_leftovers, staging
 from kvgraph.compiler.pipeline import Progress
 from kvgraph.contract.collectives import Collective
 from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import Manifest, write_manifest
 from kvgraph.contract.params import KVCacheParams, KVCacheStrategy
 from kvgraph.contract.sizes import whole
@@ -87,7 +88,7 @@ def compile(
     Raises ModelError, UnsupportedError, ParamsError, ArtifactError or CheckError (all
     KVGraphErrors).
     """
-    out = Path(out)
+    out = as_path("out", out)
     page_size = _optional_whole("page_size", page_size)
     tp = whole("tp", tp, UnsupportedError)
     vocab_size = _optional_whole("vocab_size", vocab_size)

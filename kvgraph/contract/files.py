@@ -8,7 +8,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -33,6 +33,14 @@ KINDS = {
 
 class _WriteError(ArtifactError, OSError):
     """An OSError too: for callers that can do without the file."""
+
+
+def as_path(name: str, given: object, error: type[KVGraphError] = ArtifactError) -> Path:
+    """`error` where `given` names no path."""
+    if isinstance(given, str | os.PathLike):
+        with suppress(TypeError):  # a path of bytes
+            return Path(given)
+    raise error(f"{name}: expected a path, got {type(given).__name__} {given!r}"[:200])
 
 
 @contextmanager

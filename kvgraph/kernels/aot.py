@@ -160,17 +160,18 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
         )
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     if ASYNCHRONOUS in ptx:
-        code = sass.read(cubin, triton.knobs.nvidia.cuobjdump.path)
-        _require_kept(sass.written_while_read(code), f"{variant.name} for {arch}")
+        sass.require_kept(cubin, _disassembler(triton), f"{variant.name} for {arch}")
     return Compiled(variant, arch, metadata.name, cubin, ptx, used, seconds)
 
 
-def _require_kept(written: list[str], kernel: str) -> None:
-    if written:
+def _disassembler(triton: ModuleType) -> str:
+    try:
+        return str(triton.knobs.nvidia.cuobjdump.path)
+    except RuntimeError as error:
         raise KernelError(
-            f"{kernel}: expected registers that stay as they are while a product reads them, got "
-            f"{written[0]!r} before the wait for it; report the model and Triton's version"
-        )
+            f"Triton {triton.__version__}: expected its cuobjdump, which shows what products read, "
+            f"got {error}; install Triton again"
+        ) from error
 
 
 def _without_spills(

@@ -31,7 +31,7 @@ from kvgraph.ops.packed import INTEGERS, Form
 
 SPLIT_SUFFIX = "_split"
 PROGRAMS = 2.1
-"""For a multiprocessor, which parts of the inputs make up: the best of a sweep on an H100."""
+"""For a multiprocessor, which parts of the inputs make up: near the best of a sweep on an H100."""
 MOST_PARTS, LEAST_BLOCKS = 8, 2
 """Of the inputs; and steps that a part has at least."""
 EXPANDED_COLUMNS = 32
@@ -145,6 +145,7 @@ def plan_tiles(
     if parts == 1:
         whole = _variant_of(shape, arch, role, tiles)
         return LaunchPlan((launch_of(whole, grid, values),))
+    assert tiles.slices == 1, "slices are of all inputs"
     split, total = _variant_of(shape, arch, role + SPLIT_SUFFIX, tiles), _sum_variant(shape)
     pieces = ceildiv(shape.columns, _int(total, "BLOCK_D"))
     launches = (

@@ -168,20 +168,20 @@ def linear_trials(shape: LinearShape, arch: str) -> dict[str, Callable[[], Trial
 
 
 def expand_trial(shape: LinearShape, arch: str) -> Trial:
-    """All of a weight but its first two columns."""
-    rng = np.random.default_rng(0)
-    kind, columns = DTYPES[shape.dtype].numpy, shape.columns - 2
+    """All of a weight but its first two columns, where it has others."""
+    rng, first = np.random.default_rng(0), 2 if shape.columns > 2 else 0
+    kind, columns = DTYPES[shape.dtype].numpy, shape.columns - first
     stored = _weight(rng, "", (shape.columns,), shape.in_features, replace(shape, bias=False))
     weight = stored["weight"]
     assert weight is not None
     form = shape.in_features, shape.bits, shape.group, shape.codes
-    plain = matrices.decode(weight, stored["scales"], stored["group_bytes"], *form)[2:]
+    plain = matrices.decode(weight, stored["scales"], stored["group_bytes"], *form)[first:]
     if shape.gated:
         plain = np.concatenate([plain[::2], plain[1::2]])
     held = {key: array for key, array in stored.items() if array is not None}
     held["plain"] = np.full((columns, shape.in_features), np.nan, kind)
     wanted = {"plain": plain.astype(kind)}
-    return Trial(EXPAND, plan_expand(shape, arch, 2, columns), held, wanted)
+    return Trial(EXPAND, plan_expand(shape, arch, first, columns), held, wanted)
 
 
 def _weight(

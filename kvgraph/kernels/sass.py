@@ -13,6 +13,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
+from kvgraph.errors import KernelError
+
 LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 PRODUCT = re.compile(r"GMMA\S*\s+R\d+, (?:R(\d+)|gdesc)")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
@@ -22,23 +24,50 @@ FACTOR = 4
 """Registers of a thread that hold the first factor of a product."""
 WRITES_NOTHING = (
     "ST", "RED", "LDGSTS", "BAR", "BRA", "EXIT", "NOP", "DEPBAR", "LDGDEPBAR", "WARP", "MEMBAR",
-    "FENCE", "SYNCS", "CCTL", "ERRBAR", "BSYNC", "BSSY", "R2UR", "R2P", "VOTEU", "RET", "CALL", "U",
+    "FENCE", "FCHK", "SYNCS", "CCTL", "ERRBAR", "BSYNC", "BSSY", "R2UR", "R2P", "VOTEU", "RET",
+    "CALL", "U",
 )  # fmt: skip
 """Beginnings of instructions without a register among their results."""
-WIDTHS = ((r"^LDSM.*\.4|\.128|^HMMA.*\.F32", 4), (r"^LDSM.*\.2|\.64\b|\.WIDE", 2))
+WIDTHS = (
+    (r"^LDSM.*\.4|\.128|^HMMA.*\.F32|^IMMA", 4),
+    (r"^LDSM.*\.2|\.64\b|\.WIDE|^CS2R(?!\.32)|^D(ADD|MUL|FMA)|\.F64", 2),
+)
 """Of instructions -> registers that they write."""
 
 Instruction = tuple[int, str]
 
 
-def read(cubin: bytes, disassembler: str) -> list[Instruction]:
-    """Addresses and texts, by `disassembler`, a cuobjdump."""
+def require_kept(cubin: bytes, disassembler: str, kernel: str) -> None:
+    """KernelError where `kernel` writes what a product still reads, or where `disassembler`, a
+    cuobjdump, does not show its products."""
+    code = parse(_disassembled(cubin, disassembler, kernel))
+    if not any(PRODUCT.search(text) for _, text in code):
+        raise KernelError(
+            f"{kernel}: expected products in its machine code, from {disassembler}, got none in "
+            f"{len(code)} instructions; take a supported version of Triton"
+        )
+    if written := written_while_read(code):
+        raise KernelError(
+            f"{kernel}: expected registers that stay as they are while a product reads them, got "
+            f"{written[0]!r} before the wait for it; report the model and Triton's version"
+        )
+
+
+def _disassembled(cubin: bytes, disassembler: str, kernel: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [disassembler, "-sass", file.name]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return parse(done.stdout)
+        try:
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or error
+            why = str(said).strip().partition("\n")[0]
+            raise KernelError(
+                f"{kernel}: expected its machine code from Triton's disassembler, got an error "
+                f"({why}); install Triton again"
+            ) from error
+    return done.stdout
 
 
 def parse(text: str) -> list[Instruction]:
@@ -47,7 +76,8 @@ def parse(text: str) -> list[Instruction]:
 
 
 def written_while_read(code: list[Instruction]) -> list[str]:
-    """Instructions that write what a product still reads; each loop is run twice."""
+    """Instructions that write what a product still reads. Each loop is run twice, but for those
+    inside of it; branches forward are not followed."""
     places = {address: number for number, (address, _) in enumerate(code)}
     return list(_walk(code, places, 0, len(code), [set()]))
 

@@ -29,7 +29,7 @@ from kvgraph.compiler.targets.tensorrt.engine import (
     RTX,
 )
 from kvgraph.contract.devices import PORTABLE, Target
-from kvgraph.contract.files import reading
+from kvgraph.contract.files import as_path, reading
 from kvgraph.contract.hashes import verify_files
 from kvgraph.contract.manifest import (
     MANIFEST_NAME,
@@ -59,7 +59,7 @@ def rebuild(
     appears whole or not at all. ArtifactError where `artifact` is damaged or not for TensorRT,
     MissingDependencyError where nothing here builds engines.
     """
-    folder, out = Path(artifact), Path(out)
+    folder, out = as_path("artifact", artifact), as_path("out", out)
     settle_leftovers(out)
     manifest = read_manifest(folder)
     if manifest.backend not in ("tensorrt", "torch-tensorrt"):

@@ -164,7 +164,7 @@ def said(value: object) -> str:
 
 def _listed(values: Iterable[T], expected: str) -> list[T]:
     """What has an order of its own, as a list."""
-    if not isinstance(values, bytes | Set | Mapping):
+    if not isinstance(values, bytes | bytearray | memoryview | Set | Mapping):
         try:
             return list(values)
         except TypeError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.contract.backends import find_backend
 from kvgraph.contract.devices import HOST
+from kvgraph.contract.files import as_path
 from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import params_from_layout
@@ -127,7 +128,7 @@ def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     manifest stay. Raises ArtifactError with one sentence that names the file or field and both
     values.
     """
-    folder = Path(folder)
+    folder = as_path("artifact", folder)
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_machine()
     artifact.require_consistent()
@@ -138,7 +139,7 @@ def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
 
 def verify(folder: str | Path) -> Artifact:
     """`load` of an artifact that may be for another machine: all but the target is checked."""
-    folder = Path(folder)
+    folder = as_path("artifact", folder)
     artifact = Artifact(folder, read_manifest(folder))
     artifact.require_consistent()
     require_intact(folder, artifact.manifest, again=True)

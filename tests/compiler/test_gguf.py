@@ -18,6 +18,7 @@ from kvgraph.cli import app
 from kvgraph.compiler.frontends import huggingface
 from kvgraph.compiler.frontends.gguf import as_folder
 from kvgraph.compiler.frontends.gguf_file import is_decoded
+from kvgraph.errors import ModelError
 from tests.support import gguf_files
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.models import make_model
@@ -231,3 +232,14 @@ def refused(path: Path) -> str:
         kvgraph.compile(path, path.with_name("out"), check=False)
     assert not path.with_name("out").exists()
     return str(error.value)
+
+
+def test_a_file_without_a_tensor_is_named(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    missing = "blk.1.ffn_down.weight"
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", "Q8_0", without=missing)
+    with pytest.raises(ModelError) as error:
+        kvgraph.compile(path, tmp_path / "out")
+    assert str(error.value).startswith(f"{path}: expected weights for every parameter, got ")
+    assert "layers.1.mlp.down_proj.weight" in str(error.value)

@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvgraph
 from kvgraph.compiler.frontends.folder import read_json
-from kvgraph.contract.files import replacing, require_replaceable
+from kvgraph.contract.files import as_path, replacing, require_replaceable
 from kvgraph.contract.safetensors import read_layout
 from kvgraph.errors import ArtifactError, ModelError, RequestError
 from kvgraph.kernels.execute import _entries, _read_ptx
@@ -94,3 +97,19 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(
     message = f"{name}: expected a file that can be read, got 'Permission denied'"
     with another_user(tmp_path), pytest.raises(refusal, match=message):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(5, "int 5"), (None, "NoneType None"), (b"x", "bytes b'x'")]
+)
+def test_what_names_no_path_is_said_to_name_none(given: Any, said: str, tmp_path: Path) -> None:
+    for call in (
+        kvgraph.load,
+        kvgraph.Engine,
+        partial(kvgraph.compile, Path("examples/tiny-llama")),
+    ):
+        with pytest.raises(ArtifactError) as error:
+            call(given)
+        name = "out" if isinstance(call, partial) else "artifact"
+        assert str(error.value) == f"{name}: expected a path, got {said}"
+    assert as_path("out", tmp_path) == as_path("out", str(tmp_path)) == tmp_path

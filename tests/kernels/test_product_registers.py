@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,11 +97,36 @@ def require_kept(made: list[Variant]) -> None:
     assert any(aot.ASYNCHRONOUS in one.ptx for one in products)
 
 
-def test_a_kernel_that_writes_them_is_refused() -> None:
-    aot._require_kept([], "kernel for sm_90")
+def disassembler(folder: Path, said: str, code: int = 0) -> str:
+    """Says the same of every file."""
+    (folder / "said").write_text(said)
+    tool = folder / "cuobjdump"
+    tool.write_text(f"#!/bin/sh\ncat {folder / 'said'} >&{2 if code else 1}\nexit {code}\n")
+    tool.chmod(0o755)
+    return str(tool)
+
+
+def test_a_kernel_that_writes_them_is_refused(tmp_path: Path) -> None:
+    fine = disassembler(tmp_path, LOOP.format(written=92, first=88, kept=1))
+    sass.require_kept(b"", fine, "kernel for sm_90")
+    wrong = disassembler(tmp_path, LOOP.format(written=90, first=88, kept=1))
     with pytest.raises(KernelError) as error:
-        aot._require_kept(["LDS R4, [R2]", "LDS R5, [R2]"], "kernel for sm_90")
+        sass.require_kept(b"", wrong, "kernel for sm_90")
     assert str(error.value) == (
         "kernel for sm_90: expected registers that stay as they are while a product reads them, "
-        "got 'LDS R4, [R2]' before the wait for it; report the model and Triton's version"
+        "got 'IMAD.U32 R90, RZ, RZ, UR14' before the wait for it; report the model and Triton's "
+        "version"
     )
+
+
+def test_machine_code_that_is_not_shown_is_not_taken_for_right(tmp_path: Path) -> None:
+    empty = disassembler(tmp_path, "")
+    sentence = f"kernel: expected products in its machine code, from {empty}, got none in 0 "
+    with pytest.raises(KernelError, match=f"^{re.escape(sentence)}"):
+        sass.require_kept(b"", empty, "kernel")
+    with pytest.raises(KernelError, match=r"disassembler, got an error \(no cubin\); install"):
+        sass.require_kept(b"", disassembler(tmp_path, "no cubin\nat all\n", 1), "kernel")
+    with pytest.raises(
+        KernelError, match=r"got an error \(.*No such file.*\); install Triton again"
+    ):
+        sass.require_kept(b"", str(tmp_path / "gone"), "kernel")

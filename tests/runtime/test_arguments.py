@@ -116,6 +116,10 @@ def test_numpy_scalars_are_numbers(engine: Engine) -> None:
         ({"prompt": None}, "prompt: expected text or token ids, got NoneType None"),
         ({"prompt": 5}, "prompt: expected text or token ids, got int 5"),
         ({"prompt": b"5"}, "prompt: expected text or token ids, got bytes b'5'"),
+        (
+            {"prompt": bytearray(b"5")},
+            "prompt: expected text or token ids, got bytearray bytearray(b'5')",
+        ),
         ({"prompt": {5, 6}}, "prompt: expected text or token ids, got set {5, 6}"),
         ({"prompt": {5: 6}}, "prompt: expected text or token ids, got dict {5: 6}"),
         ({"prompt": [5, "6"]}, "prompt: expected text or token ids, got str '6' at position 1"),

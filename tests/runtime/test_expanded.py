@@ -61,7 +61,7 @@ def test_a_weight_in_full_gives_what_the_kernels_of_few_rows_give(
 
 
 def test_rows_say_who_multiplies(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "EXPANDED_ROWS", 6)
+    monkeypatch.setattr(launches, "CONVERTED_ROWS", 5)
     shape = LinearShape("bfloat16", 8, 64, (32, 16, 0), bias=True)
     trial = linear_trial(shape, "sm_90", "few", rows=6)
     given = {name: tensor(held, "cpu") for name, held in trial.given.items()}
@@ -89,8 +89,16 @@ def test_rows_say_who_multiplies(kernels: Kernels, monkeypatch: pytest.MonkeyPat
             assert np.abs(out[0].float().numpy() - want).max() <= 0.03 * np.abs(want).max()
 
 
-def test_a_piece_holds_whole_tiles_of_columns() -> None:
-    pieces = list(Expanded(LLAMA_8B["gate and up"], "sm_90", lambda plan, operands: None)._pieces())
-    assert [first % 32 for first, _ in pieces] == [0, 0]
-    assert pieces[0][1] * 4096 * 2 == expanded.PIECE
-    assert sum(pieces[-1]) == 28672
+def test_pieces_are_written_over_each_other() -> None:
+    planned: list[tuple[str | int, ...]] = []
+    layer = Expanded(
+        LLAMA_8B["gate and up"],
+        "sm_90",
+        lambda plan, operands: planned.append(plan.launches[0].arguments[-2:]),
+    )
+    x = torch.empty(1, 4096, dtype=torch.bfloat16, device="meta")
+    pieces = [(first, plain) for first, plain, _ in layer._pieces(x, {})]
+    assert planned == [(0, 16384), (16384, 28672 - 16384)]
+    assert [first for first, _ in pieces] == [0, 16384]
+    assert pieces[0][1].nbytes == expanded.PIECE
+    assert pieces[1][1]._base is pieces[0][1]._base is not None

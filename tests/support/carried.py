@@ -28,13 +28,13 @@ import numpy as np
 
 from kvgraph import Engine, SamplingParams, TierConfig
 from kvgraph.contract.dtypes import WEIGHT_BITS
-from kvgraph.runtime.sessions.expanded import EXPANDED_ROWS
+from kvgraph.runtime.sessions.expanded import CONVERTED_ROWS
 from tests.support.models import EXPERTS, LATENT, make_model
 
 PAGE, NEW = 16, 24
 LENGTHS = (1, 7, 37, 16, 90, 33)
-MANY = (140, 150, 130)
-"""Prompts of one step, as many rows as `EXPANDED_ROWS` at least."""
+MANY = (180, 190, 170)
+"""Prompts of one step, more rows than `CONVERTED_ROWS`."""
 HALVES = ("float16", "bfloat16")
 ALL = ("float32", *HALVES)
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -220,8 +220,8 @@ def ways(artifact: Path) -> Iterator[tuple[str, Callable[[], list[list[int]]]]]:
     yield "tiers", tiers
 
     def many_rows() -> list[list[int]]:
-        assert sum(MANY) >= EXPANDED_ROWS
-        wide = engine(max_batch_tokens=512, max_prefill_tokens=512)
+        assert sum(MANY) > CONVERTED_ROWS
+        wide = engine(max_batch_tokens=640, max_prefill_tokens=640)
         return [done.token_ids for done in wide.generate(prompts(MANY), sampling)]
 
     yield "many rows", many_rows

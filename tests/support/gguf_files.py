@@ -20,14 +20,15 @@ def make(
     *,
     factors: np.ndarray | None = None,
     extra: str = "",
+    without: str = "",
     text: Mapping[str, Any] | None = None,
     byte_order: str = "LITTLE",
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` with matrices as blocks of `kind`; `fields` are more metadata.
 
-    `factors`: of rotary frequencies. `extra`: a tensor more. `text`: what the file says of its
-    tokenizer, instead of what `folder` does.
+    `factors`: of rotary frequencies. `extra`: a tensor more, `without`: one less. `text`: what the
+    file says of its tokenizer, instead of what `folder` does.
     """
     import gguf
 
@@ -55,7 +56,8 @@ def make(
     if text is None and (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     for tensor, (data, blocks) in tensors(folder, config, name, kind).items():
-        writer.add_tensor(tensor, data, raw_dtype=blocks)
+        if tensor != without:
+            writer.add_tensor(tensor, data, raw_dtype=blocks)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     if extra:

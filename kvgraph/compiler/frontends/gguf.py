@@ -31,6 +31,7 @@ from kvgraph.compiler.frontends.gguf_file import (
     refuse,
     require_numbers,
     require_vocabulary,
+    told_of,
 )
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.frontends.text_files import (
@@ -88,22 +89,21 @@ WHOLE_WORDS = (*LLAMA3_SPLITS, "midm-2.0", "pixtral", "tekken")
 """Ways to split for which llama.cpp takes a word that is a token without its merges, and adds BOS
 where the file does not say."""
 
-GPT2 = ("gpt-2", "phi-2")
-DIGITS = ("refact", "smollm", "starcoder")
-"""As GPT-2, behind a split at each digit."""
+GPT2, DIGITS = ("gpt-2", "phi-2"), ("refact", "smollm", "starcoder")
+"""DIGITS: as GPT-2, behind a split at each digit."""
 
 
 @contextmanager
 def as_folder(model: Path) -> Iterator[Path]:
-    """`model` itself; or of a GGUF file a folder with its configuration and its tokenizer, which
-    is gone behind.
+    """`model` itself; or of a GGUF file a folder for the while, with its configuration and
+    tokenizer. Errors name the file.
 
     ModelError or UnsupportedError for a file that is damaged, or says less than a compile needs.
     """
     if not (model.is_file() and is_gguf(model)):
         yield model
         return
-    with tempfile.TemporaryDirectory(prefix="kvgraph-gguf-") as name:
+    with tempfile.TemporaryDirectory(prefix="kvgraph-gguf-") as name, told_of(model, name):
         _write(model.absolute(), Path(name))
         yield Path(name)
 

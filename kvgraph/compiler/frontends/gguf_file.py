@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvgraph.compiler.frontends.folder import GGUF_INSTEAD
-from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
+from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
@@ -35,6 +36,17 @@ NUMBERS = (
 
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 """Of a tensor, in the gguf package's words."""
+
+
+@contextmanager
+def told_of(path: Path, folder: str) -> Iterator[None]:
+    """Errors that name a `folder` with parts of the file name `path`."""
+    try:
+        yield
+    except KVGraphError as error:
+        if folder not in str(error):
+            raise
+        raise type(error)(str(error).replace(folder, str(path))) from error
 
 
 def open_file(path: Path) -> GGUFReader:

@@ -1,9 +1,9 @@
 """Linear layers of many rows over small weights: torch's product with the weight in full.
 
-A product in torch's library is two to four times as fast as a kernel that converts numbers as it
-multiplies, and from EXPANDED_ROWS on that saves more than writing the weight in the activations'
-dtype costs (docs/results/gpu.md). It is written in pieces, into memory that every layer uses again;
-in few, as Python takes longer for a launch than the device for a small piece.
+Of 2,048 rows a product in torch's library takes 22 to 47 % of the time that a kernel takes which
+converts numbers as it multiplies. Writing the weight in the activations' dtype costs less
+than that saves above CONVERTED_ROWS (docs/results/gpu.md). It is written in pieces, into the same
+memory; in few, as Python takes longer for a launch than the device for a small piece.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvgraph.contract.dtypes import itemsize
 from kvgraph.kernels.launch import KEPT_PLANS, LaunchPlan, plan_silu_mul, plans_by_rows
 from kvgraph.kernels.linear_plan import EXPANDED_COLUMNS, LinearShape, gate_variant, plan_expand
 
-EXPANDED_ROWS = 384
+CONVERTED_ROWS = 512
+"""At most, by a kernel: there both take about as long."""
 PIECE = 128 << 20
 """Bytes of a weight that are written at a time."""
 
@@ -42,13 +43,11 @@ class Expanded:
     def run(self, x_MK: torch.Tensor, operands: Operands, outs_MN: Sequence[torch.Tensor]) -> None:
         """Write `outs_MN`. `operands` are the op's."""
         if self._gate is None:
-            for first, count in self._pieces():
-                plain_NK, bias_N = self._piece(operands, first, count)
+            for first, plain_NK, bias_N in self._pieces(x_MK, operands):
                 begin = 0  # of an output among the weight's columns
                 for out_MN in outs_MN:
-                    low, high = (
-                        min(max(n - begin, 0), out_MN.shape[1]) for n in (first, first + count)
-                    )
+                    ends = first, first + len(plain_NK)
+                    low, high = (min(max(n - begin, 0), out_MN.shape[1]) for n in ends)
                     own = slice(begin + low - first, begin + high - first)
                     if low < high:
                         _multiply(x_MK, plain_NK[own], _part(bias_N, own), out_MN[:, low:high])
@@ -56,28 +55,27 @@ class Expanded:
             return
         (gate_MN,) = outs_MN
         both_MN = gate_MN, torch.empty_like(gate_MN)
-        for first, count in self._pieces():
-            plain_NK, bias_N = self._piece(operands, first, count)
+        for first, plain_NK, bias_N in self._pieces(x_MK, operands):
             for turn, half_NK in enumerate(plain_NK.chunk(2)):
                 bias = _part(bias_N, slice(turn, None, 2))
-                out_MN = both_MN[turn][:, first // 2 : (first + count) // 2]
+                out_MN = both_MN[turn][:, first // 2 : (first + len(plain_NK)) // 2]
                 _multiply(x_MK, half_NK, bias, out_MN)
         # In place: each element is read, then written.
         given = {"gate": gate_MN, "up": both_MN[1], "out": gate_MN}
         self._launch(self._gate(len(gate_MN)), given)
 
-    def _pieces(self) -> Iterator[tuple[int, int]]:
-        """First columns of the weight, and how many."""
-        for first in range(0, self._shape.columns, self._columns):
-            yield first, min(self._columns, self._shape.columns - first)
-
-    def _piece(
-        self, operands: Operands, first: int, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`count` columns of the weight from `first` on, gates first, and of the bias."""
-        plain_NK = operands["x"].new_empty(count, self._shape.in_features)
-        self._launch(self._expand(first, count), {**operands, "plain": plain_NK})
-        return plain_NK, _part(operands.get("bias"), slice(first, first + count))
+    def _pieces(
+        self, x_MK: torch.Tensor, operands: Operands
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """A first column of the weight, so many columns from there on `[columns, K]`, gates first,
+        and their bias. The next piece is written over the last one."""
+        columns, bias_N = self._shape.columns, operands.get("bias")
+        memory = x_MK.new_empty(min(self._columns, columns), self._shape.in_features)
+        for first in range(0, columns, self._columns):
+            plain_NK = memory[: columns - first]
+            count = len(plain_NK)
+            self._launch(self._expand(first, count), {**operands, "plain": plain_NK})
+            yield first, plain_NK, _part(bias_N, slice(first, first + count))
 
 
 def _part(bias_N: torch.Tensor | None, own: slice) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from kvgraph.ops import (
 )
 from kvgraph.ops.spec import OpSpec
 from kvgraph.ops.torch_nodes import Call, is_dense, row_stride
-from kvgraph.runtime.sessions.expanded import EXPANDED_ROWS, Expanded
+from kvgraph.runtime.sessions.expanded import CONVERTED_ROWS, Expanded
 
 Operands = Mapping[str, torch.Tensor]
 MUTATED = UPDATE_AND_ATTEND.mutated
@@ -292,7 +292,7 @@ class QuantizedLinear(Launches):
         x = operands["x"]
         leading, rows = x.shape[:-1], x.numel() // self._in
         outs = [x.new_empty(*leading, n) if n else self._absent for n in self._features]
-        if rows >= EXPANDED_ROWS:
+        if rows > CONVERTED_ROWS:
             written = [out.view(rows, -1) for out in outs if out.numel()]
             self._expanded.run(x.view(rows, self._in), operands, written)
         else:
