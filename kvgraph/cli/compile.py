@@ -74,7 +74,7 @@ def compile(
         bool | None,
         typer.Option(
             help="Measure perplexity, and the checkpoint's in float32 [default: on cpu with "
-            "--weights bf16, int8 or int4]."
+            "--weights bf16, int8, int4 or stored]."
         ),
     ] = None,
     quality_text: Annotated[

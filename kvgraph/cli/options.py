@@ -29,7 +29,8 @@ WeightsOption = Annotated[
     Weights | None,
     typer.Option(
         help="Linear layers and experts; int8, int4 or stored on cuda [default: stored for a "
-        "checkpoint in fewer bits, else on cpu bf16 for bfloat16, fp32 for others]."
+        "checkpoint in fewer bits, but with backend torch on cpu, else on cpu bf16 for bfloat16, "
+        "fp32 for others]."
     ),
 ]
 CacheDtypeOption = Annotated[

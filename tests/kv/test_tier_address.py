@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 import pytest
@@ -43,14 +44,34 @@ def test_an_option_that_changes_how_a_tier_connects(option: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("redis://host/abc", "whose database is no whole number from 0 on"),
+        ("redis://host/0/1", "whose database is no whole number from 0 on"),
+        ("redis://host/-1", "whose database is no whole number from 0 on"),
+        ("redis://host?db=-1", "whose database is no whole number from 0 on"),
+        ("unix:///run/redis.sock?db=x", "whose database is no whole number from 0 on"),
+        ("redis://host/1?db=2", "with two databases"),
+        ("redis://host/1?ssl_ca_certs=/etc/ca.pem", "with an option ssl_..., which rediss:// "),
+        ("unix://", "without the path of a socket; write unix:///run/redis.sock"),
+        ("unix://?db=1", "without the path of a socket; write unix:///run/redis.sock"),
+    ],
+)
+def test_a_database_or_a_socket_that_cannot_be_meant(url: str, what: str) -> None:
+    with pytest.raises(StoreError, match=rf"redis://host:6379/0, got one {re.escape(what)}"):
+        require_address(url)
+
+
+@pytest.mark.parametrize(
     ("url", "server"),
     [
         ("redis://host", "host:6379"),
-        ("redis://user:secret@host:7000/1?db=2", "host:7000"),
+        ("redis://user:secret@host:7000/2?db=2", "host:7000"),
+        ("redis://host/", "host:6379"),
         ("redis://:secret@word@host", "host:6379"),
         ("rediss://us%40er:sec%2Fret@host", "host:6379"),
         ("redis://[::1]:7000", "[::1]:7000"),
-        ("redis://host?username=u&password=secret&ssl_ca_certs=/etc/ca.pem", "host:6379"),
+        ("rediss://host?username=u&password=secret&ssl_ca_certs=/etc/ca.pem", "host:6379"),
         ("redis://", "a server"),
         ("unix:///run/redis.sock?db=1", "/run/redis.sock"),
         ("unix://user:secret@/run/redis.sock", "/run/redis.sock"),

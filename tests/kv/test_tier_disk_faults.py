@@ -175,7 +175,9 @@ def test_an_index_that_cannot_grow_is_no_tier(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_folder_that_vanishes_is_no_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_vanishes_is_no_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(disk, "PAUSE_SECONDS", 0.0)
     store = opened(tmp_path / "store")
     put(store, *range(20))
@@ -184,6 +186,7 @@ def test_a_folder_that_vanishes_is_no_tier(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(3):
         all_right(store, 40)
         put_or_drop(store)
+    assert "got an index that was removed or replaced; pauses for" in caplog.text
     (tmp_path / "store").mkdir()
     put(store, 50)
     assert got(store, 50) == page(50)

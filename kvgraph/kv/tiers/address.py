@@ -31,9 +31,20 @@ def require_address(url: str) -> None:
         )
     if scheme != "unix" and _host_and_port(authority) is None:
         raise StoreError(f"{failed}whose host or port is malformed")
-    options = {name for name, _ in parse_qsl(behind.partition("?")[2], keep_blank_values=True)}
+    path, _, query = behind.partition("#")[0].partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
     if any(name not in OPTIONS and not name.startswith("ssl_") for name in options):
         raise StoreError(f"{failed}with an option other than {', '.join(OPTIONS)} and ssl_...")
+    if scheme != "rediss" and any(name.startswith("ssl_") for name in options):
+        raise StoreError(f"{failed}with an option ssl_..., which rediss:// alone has")
+    if scheme == "unix" and not path.strip("/") and not authority:
+        raise StoreError(f"{failed}without the path of a socket; write unix:///run/redis.sock")
+    databases = [options["db"]] if "db" in options else []
+    databases += [path.strip("/")] if scheme != "unix" and path.strip("/") else []
+    if not all(re.fullmatch(r"[0-9]{1,9}", database) for database in databases):
+        raise StoreError(f"{failed}whose database is no whole number from 0 on")
+    if len(set(databases)) > 1:
+        raise StoreError(f"{failed}with two databases")
 
 
 def server_of(url: str) -> str:

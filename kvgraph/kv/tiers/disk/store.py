@@ -356,12 +356,13 @@ class DiskStore:
 
     def _pause(self, error: Exception, is_write: bool) -> None:
         """Misses, or drops, for a while; files that were lost are opened again after it."""
-        why = getattr(error, "strerror", None) or str(error)
-        self._stats.problem = (
-            f"disk tier {self._folder}: expected files to read and write, got {why!r}"
-        )
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CANTOPEN)
         is_moved = code == sqlite3.SQLITE_READONLY_DBMOVED
+        why = repr(getattr(error, "strerror", None) or str(error))
+        self._stats.problem = (
+            f"disk tier {self._folder}: expected files to read and write, got "
+            f"{'an index that was removed or replaced' if is_moved else why}"
+        )
         can_read = is_write or (is_full(error) and self._files is not None and not self._to_clear)
         if can_read and not is_moved:
             self._writable_at = time.monotonic() + PAUSE_SECONDS
