@@ -28,9 +28,9 @@ from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
-ROWS = {"few": 18, "many": 70, "rows32": 40, "rows64": 70, "rows128": 140}
-"""Of a step by the role of its tiles: an expert that all rows choose, and a layer, has two of them.
-"""
+ROWS = {"few": 18, "many": 70, "rows32": 20, "rows64": 40, "rows128": 70}
+"""Of a step by the role of its tiles: an expert that all rows choose has two tiles, and a layer two
+of few rows. Larger ones are one, as the PTX of whole layers takes minutes on a CPU."""
 
 EXPAND = "expand"
 """The trial of a layer that is no product."""
