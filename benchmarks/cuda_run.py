@@ -41,8 +41,15 @@ class Run:
             self.failures.append(what)
 
 
-def micros(run: Run, call: Callable[[], object], repeats: int = 20) -> float:
-    """Median microseconds of `call`: of 4 in a captured graph on a GPU, so launches are free."""
+def micros(
+    run: Run,
+    call: Callable[[], object],
+    repeats: int = 20,
+    *,
+    calls: int = 4,
+    warm_up: float = WARM_UP,
+) -> float:
+    """Median microseconds of `call`: of `calls` in a captured graph on a GPU, launches are free."""
     if run.smoke:
         start = time.perf_counter()
         call()
@@ -51,16 +58,16 @@ def micros(run: Run, call: Callable[[], object], repeats: int = 20) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(4):
+        for _ in range(calls):
             call()
-    return median_us(graph.replay, repeats) / 4
+    return median_us(graph.replay, repeats, warm_up) / calls
 
 
-def median_us(replay: Callable[[], object], repeats: int) -> float:
+def median_us(replay: Callable[[], object], repeats: int, warm_up: float = WARM_UP) -> float:
     """Median microseconds of `replay` on the GPU, warm."""
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(repeats)]
     start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP:  # clocks rise under load
+    while time.perf_counter() - start < warm_up:  # clocks rise under load
         replay()
         torch.cuda.synchronize()  # else a thousand replays are queued
     for before, after in pairs:

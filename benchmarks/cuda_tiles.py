@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -32,7 +31,7 @@ from benchmarks.cuda_products import (
     nbytes_of,
     weight,
 )
-from benchmarks.cuda_run import Run, console, memory_bandwidth
+from benchmarks.cuda_run import Run, console, memory_bandwidth, micros
 from kvgraph.contract.dims import ceildiv
 from kvgraph.errors import KernelError
 from kvgraph.kernels import aot
@@ -108,28 +107,9 @@ def compile_tiles(arch: str, folder: Path) -> None:
     save_kernels(made, arch, folder)
 
 
-def timed(run: Run, call: Callable[[], object], repeats: int = 5) -> float:
-    """Median microseconds of `call` in a captured graph."""
-    call()
-    if run.smoke:
-        return 0.0
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP:
-        graph.replay()
-        torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        before.record()
-        graph.replay()
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after) * 1e3)
-    return sorted(times)[repeats // 2]
+def timed(run: Run, call: Callable[[], object]) -> float:
+    """Of many measurements, so each is short."""
+    return micros(run, call, 5, calls=1, warm_up=WARM_UP)
 
 
 @dataclass
