@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from benchmarks.cuda_run import Run, console, memory_bandwidth, micros
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
+from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops import matrices
@@ -82,23 +84,32 @@ def expected(x: torch.Tensor, given: Tensors, shape: LinearShape) -> list[torch.
     return [torch.nn.functional.silu(gate) * up]
 
 
-def calls_of(
-    run: Run, shape: LinearShape, rows: int, sets: list[Tensors]
-) -> tuple[torch.Tensor, list[torch.Tensor], Callable[[], None]]:
-    """x, the outputs, and what multiplies x with each of the weights."""
+def operands_of(run: Run, shape: LinearShape, rows: int) -> tuple[torch.Tensor, Tensors]:
+    """x, and the outputs by name."""
     x = torch.randn(rows, shape.in_features, device=run.device, dtype=torch.bfloat16)
     outs = {
         name: torch.full((rows, width), torch.nan, device=run.device, dtype=torch.bfloat16)
         for name, width in zip(("out", "out_1", "out_2"), shape.out_features, strict=True)
         if width
     }
-    plan = plan_linear(shape, run.arch, rows)
+    return x, outs
 
-    def call() -> None:
-        for given in sets:
-            run.launch(plan, {"x": x, **given, **outs})
 
-    return x, list(outs.values()), call
+def multiply(
+    run: Run, plan: LaunchPlan, x: torch.Tensor, outs: Tensors, sets: list[Tensors]
+) -> None:
+    """x with each of the weights; the outputs are those of the last."""
+    for given in sets:
+        run.launch(plan, {"x": x, **given, **outs})
+
+
+def error_of(outs: Tensors, wanted: list[torch.Tensor]) -> float:
+    """Largest, as a share of an output's largest value; NaN if any is."""
+    errors = [
+        (out.float() - y).abs().max() / y.abs().max()
+        for out, y in zip(outs.values(), wanted, strict=True)
+    ]
+    return float(torch.stack(errors).max())
 
 
 def nbytes_of(given: Tensors) -> int:
@@ -121,14 +132,10 @@ def linears(run: Run) -> None:
         more = [weight(run, "", columns, shape.in_features, shape) for _ in range(count)]
         sets = [*more, one]
         for rows in ROWS[:2] if run.smoke else ROWS:
-            x, outs, call = calls_of(run, shape, rows, sets)
+            x, outs = operands_of(run, shape, rows)
+            call = partial(multiply, run, plan_linear(shape, run.arch, rows), x, outs, sets)
             call()
-            want = expected(x, one, shape)
-            errors = [
-                (out.float() - y).abs().max() / y.abs().max()
-                for out, y in zip(outs, want, strict=True)
-            ]
-            error = float(torch.stack(errors).max())  # NaN if any is
+            error = error_of(outs, expected(x, one, shape))
             run.check(f"{name}, {rows} rows", error < 2e-2, f"error {error:.1e}")
             ours = micros(run, call, 10) / len(sets)
             if (layer, rows) not in plain:

@@ -25,10 +25,12 @@ from rich.table import Table
 
 from benchmarks.cuda_products import (
     Tensors,
-    calls_of,
+    error_of,
     expected,
     linear_shapes,
+    multiply,
     nbytes_of,
+    operands_of,
     weight,
 )
 from benchmarks.cuda_run import Run, console, memory_bandwidth, micros
@@ -138,20 +140,16 @@ class Rows:
 
     def __init__(self, layer: Layer, rows: int) -> None:
         self.layer, self.rows = layer, rows
-        self.x, self.outs, _ = calls_of(layer.run, layer.shape, rows, layer.sets)
-        names = ("out", "out_1", "out_2")
-        widths = zip(names, layer.shape.out_features, strict=True)
-        self._named = dict(zip([n for n, width in widths if width], self.outs, strict=True))
+        self.x, self.outs = operands_of(layer.run, layer.shape, rows)
         self._wanted = expected(self.x, layer.sets[-1], layer.shape)
 
     def planned(self, plan: LaunchPlan) -> None:
-        for given in self.layer.sets:
-            self.layer.run.launch(plan, {"x": self.x, **given, **self._named})
+        multiply(self.layer.run, plan, self.x, self.outs, self.layer.sets)
 
     def expanded(self) -> None:
         layer = Expanded(self.layer.shape, self.layer.run.arch, self.layer.run.launch)
         for given in self.layer.sets:
-            layer.run(self.x, {"x": self.x, **given}, self.outs)
+            layer.run(self.x, {"x": self.x, **given}, list(self.outs.values()))
 
     def plain(self) -> None:
         for given in self.layer.plain:
@@ -159,16 +157,13 @@ class Rows:
 
     def microseconds(self, what: str, call: Callable[[], object]) -> float:
         """Of one layer; `what` is checked."""
-        for out in self.outs:
+        for out in self.outs.values():
             out.fill_(torch.nan)
         found = timed(self.layer.run, call) / len(self.layer.sets)
-        errors = [
-            float((out.float() - y).abs().max() / y.abs().max())
-            for out, y in zip(self.outs, self._wanted, strict=True)
-        ]
-        if not max(errors) < 2e-2:  # NaN too
+        error = error_of(self.outs, self._wanted)
+        if not error < 2e-2:  # NaN too
             said = f"{self.layer.name}, {self.rows} rows, {what}"
-            self.layer.run.check(said, False, f"error {max(errors):.1e}")
+            self.layer.run.check(said, False, f"error {error:.1e}")
         return found
 
 

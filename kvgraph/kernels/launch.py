@@ -32,8 +32,8 @@ KEPT_PLANS = 128
 """Of one shape of products or norms, and of all attention: a step's own, and those of sizes that
 come again."""
 
-PlanOf = Callable[[int], "LaunchPlan"]
-"""A plan by the number of rows."""
+PlanOf = Callable[..., "LaunchPlan"]
+"""A plan by the number of rows, or of columns."""
 
 TRITON_DTYPES = {f"*{dtype.triton}": dtype.name for dtype in DTYPES.values() if dtype.triton}
 
@@ -249,8 +249,8 @@ def plan_increment(batch_size: int) -> LaunchPlan:
 
 
 @cache
-def plans_by_rows(plan: Callable[..., LaunchPlan], *constants: Hashable) -> PlanOf:
-    """`plan(*constants, rows)` by its rows: layers of one shape ask for the same in every step."""
+def plans_by_sizes(plan: Callable[..., LaunchPlan], *constants: Hashable) -> PlanOf:
+    """`plan(*constants, *sizes)` by its sizes: layers of one shape ask for the same in a step."""
     return lru_cache(KEPT_PLANS)(partial(plan, *constants))
 
 

@@ -48,30 +48,27 @@ def quantized_linear(
     COLUMNS: tl.constexpr = 2 * OUT if GATED else OUT + OUT_1 + OUT_2
     row_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     live_M = row_M < num_rows
+    tile, begin, end = tl.program_id(1), 0, in_features
     if SPLIT:
         TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-        part = tl.program_id(1) // TILES
-        n_N = tl.program_id(1) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
         BLOCK: tl.constexpr = 2 * BLOCK_K if BITS == 4 else BLOCK_K
+        part, tile = tile // TILES, tile % TILES
         begin = part * part_blocks * BLOCK
         end = tl.minimum(begin + part_blocks * BLOCK, in_features)
-        y_NM = product(
-            x, row_M, live_M, weight, scales, group_bytes, n_N, begin, end, IN, COLUMNS, BITS,
-            GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
+    n_N = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_NM = product(
+        x, row_M, live_M, weight, scales, group_bytes, n_N, begin, end, IN, COLUMNS, BITS, GROUP,
+        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+    )  # fmt: skip
+    if SPLIT:
         sums += part.to(tl.int64) * num_rows * COLUMNS
         _store(sums, row_M, live_M, n_N, tl.trans(y_NM), COLUMNS)
     else:
-        n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        y_NM = product(
-            x, row_M, live_M, weight, scales, group_bytes, n_N, 0, in_features, IN, COLUMNS, BITS,
-            GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
-        )  # fmt: skip
         if bias is not None:
             y_NM += tl.load(bias + n_N, mask=n_N < COLUMNS, other=0.0)[:, None]
         if GATED:
             y_NM = gated(y_NM, BLOCK_M, BLOCK_N, 0, 1.0, 0.0, 0.0)
-            n_N = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            n_N = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         y_MN = tl.trans(y_NM).to(out.dtype.element_ty)
         _store(out, row_M, live_M, n_N, y_MN, OUT)
         if OUT_1:

@@ -126,8 +126,8 @@ def test_sizes_that_no_step_has_are_refused_every_time() -> None:
 
 def test_plans_are_kept_by_their_rows() -> None:
     variant = variants.rms_norm_variant("bfloat16", 4096, 1e-5)
-    plan = launch.plans_by_rows(launch.plan_rms_norm, variant)
-    assert plan is launch.plans_by_rows(launch.plan_rms_norm, variant)
+    plan = launch.plans_by_sizes(launch.plan_rms_norm, variant)
+    assert plan is launch.plans_by_sizes(launch.plan_rms_norm, variant)
     assert plan(7) is plan(7)
     for rows in (0, 7, 8, *range(2 * launch.KEPT_PLANS)):
         assert plan(rows) == launch.plan_rms_norm(variant, rows)

@@ -9,12 +9,11 @@ memory; in few, as Python takes longer for a launch than the device for a small 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
 
 import torch
 
 from kvgraph.contract.dtypes import itemsize
-from kvgraph.kernels.launch import KEPT_PLANS, LaunchPlan, plan_silu_mul, plans_by_rows
+from kvgraph.kernels.launch import LaunchPlan, plan_silu_mul, plans_by_sizes
 from kvgraph.kernels.linear_plan import EXPANDED_COLUMNS, LinearShape, gate_variant, plan_expand
 
 CONVERTED_ROWS = 512
@@ -35,8 +34,8 @@ class Expanded:
         self, shape: LinearShape, arch: str, launch: Callable[[LaunchPlan, Operands], None]
     ) -> None:
         self._shape, self._launch = shape, launch
-        self._expand = lru_cache(KEPT_PLANS)(partial(plan_expand, shape, arch))
-        self._gate = plans_by_rows(plan_silu_mul, gate_variant(shape)) if shape.gated else None
+        self._expand = plans_by_sizes(plan_expand, shape, arch)
+        self._gate = plans_by_sizes(plan_silu_mul, gate_variant(shape)) if shape.gated else None
         column = shape.in_features * itemsize(shape.dtype)
         self._columns = max(PIECE // column // EXPANDED_COLUMNS, 1) * EXPANDED_COLUMNS
 

@@ -19,7 +19,7 @@ from kvgraph.contract.params import KVCacheParams
 from kvgraph.errors import KernelError
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
-from kvgraph.kernels.launch import LaunchPlan, Sizes, plans_by_rows
+from kvgraph.kernels.launch import LaunchPlan, Sizes, plans_by_sizes
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.route_plan import RouteShape, plan_route, route_variant
 from kvgraph.kernels.shapes import AttentionShape
@@ -198,7 +198,7 @@ class RmsNorm(Launches):
         variant = variants.rms_norm_of(*given, call.attributes)
         self.variants, self._width = (variant,), call.shapes["x"][-1]
         self.keep_rows(call.strides, "x")
-        self._plan = plans_by_rows(launch.plan_rms_norm, variant)
+        self._plan = plans_by_sizes(launch.plan_rms_norm, variant)
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         operands = self.operands(inputs)
@@ -219,7 +219,7 @@ class SiluMul(Launches):
         variant = variants.silu_mul_of(call.dtypes["gate"], call.shapes, call.strides)
         self.keep_rows(call.strides, "gate", "up")
         self._width = call.shapes["gate"][-1]
-        self.variants, self._plan = (variant,), plans_by_rows(launch.plan_silu_mul, variant)
+        self.variants, self._plan = (variant,), plans_by_sizes(launch.plan_silu_mul, variant)
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         operands = self.operands(inputs)
@@ -239,7 +239,7 @@ class Route(Launches):
         call = Call.of(ROUTE, node)
         shape = RouteShape.of(call.dtypes["logits"], call.shapes, call.attributes)
         self.variants, self._active = (route_variant(shape),), shape.num_active
-        self._plan = plans_by_rows(plan_route, shape)
+        self._plan = plans_by_sizes(plan_route, shape)
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         operands = self.operands(inputs)
@@ -261,7 +261,7 @@ class FusedExperts(Launches):
         call = Call.of(FUSED_EXPERTS, node)
         shape = ExpertsShape.of(call.dtypes["x"], call.shapes, call.attributes)
         self.variants = experts_variants(shape, gpu.arch)
-        self._plan = plans_by_rows(plan_experts, shape, gpu.arch)
+        self._plan = plans_by_sizes(plan_experts, shape, gpu.arch)
 
     def run(self, *inputs: torch.Tensor) -> torch.Tensor:
         operands = self.operands(inputs)
@@ -281,7 +281,7 @@ class QuantizedLinear(Launches):
         call = Call.of(QUANTIZED_LINEAR, node)
         shape = LinearShape.of(call.dtypes["x"], call.shapes, call.attributes)
         self.variants, self.loose = linear_variants(shape, gpu.arch), ("x",)
-        self._plan = plans_by_rows(plan_linear, shape, gpu.arch)
+        self._plan = plans_by_sizes(plan_linear, shape, gpu.arch)
         self._expanded = Expanded(shape, gpu.arch, gpu.launch)
         self._in, self._features = shape.in_features, shape.out_features
         dtype = self.nodes["x"].meta["val"].dtype
