@@ -16,20 +16,29 @@ from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
 from kvgraph.kernels.variants import Variant
 from kvgraph.ops import matrices
-from kvgraph.ops.packed import E4M3, LEVELS
+from kvgraph.ops.packed import E4M3, INTEGERS, LEVELS
 from tests.support.matrix_products import LLAMA_8B, QWEN3_30B
 
 BETWEEN = 256 << 20
 """Bytes that are read between two uses of a weight: more than any cache holds."""
-FORMS = {"int8": (8, 0, 0), "int4": (4, 0, 0), "FP8": (8, 128, E4M3)}
+FORMS = {
+    "int8": (8, 0, INTEGERS, False),
+    "int4": (4, 0, INTEGERS, False),
+    "FP8": (8, 128, E4M3, False),
+    "int8 x int8": (8, 0, INTEGERS, True),
+    "FP8 x FP8": (8, 0, E4M3, True),
+    "FP8 blocks x FP8": (8, 128, E4M3, True),
+}
+"""Bits, inputs under a scale, kind of numbers, and whether x is rounded to them too."""
 ROWS, EXPERT_ROWS = (1, 16, 64, 256), (1, 8, 64, 1024)
 Tensors = dict[str, torch.Tensor]
 
 
 def linear_shapes() -> Iterator[tuple[str, LinearShape]]:
     for layer, shape in LLAMA_8B.items():
-        for form, (bits, group, codes) in FORMS.items():
-            yield f"{layer}, {form}", replace(shape, bits=bits, group=group, codes=codes)
+        for form, (bits, group, codes, rounds) in FORMS.items():
+            own = replace(shape, bits=bits, group=group, codes=codes, rounds=rounds)
+            yield f"{layer}, {form}", own
 
 
 def experts_shapes() -> Iterator[tuple[str, ExpertsShape]]:
@@ -76,8 +85,20 @@ def decoded(given: Tensors, shape: LinearShape) -> torch.Tensor:
     return numbers * given["scales"].T.repeat_interleave(each, 1)[:, :inputs]
 
 
+def rounded(x: torch.Tensor, shape: LinearShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the weight's kind, and a scale for each row `[rows, 1]`."""
+    kind = torch.float8_e4m3fn if shape.codes == E4M3 else torch.int8
+    scales = x.float().abs().amax(1, keepdim=True) / (448 if shape.codes == E4M3 else 127)
+    numbers = x.float() / scales
+    return (numbers if shape.codes == E4M3 else numbers.round()).to(kind), scales
+
+
 def expected(x: torch.Tensor, given: Tensors, shape: LinearShape) -> list[torch.Tensor]:
-    y = x.float() @ decoded(given, shape).T
+    wide = x.float()
+    if shape.rounds:
+        numbers, scales = rounded(x, shape)
+        wide = numbers.float() * scales
+    y = wide @ decoded(given, shape).T
     if not shape.gated:
         return list(y.split([n for n in shape.out_features if n], 1))
     gate, up = y[:, ::2], y[:, 1::2]

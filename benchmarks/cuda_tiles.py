@@ -3,11 +3,11 @@
     python -m benchmarks.cuda_tiles --compile FOLDER [--arch sm_90]     # needs no GPU
     python -m benchmarks.cuda_tiles --kernels FOLDER [--json FILE]
 
-Layers of Llama-3-8B in int8, int4 and FP8. Each kernel is compared with the float32 product of the
+Layers of Llama-3-8B in int8, int4 and FP8, and of these two with rows that are rounded too. Each kernel is compared with the float32 product of the
 same weights, then timed in a CUDA graph over more weights than caches hold. Printed for every
 layer and number of rows: the tiles that are kept, the fastest ones, a weight that is expanded and
-multiplied by torch, torch's product in bfloat16 (the baseline), and microseconds that memory takes
-for the weight. `--smoke` runs small layers on Triton's interpreter.
+multiplied by torch, torch's product of the same bytes, torch's product in bfloat16 (the baseline),
+and microseconds that memory takes for the weight. `--smoke` runs small layers on Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from benchmarks.cuda_products import (
     multiply,
     nbytes_of,
     operands_of,
+    rounded,
     weight,
 )
 from benchmarks.cuda_run import Run, console, memory_bandwidth, micros
@@ -47,6 +48,7 @@ from kvgraph.kernels.linear_plan import (
 from kvgraph.kernels.matrix_tiles import MatrixTiles
 from kvgraph.kernels.shapes import MULTIPROCESSORS
 from kvgraph.kernels.variants import Variant
+from kvgraph.ops.packed import E4M3
 from kvgraph.runtime.sessions.expanded import Expanded
 
 ROWS = (32, 64, 128, 256, 512)
@@ -63,7 +65,19 @@ WARM_UP = 0.02
 
 
 def candidates(shape: LinearShape) -> Iterator[MatrixTiles]:
-    """Of many rows; nibbles fix the inputs of a step."""
+    """Of many rows, or of any where x is rounded; nibbles fix the inputs of a step."""
+    if shape.rounds:
+        for block_m, block_n, block_k, warps, stages in (
+            (16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 128, 128, 4, 4), (16, 128, 128, 8, 4),
+            (16, 64, 256, 4, 4), (16, 128, 256, 8, 3),
+            (32, 64, 128, 4, 4), (32, 64, 128, 4, 6), (32, 128, 128, 8, 4), (32, 64, 256, 4, 3),
+            (64, 64, 128, 4, 4), (64, 64, 128, 4, 6), (64, 128, 128, 8, 4), (64, 128, 128, 4, 4),
+            (128, 64, 128, 4, 4), (128, 128, 128, 8, 3), (128, 128, 128, 8, 4),
+            (128, 256, 128, 8, 3), (256, 64, 128, 8, 4), (256, 128, 128, 8, 3),
+        ):  # fmt: skip
+            if block_k <= (shape.group or block_k):
+                yield MatrixTiles(block_m, block_n, block_k, warps, stages)
+        return
     for block_m, block_n, warps in (
         (32, 64, 4), (32, 128, 4), (32, 128, 8),
         (64, 64, 4), (64, 128, 4), (64, 128, 8),
@@ -85,11 +99,13 @@ def parts_of(shape: LinearShape, tiles: MatrixTiles, rows: int, arch: str) -> It
 
 def fits(tiles: MatrixTiles, rows: int) -> bool:
     """At most half of a tile is empty, and no program of few rows reads weights again."""
-    return tiles.block_m <= max(rows, 32) and rows <= 4 * tiles.block_m
+    return tiles.block_m <= max(rows, 32) and (rows <= 4 * tiles.block_m or tiles.block_m >= 128)
 
 
-def variants_of(arch: str) -> Iterator[Variant]:
-    for _, shape in linear_shapes():
+def variants_of(arch: str, only: str) -> Iterator[Variant]:
+    for name, shape in linear_shapes():
+        if only not in name:
+            continue
         yield from linear_variants(shape, arch)
         for tiles in candidates(shape):
             for parts in (1, 2):
@@ -97,11 +113,11 @@ def variants_of(arch: str) -> Iterator[Variant]:
                 yield from (one.variant for one in plan.launches)
 
 
-def compile_tiles(arch: str, folder: Path) -> None:
+def compile_tiles(arch: str, folder: Path, only: str) -> None:
     from kvgraph.compiler.targets.cuda import save_kernels
 
     made = []
-    for variant in {each.name: each for each in variants_of(arch)}.values():
+    for variant in {each.name: each for each in variants_of(arch, only)}.values():
         try:
             made.append(aot.compile_variant(variant, arch))
         except KernelError as error:  # too much shared memory
@@ -151,6 +167,22 @@ class Rows:
         for given in self.layer.sets:
             layer.run(self.x, {"x": self.x, **given}, list(self.outs.values()))
 
+    def library(self) -> None:
+        """torch's products of the same bytes, without the rounding of x."""
+        numbers, scales = rounded(self.x, self.layer.shape)
+        for given in self.layer.sets:
+            if self.layer.shape.codes != E4M3:
+                torch._int_mm(numbers, given["weight"].T)
+                continue
+            of_columns = given["scales"][:1]
+            torch._scaled_mm(
+                numbers,
+                given["weight"].T,
+                scale_a=scales,
+                scale_b=of_columns,
+                out_dtype=torch.bfloat16,
+            )
+
     def plain(self) -> None:
         for given in self.layer.plain:
             torch.nn.functional.linear(self.x, given)
@@ -170,11 +202,13 @@ class Rows:
 def sweep(layer: Layer, known: Container[str] | None, table: Table) -> None:
     run, shape, arch = layer.run, layer.shape, layer.run.arch
     ideal = nbytes_of(layer.sets[0]) / memory_bandwidth(run) * 1e6
-    for rows in (32,) if run.smoke else sorted({*ROWS, *EXPANDED}):
+    for rows in (
+        (32,) if run.smoke else sorted({*ROWS, *EXPANDED, *((1, 16) if shape.rounds else ())})
+    ):
         given = Rows(layer, rows)
         found: list[tuple[float, str]] = []
         for tiles in candidates(shape):
-            if rows not in ROWS or not fits(tiles, rows):
+            if not (rows in ROWS or shape.rounds) or not fits(tiles, rows):
                 continue
             for parts in (1, 3) if run.smoke else parts_of(shape, tiles, rows, arch):
                 plan = plan_tiles(shape, arch, rows, ROLE, tiles, parts)
@@ -184,14 +218,17 @@ def sweep(layer: Layer, known: Container[str] | None, table: Table) -> None:
                 found.append((given.microseconds(said, partial(given.planned, plan)), said))
         found.sort()
         kept = given.microseconds("kept", partial(given.planned, plan_linear(shape, arch, rows)))
-        expanded = 0.0
-        if rows in EXPANDED or run.smoke:
+        expanded = library = 0.0
+        if shape.rounds and rows > 16 and not run.smoke:
+            library = timed(run, given.library) / len(layer.sets)
+        elif not shape.rounds and (rows in EXPANDED or run.smoke):
             expanded = given.microseconds("expanded", given.expanded)
         theirs = timed(run, given.plain) / len(layer.plain)
         run.found[f"{layer.name}/{rows}"] = {
             "kept": kept,
             "fastest": found[:RECORDED],
             "expanded": expanded,
+            "library": library,
             "bfloat16": theirs,
             "memory": ideal,
         }
@@ -201,6 +238,7 @@ def sweep(layer: Layer, known: Container[str] | None, table: Table) -> None:
             f"{kept:.1f}",
             "\n".join(f"{us:.1f} {said}" for us, said in found[:FASTEST]),
             f"{expanded:.1f}" if expanded else "-",
+            f"{library:.1f}" if library else "-",
             f"{theirs:.1f}",
             f"{ideal:.1f}",
         )
@@ -216,7 +254,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     if given.compile:
-        compile_tiles(given.arch, given.compile)
+        compile_tiles(given.arch, given.compile, given.only)
         return 0
     known: Container[str] | None = None
     if given.smoke:
@@ -230,7 +268,9 @@ def main() -> int:
         gpu = CudaGpu(given.kernels)
         launch, known = gpu.launch, gpu._cubins._kernels
     run = Run(given.arch, given.smoke, Path(), launch)
-    table = Table("layer", "rows", "kept us", "fastest", "expanded us", "bf16 us", "memory us")
+    table = Table(
+        "layer", "rows", "kept us", "fastest", "expanded us", "its library", "bf16 us", "memory us"
+    )
     for name, shape in linear_shapes():
         if given.only not in name:
             continue

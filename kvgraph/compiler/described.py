@@ -188,17 +188,21 @@ def _expert_bytes(experts: Experts, dtype: str, form: Form | None, on_cpu: bool)
         return experts.elements * itemsize(dtype)
     if not on_cpu:
         whole = form or PLAIN
-        return experts.held * sum(_gpu_bytes(part, whole, dtype) for part in experts.parts)
+        return experts.held * sum(
+            _gpu_bytes(part, whole, dtype, is_expert=True) for part in experts.parts
+        )
     return experts.held * sum(_packed_bytes(part, form or Form(32)) for part in experts.parts)
 
 
-def _gpu_bytes(linear: Linear, form: Form, dtype: str) -> int:
+def _gpu_bytes(linear: Linear, form: Form, dtype: str, *, is_expert: bool = False) -> int:
     """Numbers, what groups have, and a bias in `dtype` (ops/matrices.py)."""
     if form.bits == PLAIN.bits:
         return _elements(linear) * itemsize(dtype)
     inputs = linear.in_features
     form = form if matrices.takes(form) else Form(8)
-    made = matrices.of_kernels(replace(form, group=min(form.group, inputs)))
+    made = matrices.of_kernels(
+        replace(form, group=min(form.group, inputs)), 0 if is_expert else inputs
+    )
     of_group = 4 * made.has_scales + made.has_group_bytes
     groups = matrices.groups_of(inputs, made.bits, made.group)
     bias = itemsize(dtype) if linear.has_bias else 0

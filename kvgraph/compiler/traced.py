@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -34,6 +34,8 @@ class Traced:
     passes: list[PassReport] = field(default_factory=list)
     bits: int | None = None
     """Of packed weights (16, 8, 4 or AS_STORED); None: linear layers as the model has them."""
+    archs: Sequence[str] = ()
+    """That kernels are compiled for."""
     onnx_model: onnx_ir.Model | None = None
     """What a backend made of the program."""
     onnx_proto: onnx.ModelProto | None = None

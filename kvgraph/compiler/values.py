@@ -85,6 +85,8 @@ class Values(ABC):
     dtype: torch.dtype
     bits: int = PLAIN_BITS
     """Of packed weights, those nearest to how it is stored."""
+    x_bits: int = 0
+    """That the checkpoint's maker rounds its inputs to, as they come; 0: they are not rounded."""
     is_coded_transposed: bool = False
     """Its last two dims are inputs and outputs; those of its coded rows are outputs and inputs."""
 
@@ -185,7 +187,7 @@ class Derived(Values):
     def __init__(
         self, source: Values, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self.where, self.bits = source.where, source.bits
+        self.where, self.bits, self.x_bits = source.where, source.bits, source.x_bits
         self.shape = source.shape if shape is None else tuple(shape)
         self.dtype = dtype or source.dtype
         self.is_coded_transposed = source.is_coded_transposed

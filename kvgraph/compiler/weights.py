@@ -43,6 +43,9 @@ class Weights:
     """Layers that were to be kept as they are stored, and have no such form: bits -> where they
     are."""
 
+    inputs_rounded: set[str] = field(default_factory=set)
+    """Where layers are whose inputs are rounded to 8 bits too."""
+
     plain: str = NAMES[PLAIN_BITS]
     """What layers of PLAIN_BITS have."""
 
@@ -89,15 +92,21 @@ class Weights:
         return Form(nearest), False
 
     def notes(self) -> list[str]:
-        """A sentence for each number of bits that layers were rounded to."""
+        """A sentence for each number of bits that layers were rounded to, and of their inputs."""
         names = NAMES | {PLAIN_BITS: self.plain}
-        return [
+        notes = [
             f"weights: {len(layers)} of the layers that the checkpoint has in fewer bits are "
             f"rounded to {names[bits]}, since no kernel takes their form, or that of a layer "
             "beside them"
             for bits, layers in sorted(self.rounded.items())
             if layers
         ]
+        if self.inputs_rounded:
+            notes.append(
+                f"weights: inputs of {len(self.inputs_rounded)} linear layers are rounded to 8 "
+                "bits, a scale for each row, as the checkpoint was made for"
+            )
+        return notes
 
     def later(self, names: Iterable[str], make: Make) -> None:
         """`make` gives all of `names`, when they are written."""

@@ -27,6 +27,7 @@ from kvgraph.contract.manifest import ExecutedKernel, Manifest, read_measured, w
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KernelError
 from kvgraph.kernels import matrix_trials, trials
+from kvgraph.kernels.linear_plan import roles_of
 from kvgraph.kernels.run_ptx import run_plan
 from kvgraph.kernels.shapes import SHARED_MEMORY, AttentionShape, CacheShape, Rope
 from kvgraph.kernels.trials import Trial
@@ -43,7 +44,6 @@ UNITS = ("rms_norm", "silu_mul", "route", "increment_cache_lengths")
 EXPERTS = "experts_down"
 """What stands for all kernels of a mixture of experts."""
 LINEAR = "quantized_linear"
-"""Its kernel of few rows stands for all of a linear layer."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,18 @@ def tasks_of(kernels: Sequence[Packed]) -> list[tuple[Path, str, str]]:
             tasks += [(folder, name, "one row"), (folder, name, "rows")]
         elif kernel.variant.kernel.name == EXPERTS:
             tasks.append((folder, name, kernel.variant.role))
-        elif kernel.variant.kernel.name == LINEAR and kernel.variant.role == "few":
+        elif _stands_for_layer(kernel):
             tasks += [(folder, name, trial) for trial in _linear_trials(kernel)]
     return tasks
+
+
+def _stands_for_layer(kernel: Packed) -> bool:
+    """Whether it is a linear layer's kernel of most rows, which says all of the layer: what is
+    split knows no bias."""
+    if kernel.variant.kernel.name != LINEAR:
+        return False
+    shape = matrix_trials.linear_shape(kernel.variant)
+    return kernel.variant.role == roles_of(shape, kernel.arch)[-1]
 
 
 def executed(kernels: Sequence[Packed], jobs: int) -> Generator[list[Ran], None, None]:

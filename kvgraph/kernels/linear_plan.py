@@ -11,27 +11,37 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.dtypes import DTYPES
 from kvgraph.kernels import variants
-from kvgraph.kernels.launch import LaunchPlan, launch_of
+from kvgraph.kernels.launch import Launch, LaunchPlan, launch_of
 from kvgraph.kernels.matrix_tiles import (
     ROLES,
-    ROLES_OF_ROWS,
     SPREAD_COLUMNS,
     MatrixTiles,
     absent_operands,
     linear_roles,
     linear_tiles,
     product_constants,
-    role_of,
 )
 from kvgraph.kernels.shapes import MULTIPROCESSORS, power_of_two
-from kvgraph.kernels.variants import Constant, Variant, absent_of
+from kvgraph.kernels.variants import ALIGNMENT, Constant, Variant, absent_of
 from kvgraph.ops.matrices import stored_dtype
-from kvgraph.ops.packed import INTEGERS, Form
+from kvgraph.ops.packed import E4M3, INTEGERS, Form
 
 SPLIT_SUFFIX = "_split"
 PROGRAMS = 2.1
 """For a multiprocessor, which parts of the inputs make up: near the best of a sweep on an H100."""
+PROGRAMS_OF_ROUNDED = {
+    ("rows16", False): 1.0,
+    ("rows16", True): 3.0,
+    ("rows32", False): 3.0,
+    ("rows32", True): 3.0,
+    ("rows64", False): 1.9,
+    ("rows64", True): 1.9,
+    ("rows128", False): 1.0,
+    ("rows128", True): 1.0,
+}
+"""The same where x is rounded, of a sweep on an H200: by role, and whether there are groups."""
 MOST_PARTS, LEAST_BLOCKS = 8, 2
 """Of the inputs; and steps that a part has at least."""
 EXPANDED_COLUMNS = 32
@@ -51,6 +61,8 @@ class LinearShape:
     group: int = 0
     codes: int = INTEGERS
     offsets: bool = False
+    rounds: bool = False
+    """Whether x is rounded to the weight's kind of number."""
 
     @classmethod
     def of(
@@ -72,6 +84,7 @@ class LinearShape:
             group=int(attributes["group"]),
             codes=int(attributes["codes"]),
             offsets="group_bytes" in shapes and attributes["codes"] == INTEGERS,
+            rounds=bool(attributes["x_bits"]),
         )
 
     @property
@@ -89,21 +102,28 @@ def linear_variants(shape: LinearShape, arch: str) -> tuple[Variant, ...]:
     roles = roles_of(shape, arch)
     products = [_variant(shape, arch, role) for role in roles]
     sums = [_sum_variant(shape)] if any(map(is_split, roles)) else []
-    gates = [gate_variant(shape)] if shape.gated else []
-    return (*products, *sums, _expand_variant(shape, arch), *gates)
+    rounds = [_round_variant(shape)] if shape.rounds else []
+    joins = [join_variant(shape)] if is_library(shape, arch) and has_parts(shape) else []
+    others = [*rounds, *products, *sums, *joins]
+    if is_expanded(shape, arch):
+        others += [_round_variant(shape, restores=True)] if shape.rounds else []
+        others += [_expand_variant(shape, arch)]
+        others += [gate_variant(shape)] if shape.gated else []
+    return tuple(others)
 
 
 @lru_cache
 def roles_of(shape: LinearShape, arch: str) -> tuple[str, ...]:
     """Of the products that `plan_linear` may launch: of few rows first, those over parts of the
     inputs with SPLIT_SUFFIX."""
-    few, *others = linear_roles(shape.dtype, arch)
-    found = [few]
-    for role in others:
+    found: list[str] = []
+    roles = _roles(shape, arch)
+    for role, most in roles.items():
         tiles = _tiles(shape, arch, role)
         splits = parts_of(shape, arch, role, tiles.block_m) > 1
         found += [role + SPLIT_SUFFIX] if splits else []
-        found += [role] if not splits or role == others[-1] else []
+        is_last = role == list(roles)[-1]
+        found += [role] if is_last or parts_of(shape, arch, role, most) == 1 else []
     return tuple(found)
 
 
@@ -117,7 +137,8 @@ def parts_of(shape: LinearShape, arch: str, role: str, rows: int) -> int:
         return 1
     tiles = _tiles(shape, arch, role)
     programs = ceildiv(rows, tiles.block_m) * ceildiv(shape.columns, tiles.block_n)
-    wanted = round(PROGRAMS * MULTIPROCESSORS[arch] / programs)
+    each = PROGRAMS_OF_ROUNDED[role, bool(shape.group)] if shape.rounds else PROGRAMS
+    wanted = round(each * MULTIPROCESSORS[arch] / programs)
     return max(min(wanted, MOST_PARTS, _blocks(shape, tiles) // LEAST_BLOCKS), 1)
 
 
@@ -142,26 +163,65 @@ def plan_tiles(
     blocks = _blocks(shape, tiles)
     each = ceildiv(blocks, parts)
     parts = ceildiv(blocks, each)
+    scratch: dict[str, int] = {}
+    before: tuple[Launch, ...] = ()
+    if shape.rounds:
+        scratch = {"rounded": rows * shape.in_features, "row_scales": rows}
+        before = plan_round(shape, rows).launches
     if parts == 1:
         whole = _variant_of(shape, arch, role, tiles)
-        return LaunchPlan((launch_of(whole, grid, values),))
+        return LaunchPlan((*before, launch_of(whole, grid, values)), scratch)
     assert tiles.slices == 1, "slices are of all inputs"
     split, total = _variant_of(shape, arch, role + SPLIT_SUFFIX, tiles), _sum_variant(shape)
     pieces = ceildiv(shape.columns, _int(total, "BLOCK_D"))
     launches = (
+        *before,
         launch_of(split, (grid[0], grid[1] * parts), values | {"part_blocks": each}),
         launch_of(total, (rows, pieces), values | {"num_parts": parts}),
     )
-    return LaunchPlan(launches, {"sums": parts * rows * shape.columns})
+    return LaunchPlan(launches, scratch | {"sums": parts * rows * shape.columns})
 
 
 def plan_expand(shape: LinearShape, arch: str, first: int, columns: int) -> LaunchPlan:
     """`plain [columns, in_features]`: the weight of so many columns from `first` on in the
     activations' dtype; gates before what they gate, of which both numbers count each."""
     variant = _expand_variant(shape, arch)
-    blocks = _blocks(shape, _tiles(shape, arch, linear_roles(shape.dtype, arch)[-1]))
+    blocks = _blocks(shape, _last_tiles(shape, arch))
     grid = ceildiv(columns, _int(variant, "BLOCK_N")), blocks
     return LaunchPlan((launch_of(variant, grid, {"first": first, "num_columns": columns}),))
+
+
+def plan_round(shape: LinearShape, rows: int, *, restores: bool = False) -> LaunchPlan:
+    """`rounded [rows, in_features]` and `row_scales [rows]` of x; or `restored`, what they are in
+    x's dtype."""
+    variant = _round_variant(shape, restores=restores)
+    return LaunchPlan((launch_of(variant, (rows, 1), {}),))
+
+
+def plan_join(shape: LinearShape, rows: int) -> LaunchPlan:
+    """Outputs of `products [rows, columns]`."""
+    variant = join_variant(shape)
+    grid = rows, ceildiv(shape.columns, _int(variant, "BLOCK_D"))
+    return LaunchPlan((launch_of(variant, grid, {}),))
+
+
+def is_library(shape: LinearShape, arch: str) -> bool:
+    """Whether torch's library multiplies many rows of FP8 by it. It takes scales of columns, gives
+    bfloat16, and takes lines of whole 16 bytes; it was measured on sm_90."""
+    is_float8 = shape.rounds and shape.codes == E4M3 and not shape.group
+    fits = shape.in_features % ALIGNMENT == shape.columns % ALIGNMENT == 0
+    return is_float8 and fits and shape.dtype == "bfloat16" and arch == "sm_90"
+
+
+def is_expanded(shape: LinearShape, arch: str) -> bool:
+    """Whether many rows are multiplied by the weight in full: products of int8 by int8 are as fast
+    as that."""
+    return not is_library(shape, arch) and not (shape.rounds and shape.codes != E4M3)
+
+
+def has_parts(shape: LinearShape) -> bool:
+    """Whether a product with its weight is not its output yet."""
+    return shape.gated or shape.bias or bool(shape.out_features[1])
 
 
 def gate_variant(shape: LinearShape) -> Variant:
@@ -169,16 +229,23 @@ def gate_variant(shape: LinearShape) -> Variant:
     return variants.silu_mul_variant(shape.dtype, shape.out_features[0])
 
 
+def _roles(shape: LinearShape, arch: str) -> Mapping[str, int]:
+    roles = linear_roles(shape.dtype, arch, rounds=shape.rounds)
+    return roles if not is_library(shape, arch) else {r: roles[r] for r in roles if r != "rows128"}
+
+
 def _role_of(shape: LinearShape, arch: str, rows: int) -> str:
-    roles = linear_roles(shape.dtype, arch)
-    if roles == ROLES:
-        return role_of(rows, 1)
-    return next((role for role in roles if rows <= ROLES_OF_ROWS[role]), roles[-1])
+    roles = _roles(shape, arch)
+    return next((role for role, most in roles.items() if rows <= most), list(roles)[-1])
+
+
+def _last_tiles(shape: LinearShape, arch: str) -> MatrixTiles:
+    return _tiles(shape, arch, list(_roles(shape, arch))[-1])
 
 
 def _tiles(shape: LinearShape, arch: str, role: str) -> MatrixTiles:
     spread = shape.columns >= SPREAD_COLUMNS
-    return linear_tiles(role, shape.dtype, shape.form, arch, spread=spread)
+    return linear_tiles(role, shape.dtype, shape.form, arch, spread=spread, rounds=shape.rounds)
 
 
 def _blocks(shape: LinearShape, tiles: MatrixTiles) -> int:
@@ -200,6 +267,7 @@ def _variant_of(shape: LinearShape, arch: str, role: str, tiles: MatrixTiles) ->
         **product_constants(shape.dtype, shape.form, tiles, arch),
     }
     outputs = absent_of(sums=not split, part_blocks=not split)
+    outputs |= absent_of(x=shape.rounds, rounded=not shape.rounds, row_scales=not shape.rounds)
     outputs |= absent_of(out=True, out_1=True, out_2=True) if split else _absent_outputs(shape)
     return Variant(
         variants.QUANTIZED_LINEAR,
@@ -214,16 +282,39 @@ def _variant_of(shape: LinearShape, arch: str, role: str, tiles: MatrixTiles) ->
 
 
 @lru_cache
-def _sum_variant(shape: LinearShape) -> Variant:
+def _round_variant(shape: LinearShape, *, restores: bool = False) -> Variant:
+    stored = stored_dtype(shape.bits, shape.codes, shape.dtype)
+    block = power_of_two(shape.in_features, 16)
+    constants: dict[str, Constant] = {
+        "IN": shape.in_features,
+        "QUANTIZED": stored,
+        "LARGEST": DTYPES[stored].largest,
+        "BLOCK_D": block,
+    }
+    warps = min(max(block // 1024, 4), 16)
+    absent = absent_of(rounded=restores, row_scales=restores, restored=not restores)
+    return Variant(variants.ROUND_ROWS, "", shape.dtype, stored, constants, warps, 1, absent)
+
+
+def join_variant(shape: LinearShape) -> Variant:
+    """Of whole products."""
+    return _sum_variant(shape, of_products=True)
+
+
+@lru_cache
+def _sum_variant(shape: LinearShape, *, of_products: bool = False) -> Variant:
     block = min(power_of_two(shape.columns, 16), 1024)
     constants: dict[str, Constant] = {**_outputs(shape), "BLOCK_D": block}
     absent = absent_of(bias=not shape.bias) | _absent_outputs(shape)
+    absent |= absent_of(
+        sums=of_products, num_rows=of_products, num_parts=of_products, products=not of_products
+    )
     return Variant(variants.SUM_LINEAR, "", shape.dtype, shape.dtype, constants, 4, 1, absent)
 
 
 @lru_cache
 def _expand_variant(shape: LinearShape, arch: str) -> Variant:
-    tiles = _tiles(shape, arch, linear_roles(shape.dtype, arch)[-1])
+    tiles = _last_tiles(shape, arch)
     product = product_constants(shape.dtype, shape.form, tiles, arch)
     constants: dict[str, Constant] = {
         "IN": shape.in_features,

@@ -9,6 +9,7 @@ each layer. Those of other architectures are as large as registers and shared me
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvgraph.contract.dtypes import itemsize
@@ -21,8 +22,13 @@ FEW_ROWS = 16
 ROLES = ("few", "many")
 """Of experts, and of linear layers where more roles were not measured."""
 
+ROLES_OF_OTHERS = {"few": FEW_ROWS, "many": 0}
+
 ROLES_OF_ROWS = {"few": FEW_ROWS, "rows32": 32, "rows64": 64, "rows128": 128}
-"""Of linear layers on sm_90 -> rows of a tile."""
+"""Of linear layers on sm_90 -> rows of a tile, and of a step that has it, but for the last one."""
+
+ROLES_OF_ROUNDED = {"rows16": 16, "rows32": 32, "rows64": 256, "rows128": 512}
+"""Where x is rounded -> rows of a step that has it, but for the last one."""
 
 SPREAD_COLUMNS = 16384
 """Of a weight whose columns give all multiprocessors a tile; the experts of a layer do."""
@@ -46,13 +52,20 @@ def role_of(rows: int, tiles: int) -> str:
     return "few" if rows <= FEW_ROWS * tiles else "many"
 
 
-def linear_roles(dtype: str, arch: str) -> tuple[str, ...]:
-    """Of linear layers, by growing tiles."""
-    return tuple(ROLES_OF_ROWS) if arch == "sm_90" and itemsize(dtype) == 2 else ROLES
+def linear_roles(dtype: str, arch: str, *, rounds: bool = False) -> Mapping[str, int]:
+    """Of linear layers, by growing tiles -> rows of a step that has it, but for the last one;
+    `rounds`: those of rounded rows."""
+    if arch != "sm_90" or itemsize(dtype) == 4:
+        return ROLES_OF_OTHERS
+    return ROLES_OF_ROUNDED if rounds else ROLES_OF_ROWS
 
 
-def linear_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) -> MatrixTiles:
+def linear_tiles(
+    role: str, dtype: str, form: Form, arch: str, *, spread: bool, rounds: bool = False
+) -> MatrixTiles:
     """Of one of `linear_roles`."""
+    if rounds:
+        return _tiles_of_bytes(role, form)
     if role in ROLES:
         return matrix_tiles(role, dtype, form, arch, spread=spread)
     rows, wide = ROLES_OF_ROWS[role], _inputs_of_step(form)
@@ -60,6 +73,28 @@ def linear_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) 
     if form.bits == 4 and (rows == 64 or (rows == 32 and spread)):
         columns = 128
     return MatrixTiles(rows, columns, wide, 4, 3)
+
+
+def multiply_bytes(form: Form, archs: Sequence[str]) -> bool:
+    """Whether tensor cores of all `archs` take the numbers of `form` from both factors, and there
+    are kernels that do: of bytes with a scale for a column, and of FP8 also in groups of 128."""
+    is_float8 = form.codes == E4M3
+    if form.bits != 8 or form.has_offsets or form.group not in ((0, 128) if is_float8 else (0,)):
+        return False
+    return bool(archs) and all(capability(arch) >= (89 if is_float8 else 80) for arch in archs)
+
+
+def _tiles_of_bytes(role: str, form: Form) -> MatrixTiles:
+    """Where tensor cores take bytes of both factors. There are no slices of the inputs."""
+    if role in ("few", "rows16"):
+        return MatrixTiles(16, 64, form.group or 256, 4, 4)
+    if role == "rows32":
+        return MatrixTiles(32, 64, 128, 4, 4)
+    if role == "rows64":
+        return MatrixTiles(64, 128, 128, 8 if form.group else 4, 4)
+    return (
+        MatrixTiles(128, 128, 128, 8, 4) if role == "rows128" else MatrixTiles(64, 128, 128, 8, 3)
+    )
 
 
 def matrix_tiles(role: str, dtype: str, form: Form, arch: str, *, spread: bool) -> MatrixTiles:

@@ -18,6 +18,7 @@ from kvgraph.kernels.experts_plan import ExpertsShape, plan_experts
 from kvgraph.kernels.linear_plan import (
     SPLIT_SUFFIX,
     LinearShape,
+    is_expanded,
     plan_expand,
     plan_linear,
     roles_of,
@@ -28,7 +29,7 @@ from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
-ROWS = {"few": 18, "many": 70, "rows32": 20, "rows64": 40, "rows128": 70}
+ROWS = {"few": 18, "many": 70, "rows16": 10, "rows32": 20, "rows64": 40, "rows128": 70}
 """Of a step by the role of its tiles: an expert that all rows choose has two tiles, and a layer two
 of few rows. Larger ones are one, as the PTX of whole layers takes minutes on a CPU."""
 
@@ -129,6 +130,7 @@ def linear_shape(variant: Variant) -> LinearShape:
         group=given["GROUP"],
         codes=given["CODES"],
         offsets=_has_offsets(variant, "group_bytes"),
+        rounds="x" in variant.absent,
     )
 
 
@@ -150,6 +152,7 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
         group=shape.group,
         codes=shape.codes,
         silu_mul=int(shape.gated),
+        x_bits=8 if shape.rounds else 0,
         **attributes,
     )
     outs = zip(("out", "out_1", "out_2"), found, strict=True)
@@ -164,7 +167,9 @@ def linear_trials(shape: LinearShape, arch: str) -> dict[str, Callable[[], Trial
     found: dict[str, Callable[[], Trial]] = {
         role: partial(linear_trial, shape, arch, role) for role in roles_of(shape, arch)
     }
-    return found | {EXPAND: partial(expand_trial, shape, arch)}
+    return found | (
+        {EXPAND: partial(expand_trial, shape, arch)} if is_expanded(shape, arch) else {}
+    )
 
 
 def expand_trial(shape: LinearShape, arch: str) -> Trial:

@@ -68,6 +68,9 @@ def product(
     nibbles they are a span: byte h holds inputs h and h + BLOCK_K of it, so that both halves meet
     whole rows of x. A span is one group, or two.
 
+    x may be of the weight's own bytes (int8, or FP8 as uint8): tensor cores multiply both as they
+    are, and rows of the result lack x's scales.
+
     SLICES of the inputs are summed apart; 1 in float32, and of a part of the inputs. `end` is a
     value: a loop of two steps that the compiler knows is unrolled, and writes accumulators behind
     the fence that products of four warps need.
@@ -147,7 +150,7 @@ def _product_of_all(
             at_NK = n_N.to(tl.int64)[:, None] * IN + (start + k)[None, :]
             mask_NK = in_N[:, None] & (start + k < IN)[None, :]
             w_NK = tl.load(weight + at_NK, mask=mask_NK, other=0)
-            w_NK = _bytes(w_NK, CODES, FP8_NATIVE, x_MK.dtype)
+            w_NK, x_MK = _factors(w_NK, x_MK, CODES, FP8_NATIVE)
             if BITS:
                 if GROUP:
                     at_N = start // GROUP * OUT + n_N
@@ -155,7 +158,7 @@ def _product_of_all(
                 # Scaled here, so that it is waited for: the next step's numbers may take the
                 # registers that it reads (kvgraph/kernels/sass.py).
                 part_NM = tl.dot(w_NK, tl.trans(x_MK), input_precision=PRECISION)
-                acc_NM += part_NM * scale_N[:, None]
+                acc_NM += part_NM.to(tl.float32) * scale_N[:, None]
             else:
                 acc_NM = tl.dot(w_NK, tl.trans(x_MK), acc_NM, input_precision=PRECISION)
     return acc_NM
@@ -229,10 +232,10 @@ def _product_of_slices(
             in_K = at_SK < IN
             x_SMK = tl.load(x + rows_M + at_SK, mask=live_M & in_K, other=0.0)
             w_SNK = tl.load(weight + rows_N + at_SK, mask=in_N[None, :, None] & in_K, other=0)
-            w_SNK = _bytes(w_SNK, CODES, FP8_NATIVE, x_SMK.dtype)
+            w_SNK, x_SMK = _factors(w_SNK, x_SMK, CODES, FP8_NATIVE)
             x_SKM = tl.permute(x_SMK, (0, 2, 1))
             if GROUP:
-                part_SNM = tl.dot(w_SNK, x_SKM)
+                part_SNM = tl.dot(w_SNK, x_SKM).to(tl.float32)
                 at_SN = (first_S // GROUP * OUT)[:, None] + n_N[None, :]
                 in_SN = (first_S < IN)[:, None] & in_N[None, :]
                 scale_SN = _scales(scales, group_bytes, at_SN, in_SN, CODES)
@@ -240,6 +243,15 @@ def _product_of_slices(
             else:
                 acc_SNM = tl.dot(w_SNK, x_SKM, acc_SNM)
     return acc_SNM
+
+
+@triton.jit
+def _factors(w, x, CODES: tl.constexpr, FP8_NATIVE: tl.constexpr):
+    """What a tensor core multiplies of a weight's bytes (or numbers) and of x."""
+    if x.dtype == tl.uint8:
+        return w.to(tl.float8e4nv, bitcast=True), x.to(tl.float8e4nv, bitcast=True)
+    else:
+        return _bytes(w, CODES, FP8_NATIVE, x.dtype), x
 
 
 @triton.jit

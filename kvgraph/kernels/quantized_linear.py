@@ -3,12 +3,15 @@
 import triton
 import triton.language as tl
 
+from kvgraph.kernels.elements import decode, encode
 from kvgraph.kernels.products import gated, product, stored_bytes, stored_nibbles
 
 
 @triton.jit(do_not_specialize=["num_rows", "in_features", "part_blocks"])
 def quantized_linear(
     x,
+    rounded,
+    row_scales,
     weight,
     scales,
     group_bytes,
@@ -42,6 +45,8 @@ def quantized_linear(
     tiles, columns / BLOCK_N): programs of the same columns are neighbours, and find their weights
     in the L2 cache.
 
+    x may be absent: it was `rounded` then, whose rows have a scale each.
+
     SPLIT: over `part_blocks` blocks of the inputs each, into `sums [parts, M, columns]`. Grid: (row
     tiles, parts * columns / BLOCK_N).
     """
@@ -57,9 +62,11 @@ def quantized_linear(
         end = tl.minimum(begin + part_blocks * BLOCK, in_features)
     n_N = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     y_NM = product(
-        x, row_M, live_M, weight, scales, group_bytes, n_N, begin, end, IN, COLUMNS, BITS, GROUP,
-        CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
+        rounded if x is None else x, row_M, live_M, weight, scales, group_bytes, n_N, begin, end,
+        IN, COLUMNS, BITS, GROUP, CODES, FP8_NATIVE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SLICES,
     )  # fmt: skip
+    if row_scales is not None:
+        y_NM *= tl.load(row_scales + row_M, mask=live_M, other=0.0)[None, :]
     if SPLIT:
         sums += part.to(tl.int64) * num_rows * COLUMNS
         _store(sums, row_M, live_M, n_N, tl.trans(y_NM), COLUMNS)
@@ -85,9 +92,41 @@ def _store(out, row_M, live_M, n_N, y_MN, OUT: tl.constexpr):
     tl.store(to_MN, y_MN, mask=live_M[:, None] & mask_N[None, :])
 
 
+@triton.jit
+def round_rows(
+    x,
+    rounded,
+    row_scales,
+    restored,
+    IN: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A row of x in numbers of the weight's kind, and its scale; or what these are, in x's dtype.
+    Grid: (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    x_D = tl.load(x + row * IN + d, mask=d < IN, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x_D), 0)
+    # The maximum leaves NaN out; a scale of NaN says that there was one.
+    largest = tl.where(tl.max((x_D != x_D).to(tl.int32), 0) > 0, float("nan"), largest)
+    scale = tl.div_rn(largest, LARGEST)
+    divisor = tl.where(scale == 0, 1.0, scale)
+    number_D = tl.div_rn(x_D, tl.full((BLOCK_D,), 1.0, tl.float32) * divisor)
+    number_D = encode(number_D, QUANTIZED, None)
+    if restored is None:
+        tl.store(row_scales + row, scale)
+        tl.store(rounded + row * IN + d, number_D, mask=d < IN)
+    else:
+        y_D = decode(number_D, QUANTIZED, False, tl.float32) * scale
+        tl.store(restored + row * IN + d, y_D.to(restored.dtype.element_ty), mask=d < IN)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def sum_linear(
     sums,
+    products,
     bias,
     out,
     out_1,
@@ -101,16 +140,20 @@ def sum_linear(
     BLOCK_D: tl.constexpr,
 ):
     """BLOCK_D columns of one row of `sums [parts, M, columns]`, in the order of the parts: the
-    outputs of a quantized_linear that was split. Grid: (rows, columns / BLOCK_D)."""
+    outputs of a quantized_linear that was split. Or of `products [M, columns]`, rounded already.
+    Grid: (rows, columns / BLOCK_D)."""
     COLUMNS: tl.constexpr = 2 * OUT if GATED else OUT + OUT_1 + OUT_2
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_D = d < COLUMNS
-    y_D = tl.zeros((BLOCK_D,), tl.float32)
     at = row * COLUMNS
-    for _ in range(0, num_parts):
-        y_D += tl.load(sums + at + d, mask=in_D, other=0.0)
-        at += num_rows.to(tl.int64) * COLUMNS
+    if sums is None:
+        y_D = tl.load(products + at + d, mask=in_D, other=0.0).to(tl.float32)
+    else:
+        y_D = tl.zeros((BLOCK_D,), tl.float32)
+        for _ in range(0, num_parts):
+            y_D += tl.load(sums + at + d, mask=in_D, other=0.0)
+            at += num_rows.to(tl.int64) * COLUMNS
     if bias is not None:
         y_D += tl.load(bias + d, mask=in_D, other=0.0)
     if GATED:

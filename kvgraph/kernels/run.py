@@ -20,7 +20,8 @@ def run(plan: LaunchPlan, operands: Mapping[str, torch.Tensor]) -> None:
     tensors = {name: _as_passed(tensor) for name, tensor in operands.items()}
     for name, dtype in plan.scratch_dtypes().items():
         elements = plan.scratch[name]
-        tensors[name] = torch.empty(elements, dtype=getattr(torch, dtype), device=device)
+        own = torch.empty(elements, dtype=getattr(torch, dtype), device=device)
+        tensors[name] = _as_passed(own)
     for launch in plan.launches:
         _start(launch, tensors)
 

@@ -24,7 +24,9 @@ class PlanMemory:
     def __init__(self, plan: LaunchPlan, arrays: Mapping[str, Array]) -> None:
         scratch = {
             name: np.full(
-                plan.scratch[name], -1 if dtype == "int32" else np.nan, DTYPES[dtype].numpy
+                plan.scratch[name],
+                -1 if DTYPES[dtype].kind == "int" else np.nan,
+                DTYPES[dtype].numpy,
             )
             for name, dtype in plan.scratch_dtypes().items()
         }

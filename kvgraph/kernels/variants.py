@@ -59,6 +59,10 @@ def _kernel(name: str, module: str, spec: OpSpec, parameters: str, *, revision: 
     return Kernel(name, module, tuple(Parameter(n, t or types[n]) for n, _, t in pairs), revision)
 
 
+def _linear(name: str, parameters: str) -> Kernel:
+    return _kernel(name, "quantized_linear", ops.QUANTIZED_LINEAR, parameters)
+
+
 def _pointer(operand: Operand) -> str:
     return f"*{operand.type_variable or DTYPES[operand.dtypes[0]].triton}"
 
@@ -114,24 +118,17 @@ EXPERTS_DOWN = _kernel(
     revision=1,
 )
 SUM_EXPERTS = _kernel("sum_experts", "experts", ops.FUSED_EXPERTS, "parts:*T indices weights out")
-QUANTIZED_LINEAR = _kernel(
+QUANTIZED_LINEAR = _linear(
     "quantized_linear",
-    "quantized_linear",
-    ops.QUANTIZED_LINEAR,
-    "x weight scales group_bytes bias out out_1 out_2 sums:*fp32 num_rows:i32 in_features:i32 "
-    "part_blocks:i32",
+    "x rounded:*P row_scales:*fp32 weight scales group_bytes bias out out_1 out_2 sums:*fp32 "
+    "num_rows:i32 in_features:i32 part_blocks:i32",
 )
-SUM_LINEAR = _kernel(
-    "sum_linear",
-    "quantized_linear",
-    ops.QUANTIZED_LINEAR,
-    "sums:*fp32 bias out out_1 out_2 num_rows:i32 num_parts:i32",
+ROUND_ROWS = _linear("round_rows", "x rounded:*P row_scales:*fp32 restored:*T")
+SUM_LINEAR = _linear(
+    "sum_linear", "sums:*fp32 products:*T bias out out_1 out_2 num_rows:i32 num_parts:i32"
 )
-EXPAND_WEIGHT = _kernel(
-    "expand_weight",
-    "quantized_linear",
-    ops.QUANTIZED_LINEAR,
-    "weight scales group_bytes plain:*T first:i32 num_columns:i32",
+EXPAND_WEIGHT = _linear(
+    "expand_weight", "weight scales group_bytes plain:*T first:i32 num_columns:i32"
 )
 KERNELS = (
     STORE_KV,
@@ -146,6 +143,7 @@ KERNELS = (
     EXPERTS_UP,
     EXPERTS_DOWN,
     SUM_EXPERTS,
+    ROUND_ROWS,
     QUANTIZED_LINEAR,
     SUM_LINEAR,
     EXPAND_WEIGHT,

@@ -1,8 +1,8 @@
 """quantized_linear: a linear layer on a GPU over weights in fewer bits.
 
-Decisions: only weights are small. Activations keep their dtype, so that a row needs no scale of its
-own and a result depends on no other row. Up to three layers of one input are one product, and so
-are gate and up, whose rows lie in turn.
+Decisions: activations keep their dtype, unless the weight's checkpoint was made for rounded ones
+(`x_bits`): then each row has a scale of its own, so that a result depends on no other row. Up to
+three layers of one input are one product, and so are gate and up, whose rows lie in turn.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ def quantized_linear(
     group: int = 0,
     codes: int = packed.INTEGERS,
     silu_mul: int = 0,
+    x_bits: int = 0,
 ) -> tuple[Array, ...]:
     """Reference: x times each section of the weight, plus bias, rounded to x's dtype.
 
     Under `silu_mul` the weight has rows of gate and up in turn, and the output is
-    `silu(gate) * up`, rounded once.
+    `silu(gate) * up`, rounded once. Under `x_bits` each row of x is rounded to numbers of the
+    weight's kind first, under one scale.
     """
     rows = x.reshape(-1, x.shape[-1])
+    if x_bits:
+        rows = matrices.rounded(rows, codes)
     y_MN = matrices.product(rows, weight, scales, group_bytes, bias, bits, group, codes)
     if silu_mul:
         y_MN = packed.joined(y_MN[:, ::2], y_MN[:, 1::2])
@@ -61,6 +65,13 @@ def _sections_fault(silu_mul: int, out_features_1: int, out_features_2: int) -> 
     return bool(silu_mul and out_features_1 + out_features_2) and "0 with several outputs"
 
 
+def _x_bits_fault(x_bits: int, bits: int, group: int, codes: int) -> bool | str:
+    if x_bits not in (0, 8):
+        return "0 or 8"
+    is_scaled_once = group == 0 or (codes == packed.E4M3 and group == matrices.GROUP)
+    return x_bits > 0 and not (bits == 8 and is_scaled_once) and f"0 for bits {bits}, group {group}"
+
+
 _WEIGHT = matrices.operands("weight", "num_columns", "depth", "num_groups")
 
 QUANTIZED_LINEAR = spec.OpSpec(
@@ -75,6 +86,7 @@ QUANTIZED_LINEAR = spec.OpSpec(
         spec.Attribute("bits", "int"),
         *matrices.GROUP_ATTRIBUTES,
         spec.Attribute("silu_mul", "int", 0),
+        spec.Attribute("x_bits", "int", 0),
     ),
     reference=quantized_linear,
     rules=(
@@ -87,5 +99,6 @@ QUANTIZED_LINEAR = spec.OpSpec(
         spec.Rule("out_features_2", lambda out_features_2: out_features_2 < 0 and "at least 0"),
         spec.Rule("weight: dim num_columns", _columns_fault),
         spec.Rule("silu_mul", _sections_fault),
+        spec.Rule("x_bits", _x_bits_fault),
     ),
 )

@@ -17,8 +17,9 @@ from math import gcd
 import numpy as np
 
 from kvgraph.contract.dims import Array, ceildiv
-from kvgraph.contract.dtypes import PACKED_FLOAT8
+from kvgraph.contract.dtypes import DTYPES, PACKED_FLOAT8
 from kvgraph.ops import spec
+from kvgraph.ops._store_kv import quantize
 from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, LEVELS, NVFP4, Form, powers
 from kvgraph.ops.packed_rules import known_codes
 
@@ -32,10 +33,12 @@ BITS = (0, 8, 4)
 """Of a stored number; 0: weights are of the activations' dtype."""
 
 
-def of_kernels(form: Form) -> Form:
-    """`form` with the inputs that kernels take under one scale; larger groups repeat theirs."""
-    group = gcd(form.group, GROUP)
-    return Form(form.bits, group if form.group else 0, form.codes, form.has_offsets)
+def of_kernels(form: Form, in_features: int = 0) -> Form:
+    """`form` with the inputs that kernels take under one scale; larger groups repeat theirs, but
+    for bytes of a layer of `in_features` that have one scale a row."""
+    is_row = form.bits == 8 and 0 < in_features <= form.group
+    group = 0 if is_row or not form.group else gcd(form.group, GROUP)
+    return Form(form.bits, group, form.codes, form.has_offsets)
 
 
 def takes(form: Form) -> bool:
@@ -71,6 +74,16 @@ def stored_dtype(bits: int, codes: int, activations: str) -> str:
     if not bits:
         return activations
     return PACKED_FLOAT8 if codes == E4M3 else "int8"
+
+
+def rounded(x_MK: Array, codes: int) -> Array:
+    """Reference: rows in float32, each a scale times 8-bit numbers of a kind of weights. The scale
+    is a row's largest magnitude over the largest number."""
+    kind = stored_dtype(8, codes, "")
+    with np.errstate(invalid="ignore"):  # a row that is not finite has a scale that says it
+        stored_MK, scales_M1 = quantize(x_MK, kind, 1)
+        numbers: Array = stored_MK.astype(DTYPES[kind].numpy).astype(np.float32)
+        return numbers * scales_M1
 
 
 def numbers_of(
@@ -153,7 +166,7 @@ KNOWN_BITS = spec.Rule("bits", lambda bits: bits not in BITS and "0, 8 or 4")
 FORM = (
     spec.Rule("group", lambda group: group not in GROUPS and "0, 32, 64 or 128"),
     spec.Rule("group", lambda group, bits: group and not bits and "0 for bits 0"),
-    known_codes(NVFP4),
+    known_codes(NVFP4, of_rows=(E4M3,)),
 )
 """Of how weights are stored, besides bits."""
 

@@ -101,8 +101,8 @@ class Form:
     @property
     def attributes(self) -> dict[str, int]:
         """Those that are not the defaults."""
-        groups = {"group": self.group, "codes": self.codes} if self.group else {}
-        return {"bits": self.bits, **groups}
+        groups = {"group": self.group, "codes": self.codes}
+        return {"bits": self.bits, **{name: value for name, value in groups.items() if value}}
 
 
 ACTIVATIONS = SILU, GELU, GELU_TANH = range(3)

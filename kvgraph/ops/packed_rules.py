@@ -53,11 +53,12 @@ ATTRIBUTES = (
 )
 
 
-def known_codes(*without: int) -> spec.Rule:
-    """Of a group's bits, but for codes that an op has not."""
+def known_codes(*without: int, of_rows: tuple[int, ...] = ()) -> spec.Rule:
+    """Of a group's bits, but for codes that an op has not. `of_rows`: codes besides whole numbers
+    that may have one scale for a row."""
 
     def fault(codes: int, group: int, bits: int) -> bool | str:
-        known = [INTEGERS]
+        known = [INTEGERS, *(c for c in of_rows if CODE_BITS[c] == bits)]
         if group:
             known = [c for c, size in CODE_BITS.items() if size == bits and c not in without]
         *rest, last = map(str, known)

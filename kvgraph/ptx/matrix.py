@@ -143,8 +143,10 @@ def spread(state: State, warps: npt.NDArray[np.intp], values: Lanes) -> Lanes:
 
 
 def mma(decoder: Decoder) -> Step:
-    """`mma.sync.aligned.m16n8kK.row.col.d.a.b.c {D}, {A}, {B}, {C}`."""
-    parts = decoder.parts
+    """`mma.sync.aligned.m16n8kK.row.col{.satfinite}.d.a.b.c {D}, {A}, {B}, {C}`; `satfinite`:
+    whole sums end at those of int32."""
+    parts = [part for part in decoder.parts if part != "satfinite"]
+    saturates = len(parts) < len(decoder.parts)
     decoder.expect_operands(4)
     if parts[1:3] != ["sync", "aligned"] or parts[4:6] != ["row", "col"] or len(parts) != 10:
         raise decoder.refuse()
@@ -153,7 +155,7 @@ def mma(decoder: Decoder) -> Step:
     sums = "s32" if a_type in ("s8", "u8") else "f32"
     if not depth or b_type != a_type or d_type not in (sums, "f16") or c_type != d_type:
         raise decoder.refuse()
-    if d_type == "f16" and a_type != "f16":
+    if (d_type == "f16" and a_type != "f16") or (saturates and sums != "s32"):
         raise decoder.refuse()
     kind = INPUTS[a_type]
     a, b = (
@@ -178,7 +180,12 @@ def mma(decoder: Decoder) -> Step:
         out = np.empty_like(before)
         for place in range(4):
             found = sums_MN[:, ROW + 8 * (place // 2), columns + place % 2]
-            out[..., place] = found + before[..., place].astype(wide)
+            if saturates:
+                whole = found.astype(np.int64) + before[..., place]
+                found = np.clip(whole, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+                out[..., place] = found
+            else:
+                out[..., place] = found + before[..., place].astype(wide)
         packed = np.ascontiguousarray(out).view(np.uint32)
         for place, put in enumerate(puts):
             put(state, spread(state, warps, packed[..., place]), mask)

@@ -12,13 +12,26 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.ptx.matrix import INPUTS, PAIR, ROW, elements, fragment_a, spread, whole_warps
+from kvgraph.ptx.matrix import (
+    INPUTS,
+    PAIR,
+    ROW,
+    ROW_BYTES,
+    elements,
+    fragment_a,
+    spread,
+    whole_warps,
+)
 from kvgraph.ptx.operands import Decoder, Kind
 from kvgraph.ptx.shared import RaceError
 from kvgraph.ptx.state import LANES, FaultError, Issued, Lanes, Mask, State, Step
 
 GROUP = 4
-SHAPE = re.compile(r"m64n(\d+)k16")
+SHAPE = re.compile(r"m64n(\d+)k(16|32)")
+INPUT_BYTES = 32
+"""Of a row of a factor that one product takes."""
+SUMS = {"f16": "f32", "bf16": "f32", "e4m3": "f32", "s8": "s32"}
+"""Type of both factors -> that of accumulators."""
 SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
 """Mode of a matrix descriptor -> bytes of its rows."""
 
@@ -27,21 +40,25 @@ ANY_WARP = 62
 
 
 def product(decoder: Decoder) -> Step:
-    """`wgmma.mma_async.sync.aligned.m64nNk16.f32.a.b D, A, B-descriptor, ...`, A in registers or by
-    a descriptor; D = A B + (scale-d ? D : 0)."""
+    """`wgmma.mma_async.sync.aligned.m64nNkK.d.a.b D, A, B-descriptor, ...`, A in registers or by a
+    descriptor; D = A B + (scale-d ? D : 0). K is 16, of bytes 32, which are never transposed."""
     parts = decoder.parts
     shape = SHAPE.fullmatch(parts[4]) if len(parts) == 8 else None
-    if parts[1:4] != ["mma_async", "sync", "aligned"] or shape is None or parts[5] != "f32":
+    if parts[1:4] != ["mma_async", "sync", "aligned"] or shape is None:
         raise decoder.refuse()
-    if parts[6] not in ("f16", "bf16") or parts[7] != parts[6]:
+    if SUMS.get(parts[6]) != parts[5] or parts[7] != parts[6]:
         raise decoder.refuse()
-    columns, kind = int(shape[1]), INPUTS[parts[6]]
+    columns, depth, kind, sum_type = int(shape[1]), int(shape[2]), INPUTS[parts[6]], parts[5]
+    if depth * kind.itemsize != INPUT_BYTES:
+        raise decoder.refuse()
     from_registers = decoder.operands[1].startswith("{")
-    decoder.expect_operands(7 if from_registers else 8)
+    num_scales = 2 if sum_type == "f32" else 0
+    num_transposed = 2 - from_registers if kind.itemsize == 2 else 0
+    decoder.expect_operands(4 + num_scales + num_transposed)
     accumulators = decoder.vector(decoder.operands[0])
     if len(accumulators) != columns // 2:
         raise decoder.refuse(f"{columns // 2} accumulators")
-    if [decoder.number(o, "s32") for o in decoder.operands[4:6]] != [1, 1]:
+    if any(decoder.number(o, "s32") != 1 for o in decoder.operands[4 : 4 + num_scales]):
         raise decoder.refuse("scales of 1")
     slots = tuple(decoder.slot(name) for name in accumulators)
     puts = [decoder.write(name) for name in accumulators]
@@ -59,9 +76,11 @@ def product(decoder: Decoder) -> Step:
     b_matrix = decoder.read(decoder.operands[2], "b64")
     adds = decoder.read(decoder.operands[3], "pred")
     always = decoder.operands[3] not in ("0", "false")
-    sums = [decoder.read(name, "f32") for name in accumulators] if always else []
-    transposed = [bool(decoder.number(o, "s32")) for o in decoder.operands[6:]]
-    a_transposed = transposed[0] if not from_registers else False
+    sums = [decoder.read(name, sum_type) for name in accumulators] if always else []
+    wide = np.int32 if sum_type == "s32" else np.float32
+    said = decoder.operands[4 + num_scales :]
+    transposed = [False, False, *(bool(decoder.number(o, "s32")) for o in said)]
+    a_transposed = transposed[-2] if not from_registers else False
     b_transposed = transposed[-1]
 
     def step(state: State, mask: Mask) -> None:
@@ -72,13 +91,13 @@ def product(decoder: Decoder) -> Step:
         b_NK, read = _matrix(state, first, b_matrix(state), columns, b_transposed, kind)
         if a_matrix is None:
             registers = [elements(each, state, warps, kind) for each in a]
-            a_MK = fragment_a(registers, 16).reshape(count, 64, 16)
+            a_MK = fragment_a(registers, depth).reshape(count, 64, depth)
         else:
             a_MK, more = _matrix(state, first, a_matrix(state), 64, a_transposed, kind)
             read = np.concatenate([read, more], 1)
         granules = _begin(state, first, read)
         everything = (*slots, *a_slots)
-        found = np.matmul(a_MK.astype(np.float32), b_NK.astype(np.float32).swapaxes(1, 2))
+        found = np.matmul(a_MK.astype(wide), b_NK.astype(wide).swapaxes(1, 2))
         tiles = found.reshape(len(warps), 16, columns)
         keeps = np.broadcast_to(adds(state), state.shape)[warps]
         for place, put in enumerate(puts):
@@ -93,7 +112,7 @@ def product(decoder: Decoder) -> Step:
             state.groups.issued.append(Issued(int(warp), committed, everything, granules[group]))
         for slot in everything:
             _flags(state.groups.locked, slot, state)[warps] = True
-        state.counters.mma += count * 64 * columns * 16
+        state.counters.mma += count * 64 * columns * depth
 
     return step
 
@@ -124,7 +143,7 @@ def _matrix(
     transposed: bool,
     kind: Kind,
 ) -> tuple[Lanes, npt.NDArray[np.int64]]:
-    """`[groups, rows, 16]` by a matrix descriptor, and the places of its elements.
+    """`[groups, rows, K]` by a matrix descriptor, and the places of its elements.
 
     Bits 0-13 of a descriptor are its start, 16-29 the leading and 32-45 the stride offset, in units
     of 16 bytes, 49-51 the base offset, 62-63 the swizzle. K-major: 8 rows are a swizzle atom,
@@ -142,25 +161,28 @@ def _matrix(
     if (own >> np.uint64(62) != mode).any() or (own >> np.uint64(49) & np.uint64(7)).any():
         raise FaultError("expected one swizzle and no base offset in the matrix descriptors")
     width = SWIZZLES[mode]
-    row, k = np.arange(rows)[:, None], np.arange(16)
+    size = kind.itemsize
+    row, k = np.arange(rows)[:, None], np.arange(INPUT_BYTES // size)
+    per_line = ROW_BYTES // size
     if transposed and mode:
         per = width // 2
         address = start + row // per * leading + row % per * 2 + k % 8 * width + k // 8 * stride
     elif transposed:
         address = start + row // 8 * stride + row % 8 * 2 + k % 8 * 16 + k // 8 * leading
     elif mode:
-        address = start + row // 8 * stride + row % 8 * width + k * 2
+        address = start + row // 8 * stride + row % 8 * width + k * size
     else:
-        address = start + row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
+        line = k // per_line * leading + k % per_line * size
+        address = start + row // 8 * stride + row % 8 * ROW_BYTES + line
     address = address ^ (address >> 7 & (width // 16 - 1)) << 4
-    outside = (address < 0) | (address > state.shared.size - 2)
+    outside = (address < 0) | (address > state.shared.size - size)
     if outside.any():
         raise FaultError(
             f"expected a matrix inside of {state.shared.size} bytes of shared memory, got byte "
             f"{address[outside][0]}"
         )
     places = address + (state.block[first] * state.shared.stride)[:, :, None]
-    values = state.shared.views[2][places // 2].view(kind)
+    values = state.shared.views[size][places // size].view(kind)
     return values, places.reshape(len(first), -1)
 
 

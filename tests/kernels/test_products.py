@@ -19,6 +19,7 @@ from kvgraph.kernels import aot, experts_plan
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan
 from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear, roles_of
+from kvgraph.kernels.matrix_tiles import multiply_bytes
 from kvgraph.kernels.matrix_trials import experts_trial
 from kvgraph.kernels.run_ptx import PlanMemory, run_plan
 from kvgraph.kernels.variants import Variant
@@ -199,6 +200,8 @@ def cases() -> Iterator[Any]:
     for number, shape in enumerate(SHAPES):
         kinds = 1 if shape.dtype == "float32" else 2 if shape.group else 3
         for at, arch in enumerate(["sm_80", "sm_90", "sm_120"][:kinds]):
+            if getattr(shape, "rounds", False) and not multiply_bytes(shape.form, [arch]):
+                continue
             for turn, name in enumerate(trials_of(shape, arch)):
                 marks = [pytest.mark.slow] * (at != (number + turn) % kinds)
                 yield pytest.param(

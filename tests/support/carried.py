@@ -37,6 +37,7 @@ MANY = (180, 190, 170)
 """Prompts of one step, more rows than `CONVERTED_ROWS`."""
 HALVES = ("float16", "bfloat16")
 ALL = ("float32", *HALVES)
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 32}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -70,6 +71,9 @@ CARRIED = (
     Carried("qwen3_moe", ("float32", "bfloat16"), weights="int4", settings=MIXTURE),
     Carried("llama", ("float32", "bfloat16"), form="w4a16-zero-points"),
     Carried("llama", ("float32", "bfloat16"), form="fp8"),
+    Carried("llama", HALVES, form="fp8-dynamic"),  # inputs are rounded too, as in the next two
+    Carried("qwen2", ("bfloat16",), form="fp8-blocks", settings=WIDE),
+    Carried("llama", HALVES, form="w8a8-dynamic"),
     Carried("llama", ("bfloat16",), form="nvfp4"),  # rounded once more: kernels have no such groups
     Carried("gpt_oss", ("float32", "bfloat16"), form="mxfp4"),
     Carried("llama", ("bfloat16",), cache_dtype="float8_e4m3fn"),

@@ -45,6 +45,13 @@ LINEARS = (
     LinearShape("float16", 4, 608, (40, 0, 0), group=32, offsets=True),
     LinearShape("bfloat16", 8, 1160, (40, 0, 0), group=128, codes=E4M3),
     LinearShape("bfloat16", 8, 584, (40, 0, 0), group=64, codes=INT8),
+    # Rows that are rounded too, in one step and in several parts.
+    LinearShape("bfloat16", 8, 200, (72, 0, 0), gated=True, codes=E4M3, rounds=True),
+    LinearShape("float16", 8, 208, (64, 40, 0), bias=True, group=128, codes=E4M3, rounds=True),
+    LinearShape("bfloat16", 8, 1160, (40, 0, 0), codes=E4M3, rounds=True),
+    LinearShape("bfloat16", 8, 1160, (40, 0, 0), group=128, codes=E4M3, rounds=True),
+    LinearShape("bfloat16", 8, 160, (96, 48, 40), bias=True, rounds=True),
+    LinearShape("float16", 8, 1160, (40, 0, 0), rounds=True),
 )
 SHAPES: tuple[Shape, ...] = (*EXPERTS, *LINEARS)
 
@@ -66,7 +73,8 @@ def name_of(shape: Shape) -> str:
 
 
 def _form(shape: Shape) -> str:
-    return f"{shape.bits}" + f".{shape.group}.{shape.codes}" * bool(shape.group)
+    form = f"{shape.bits}" + f".{shape.group}.{shape.codes}" * bool(shape.group or shape.codes)
+    return form + "-rounds" * (isinstance(shape, LinearShape) and shape.rounds)
 
 
 def trials_of(shape: Shape, arch: str) -> dict[str, Callable[[], Trial]]:

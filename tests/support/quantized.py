@@ -209,9 +209,12 @@ def integer(bits: int, **others: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "symmetric": True} | others
 
 
-def compressed(form: str, **weights: Any) -> tuple[dict[str, Any], Callable[..., Packed]]:
-    """As llm-compressor writes a configuration, and the package's own packing."""
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+def compressed(
+    form: str, inputs: dict[str, Any] | None = None, **weights: Any
+) -> tuple[dict[str, Any], Callable[..., Packed]]:
+    """As llm-compressor writes a configuration, and the package's own packing. `inputs`: how those
+    of a layer are rounded."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
     return config, by_package(format=form, weights=weights)
 
@@ -237,6 +240,21 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
     "w8a16-channel": compressed("pack-quantized", **integer(8, strategy="channel")),
     "w8a8": compressed("int-quantized", **integer(8, strategy="channel")),
     "fp8-channel": compressed("float-quantized", **FLOAT8, strategy="channel"),
+    "w8a8-dynamic": compressed(
+        "int-quantized",
+        integer(8, strategy="token", dynamic=True),
+        **integer(8, strategy="channel"),
+    ),
+    "fp8-dynamic": compressed(
+        "float-quantized",
+        FLOAT8 | {"strategy": "token", "dynamic": True},
+        **FLOAT8,
+        strategy="channel",
+    ),
+    "fp8-blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        partial(fp8, block=(128, 128)),
+    ),
     "fp8-tensor": compressed("float-quantized", **FLOAT8, strategy="tensor"),
     "fp8-block": compressed(
         "float-quantized", **FLOAT8, strategy="block", block_structure=[64, 48]

@@ -2,13 +2,14 @@
 
 Linear layers of one input become one node (`linears.py`); a sum with the residual stays for the
 norm behind it. Weights that are kept as they are stored are nodes of their own where their forms
-differ, and those whose nearest form is a float stay as they are. This pass comes before those that
-write in place: they then see one node that reads.
+differ, and those whose nearest form is a float stay as they are. Inputs are rounded where the
+checkpoint was made for that and all architectures multiply such numbers. This pass comes before
+those that write in place: they then see one node that reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.export import ExportedProgram
@@ -29,18 +30,21 @@ from kvgraph.compiler.passes.parameters import add_matrix
 from kvgraph.compiler.values import PLAIN_BITS
 from kvgraph.compiler.weights import Weights
 from kvgraph.contract.dtypes import AS_STORED
+from kvgraph.kernels.matrix_tiles import multiply_bytes
 from kvgraph.ops import torch_fusions
 from kvgraph.ops.matrices import of_kernels, takes
 
 QUANTIZED = torch_fusions.quantized_linear.default
 
 
-def quantize_linear(program: ExportedProgram, bits: int, weights: Weights) -> PassReport:
-    """Rewrite `program` in place; its weights are made later."""
+def quantize_linear(
+    program: ExportedProgram, bits: int, weights: Weights, archs: Sequence[str] = ()
+) -> PassReport:
+    """Rewrite `program` in place; its weights are made later. `archs`: that kernels are for."""
 
     def rewrite(group: Group) -> None:
         for part in apart_by_form(group, weights) if bits == AS_STORED else [group]:
-            _rewrite(program, part, bits, weights)
+            _rewrite(program, part, bits, weights, archs)
 
     def require(layer: Layer) -> None:
         if bits == AS_STORED:
@@ -51,14 +55,17 @@ def quantize_linear(program: ExportedProgram, bits: int, weights: Weights) -> Pa
     return rewrite_linears(program, "quantize_linear", KINDS, rewrite, require=require)
 
 
-def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights) -> None:
+def _rewrite(
+    program: ExportedProgram, group: Group, bits: int, weights: Weights, archs: Sequence[str]
+) -> None:
     graph, first = program.graph, group.layers[0]
     is_gated, inputs = group.gated is not None, first.weight.shape[1]
     x = any_node(first.node.args[0], "rows")
     dtype = value(x).dtype
     sources = [layer.source(weights) for layer in group.layers]
     found, is_kept = weights.form_of(sources, bits, takes=takes)
-    form = of_kernels(found)
+    form = of_kernels(found, inputs)
+    x_bits = min(source.x_bits for source in sources) if is_kept else 0
 
     def make() -> Iterator[dict[str, torch.Tensor]]:
         sections = [
@@ -79,6 +86,9 @@ def _rewrite(program: ExportedProgram, group: Group, bits: int, weights: Weights
     attributes = dict(zip(OUTPUTS, widths, strict=False)) | form.attributes
     if is_gated:
         attributes["silu_mul"] = 1
+    if x_bits and dtype.itemsize == 2 and multiply_bytes(form, archs):
+        attributes["x_bits"] = x_bits
+        weights.inputs_rounded |= {source.where for source in sources}
     with graph.inserting_before(group.gated or first.node):
         whole = graph.call_function(QUANTIZED, (x, *operands), attributes)
         with value(x).fake_mode:  # type: ignore[attr-defined]

@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvgraph.compiler.frontends.folder import Config, quantization
-from kvgraph.compiler.quantized import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from kvgraph.compiler.quantized import (
+    activations,
+    awq,
+    compressed_tensors,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp4,
+)
 from kvgraph.compiler.quantized.parts import INSTEAD, Parts
 from kvgraph.compiler.shards import Stored
 from kvgraph.compiler.values import TORCH_DTYPES, Plain, Values
@@ -57,6 +65,8 @@ def weights_of(
     unread = {name: each.dtype for name, each in stored.items() if name not in readable}
     parts = Parts(folder, method, readable, unread)
     found = METHODS[method](parts, given)
+    for each in found.values():
+        each.x_bits = activations.bits(given)
     _require_whole(parts, found)
     _require_scales(folder, {k: each for k, each in stored.items() if k not in parts.taken})
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}

@@ -9,15 +9,22 @@ memory; in few, as Python takes longer for a launch than the device for a small 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.kernels.launch import LaunchPlan, plan_silu_mul, plans_by_sizes
-from kvgraph.kernels.linear_plan import EXPANDED_COLUMNS, LinearShape, gate_variant, plan_expand
+from kvgraph.kernels.linear_plan import (
+    EXPANDED_COLUMNS,
+    LinearShape,
+    gate_variant,
+    plan_expand,
+    plan_round,
+)
 
-CONVERTED_ROWS = 512
-"""At most, by a kernel: there both take about as long."""
+CONVERTED_ROWS, ROUNDED_ROWS = 512, 1024
+"""At most, by a kernel: there both take about as long. The latter where rows are rounded."""
 PIECE = 128 << 20
 """Bytes of a weight that are written at a time."""
 
@@ -34,6 +41,8 @@ class Expanded:
         self, shape: LinearShape, arch: str, launch: Callable[[LaunchPlan, Operands], None]
     ) -> None:
         self._shape, self._launch = shape, launch
+        self.least_rows = (ROUNDED_ROWS if shape.rounds else CONVERTED_ROWS) + 1
+        self._restore = partial(plan_round, shape, restores=True) if shape.rounds else None
         self._expand = plans_by_sizes(plan_expand, shape, arch)
         self._gate = plans_by_sizes(plan_silu_mul, gate_variant(shape)) if shape.gated else None
         column = shape.in_features * itemsize(shape.dtype)
@@ -41,6 +50,9 @@ class Expanded:
 
     def run(self, x_MK: torch.Tensor, operands: Operands, outs_MN: Sequence[torch.Tensor]) -> None:
         """Write `outs_MN`. `operands` are the op's."""
+        if self._restore is not None:
+            given = {"x": x_MK, "restored": (x_MK := torch.empty_like(x_MK))}
+            self._launch(self._restore(len(x_MK)), given)
         if self._gate is None:
             for first, plain_NK, bias_N in self._pieces(x_MK, operands):
                 begin = 0  # of an output among the weight's columns

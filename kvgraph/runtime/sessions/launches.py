@@ -20,7 +20,13 @@ from kvgraph.errors import KernelError
 from kvgraph.kernels import launch, variants
 from kvgraph.kernels.experts_plan import ExpertsShape, experts_variants, plan_experts
 from kvgraph.kernels.launch import LaunchPlan, Sizes, plans_by_sizes
-from kvgraph.kernels.linear_plan import LinearShape, linear_variants, plan_linear
+from kvgraph.kernels.linear_plan import (
+    LinearShape,
+    is_expanded,
+    is_library,
+    linear_variants,
+    plan_linear,
+)
 from kvgraph.kernels.route_plan import RouteShape, plan_route, route_variant
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Variant
@@ -36,7 +42,8 @@ from kvgraph.ops import (
 )
 from kvgraph.ops.spec import OpSpec
 from kvgraph.ops.torch_nodes import Call, is_dense, row_stride
-from kvgraph.runtime.sessions.expanded import CONVERTED_ROWS, Expanded
+from kvgraph.runtime.sessions.expanded import Expanded
+from kvgraph.runtime.sessions.scaled import SCALED_ROWS, Scaled
 
 Operands = Mapping[str, torch.Tensor]
 MUTATED = UPDATE_AND_ATTEND.mutated
@@ -282,7 +289,11 @@ class QuantizedLinear(Launches):
         shape = LinearShape.of(call.dtypes["x"], call.shapes, call.attributes)
         self.variants, self.loose = linear_variants(shape, gpu.arch), ("x",)
         self._plan = plans_by_sizes(plan_linear, shape, gpu.arch)
-        self._expanded = Expanded(shape, gpu.arch, gpu.launch)
+        self._scaled, self._expanded = None, None
+        if is_library(shape, gpu.arch):
+            self._scaled = Scaled(shape, gpu.launch)
+        elif is_expanded(shape, gpu.arch):
+            self._expanded = Expanded(shape, gpu.arch, gpu.launch)
         self._in, self._features = shape.in_features, shape.out_features
         dtype = self.nodes["x"].meta["val"].dtype
         self._absent = torch.empty(0, 0, dtype=dtype, device=gpu.device)
@@ -291,8 +302,12 @@ class QuantizedLinear(Launches):
         operands = self.operands(inputs)
         x = operands["x"]
         leading, rows = x.shape[:-1], x.numel() // self._in
+        if self._scaled is not None and rows > SCALED_ROWS:
+            found = self._scaled.run(x.view(rows, self._in), operands)
+            whole = [out.view(*leading, -1) for out in found]
+            return (*whole, *[self._absent] * (len(OUTS) - len(whole)))
         outs = [x.new_empty(*leading, n) if n else self._absent for n in self._features]
-        if rows > CONVERTED_ROWS:
+        if self._expanded is not None and rows >= self._expanded.least_rows:
             written = [out.view(rows, -1) for out in outs if out.numel()]
             self._expanded.run(x.view(rows, self._in), operands, written)
         else:

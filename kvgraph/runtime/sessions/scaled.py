@@ -1,0 +1,57 @@
+"""Linear layers of many rows that are rounded to FP8: torch's product of both factors' bytes.
+
+From 256 rows on it takes 0.3 to 0.8 of the time of our kernels, and 0.5 to 0.85 of that of torch's
+product in bfloat16 from 512 on (docs/results/gpu.md). That was measured with sums of the tensor
+core's own precision; here they are exact to float32, which is the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kvgraph.kernels.launch import LaunchPlan, plans_by_sizes
+from kvgraph.kernels.linear_plan import LinearShape, has_parts, plan_join, plan_round
+
+SCALED_ROWS = 128
+"""At most, by a kernel."""
+OUTS = ("out", "out_1", "out_2")
+
+Operands = Mapping[str, torch.Tensor]
+
+
+class Scaled:
+    """`quantized_linear` of `shape`, for `launch`.
+
+    Legend: M rows, K inputs, N columns of the weight.
+    """
+
+    def __init__(self, shape: LinearShape, launch: Callable[[LaunchPlan, Operands], None]) -> None:
+        self._shape, self._launch = shape, launch
+        self._round = plans_by_sizes(plan_round, shape)
+        self._join = plans_by_sizes(plan_join, shape) if has_parts(shape) else None
+
+    def run(self, x_MK: torch.Tensor, operands: Operands) -> list[torch.Tensor]:
+        """Outputs `[M, out_features]`. `operands` are the op's."""
+        weight_NK, of_columns_1N = operands["weight"], operands["scales"]
+        rounded_MK = torch.empty_like(x_MK, dtype=weight_NK.dtype)
+        of_rows_M = x_MK.new_empty(len(x_MK), dtype=torch.float32)
+        given = {"x": x_MK, "rounded": rounded_MK, "row_scales": of_rows_M}
+        self._launch(self._round(len(x_MK)), given)
+        product_MN = torch._scaled_mm(
+            rounded_MK,
+            weight_NK.T,
+            scale_a=of_rows_M[:, None],
+            scale_b=of_columns_1N,
+            out_dtype=x_MK.dtype,
+        )
+        if self._join is None:
+            return [product_MN]
+        made = {
+            name: x_MK.new_empty(len(x_MK), width)
+            for name, width in zip(OUTS, self._shape.out_features, strict=True)
+            if width
+        }
+        self._launch(self._join(len(x_MK)), {**operands, **made, "products": product_MN})
+        return list(made.values())
