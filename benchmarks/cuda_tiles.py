@@ -3,11 +3,12 @@
     python -m benchmarks.cuda_tiles --compile FOLDER [--arch sm_90]     # needs no GPU
     python -m benchmarks.cuda_tiles --kernels FOLDER [--json FILE]
 
-Layers of Llama-3-8B in int8, int4 and FP8, and of these two with rows that are rounded too. Each kernel is compared with the float32 product of the
-same weights, then timed in a CUDA graph over more weights than caches hold. Printed for every
-layer and number of rows: the tiles that are kept, the fastest ones, a weight that is expanded and
-multiplied by torch, torch's product of the same bytes, torch's product in bfloat16 (the baseline),
-and microseconds that memory takes for the weight. `--smoke` runs small layers on Triton's interpreter.
+Layers of Llama-3-8B in int8, int4 and FP8, and with rows that are rounded to int8 and FP8 too. Each
+kernel is compared with the float32 product of the same factors, then timed in a CUDA graph over
+more weights than caches hold. Printed for every layer and number of rows: the tiles that are kept,
+the fastest ones, a weight that is expanded and multiplied by torch, torch's product of the same
+bytes, torch's product in bfloat16 (the baseline), and microseconds that memory takes for the
+weight. `--smoke` runs small layers on Triton's interpreter.
 """
 
 from __future__ import annotations

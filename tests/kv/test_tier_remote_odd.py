@@ -9,13 +9,15 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
+from kvgraph.errors import StoreError
 from kvgraph.kv.tiers import remote
 from kvgraph.kv.tiers.remote import RemoteStore
 from tests.kv.remote_pages import KEYS, MODEL, SIZE, got, put, recover
-from tests.support.redis_server import answering
+from tests.support.redis_server import RedisServer, answering
 
 
 @contextmanager
@@ -183,3 +185,30 @@ def test_a_server_that_answers_everything_but_pages_is_asked_ever_less() -> None
         assert pauses == sorted(pauses)
         assert pauses[-1] == remote.LONGEST_PAUSE_SECONDS
         store.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("ssl_ca_certs=/no/such.pem", "No such file or directory"),
+        ("ssl_ca_certs=/etc/passwd", "ssl_ options"),
+        ("ssl_certfile=/etc/passwd", "ssl_ options"),
+        ("ssl_min_version=7", "version"),
+        ("ssl_ciphers=none", "cipher"),
+    ],
+)
+def test_options_of_tls_that_reach_no_server(option: str, said: str) -> None:
+    """At start, whether a server is there or not."""
+    with pytest.raises(StoreError, match=rf"127.0.0.1:1 that is malformed: .*{said}"):
+        RemoteStore(f"rediss://127.0.0.1:1/0?{option}", MODEL, SIZE)
+    RemoteStore("rediss://127.0.0.1:1/0", MODEL, SIZE).close()
+
+
+def test_a_database_that_the_server_does_not_have(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        with pytest.raises(StoreError, match="a database that it does not have"):
+            RemoteStore(f"{server.url()}?db=99", MODEL, SIZE)
+    finally:
+        server.kill()

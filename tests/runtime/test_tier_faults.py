@@ -83,6 +83,28 @@ def test_a_failed_load_is_computed_and_counted(
         assert_conserved(engine)
 
 
+def test_pages_before_one_that_fails_are_used(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged page costs what comes behind it; once it is written again nothing is missed."""
+    asked = prompts(1, 300)
+    damaged: list[int] = []
+    store = MemoryStore(fails=lambda call: call == "read" and store.calls.count("read") in damaged)
+    with engine_over(artifact, store, monkeypatch) as engine:
+        size = engine.kv.params.page_size  # type: ignore[attr-defined]
+        wanted = answers(engine, asked)
+        for failing, cached in (([6], 5 * size), ([1], 0), ([], 300 // size * size)):
+            settle(engine.kv)
+            evict_device(engine.kv)  # type: ignore[arg-type]
+            store.calls.clear()
+            damaged[:] = failing
+            (done,) = engine.generate(asked, greedy())
+            assert done.token_ids == wanted[0]
+            assert done.cached_tokens == cached
+        assert engine.kv.get_metrics_aggregated().load_failures == 2
+        assert_conserved(engine)
+
+
 def test_a_slow_load_stops_nobody_else(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:

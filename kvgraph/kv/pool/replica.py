@@ -209,21 +209,23 @@ class Replica:
         row.enter(ALLOCATED, self.settings)
         self._count_hit(hit, sum(hit - passed for passed in row.passed) - len(load.arrivals))
 
-    def adopt(self, load: Load) -> None:
-        """The pages of a load hold their content, but its row is released: publish them."""
+    def adopt(self, load: Load, landed: int) -> None:
+        """The first pages of a load hold their content, but its row has none: publish them."""
         stored = [
             (i, at)
-            for i, at, page, digest in reversed(load.arrivals)
+            for i, at, page, digest in reversed(load.arrivals[:landed])
             if self.leaves[i].pool.publish(page, digest)
         ]
         for i, at in reversed(stored):
             self._note(i, load.ctx, load.row, at)
 
-    def roll_back(self, row: Row) -> None:
-        """A load failed: the row owns no page, as after `claim`."""
+    def roll_back(self, load: Load, landed: int) -> None:
+        """A load failed: the row owns no page, as after `claim`. Pages that landed are cached."""
+        row = load.row
         for i, leaf in enumerate(self.leaves):
             leaf.clear(row, i)
             row.pages[i] = []
+        self.adopt(load, landed)
         row.passed = [0] * len(self.leaves)
         row.root, row.digests = b"", []
         row.committed = row.counted = 0

@@ -39,6 +39,8 @@ def require_address(url: str) -> None:
         raise StoreError(f"{failed}with an option ssl_..., which rediss:// alone has")
     if scheme == "unix" and not path.strip("/") and not authority:
         raise StoreError(f"{failed}without the path of a socket; write unix:///run/redis.sock")
+    if not re.fullmatch(r"[!-~]+", options.get("client_name", "kvgraph")):
+        raise StoreError(f"{failed}whose client_name has other characters than '!' to '~'")
     databases = [options["db"]] if "db" in options else []
     databases += [path.strip("/")] if scheme != "unix" and path.strip("/") else []
     if not all(re.fullmatch(r"[0-9]{1,9}", database) for database in databases):

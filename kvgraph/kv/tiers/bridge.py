@@ -213,7 +213,8 @@ class TierBridge:
     def poll(self) -> dict[RequestID, bool]:
         """Requests whose load ended since the last call: True if they can run on.
 
-        The others own no page any more and have processed nothing; `alloc` computes them.
+        The others own no page any more and have processed nothing; `alloc` computes them, from
+        where their load ended on.
         """
         self.settle()
         ended, self._ended = self._ended, {}
@@ -229,18 +230,18 @@ class TierBridge:
 
     def _end_load(self, loading: Loading) -> None:
         replica, load = loading.replica, loading.load
+        landed = 0 if loading.is_outdated else loading.transfer.landed
         ok = loading.transfer.ok and not loading.is_outdated
         if not loading.is_outdated:
             self._coming -= Counter(arrival.digest for arrival in load.arrivals)
         if loading.is_released:
-            if ok:
-                replica.adopt(load)
+            replica.adopt(load, landed)
             return
         self._ended[load.row.request_id] = ok
         if ok:
             replica.land(load)
         else:
-            replica.roll_back(load.row)
+            replica.roll_back(load, landed)
             load.ctx.rewind()
             nothing = TierLookup.nothing(load.ctx, replica.prefixes.epoch, len(replica.leaves))
             self._lookups[load.row.request_id] = nothing

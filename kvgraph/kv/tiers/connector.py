@@ -47,14 +47,20 @@ class Lookup:
 
 
 class Transfer:
-    """Moves that end together: a load, `ok` if all its pages landed, or an offload."""
+    """Moves that end together: a load, whose first `landed` pages landed, or an offload."""
 
-    __slots__ = ("is_cancelled", "is_load", "moves", "ok")
+    __slots__ = ("is_cancelled", "is_load", "landed", "moves")
 
     def __init__(self, moves: Sequence[Move], *, is_load: bool) -> None:
         self.moves = moves
         self.is_load = is_load
-        self.ok = self.is_cancelled = False
+        self.landed = 0
+        self.is_cancelled = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of a load's pages landed."""
+        return self.is_load and self.landed == len(self.moves)
 
 
 class Connector(Protocol):
@@ -67,7 +73,7 @@ class Connector(Protocol):
         """
 
     def load(self, moves: Sequence[Move]) -> Transfer:
-        """Copy pages to the device: all of them, or the transfer is not `ok`.
+        """Copy pages to the device, in order: all of them, or the transfer is not `ok`.
 
         The caller keeps the pages held until `poll` returns the transfer.
         """

@@ -59,8 +59,8 @@ class RemoteStore:
     when the store connects again, one more; a count ends within two; `clear` is one for 1,000 keys.
     Whatever fails ends the call. Name resolution is the system's, and not bounded.
 
-    StoreError for a malformed address, a name that does not resolve, and credentials or a
-    certificate that are refused. A server that does not answer, or answers oddly, is no error: the
+    StoreError for a malformed address, a name that does not resolve, a database that the server
+    does not have, and credentials or a certificate that are refused. A server that does not answer, or answers oddly, is no error: the
     store starts dead, says why in `stats().problem`, and recovers.
     """
 
@@ -312,6 +312,8 @@ def _reason(error: Exception) -> str:
         return f"credentials refused ({said(error)})"
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"a certificate that is not trusted ({cause.verify_message})"
+    if isinstance(error, redis.ResponseError) and "db index" in str(error).lower():
+        return f"a database that it does not have ({said(error)})"
     if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
         return "a name that does not resolve"
     return ""

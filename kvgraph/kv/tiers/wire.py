@@ -59,7 +59,20 @@ class Wire:
         )
         pool.connection_class = _bounded(pool.connection_class, limit)
         self._connection: Any = pool.make_connection()
+        self._require_tls()
         self.is_connected = False
+
+    def _require_tls(self) -> None:
+        """ValueError for options of TLS with which no server is reached: a socket that is not
+        connected takes them all, and shakes no hand."""
+        wrap = getattr(self._connection, "_wrap_socket_with_ssl", None)
+        if wrap is None:
+            return
+        with socket.socket() as unconnected:
+            try:
+                wrap(unconnected).close()
+            except (OSError, TypeError, ValueError) as error:
+                raise ValueError(f"its ssl_ options: {error}") from error
 
     def connect(self) -> None:
         """Also asks for a sign of life, which a server refuses to those whom it does not know."""

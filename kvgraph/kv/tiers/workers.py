@@ -237,7 +237,7 @@ class TierWorkers:
     def _copy_in(self, transfer: Transfer, slots: list[Slot]) -> None:
         try:
             self._copy(transfer.moves, [slot.data for slot in slots], is_load=True)
-            transfer.ok = True
+            transfer.landed = len(transfer.moves)
         finally:
             with self._changed:
                 for slot in slots:
@@ -334,7 +334,7 @@ class TierWorkers:
                 if not self._fetch(move, generation):
                     return
                 deadline += move.pools.record_size / LEAST_RATE
-            transfer.ok = True
+                transfer.landed += 1
         finally:
             with self._changed:
                 self._end(transfer)
