@@ -60,8 +60,9 @@ class RemoteStore:
     Whatever fails ends the call. Name resolution is the system's, and not bounded.
 
     StoreError for a malformed address, a name that does not resolve, a database that the server
-    does not have, and credentials or a certificate that are refused. A server that does not answer, or answers oddly, is no error: the
-    store starts dead, says why in `stats().problem`, and recovers.
+    does not have, and credentials or a certificate that are refused. A server that does not answer,
+    or answers oddly, is no error: the store starts dead, says why in `stats().problem`, and
+    recovers.
     """
 
     name = "remote"
