@@ -151,6 +151,7 @@ def compile(
         with staging(out, force=force) as folder:
             progress(f"lowering to {request.backend.name}{request.reason}")
             traced = trace(loaded, signature, plan, functional=functional, dump=dump)
+            traced.archs = request.target.archs
             manifest = write(traced, folder, progress)
             note = "check: left out (--no-check)"
             if check:

@@ -204,7 +204,9 @@ def trace_ranks(traced: Traced, kind: str, ranks: int, *, functional: bool) -> I
     for rank in range(ranks):
         own = cut(traced.model, ranks, rank)
         dump = traced.dump if rank == 0 else None
-        yield trace(own, describe(own, plan), plan, functional=functional, dump=dump)
+        made = trace(own, describe(own, plan), plan, functional=functional, dump=dump)
+        made.archs = traced.archs
+        yield made
 
 
 def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:

@@ -35,7 +35,7 @@ class Traced:
     bits: int | None = None
     """Of packed weights (16, 8, 4 or AS_STORED); None: linear layers as the model has them."""
     archs: Sequence[str] = ()
-    """That kernels are compiled for."""
+    """That the artifact has kernels for, the same for all ranks."""
     onnx_model: onnx_ir.Model | None = None
     """What a backend made of the program."""
     onnx_proto: onnx.ModelProto | None = None

@@ -214,14 +214,14 @@ def is_library(shape: LinearShape, arch: str) -> bool:
 
 
 def is_expanded(shape: LinearShape, arch: str) -> bool:
-    """Whether many rows are multiplied by the weight in full: products of int8 by int8 are as fast
-    as that."""
+    """Whether many rows are multiplied by the weight in full: kernels of int8 by int8 take no more
+    time than that, by estimate."""
     return not is_library(shape, arch) and not (shape.rounds and shape.codes != E4M3)
 
 
 def has_parts(shape: LinearShape) -> bool:
     """Whether a product with its weight is not its output yet."""
-    return shape.gated or shape.bias or bool(shape.out_features[1])
+    return shape.gated or shape.bias or any(shape.out_features[1:])
 
 
 def gate_variant(shape: LinearShape) -> Variant:
@@ -291,7 +291,7 @@ def _round_variant(shape: LinearShape, *, restores: bool = False) -> Variant:
         "LARGEST": DTYPES[stored].largest,
         "BLOCK_D": block,
     }
-    warps = min(max(block // 1024, 4), 16)
+    warps = min(max(block // 1024, 4), 32)
     absent = absent_of(rounded=restores, row_scales=restores, restored=not restores)
     return Variant(variants.ROUND_ROWS, "", shape.dtype, stored, constants, warps, 1, absent)
 

@@ -18,14 +18,18 @@ from kvgraph.kernels.experts_plan import ExpertsShape, plan_experts
 from kvgraph.kernels.linear_plan import (
     SPLIT_SUFFIX,
     LinearShape,
+    has_parts,
     is_expanded,
+    is_library,
     plan_expand,
+    plan_join,
     plan_linear,
+    plan_round,
     roles_of,
 )
 from kvgraph.kernels.trials import Trial
 from kvgraph.kernels.variants import EXPERTS_UP, PLACE_TILES, Variant
-from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices
+from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices, packed
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
@@ -33,8 +37,12 @@ ROWS = {"few": 18, "many": 70, "rows16": 10, "rows32": 20, "rows64": 40, "rows12
 """Of a step by the role of its tiles: an expert that all rows choose has two tiles, and a layer two
 of few rows. Larger ones are one, as the PTX of whole layers takes minutes on a CPU."""
 
-EXPAND = "expand"
-"""The trial of a layer that is no product."""
+EXPAND, RESTORE, JOIN = "expand", "restore", "join"
+"""Trials of a layer that are no products: a weight in full, rows that were rounded, and outputs of
+a product that a library made."""
+
+FEW = 3
+"""Rows of a trial that is no product."""
 
 LARGEST = {E2M1: 6.0, E4M3: 448.0, INT8: 128.0}
 
@@ -167,9 +175,40 @@ def linear_trials(shape: LinearShape, arch: str) -> dict[str, Callable[[], Trial
     found: dict[str, Callable[[], Trial]] = {
         role: partial(linear_trial, shape, arch, role) for role in roles_of(shape, arch)
     }
-    return found | (
-        {EXPAND: partial(expand_trial, shape, arch)} if is_expanded(shape, arch) else {}
-    )
+    if is_library(shape, arch) and has_parts(shape):
+        found[JOIN] = partial(join_trial, shape)
+    if is_expanded(shape, arch):
+        found[EXPAND] = partial(expand_trial, shape, arch)
+        if shape.rounds:
+            found[RESTORE] = partial(restore_trial, shape)
+    return found
+
+
+def restore_trial(shape: LinearShape) -> Trial:
+    """Rows of x, one of them of zeros, as their rounded numbers stand for them."""
+    x = np.random.default_rng(0).standard_normal((FEW, shape.in_features))
+    x[1] = 0
+    given = {"x": x.astype(DTYPES[shape.dtype].numpy)}
+    wanted = {"restored": matrices.rounded(given["x"], shape.codes).astype(given["x"].dtype)}
+    held = given | {"restored": np.full_like(given["x"], np.nan)}
+    return Trial(RESTORE, plan_round(shape, FEW, restores=True), held, wanted)
+
+
+def join_trial(shape: LinearShape) -> Trial:
+    """Outputs of a product, with the bias and behind the gate."""
+    rng, kind = np.random.default_rng(0), DTYPES[shape.dtype].numpy
+    given = {"products": rng.standard_normal((FEW, shape.columns)).astype(kind)}
+    y_MN = given["products"].astype(np.float32)
+    if shape.bias:
+        given["bias"] = rng.standard_normal(shape.columns).astype(kind)
+        y_MN += given["bias"].astype(np.float32)
+    if shape.gated:
+        y_MN = packed.joined(y_MN[:, ::2], y_MN[:, 1::2])
+    ends = np.cumsum(shape.out_features)[:-1]
+    parts = zip(("out", "out_1", "out_2"), np.split(y_MN, ends, axis=1), strict=True)
+    wanted = {name: part.astype(kind) for name, part in parts if part.size}
+    held = given | {name: np.full_like(part, np.nan) for name, part in wanted.items()}
+    return Trial(JOIN, plan_join(shape, FEW), held, wanted)
 
 
 def expand_trial(shape: LinearShape, arch: str) -> Trial:

@@ -20,7 +20,7 @@ from kvgraph.contract.dims import Array, ceildiv
 from kvgraph.contract.dtypes import DTYPES, PACKED_FLOAT8
 from kvgraph.ops import spec
 from kvgraph.ops._store_kv import quantize
-from kvgraph.ops.packed import E2M1, E4M3, INTEGERS, LEVELS, NVFP4, Form, powers
+from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS, LEVELS, NVFP4, Form, powers
 from kvgraph.ops.packed_rules import known_codes
 
 GROUP = 128
@@ -38,7 +38,8 @@ def of_kernels(form: Form, in_features: int = 0) -> Form:
     for bytes of a layer of `in_features` that have one scale a row."""
     is_row = form.bits == 8 and 0 < in_features <= form.group
     group = 0 if is_row or not form.group else gcd(form.group, GROUP)
-    return Form(form.bits, group, form.codes, form.has_offsets)
+    codes = INTEGERS if is_row and form.codes == INT8 else form.codes
+    return Form(form.bits, group, codes, form.has_offsets)
 
 
 def takes(form: Form) -> bool:

@@ -145,8 +145,9 @@ def spread(state: State, warps: npt.NDArray[np.intp], values: Lanes) -> Lanes:
 def mma(decoder: Decoder) -> Step:
     """`mma.sync.aligned.m16n8kK.row.col{.satfinite}.d.a.b.c {D}, {A}, {B}, {C}`; `satfinite`:
     whole sums end at those of int32."""
-    parts = [part for part in decoder.parts if part != "satfinite"]
-    saturates = len(parts) < len(decoder.parts)
+    parts, saturates = list(decoder.parts), decoder.parts[6:7] == ["satfinite"]
+    if saturates:
+        del parts[6]
     decoder.expect_operands(4)
     if parts[1:3] != ["sync", "aligned"] or parts[4:6] != ["row", "col"] or len(parts) != 10:
         raise decoder.refuse()

@@ -49,7 +49,7 @@ def product(decoder: Decoder) -> Step:
     if SUMS.get(parts[6]) != parts[5] or parts[7] != parts[6]:
         raise decoder.refuse()
     columns, depth, kind, sum_type = int(shape[1]), int(shape[2]), INPUTS[parts[6]], parts[5]
-    if depth * kind.itemsize != INPUT_BYTES:
+    if depth * kind.itemsize != INPUT_BYTES or not _has_columns(columns, sum_type):
         raise decoder.refuse()
     from_registers = decoder.operands[1].startswith("{")
     num_scales = 2 if sum_type == "f32" else 0
@@ -115,6 +115,12 @@ def product(decoder: Decoder) -> Step:
         state.counters.mma += count * 64 * columns * depth
 
     return step
+
+
+def _has_columns(columns: int, sums: str) -> bool:
+    """Eights to 256; of whole numbers, sixteens from 32 on."""
+    step = 16 if sums == "s32" and columns > 32 else 8
+    return 0 < columns <= 256 and columns % step == 0
 
 
 def _groups(state: State, mask: Mask) -> npt.NDArray[np.intp]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.export import ExportedProgram
@@ -48,6 +49,10 @@ def groups(*pairs: tuple[dict[str, Any], dict[str, Any] | None]) -> dict[str, An
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0),
         (groups((FLOAT8, FLOAT8 | {"dynamic": True})), 8),
         (groups((INT8, INT8)), 8),
+        (groups((INT8, {"num_bits": 8})), 8),
+        (groups((INT8, INT8 | {"symmetric": False})), 0),
+        ({"config_groups": {"fp8_dynamic": ["Linear"]}}, 8),
+        ({"config_groups": {"w8a16": ["q"], "FP8": ["k"]}}, 0),
         (groups((INT8, None)), 0),
         (groups((INT8, FLOAT8)), 0),
         (groups((INT4, INT8)), 0),
@@ -144,11 +149,21 @@ def test_logits_are_those_of_rounded_inputs(
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_an_artifact_says_it(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    """Compile's own check runs, and all kernels are there."""
+def test_an_artifact_says_it(
+    plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compile's own check rounds too, and all kernels are there."""
     folder = quantized.make("fp8-dynamic", plain("llama"), tmp_path / "model")
     given = {"dtype": "bfloat16", "page_size": 16}
+    products, rounded = [], matrices.rounded
+
+    def counted(x: np.ndarray, codes: int) -> np.ndarray:
+        products.append(codes)
+        return rounded(x, codes)
+
+    monkeypatch.setattr(matrices, "rounded", counted)
     manifest = kvgraph.compile(folder, tmp_path / "a.kvg", target="cuda:sm_90", **given)
+    assert set(products) == {E4M3}
     assert any(
         note == "weights: inputs of 14 linear layers are rounded to 8 bits, a scale for each row, "
         "as the checkpoint was made for"
@@ -158,6 +173,16 @@ def test_an_artifact_says_it(plain: Callable[[str], Path], tmp_path: Path) -> No
     names = {path.name.partition("-")[0] for path in (tmp_path / "a.kvg").rglob("*.cubin")}
     assert {"round_rows", "quantized_linear", "sum_linear"} <= names
     assert "expand_weight" not in names
+
+
+def test_all_ranks_round(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """Kernels are compiled for the first rank alone; another program would lie beside its files."""
+    folder = quantized.make("fp8-dynamic", plain("llama"), tmp_path / "model")
+    out = tmp_path / "a.kvg"
+    given = {"dtype": "bfloat16", "page_size": 16, "check": False, "tp": 2}
+    kvgraph.compile(folder, out, target="cuda:sm_90", **given)
+    assert forms_of(torch.export.load(out / "model.pt2")) == {(8, 0, E4M3, 8)}
+    assert not (out / "rank1" / "model.pt2").exists()
 
 
 @pytest.mark.parametrize(

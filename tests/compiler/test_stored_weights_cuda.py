@@ -233,7 +233,13 @@ def test_artifacts(form: str, plain: Callable[[str], Path], tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "form"),
-    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8-channel"), ("llama", "w8a8")],
+    [
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_moe", "fp8-channel"),
+        ("llama", "w8a8"),
+        ("llama", "w8a16"),
+        ("llama", "fp8-dynamic"),
+    ],
 )
 def test_ranks(architecture: str, form: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
     """Compile's own check runs both; nothing is rounded."""

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvgraph.errors import KernelFaultError
+from kvgraph.errors import KernelError, KernelFaultError
 from tests.ptx.programs import kernel, run
 
 RNG = np.random.default_rng(3)
@@ -48,12 +48,32 @@ def test_matrices_are_loaded_by_row_and_stored_again(transposed: bool) -> None:
     assert (y == (x.swapaxes(1, 2) if transposed else x)).all()
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_products_of_a_warp(kind: str) -> None:
-    dtype = np.float16 if kind == "f16" else ml_dtypes.bfloat16
-    a, b = (RNG.standard_normal(shape).astype(dtype) for shape in ((16, 16), (16, 8)))
+KINDS = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "s8": np.int8,
+}
+
+
+def numbers(kind: str, *shape: int) -> np.ndarray:
+    scale = 50 if kind == "s8" else 1
+    return (RNG.standard_normal(shape) * scale).astype(KINDS[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"), [("f16", ""), ("bf16", ""), ("e4m3", ""), ("s8", ""), ("s8", ".satfinite")]
+)
+def test_products_of_a_warp(kind: str, end: str) -> None:
+    """A row of a factor has 32 bytes, whatever its numbers. One is added to each sum; whole sums
+    that saturate are added to the largest number."""
+    depth = 32 // np.dtype(KINDS[kind]).itemsize
+    a, b = numbers(kind, 16, depth), numbers(kind, depth, 8)
     both = np.concatenate([a.reshape(-1), np.ascontiguousarray(b.T).reshape(-1)])
-    c = np.zeros((16, 8), np.float32)
+    wide, sums = (np.int32, "s32") if kind == "s8" else (np.float32, "f32")
+    c = np.zeros((16, 8), wide)
+    one = "0f3F800000" if sums == "f32" else "0x7fffffff" if end else "1"
+    shape = f"m16n8k{depth}.row.col{end}.{sums}.{kind}.{kind}.{sums}"
     text = kernel(
         f"""{LOAD}
         // a's fragment: rows t / 4 and that + 8, columns 2 (t % 4) and that + 8
@@ -70,8 +90,8 @@ def test_products_of_a_warp(kind: str) -> None:
         // b's, transposed: row t / 4 of 16 columns
         ld.global.b32 %r6, [%d3+512];
         ld.global.b32 %r7, [%d3+528];
-        mov.b32 %r11, 0f3F800000;
-        mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r12, %r13, %r14, %r15}},
+        mov.b32 %r11, {one};
+        mma.sync.aligned.{shape} {{%r12, %r13, %r14, %r15}},
             {{%r2, %r3, %r4, %r5}}, {{%r6, %r7}}, {{%r11, %r11, %r11, %r11}};
         shl.b32 %r24, %r21, 3;
         mad.lo.s32 %r25, %r20, 32, %r24;
@@ -82,9 +102,10 @@ def test_products_of_a_warp(kind: str) -> None:
         ret;"""
     )
     counters = run(text, both, c)
-    want = a.astype(np.float32) @ b.astype(np.float32) + 1
+    want = a.astype(wide) @ b.astype(wide)
+    want = want + 1 if not end else np.minimum(want.astype(np.int64) + 0x7FFFFFFF, 0x7FFFFFFF)
     assert np.allclose(c, want, rtol=1e-5, atol=1e-5)
-    assert counters.mma == 16 * 8 * 16
+    assert counters.mma == 16 * 8 * depth
 
 
 DESCRIPTOR = 1 << 62 | 64 << 32 | 64 << 16
@@ -166,6 +187,82 @@ def test_products_of_four_warps() -> None:
     assert (y == np.tile(x[:8, :16].T, (4, 1)) + 2).all()
     x, y = product(adds="0")
     assert (y == np.tile(x[:8, :16].T, (4, 1))).all()
+
+
+BYTES = """
+    {load}
+    // thread t swizzles 16 bytes of each quarter: row t / 8, part t % 8
+    shr.u32 %r7, %r1, 3;
+    xor.b32 %r8, %r7, %r1;
+    and.b32 %r8, %r8, 7;
+    shl.b32 %r8, %r8, 4;
+    mad.lo.s32 %r6, %r7, 128, %r8;
+    add.s32 %r6, %r6, %r10;
+    mad.wide.s32 %d3, %r1, 16, %d1;
+    {quarters}
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    mov.b32 %r12, 0;
+    mov.b32 %r13, 0;
+    mov.b32 %r14, 0;
+    mov.b32 %r15, 0;
+    mov.b64 %d5, {matrix};
+    mov.pred %p2, -1;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.{shape} {{%r12, %r13, %r14, %r15}}, %d5, %d5, %p2{end};
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+    // rows 16 w + t / 4 and that + 8, columns 2 (t % 4)
+    shr.u32 %r20, %r1, 2;
+    and.b32 %r20, %r20, 7;
+    and.b32 %r21, %r1, 3;
+    shr.u32 %r40, %r1, 5;
+    mad.lo.s32 %r41, %r40, 16, %r20;
+    mul.lo.s32 %r41, %r41, 32;
+    mad.lo.s32 %r41, %r21, 8, %r41;
+    cvt.u64.u32 %d6, %r41;
+    add.s64 %d6, %d2, %d6;
+    st.global.v2.b32 [%d6], {{%r12, %r13}};
+    st.global.v2.b32 [%d6+256], {{%r14, %r15}};
+    ret;"""
+
+QUARTER = """ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d3+{at}];
+    st.shared.v4.b32 [%r6+{at}], {{%r2, %r3, %r4, %r5}};"""
+
+
+def product_of_bytes(shape: str, end: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """64 rows of 128 bytes, and what came of them times the first 8."""
+    x = numbers(kind, 64, 128)
+    y = np.zeros((64, 8), np.int32 if kind == "s8" else np.float32)
+    quarters = "".join(QUARTER.format(at=2048 * i) for i in range(4))
+    given = {"load": LOAD, "quarters": quarters, "matrix": DESCRIPTOR, "shape": shape, "end": end}
+    run(kernel(BYTES.format(**given)), x, y, threads=128, shared=8192)
+    return x.astype(y.dtype), y
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "end"),
+    [("e4m3", "m64n8k32.f32.e4m3.e4m3", ", 1, 1"), ("s8", "m64n8k32.s32.s8.s8", "")],
+)
+def test_products_of_bytes_by_four_warps(kind: str, shape: str, end: str) -> None:
+    x, y = product_of_bytes(shape, end, kind)
+    assert np.allclose(y, x[:, :32] @ x[:8, :32].T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "end"),
+    [
+        ("s8", "m64n8k16.s32.s8.s8", ""),
+        ("s8", "m64n40k32.s32.s8.s8", ""),
+        ("s8", "m64n8k32.f32.s8.s8", ", 1, 1"),
+        ("s8", "m64n8k32.s32.s8.s8", ", 1, 1"),
+        ("e4m3", "m64n8k32.f32.e4m3.e4m3", ", 1, 1, 0, 0"),
+        ("e4m3", "m64n8k32.f32.e4m3.e4m3", ", 1, -1"),
+    ],
+)
+def test_products_of_bytes_that_there_are_not(kind: str, shape: str, end: str) -> None:
+    with pytest.raises(KernelError, match="expected"):
+        product_of_bytes(shape, end, kind)
 
 
 def test_products_of_a_matrix_whose_rows_are_k() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -90,6 +92,14 @@ def test_rows_say_who_multiplies(kernels: Kernels, monkeypatch: pytest.MonkeyPat
         for out, name in zip(outs, ("out", "out_1"), strict=False):
             want = trial.wanted[name][:rows].astype("f4")
             assert np.abs(out[0].float().numpy() - want).max() <= 0.03 * np.abs(want).max()
+
+
+def test_rounded_rows_are_expanded_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = next(s for s in HALVES if s.rounds)
+    monkeypatch.setattr(expanded, "ROUNDED_ROWS", 7)
+    assert Expanded(shape, "sm_90", lambda plan, operands: None).least_rows == 8
+    plain = Expanded(replace(shape, rounds=False), "sm_90", lambda plan, operands: None)
+    assert plain.least_rows == expanded.CONVERTED_ROWS + 1
 
 
 def test_pieces_are_written_over_each_other() -> None:

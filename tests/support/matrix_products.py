@@ -50,6 +50,7 @@ LINEARS = (
     LinearShape("float16", 8, 208, (64, 40, 0), bias=True, group=128, codes=E4M3, rounds=True),
     LinearShape("bfloat16", 8, 1160, (40, 0, 0), codes=E4M3, rounds=True),
     LinearShape("bfloat16", 8, 1160, (40, 0, 0), group=128, codes=E4M3, rounds=True),
+    LinearShape("bfloat16", 8, 208, (64, 32, 16), bias=True, codes=E4M3, rounds=True),
     LinearShape("bfloat16", 8, 160, (96, 48, 40), bias=True, rounds=True),
     LinearShape("float16", 8, 1160, (40, 0, 0), rounds=True),
 )

@@ -222,7 +222,7 @@ def _program_run(made: Made, traced: Traced) -> ProgramRun:
 
 
 def _rewrite(made: Made, own: Traced) -> None:
-    own.bits = WEIGHT_BITS.get(made.manifest.weights)
+    own.bits, own.archs = WEIGHT_BITS.get(made.manifest.weights), made.traced.archs
     imported(made.support.rewrite)(own)
 
 

@@ -33,17 +33,18 @@ def bits(config: Config) -> int:
 
 def _is_of_eight(name: str, group: object) -> bool:
     if isinstance(group, list):  # a scheme by its name, and what it is of
-        return name.startswith(("W8", "FP8", "INT8"))
+        return name.upper().startswith(("W8", "FP8", "INT8"))
     return _kind(group, "weights")[0] == BITS
 
 
 def _rounds(name: str, group: object) -> bool:
     if isinstance(group, list):
-        return name in PRESETS
+        return name.upper() in PRESETS
     return _kind(group, "weights") == _kind(group, "input_activations")
 
 
-def _kind(group: object, of: str) -> tuple[object, object]:
+def _kind(group: object, of: str) -> tuple[object, object, bool]:
+    """Bits, type, and whether numbers lie around zero, as ours do."""
     found = group.get(of) if isinstance(group, Mapping) else None
     given = found if isinstance(found, Mapping) else {}
-    return given.get("num_bits"), given.get("type")
+    return given.get("num_bits"), given.get("type", "int"), given.get("symmetric") is not False

@@ -81,8 +81,7 @@ def lower(
     `weight_bits`: linear layers and experts over small weights (8, 4 or AS_STORED); None: as the
     model has them.
     """
-    traced.bits, traced.archs = weight_bits, archs
-    traced.weights.plain = traced.model.dtype
+    traced.bits, traced.weights.plain = weight_bits, traced.model.dtype
     rewrite(traced)
     program = traced.program
     shapes = list(dict.fromkeys(attention_of_nodes(traced)))

@@ -9,7 +9,6 @@ memory; in few, as Python takes longer for a launch than the device for a small 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -24,7 +23,8 @@ from kvgraph.kernels.linear_plan import (
 )
 
 CONVERTED_ROWS, ROUNDED_ROWS = 512, 1024
-"""At most, by a kernel: there both take about as long. The latter where rows are rounded."""
+"""At most, by a kernel: there both take about as long. The latter, an estimate, is of rows that are
+rounded."""
 PIECE = 128 << 20
 """Bytes of a weight that are written at a time."""
 
@@ -42,7 +42,7 @@ class Expanded:
     ) -> None:
         self._shape, self._launch = shape, launch
         self.least_rows = (ROUNDED_ROWS if shape.rounds else CONVERTED_ROWS) + 1
-        self._restore = partial(plan_round, shape, restores=True) if shape.rounds else None
+        self._restore = plans_by_sizes(_plan_restore, shape) if shape.rounds else None
         self._expand = plans_by_sizes(plan_expand, shape, arch)
         self._gate = plans_by_sizes(plan_silu_mul, gate_variant(shape)) if shape.gated else None
         column = shape.in_features * itemsize(shape.dtype)
@@ -87,6 +87,10 @@ class Expanded:
             count = len(plain_NK)
             self._launch(self._expand(first, count), {**operands, "plain": plain_NK})
             yield first, plain_NK, _part(bias_N, slice(first, first + count))
+
+
+def _plan_restore(shape: LinearShape, rows: int) -> LaunchPlan:
+    return plan_round(shape, rows, restores=True)
 
 
 def _part(bias_N: torch.Tensor | None, own: slice) -> torch.Tensor | None:

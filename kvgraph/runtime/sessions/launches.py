@@ -43,13 +43,11 @@ from kvgraph.ops import (
 from kvgraph.ops.spec import OpSpec
 from kvgraph.ops.torch_nodes import Call, is_dense, row_stride
 from kvgraph.runtime.sessions.expanded import Expanded
-from kvgraph.runtime.sessions.scaled import SCALED_ROWS, Scaled
+from kvgraph.runtime.sessions.scaled import OUTS, SCALED_ROWS, Scaled
 
 Operands = Mapping[str, torch.Tensor]
 MUTATED = UPDATE_AND_ATTEND.mutated
 """Written in place, so never copied; sessions allocate them row-major."""
-
-OUTS = tuple(operand.name for operand in QUANTIZED_LINEAR.outputs)
 
 
 class Gpu(Protocol):
@@ -304,8 +302,8 @@ class QuantizedLinear(Launches):
         leading, rows = x.shape[:-1], x.numel() // self._in
         if self._scaled is not None and rows > SCALED_ROWS:
             found = self._scaled.run(x.view(rows, self._in), operands)
-            whole = [out.view(*leading, -1) for out in found]
-            return (*whole, *[self._absent] * (len(OUTS) - len(whole)))
+            shaped = {name: out.view(*leading, -1) for name, out in found.items()}
+            return tuple(shaped.get(name, self._absent) for name in OUTS)
         outs = [x.new_empty(*leading, n) if n else self._absent for n in self._features]
         if self._expanded is not None and rows >= self._expanded.least_rows:
             written = [out.view(rows, -1) for out in outs if out.numel()]

@@ -1,8 +1,8 @@
 """Linear layers of many rows that are rounded to FP8: torch's product of both factors' bytes.
 
-From 256 rows on it takes 0.3 to 0.8 of the time of our kernels, and 0.5 to 0.85 of that of torch's
-product in bfloat16 from 512 on (docs/results/gpu.md). That was measured with sums of the tensor
-core's own precision; here they are exact to float32, which is the default.
+From 256 rows on it takes 0.4 to 0.8 of the time of our fastest kernels, and from 512 on 0.5 to 0.9
+of that of torch's product in bfloat16 (docs/results/gpu.md). That was measured with sums of the
+tensor core's own precision; here they are added in float32 now and then, which is the default.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 from kvgraph.kernels.launch import LaunchPlan, plans_by_sizes
 from kvgraph.kernels.linear_plan import LinearShape, has_parts, plan_join, plan_round
+from kvgraph.ops import QUANTIZED_LINEAR
 
 SCALED_ROWS = 128
-"""At most, by a kernel."""
-OUTS = ("out", "out_1", "out_2")
+"""At most, by a kernel: there a narrow layer takes less time by it, a wide one more."""
+OUTS = tuple(operand.name for operand in QUANTIZED_LINEAR.outputs)
 
 Operands = Mapping[str, torch.Tensor]
 
@@ -32,8 +33,8 @@ class Scaled:
         self._round = plans_by_sizes(plan_round, shape)
         self._join = plans_by_sizes(plan_join, shape) if has_parts(shape) else None
 
-    def run(self, x_MK: torch.Tensor, operands: Operands) -> list[torch.Tensor]:
-        """Outputs `[M, out_features]`. `operands` are the op's."""
+    def run(self, x_MK: torch.Tensor, operands: Operands) -> dict[str, torch.Tensor]:
+        """Outputs `[M, out_features]` by name. `operands` are the op's."""
         weight_NK, of_columns_1N = operands["weight"], operands["scales"]
         rounded_MK = torch.empty_like(x_MK, dtype=weight_NK.dtype)
         of_rows_M = x_MK.new_empty(len(x_MK), dtype=torch.float32)
@@ -47,11 +48,11 @@ class Scaled:
             out_dtype=x_MK.dtype,
         )
         if self._join is None:
-            return [product_MN]
+            return {OUTS[0]: product_MN}
         made = {
             name: x_MK.new_empty(len(x_MK), width)
             for name, width in zip(OUTS, self._shape.out_features, strict=True)
             if width
         }
         self._launch(self._join(len(x_MK)), {**operands, **made, "products": product_MN})
-        return list(made.values())
+        return made
