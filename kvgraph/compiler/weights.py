@@ -104,7 +104,7 @@ class Weights:
         if self.inputs_rounded:
             notes.append(
                 f"weights: inputs of {len(self.inputs_rounded)} linear layers are rounded to 8 "
-                "bits, a scale for each row, as the checkpoint was made for"
+                "bits, a scale for each row, since the checkpoint was made for rounded inputs"
             )
         return notes
 

@@ -35,9 +35,10 @@ from kvgraph.kv.requests import (
     require_unclaimed,
 )
 from kvgraph.kv.tiers.open import StoreOpener
+from kvgraph.kv.uncopied import Uncopied
 
 
-class PagedKVCacheManager(PagedQueries):
+class PagedKVCacheManager(PagedQueries, Uncopied):
     """Paged KV cache of one or more data-parallel replicas, each of one or more shards.
 
     - `params`: one cache, or a tree of caches (`MultiKVCacheParams`) behind each request

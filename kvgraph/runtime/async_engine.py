@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import DeviceLostError, GenerationError, RankError, RequestError
+from kvgraph.kv.uncopied import Uncopied
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.building import Building
 from kvgraph.runtime.engine import Engine
@@ -38,7 +39,7 @@ LOST = (RankError, DeviceLostError)
 """After these no later step can run."""
 
 
-class AsyncEngine:
+class AsyncEngine(Uncopied):
     """Runs an engine in a thread of its own, for the tasks of one event loop.
 
         async with AsyncEngine(Engine("tiny.kvg")) as engine:
@@ -52,6 +53,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        instance("engine", engine, Engine, "an Engine, as Engine(path) makes one")
         self.engine = engine
         self.before_step: Callable[[], None] = lambda: None
         """Called in the engine's thread before each step."""

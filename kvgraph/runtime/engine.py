@@ -10,6 +10,7 @@ from threading import get_ident
 from typing import Unpack
 
 from kvgraph.errors import GenerationError, RequestError
+from kvgraph.kv.uncopied import Uncopied
 from kvgraph.runtime import artifact as artifacts
 from kvgraph.runtime.arguments import instance, optional_integer
 from kvgraph.runtime.artifact import Artifact
@@ -37,7 +38,7 @@ MOST_WAIT_SECONDS = 0.05
 """How long an engine without anything to run waits for tiers before it looks again."""
 
 
-class Engine(Chats):
+class Engine(Chats, Uncopied):
     """Runs ragged batches over an artifact: prefill, chunks and decode rows in one graph.
 
         engine = Engine("tiny.kvg")

@@ -151,6 +151,10 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
             {"llama__rope__dimension_count": 8},
             "llama.rope.dimension_count: expected 16, got 8; com",
         ),
+        ({"llama__attention__head_count": 0}, "head_count: expected a number above 0, got 0; com"),
+        ({"llama__attention__head_count_kv": 0}, "count_kv: expected a number above 0, got 0; com"),
+        ({"llama__rope__freq_base": -1.0}, "freq_base: expected a number above 0, got -1.0; comp"),
+        ({"llama__context_length": 0}, "context_length: expected a number above 0, got 0; compil"),
         ({"llama__rope__scaling__attn_factor": 2.0}, "rope.scaling.attn_factor: expected 1, got 2"),
         (
             {"llama__attention__scale": 0.5},

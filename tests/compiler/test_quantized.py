@@ -83,6 +83,10 @@ def put(name: str, number: float) -> Edit:
     return lambda tensors: tensors[name].view(-1).__setitem__(3, number)
 
 
+def cast(name: str, dtype: torch.dtype) -> Edit:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
 def add(name: str, *shape: int) -> Edit:
     return lambda tensors: tensors.update({name: torch.ones(*shape, dtype=torch.int32)})
 
@@ -100,6 +104,12 @@ def add(name: str, *shape: int) -> Edit:
             cut(f"{LAYER}.qzeros"),
             "expected [2, 12] from the tensors beside it, got [1, 12]",
         ),
+        ("awq", cast(f"{LAYER}.qweight", torch.float), "qweight: expected int32, got F32"),
+        ("awq", cast(f"{LAYER}.qzeros", torch.int64), "qzeros: expected int32, got I64"),
+        ("gptq", cast(f"{LAYER}.qweight", torch.half), "qweight: expected int32, got F16"),
+        ("gptq", cast(f"{LAYER}.g_idx", torch.half), "g_idx: expected int32 or int64, got F16"),
+        ("w4a16", cast(f"{LAYER}.weight_packed", torch.float), "expected int32 or uint8, got F32"),
+        ("fp8", cast(f"{LAYER}.weight_scale_inv", torch.int32), "floats or exponents, got I32"),
         ("gptq", put(f"{LAYER}.g_idx", 2), "g_idx: expected groups 0 to 1, got 0 to 2"),
         (
             "gptq",

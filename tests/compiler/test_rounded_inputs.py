@@ -166,7 +166,7 @@ def test_an_artifact_says_it(
     assert set(products) == {E4M3}
     assert any(
         note == "weights: inputs of 14 linear layers are rounded to 8 bits, a scale for each row, "
-        "as the checkpoint was made for"
+        "since the checkpoint was made for rounded inputs"
         for note in manifest.notes
     )
     assert manifest.notes[-1].startswith("check: logits of two ragged rows")

@@ -53,6 +53,7 @@ def test_an_option_that_changes_how_a_tier_connects(option: str) -> None:
         ("unix:///run/redis.sock?db=x", "whose database is no whole number from 0 on"),
         ("redis://host/1?db=2", "with two databases"),
         ("redis://host?client_name=a%20b", "whose client_name has other characters than '!' to"),
+        ("redis://host?db=1&db=2", "with an option twice"),
         ("redis://host?client_name=", "whose client_name has other characters than '!' to"),
         ("redis://host/1?ssl_ca_certs=/etc/ca.pem", "with an option ssl_..., which rediss:// "),
         ("unix://", "without the path of a socket; write unix:///run/redis.sock"),

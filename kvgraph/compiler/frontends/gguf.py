@@ -30,6 +30,7 @@ from kvgraph.compiler.frontends.gguf_file import (
     open_file,
     refuse,
     require_numbers,
+    require_sizes,
     require_vocabulary,
     told_of,
 )
@@ -137,6 +138,7 @@ def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
     tokens = (f"tokenizer.ggml.{name}_token_id" for name in (*ROLES.values(), *ENDS))
     own = (f"{kind}.{name}" for name in NUMBERS)
     require_numbers(path, reader, ["split.count", *own, *tokens])
+    require_sizes(path, reader, kind)
     if int(field(reader, "split.count") or 1) > 1:
         raise UnsupportedError(
             f"{path}: expected a whole GGUF file, got a part of one; join the parts with "

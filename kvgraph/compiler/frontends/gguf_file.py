@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraph.compiler.frontends.folder import GGUF_INSTEAD
+from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,19 +34,23 @@ NUMBERS = (
 )
 """Fields of an architecture that a configuration is made of."""
 
+COUNTS_OF_PARTS = ("expert_count", "expert_used_count", "rope.dimension_count")
+"""Of these fields, those that may be 0."""
+
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 """Of a tensor, in the gguf package's words."""
 
 
 @contextmanager
 def told_of(path: Path, folder: str) -> Iterator[None]:
-    """Errors that name a `folder` with parts of the file name `path`."""
+    """Errors that name a `folder` with parts of the file, or its configuration, name `path`."""
     try:
         yield
     except KVGraphError as error:
         if folder not in str(error):
             raise
-        raise type(error)(str(error).replace(folder, str(path))) from error
+        said = str(error).replace(f"{folder}/{CONFIG}", str(path)).replace(folder, str(path))
+        raise type(error)(said) from error
 
 
 def open_file(path: Path) -> GGUFReader:
@@ -106,6 +110,15 @@ def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> Non
         given = field(reader, name)
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
             raise refuse(path, name, "a number", f"{given!r:.100}")
+
+
+def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
+    """UnsupportedError for a field of NUMBERS, of architecture `kind`, that is no size: 0, or a
+    number below."""
+    for name in NUMBERS:
+        given = field(reader, own := f"{kind}.{name}")
+        if given is not None and float(given) < (0 if name in COUNTS_OF_PARTS else 1e-30):
+            raise refuse(path, own, "a number above 0", str(given))
 
 
 def require_vocabulary(path: Path, reader: GGUFReader, *, is_bytes: bool) -> None:

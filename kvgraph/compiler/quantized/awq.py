@@ -45,6 +45,8 @@ def weights(parts: Parts, config: Config) -> dict[str, Values]:
 def _weight(parts: Parts, stem: str, sizes: Collection[int]) -> Values:
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
+    for part in (packed, zeros):
+        parts.require_dtype(part, torch.int32)
     (inputs, words), (groups, _) = parts.require_matrix(packed), parts.require_matrix(scales)
     parts.require_shape(scales, [groups, words * len(ORDER)])
     parts.require_shape(zeros, [groups, words])

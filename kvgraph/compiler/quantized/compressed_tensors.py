@@ -95,6 +95,7 @@ def _packed(parts: Parts, stem: str, sizes: set[int]) -> Values:
         parts.require_shape(scales, (*packed.shape[:-1], packed.shape[-1] * 2 // max(1, groups)))
         parts.kinds.add(f"4 bits in groups of {groups}")
         return FourBits(packed, scales, whole)
+    parts.require_dtype(packed, torch.int32, torch.uint8)
     outputs, words = parts.require_matrix(packed)
     shape = parts.take(f"{stem}.weight_shape", packed.stored.name)
     read = [int(size) for size in shape.read()]

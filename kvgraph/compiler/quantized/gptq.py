@@ -54,6 +54,8 @@ def _weight(parts: Parts, stem: str, usual: int, less: int) -> _Grouped:
     """Of `usual` bits, or of those that its zero points show."""
     packed = parts.take(f"{stem}.qweight", stem)
     zeros, scales = (parts.take(f"{stem}.{n}", packed.stored.name) for n in ("qzeros", "scales"))
+    for part in (packed, zeros):
+        parts.require_dtype(part, torch.int32)
     (words, outputs), (groups, _) = parts.require_matrix(packed), parts.require_matrix(scales)
     width = parts.require_matrix(zeros)[1]
     bits = next((b for b in (usual, *BITS) if -(-outputs * b // 32) == width), None)

@@ -77,6 +77,7 @@ class Parts:
         found = self.find(name)
         if found is None:
             return None
+        self.require_dtype(found, torch.int32, torch.int64)
         self.require_shape(found, [inputs])
         return found if _is_filled(found.read(), count) else None
 
@@ -88,6 +89,12 @@ class Parts:
                 f"{part.where}: expected {wanted} from the tensors beside it, got "
                 f"{list(part.shape)}: a damaged file, or a form that is not read; {INSTEAD}"
             )
+
+    def require_dtype(self, part: Plain, *dtypes: torch.dtype) -> None:
+        """UnsupportedError unless it is stored in one of `dtypes`."""
+        if part.dtype not in dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise self.refuse(part.stored.name, wanted, part.stored.dtype)
 
     def require_even_groups(
         self, scales: Plain, inputs: int, count: int, sizes: Collection[int]
@@ -115,8 +122,13 @@ class Parts:
 
 
 def read_finite(part: Plain) -> torch.Tensor:
-    """Scales in float32; bytes are exponents (E8M0). ModelError where one is not finite."""
+    """Scales in float32; bytes are exponents (E8M0). ModelError where one is not finite, or they
+    are whole numbers."""
     stored = part.read()
+    if stored.dtype != torch.uint8 and not stored.dtype.is_floating_point:
+        raise ModelError(
+            f"{part.where}: expected scales, floats or exponents, got {part.stored.dtype}"
+        )
     if stored.dtype != torch.uint8:
         return require_finite(part, stored.float())
     powers = torch.exp2(stored.double() - EXPONENT_BIAS)

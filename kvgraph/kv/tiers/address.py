@@ -32,7 +32,10 @@ def require_address(url: str) -> None:
     if scheme != "unix" and _host_and_port(authority) is None:
         raise StoreError(f"{failed}whose host or port is malformed")
     path, _, query = behind.partition("#")[0].partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
+    given = parse_qsl(query, keep_blank_values=True)
+    options = dict(given)
+    if len(given) > len(options):
+        raise StoreError(f"{failed}with an option twice")
     if any(name not in OPTIONS and not name.startswith("ssl_") for name in options):
         raise StoreError(f"{failed}with an option other than {', '.join(OPTIONS)} and ssl_...")
     if scheme != "rediss" and any(name.startswith("ssl_") for name in options):
