@@ -22,7 +22,6 @@ import numpy as np
 
 from kvgraph.compiler.frontends.folder import CONFIG, is_gguf
 from kvgraph.compiler.frontends.gguf_file import (
-    NUMBERS,
     entries,
     field,
     is_decoded,
@@ -136,8 +135,7 @@ def _alone(path: Path) -> Iterator[Path]:
 
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
     tokens = (f"tokenizer.ggml.{name}_token_id" for name in (*ROLES.values(), *ENDS))
-    own = (f"{kind}.{name}" for name in NUMBERS)
-    require_numbers(path, reader, ["split.count", *own, *tokens])
+    require_numbers(path, reader, ["split.count", *tokens])
     require_sizes(path, reader, kind)
     if int(field(reader, "split.count") or 1) > 1:
         raise UnsupportedError(

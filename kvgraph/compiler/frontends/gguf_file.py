@@ -113,8 +113,8 @@ def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> Non
 
 
 def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
-    """UnsupportedError for a field of NUMBERS, of architecture `kind`, that is no size: 0, or a
-    number below."""
+    """UnsupportedError for a field of NUMBERS, of architecture `kind`, that is no number above 0."""
+    require_numbers(path, reader, (f"{kind}.{name}" for name in NUMBERS))
     for name in NUMBERS:
         given = field(reader, own := f"{kind}.{name}")
         if given is not None and float(given) < (0 if name in COUNTS_OF_PARTS else 1e-30):
