@@ -113,7 +113,7 @@ def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> Non
 
 
 def require_sizes(path: Path, reader: GGUFReader, kind: str) -> None:
-    """UnsupportedError for a field of NUMBERS, of architecture `kind`, that is no number above 0."""
+    """UnsupportedError for a field of NUMBERS, of architecture `kind`, that is no size."""
     require_numbers(path, reader, (f"{kind}.{name}" for name in NUMBERS))
     for name in NUMBERS:
         given = field(reader, own := f"{kind}.{name}")
