@@ -3,9 +3,9 @@
 The rule is the mean number of rows that meet one weight, an upper bound that the host knows. Tiles
 of few rows have as many as a tensor core takes at least, and what counts is how many bytes of
 weights are on their way; those of more rows use each byte oftener. Tiles of sm_90 follow sweeps on
-an H100 and an H200
-(docs/results/gpu.md), but for groups of 32 and 64: few kinds that are near the fastest of
-each layer. Those of other architectures are as large as registers and shared memory hold.
+an H100 and an H200 (docs/results/gpu.md), but for groups of 32 and 64: few kinds that are near the
+fastest of each layer. Those of other architectures are as large as registers and shared memory
+hold.
 """
 
 from __future__ import annotations
