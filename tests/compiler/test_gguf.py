@@ -112,10 +112,11 @@ def test_frequencies_of_llama_3(tmp_path: Path) -> None:
     with as_folder(path) as found:
         config = json.loads((found / "config.json").read_text())
     assert config["rope_parameters"] == rope
-    gguf_files.make(folder, tmp_path / "other.gguf", factors=factors * 2)
-    assert refused(tmp_path / "other.gguf").startswith(
-        f"{tmp_path}/other.gguf: rope_freqs.weight: expected the factors of Llama 3.1, got others"
-    )
+    for others in (factors * 2, np.ones(5, np.float32)):
+        gguf_files.make(folder, tmp_path / "other.gguf", factors=others)
+        assert refused(tmp_path / "other.gguf").startswith(
+            f"{tmp_path}/other.gguf: rope_freqs.weight: expected the factors of Llama 3.1, got oth"
+        )
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
     config["bos_token_id"] = field(reader, "tokenizer.ggml.bos_token_id")
     scaled = next((tensor for tensor in reader.tensors if tensor.name == ROTARY), None)
     if scaled is not None:
-        config["rope_parameters"] = _llama3(path, reader, kind, np.array(scaled.data))
+        config["rope_parameters"] = _llama3(path, reader, kind, width, np.array(scaled.data))
     return config
 
 
@@ -235,24 +235,23 @@ def _require_plain(path: Path, reader: GGUFReader, kind: str, width: int, contex
         raise refuse(path, f"{kind}.attention.sliding_window", "none", repr(window))
 
 
-def _llama3(path: Path, reader: GGUFReader, kind: str, stored: np.ndarray) -> dict[str, object]:
-    """Parameters of the rotary embedding whose frequencies are divided by `stored`."""
+def _llama3(path: Path, reader: GGUFReader, kind: str, width: int, by: np.ndarray) -> JsonObject:
+    """Parameters of the rotary embedding of `width` whose frequencies are divided `by` these."""
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    base = float(field(reader, f"{kind}.rope.freq_base") or 10000.0)
+    base = float(field(reader, f"{kind}.rope.freq_base") or 10000)
     wanted: dict[str, object] = {
         "rope_type": "llama3",
         "rope_theta": base,
-        "factor": float(stored.max()),
+        "factor": float(by.max()),
         "original_max_position_embeddings": 8192,
         **LLAMA3,
     }
-    dims = 2 * len(stored)
-    config = transformers.LlamaConfig(head_dim=dims, rope_parameters=dict(wanted))
+    config = transformers.LlamaConfig(head_dim=width, rope_parameters=dict(wanted))
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    plain = 1.0 / base ** (np.arange(0, dims, 2) / dims)
-    if not np.allclose(plain / scaled.numpy(), stored, rtol=1e-3):
+    plain = 1.0 / base ** (np.arange(0, width, 2) / width)
+    if 2 * len(by) != width or not np.allclose(plain / scaled.numpy(), by, rtol=1e-3):
         raise refuse(path, ROTARY, "the factors of Llama 3.1", "others")
     return wanted
 
