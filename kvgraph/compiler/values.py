@@ -85,6 +85,8 @@ class Values(ABC):
     dtype: torch.dtype
     bits: int = PLAIN_BITS
     """Of packed weights, those nearest to how it is stored."""
+    stored_bits: int = PLAIN_BITS
+    """Of a number in the checkpoint: of FP8 8, where `bits` are those of a plain one."""
     x_bits: int = 0
     """That the checkpoint's maker rounds its inputs to, as they come; 0: they are not rounded."""
     is_coded_transposed: bool = False
@@ -188,6 +190,7 @@ class Derived(Values):
         self, source: Values, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self.where, self.bits, self.x_bits = source.where, source.bits, source.x_bits
+        self.stored_bits = source.stored_bits
         self.shape = source.shape if shape is None else tuple(shape)
         self.dtype = dtype or source.dtype
         self.is_coded_transposed = source.is_coded_transposed

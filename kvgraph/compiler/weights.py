@@ -43,6 +43,8 @@ class Weights:
     """Layers that were to be kept as they are stored, and have no such form: bits -> where they
     are."""
 
+    widened: set[str] = field(default_factory=set)
+    """Layers stored in FP8 that were to be kept so, and have no such form."""
     inputs_rounded: set[str] = field(default_factory=set)
     """Where layers are whose inputs are rounded to 8 bits too."""
 
@@ -89,7 +91,14 @@ class Weights:
                 return one, True
         nearest = max(source.bits for source in sources)
         self.rounded[nearest] |= {each.where for each in sources if each.bits < PLAIN_BITS}
+        self.note_widened(sources)
         return Form(nearest), False
+
+    def note_widened(self, sources: Iterable[Values]) -> None:
+        """These have no form."""
+        self.widened |= {
+            each.where for each in sources if each.stored_bits < PLAIN_BITS <= each.bits
+        }
 
     def notes(self) -> list[str]:
         """A sentence for each number of bits that layers were rounded to, and of their inputs."""
@@ -101,6 +110,11 @@ class Weights:
             for bits, layers in sorted(self.rounded.items())
             if layers
         ]
+        if self.widened:
+            notes.append(
+                f"weights: {len(self.widened)} of the layers that the checkpoint has in FP8 have "
+                f"{self.plain}, since no kernel takes their form, or that of a layer beside them"
+            )
         if self.inputs_rounded:
             notes.append(
                 f"weights: inputs of {len(self.inputs_rounded)} linear layers are rounded to 8 "

@@ -208,6 +208,20 @@ def test_layers_without_a_form_are_rounded(
     assert {form_of(node) for node in nodes(program)} == {(bits, 0, INTEGERS)}
 
 
+def test_float8_without_a_form_has_the_activations_dtype(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Blocks 48 wide, which no kernel takes: a note counts them."""
+    folder = quantized.make("fp8-block", plain("llama"), tmp_path / "model")
+    for target, dtype in (("cuda:sm_90", "bfloat16"), ("cpu", None)):
+        out = tmp_path / target.partition(":")[0]
+        given = {"dtype": dtype, "page_size": 16, "check": False}
+        manifest = kvgraph.compile(folder, out, target=target, **given)  # type: ignore[arg-type]
+        kind = dtype or "bf16"
+        said = f"weights: 14 of the layers that the checkpoint has in FP8 have {kind}, since no"
+        assert any(note.startswith(said) for note in manifest.notes), manifest.notes
+
+
 def test_experts_without_a_form_are_rounded(plain: Callable[[str], Path], tmp_path: Path) -> None:
     folder = quantized.make("nvfp4", plain("qwen3_moe"), tmp_path / "model")
     program, _ = kept(plain("qwen3_moe"), folder, rounded=12)

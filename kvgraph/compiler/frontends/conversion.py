@@ -91,6 +91,7 @@ class _Made(Values):
         self.where, self.shape, self.dtype = group.sources[0][2].where, tuple(shape), dtype
         self._sources = [each for _, _, each in group.sources]
         self.bits = max(each.bits for each in self._sources)
+        self.stored_bits = min(each.stored_bits for each in self._sources)
         self.x_bits = min(each.x_bits for each in self._sources)
         self._group, self._model, self._name = group, model, name
 

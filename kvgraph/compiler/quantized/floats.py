@@ -22,6 +22,7 @@ class Scaled(Values):
     """
 
     dtype = torch.float32
+    stored_bits = 8
 
     def __init__(self, numbers: Plain, scales: Plain, block: Block) -> None:
         self.where, self.shape = numbers.where, numbers.shape
