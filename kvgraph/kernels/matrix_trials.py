@@ -33,6 +33,7 @@ from kvgraph.ops import FUSED_EXPERTS, QUANTIZED_LINEAR, matrices, packed
 from kvgraph.ops.packed import E2M1, E4M3, INT8, INTEGERS
 
 WIDTHS = ("OUT", "OUT_1", "OUT_2")
+OUTS = tuple(operand.name for operand in QUANTIZED_LINEAR.outputs)
 ROWS = {"few": 18, "many": 70, "rows16": 10, "rows32": 20, "rows64": 40, "rows128": 70}
 """Of a step by the role of its tiles: an expert that all rows choose has two tiles, and a layer two
 of few rows. Larger ones are one, as the PTX of whole layers takes minutes on a CPU."""
@@ -163,7 +164,7 @@ def linear_trial(shape: LinearShape, arch: str, name: str, rows: int = 0) -> Tri
         x_bits=8 if shape.rounds else 0,
         **attributes,
     )
-    outs = zip(("out", "out_1", "out_2"), found, strict=True)
+    outs = zip(OUTS, found, strict=True)
     wanted = {out: array for out, array in outs if array.size}
     held = {key: array for key, array in given.items() if array is not None}
     held |= {out: np.full(array.shape, np.nan, kind) for out, array in wanted.items()}
@@ -205,7 +206,7 @@ def join_trial(shape: LinearShape) -> Trial:
     if shape.gated:
         y_MN = packed.joined(y_MN[:, ::2], y_MN[:, 1::2])
     ends = np.cumsum(shape.out_features)[:-1]
-    parts = zip(("out", "out_1", "out_2"), np.split(y_MN, ends, axis=1), strict=True)
+    parts = zip(OUTS, np.split(y_MN, ends, axis=1), strict=True)
     wanted = {name: part.astype(kind) for name, part in parts if part.size}
     held = given | {name: np.full_like(part, np.nan) for name, part in wanted.items()}
     return Trial(JOIN, plan_join(shape, FEW), held, wanted)
