@@ -113,7 +113,7 @@ class Weights:
         if self.widened:
             notes.append(
                 f"weights: {len(self.widened)} of the layers that the checkpoint has in FP8 have "
-                f"{self.plain}, since no kernel takes their form, or that of a layer beside them"
+                f"{self.plain}, since no kernel takes their form, or that of a layer of their input"
             )
         if self.inputs_rounded:
             notes.append(

@@ -103,8 +103,9 @@ def linear_variants(shape: LinearShape, arch: str) -> tuple[Variant, ...]:
     products = [_variant(shape, arch, role) for role in roles]
     sums = [_sum_variant(shape)] if any(map(is_split, roles)) else []
     rounds = [_round_variant(shape)] if shape.rounds else []
-    joins = [join_variant(shape)] if is_library(shape, arch) and has_parts(shape) else []
-    others = [*rounds, *products, *sums, *joins]
+    others = [*rounds, *products, *sums]
+    if is_library(shape, arch) and has_parts(shape):
+        others.append(_sum_variant(shape, of_products=True))
     if is_expanded(shape, arch):
         others += [_round_variant(shape, restores=True)] if shape.rounds else []
         others += [_expand_variant(shape, arch)]
@@ -200,7 +201,7 @@ def plan_round(shape: LinearShape, rows: int, *, restores: bool = False) -> Laun
 
 def plan_join(shape: LinearShape, rows: int) -> LaunchPlan:
     """Outputs of `products [rows, columns]`."""
-    variant = join_variant(shape)
+    variant = _sum_variant(shape, of_products=True)
     grid = rows, ceildiv(shape.columns, _int(variant, "BLOCK_D"))
     return LaunchPlan((launch_of(variant, grid, {}),))
 
@@ -296,13 +297,9 @@ def _round_variant(shape: LinearShape, *, restores: bool = False) -> Variant:
     return Variant(variants.ROUND_ROWS, "", shape.dtype, stored, constants, warps, 1, absent)
 
 
-def join_variant(shape: LinearShape) -> Variant:
-    """Of whole products."""
-    return _sum_variant(shape, of_products=True)
-
-
 @lru_cache
 def _sum_variant(shape: LinearShape, *, of_products: bool = False) -> Variant:
+    """`of_products`: of a whole product, which a library made."""
     block = min(power_of_two(shape.columns, 16), 1024)
     constants: dict[str, Constant] = {**_outputs(shape), "BLOCK_D": block}
     absent = absent_of(bias=not shape.bias) | _absent_outputs(shape)

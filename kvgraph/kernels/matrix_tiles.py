@@ -20,10 +20,11 @@ from kvgraph.ops.matrices import group_of, span_of
 from kvgraph.ops.packed import E4M3, Form
 
 FEW_ROWS = 16
-ROLES = ("few", "many")
-"""Of experts, and of linear layers where more roles were not measured."""
-
 ROLES_OF_OTHERS = {"few": FEW_ROWS, "many": 0}
+"""Of linear layers where more roles were not measured -> rows of a step, but for the last one."""
+
+ROLES = tuple(ROLES_OF_OTHERS)
+"""Of experts too."""
 
 ROLES_OF_ROWS = {"few": FEW_ROWS, "rows32": 32, "rows64": 64, "rows128": 128}
 """Of linear layers on sm_90 -> rows of a tile, and of a step that has it, but for the last one."""

@@ -176,7 +176,7 @@ def test_an_artifact_says_it(
 
 
 def test_all_ranks_round(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    """Kernels are compiled for the first rank alone; another program would lie beside its files."""
+    """Kernels are compiled for the first rank alone; the second one has no program of its own."""
     folder = quantized.make("fp8-dynamic", plain("llama"), tmp_path / "model")
     out = tmp_path / "a.kvg"
     given = {"dtype": "bfloat16", "page_size": 16, "check": False, "tp": 2}

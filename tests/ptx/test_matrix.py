@@ -111,17 +111,42 @@ def test_products_of_a_warp(kind: str, end: str) -> None:
 DESCRIPTOR = 1 << 62 | 64 << 32 | 64 << 16
 """Rows of 128 bytes, swizzled; atoms of 1024 bytes, one behind the other, in both directions."""
 
-PRODUCT = """
-    {load}
-    // thread t swizzles its 16 bytes: row t / 8, part t % 8
-    mad.wide.s32 %d3, %r1, 16, %d1;
-    ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d3];
+PLACE = """
+    // swizzled, where thread t's 16 bytes go: row t / 8, part t % 8
     shr.u32 %r7, %r1, 3;
     xor.b32 %r8, %r7, %r1;
     and.b32 %r8, %r8, 7;
     shl.b32 %r8, %r8, 4;
     mad.lo.s32 %r6, %r7, 128, %r8;
     add.s32 %r6, %r6, %r10;
+    mad.wide.s32 %d3, %r1, 16, %d1;"""
+
+LANE = """
+    shr.u32 %r20, %r1, 2;
+    and.b32 %r20, %r20, 7;
+    and.b32 %r21, %r1, 3;
+    shl.b32 %r21, %r21, 1;"""
+
+STORE = """
+    // rows 16 w + t / 4 and that + 8, columns 2 (t % 4)
+    shr.u32 %r40, %r1, 5;
+    mad.lo.s32 %r41, %r40, 16, %r20;
+    mul.lo.s32 %r41, %r41, 32;
+    shl.b32 %r42, %r21, 2;
+    add.s32 %r41, %r41, %r42;
+    cvt.u64.u32 %d6, %r41;
+    add.s64 %d6, %d2, %d6;
+    st.global.v2.b32 [%d6], {%r12, %r13};
+    st.global.v2.b32 [%d6+256], {%r14, %r15};
+    ret;"""
+
+PARTS = {"load": LOAD, "place": PLACE, "lane": LANE, "store": STORE}
+"""Of both programs of four warps."""
+
+PRODUCT = """
+    {load}
+    {place}
+    ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d3];
     st.shared.v4.b32 [%r6], {{%r2, %r3, %r4, %r5}};
     {proxy}
     bar.sync 0;
@@ -131,10 +156,7 @@ PRODUCT = """
     mov.b32 %r15, %r12;
     mov.b64 %d5, {b};
     // a's fragment: one where its row is its column, of each warp's 16 rows
-    shr.u32 %r20, %r1, 2;
-    and.b32 %r20, %r20, 7;
-    and.b32 %r21, %r1, 3;
-    shl.b32 %r21, %r21, 1;
+    {lane}
     mov.b32 %r30, 0;
     setp.eq.s32 %p1, %r20, %r21;
     @%p1 mov.b32 %r30, 0x3C00;
@@ -150,20 +172,9 @@ PRODUCT = """
         {{%r30, %r31, %r32, %r33}}, %d5, {adds}, 1, 1, {transposed};
     wgmma.commit_group.sync.aligned;
     {wait}
-    // rows 16 w + t / 4 and that + 8, columns 2 (t % 4)
-    shr.u32 %r40, %r1, 5;
-    mad.lo.s32 %r41, %r40, 16, %r20;
-    mul.lo.s32 %r41, %r41, 32;
-    shl.b32 %r42, %r21, 2;
-    add.s32 %r41, %r41, %r42;
-    cvt.u64.u32 %d6, %r41;
-    add.s64 %d6, %d2, %d6;
-    st.global.v2.b32 [%d6], {{%r12, %r13}};
-    st.global.v2.b32 [%d6+256], {{%r14, %r15}};
-    ret;"""
+    {store}"""
 
-PLAIN = {
-    "load": LOAD,
+PLAIN = PARTS | {
     "proxy": "fence.proxy.async.shared::cta;",
     "fence": "wgmma.fence.sync.aligned;",
     "wait": "wgmma.wait_group.sync.aligned 0;",
@@ -191,14 +202,7 @@ def test_products_of_four_warps() -> None:
 
 BYTES = """
     {load}
-    // thread t swizzles 16 bytes of each quarter: row t / 8, part t % 8
-    shr.u32 %r7, %r1, 3;
-    xor.b32 %r8, %r7, %r1;
-    and.b32 %r8, %r8, 7;
-    shl.b32 %r8, %r8, 4;
-    mad.lo.s32 %r6, %r7, 128, %r8;
-    add.s32 %r6, %r6, %r10;
-    mad.wide.s32 %d3, %r1, 16, %d1;
+    {place}
     {quarters}
     fence.proxy.async.shared::cta;
     bar.sync 0;
@@ -212,19 +216,8 @@ BYTES = """
     wgmma.mma_async.sync.aligned.{shape} {{%r12, %r13, %r14, %r15}}, %d5, %d5, %p2{end};
     wgmma.commit_group.sync.aligned;
     wgmma.wait_group.sync.aligned 0;
-    // rows 16 w + t / 4 and that + 8, columns 2 (t % 4)
-    shr.u32 %r20, %r1, 2;
-    and.b32 %r20, %r20, 7;
-    and.b32 %r21, %r1, 3;
-    shr.u32 %r40, %r1, 5;
-    mad.lo.s32 %r41, %r40, 16, %r20;
-    mul.lo.s32 %r41, %r41, 32;
-    mad.lo.s32 %r41, %r21, 8, %r41;
-    cvt.u64.u32 %d6, %r41;
-    add.s64 %d6, %d2, %d6;
-    st.global.v2.b32 [%d6], {{%r12, %r13}};
-    st.global.v2.b32 [%d6+256], {{%r14, %r15}};
-    ret;"""
+    {lane}
+    {store}"""
 
 QUARTER = """ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%d3+{at}];
     st.shared.v4.b32 [%r6+{at}], {{%r2, %r3, %r4, %r5}};"""
@@ -235,8 +228,8 @@ def product_of_bytes(shape: str, end: str, kind: str) -> tuple[np.ndarray, np.nd
     x = numbers(kind, 64, 128)
     y = np.zeros((64, 8), np.int32 if kind == "s8" else np.float32)
     quarters = "".join(QUARTER.format(at=2048 * i) for i in range(4))
-    given = {"load": LOAD, "quarters": quarters, "matrix": DESCRIPTOR, "shape": shape, "end": end}
-    run(kernel(BYTES.format(**given)), x, y, threads=128, shared=8192)
+    given = {"quarters": quarters, "matrix": str(DESCRIPTOR), "shape": shape, "end": end}
+    run(kernel(BYTES.format(**PARTS | given)), x, y, threads=128, shared=8192)
     return x.astype(y.dtype), y
 
 

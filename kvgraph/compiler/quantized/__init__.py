@@ -65,8 +65,9 @@ def weights_of(
     unread = {name: each.dtype for name, each in stored.items() if name not in readable}
     parts = Parts(folder, method, readable, unread)
     found = METHODS[method](parts, given)
+    x_bits = activations.bits(given)
     for each in found.values():
-        each.x_bits = activations.bits(given)
+        each.x_bits = x_bits
     _require_whole(parts, found)
     _require_scales(folder, {k: each for k, each in stored.items() if k not in parts.taken})
     others = {name: Plain(each) for name, each in readable.items() if name not in parts.taken}
