@@ -12,6 +12,7 @@ from unittest import mock
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.sources import line, own_frame
 from kvgraph.errors import KernelError, UnsupportedError
+from kvgraph.handlers import let_pass
 
 ONE_TOKEN = "it does not do for one token of one row what it does for more"
 
@@ -86,6 +87,7 @@ def _guard_frame(again: Callable[[], object]) -> FrameSummary | None:
     with mock.patch.object(ShapeEnv, "_log_guard", note):
         try:
             again()
-        except Exception:  # known already: only its place was missing
+        except Exception as error:  # known already: only its place was missing
+            let_pass(error)
             return seen[0] if seen else None
     return ruling_out[0] if ruling_out else None

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import KVGraphError, UnsupportedError
+from kvgraph.handlers import let_pass
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -252,6 +253,7 @@ def _installed(name: str) -> Backend | None:
     except KVGraphError:
         raise
     except Exception as error:
+        let_pass(error)
         raise UnsupportedError(
             f"backend {name!r}: expected a Backend from {point.value}, "
             f"got {type(error).__name__}: {error}"

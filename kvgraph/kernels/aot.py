@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.errors import KernelError, MissingDependencyError
+from kvgraph.handlers import let_pass
 from kvgraph.kernels import sass, shapes, variants
 from kvgraph.kernels.shapes import AttentionShape
 from kvgraph.kernels.variants import Constant, Parameter, Variant
@@ -203,6 +204,7 @@ def _compile(
         try:
             compiled = triton.compile(_source(variant), target=target, options=options)
         except Exception as error:  # Triton's own errors share no base class
+            let_pass(error)
             raise KernelError(f"{variant.name} for {arch}: {_said(error)}") from error
     return compiled, _resources(log.getvalue(), compiled.metadata.shared)
 

@@ -16,6 +16,7 @@ from kvgraph.contract.manifest import read_manifest
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import ArtifactError, UnsupportedError
+from kvgraph.handlers import let_pass
 from kvgraph.ops.header import ABI_VERSION
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.intact import require_intact
@@ -97,6 +98,7 @@ class Artifact(ArtifactFolder):
             expected = GraphSignature.of(record, manifest.model.vocab_size)
             found = self.signature
         except Exception as error:  # whatever a field of the wrong kind leads to
+            let_pass(error)
             raise ArtifactError(
                 f"{where}: layout and bindings: expected those of a cache, got {error}"
             ) from error

@@ -19,6 +19,7 @@ from kvgraph.contract.manifest import ModelInfo
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import is_panic
 from kvgraph.errors import MissingDependencyError, RequestError, UnsupportedError
+from kvgraph.handlers import let_pass
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.edits import LogitEdits
 from kvgraph.runtime.grammars import Grammar
@@ -123,6 +124,7 @@ class Guides:
         try:
             tokenizer = LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
         except BaseException as error:
+            let_pass(error)
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise UnsupportedError(
@@ -305,6 +307,7 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # its parser's own, and deep recursion
+        let_pass(error)
         raise ValueError(f"GBNF: {error}") from error
 
 

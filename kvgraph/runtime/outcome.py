@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvgraph.contract.tokenizer import is_panic
+from kvgraph.handlers import let_pass
 from kvgraph.ops import native
 from kvgraph.runtime.guide import Guide, set_masks
 from kvgraph.runtime.logprobs import score
@@ -155,6 +156,7 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
         except MemoryError:
             raise
         except BaseException as error:
+            let_pass(error)
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             why = f"expected the text of token {token} from the tokenizer, got {error}"
@@ -230,7 +232,8 @@ def _held_text(row: Request) -> str:
     if stream.decoder is None:
         try:
             stream.start(row.context)
-        except Exception:
+        except Exception as error:
+            let_pass(error)
             return ""
     return stream.stops.held
 

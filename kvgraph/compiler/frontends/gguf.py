@@ -43,6 +43,7 @@ from kvgraph.compiler.frontends.text_files import (
 from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ModelError, UnsupportedError
+from kvgraph.handlers import let_pass
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -125,12 +126,17 @@ def _write(path: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[Path]:
-    """A folder with a link to the file and nothing else: transformers takes a tokenizer.json in
-    the file's own folder before the file's tokenizer."""
-    with tempfile.TemporaryDirectory(prefix="kvgraph-gguf-") as name:
+def _alone(path: Path, what: str) -> Iterator[Path]:
+    """A folder with a link to the file and nothing else, in which transformers reads `what`: it
+    takes a tokenizer.json in the file's own folder before the file's tokenizer."""
+    folder = tempfile.TemporaryDirectory(prefix="kvgraph-gguf-")
+    with quiet_loggers("transformers"), folder as name:
         (Path(name) / path.name).symlink_to(path.absolute())
-        yield Path(name)
+        try:
+            yield Path(name)
+        except Exception as error:
+            let_pass(error)
+            raise ModelError(f"{path}: cannot read the {what}: {first_line(error)}") from error
 
 
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
@@ -157,15 +163,12 @@ def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
 def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
     import transformers
 
-    try:
-        with quiet_loggers("transformers"), _alone(path) as only:
-            read = transformers.AutoConfig.from_pretrained(
-                only, gguf_file=path.name, local_files_only=True
-            )
-            if read.model_type == "mistral":  # of a Llama whose name is "mistral"
-                read = _llama(reader, read)
-    except Exception as error:
-        raise ModelError(f"{path}: cannot read the configuration: {first_line(error)}") from error
+    with _alone(path, "configuration") as only:
+        read = transformers.AutoConfig.from_pretrained(
+            only, gguf_file=path.name, local_files_only=True
+        )
+        if read.model_type == "mistral":  # of a Llama whose name is "mistral"
+            read = _llama(reader, read)
     config: dict[str, object] = read.to_dict() | {"dtype": "bfloat16"}
     config.pop("_name_or_path", None)
     stated = field(reader, f"{kind}.attention.key_length")
@@ -323,17 +326,14 @@ def _splits() -> frozenset[str]:
 def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
     import transformers
 
-    try:
-        with quiet_loggers("transformers"), _alone(path) as only:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                only,
-                gguf_file=path.name,
-                local_files_only=True,
-                add_bos_token=adds_bos,
-            )
-            tokenizer.save_pretrained(folder)
-    except Exception as error:
-        raise ModelError(f"{path}: cannot read the tokenizer: {first_line(error)}") from error
+    with _alone(path, "tokenizer") as only:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            only,
+            gguf_file=path.name,
+            local_files_only=True,
+            add_bos_token=adds_bos,
+        )
+        tokenizer.save_pretrained(folder)
 
 
 def _place_tokens(data: JsonObject, tokens: Sequence[str], whole: Mapping[int, bool]) -> None:
@@ -382,6 +382,7 @@ def _require_places(path: Path, file: Path, tokens: Mapping[int, str]) -> None:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other
+        let_pass(error)
         raise refuse(path, "tokenizer.ggml.tokens", "a whole vocabulary", str(error)) from error
     for place, token in tokens.items():
         found = tokenizer.token_to_id(token)

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
+from kvgraph.handlers import let_pass
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
@@ -67,6 +68,7 @@ def open_file(path: Path) -> GGUFReader:
     try:
         reader = GGUFReader(path)
     except Exception as error:  # it checks nothing
+        let_pass(error)
         unknown = UNKNOWN_TYPE.search(str(error))
         if unknown is not None:
             wanted = "one that the gguf package knows"

@@ -47,6 +47,7 @@ from kvgraph.compiler.quantized.parts import INSTEAD
 from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
 from kvgraph.compiler.shards import INDEX, INDEXES, PICKLED, WHOLE, read_index, require_known_names
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
+from kvgraph.handlers import let_pass
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -205,6 +206,7 @@ def _make(
     try:
         made: PreTrainedModel = make(config, dtype=getattr(torch, dtype), **IMPLEMENTATIONS)
     except Exception as error:
+        let_pass(error)
         why = ""
         if isinstance(error, KeyError) and error.args == (NAME,):  # a table of its own classes
             why = Reason.NO_INTERFACE.said()
@@ -297,6 +299,7 @@ def _decoder_config(transformers: ModuleType, folder: Path, config: Config) -> P
     except UnsupportedError:
         raise
     except Exception as error:  # of transformers, which says it in its own terms
+        let_pass(error)
         why = Reason.SEVERAL_PARTS.said()
         raise UnsupportedError(unsupported(config["model_type"], why)) from error
     return text
@@ -310,6 +313,7 @@ def _parse_config(transformers: ModuleType, folder: Path, config: Config) -> Pre
         dtypes = {name: given and getattr(torch, given) for name, given in named.items()}
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dtypes)
     except Exception as error:
+        let_pass(error)
         raise ModelError(f"{folder}/config.json: {first_line(error)}") from error
 
 
@@ -346,6 +350,7 @@ def _load_weights(
                 output_loading_info=True,
             )
     except Exception as error:
+        let_pass(error)
         why = _of_pickles(folder, error) or first_line(error)
         raise ModelError(f"{folder}: cannot read the weights: {why}") from error
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):

@@ -27,6 +27,7 @@ from kvgraph.compiler.shards import Stored, stored_tensors
 from kvgraph.compiler.values import Cast, Values
 from kvgraph.contract.dtypes import ACTIVATIONS
 from kvgraph.errors import ModelError
+from kvgraph.handlers import let_pass
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -131,6 +132,7 @@ def locate(
         except ImportError:
             return Located(None, "transformers' own names of them are not known", form)
         except Exception as error:
+            let_pass(error)
             return Located(None, f"transformers converts them: {first_line(error)}", form)
     if larger is not None:
         if not any(name in values for names, _ in wanted for name in names):

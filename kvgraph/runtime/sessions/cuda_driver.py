@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dtypes import itemsize
 from kvgraph.errors import CapacityError, DeviceError, KVGraphError, MissingDependencyError
+from kvgraph.handlers import let_pass
 from kvgraph.runtime.sessions.cuda_errors import of_number
 from kvgraph.runtime.sessions.uncollected import uncollected
 
@@ -102,6 +103,7 @@ class CudaDevice:
         except KVGraphError:
             raise
         except Exception as error:  # the bindings' own, where there is no libcuda
+            let_pass(error)
             raise DeviceError(
                 f"cuda:{self.ordinal}: expected an NVIDIA driver on this machine, got none "
                 f"({str(error).splitlines()[0]})"

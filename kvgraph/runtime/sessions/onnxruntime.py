@@ -56,6 +56,7 @@ from kvgraph.errors import (
     MissingDependencyError,
     UnsupportedError,
 )
+from kvgraph.handlers import let_pass
 from kvgraph.ops import native
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.machine import default_threads
@@ -116,6 +117,7 @@ class OnnxRuntimeSession(Session):
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes
+            let_pass(error)
             raise KernelError(f"onnxruntime: {last_sentence(error)}") from error
         return logits
 
@@ -225,6 +227,7 @@ def open_session(
             given = model.read_bytes()
         session = ort.InferenceSession(given, options, providers=[chosen])
     except Exception as error:  # ONNX Runtime's own, of many kinds
+        let_pass(error)
         raise _refusal(ort, model, error) from error
     found = session.get_providers()
     if found[0] != provider:
@@ -281,6 +284,7 @@ def register_ops(options: SessionOptions) -> None:
     try:
         options.register_custom_ops_library(str(native.library_path("onnxruntime")))
     except Exception as error:  # ONNX Runtime's own, of many kinds
+        let_pass(error)
         why = last_sentence(error).rpartition("kvgraph: ")[2]
         raise MissingDependencyError(f"onnxruntime: {why}; {UPGRADE}") from error
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvgraph.contract.files import require_utf8
 from kvgraph.contract.signature import GraphSignature, output_name
 from kvgraph.errors import ArtifactError, KVGraphError
+from kvgraph.handlers import let_pass
 from kvgraph.runtime.sessions.cuda_errors import opening_error
 
 
@@ -22,6 +23,7 @@ def opening(path: Path, framework: str) -> Iterator[None]:
     except (KVGraphError, MemoryError):
         raise
     except Exception as error:
+        let_pass(error)
         if (told := opening_error(path, str(error))) is not None:
             raise told from error
         lines = str(error).strip().splitlines()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvgraph.contract.dims import Array
 from kvgraph.errors import KernelError, MissingDependencyError
+from kvgraph.handlers import let_pass
 from kvgraph.ops import native
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.sessions.base import Session
@@ -52,6 +53,7 @@ class TorchSession(Session):
             with self._inference_mode():  # else our ops are asked for gradients, 5 us each
                 logits: npt.NDArray[np.float32] = self._runner.run(tensors)[0].numpy()
         except RuntimeError as error:
+            let_pass(error)
             raise KernelError(f"torch: {str(error).splitlines()[0]}") from error
         return logits
 
