@@ -164,7 +164,8 @@ def _require_text(where: str, part: object) -> None:
 
 
 def _read_arguments(where: str, calls: object) -> None:
-    """Arguments that are JSON text, as OpenAI's are, become the object in it."""
+    """Arguments that are JSON text, as OpenAI's are, become the object in it. Other text stays what
+    it is: a call may have been cut."""
     instance(where, calls, list, "a list of tool calls")
     for at, call in enumerate(cast(list[object], calls)):
         function = call.get("function") if isinstance(call, dict) else None
@@ -172,8 +173,6 @@ def _read_arguments(where: str, calls: object) -> None:
             raise RequestError(f"{where}[{at}]: expected a call of a function, got {said(call)}")
         if not isinstance(arguments := function.get("arguments"), str):
             continue
-        with suppress(ValueError, RecursionError):  # the sentence below
-            function["arguments"] = json.loads(arguments or "{}")
-        if not isinstance(function["arguments"], dict):
-            name = f"{where}[{at}].function.arguments"
-            raise RequestError(f"{name}: expected a JSON object, got {said(arguments)}")
+        with suppress(ValueError, RecursionError):
+            read = json.loads(arguments or "{}")
+            function["arguments"] = read if isinstance(read, dict) else arguments

@@ -7,6 +7,8 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from difflib import get_close_matches
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -22,8 +24,9 @@ from kvgraph.errors import RequestError
 from kvgraph.serve.answers import encoded
 from kvgraph.serve.chats import answer_chat, chat_events, chat_job, chat_tokens
 from kvgraph.serve.completions import answer_completion, completion_events, completion_job
-from kvgraph.serve.errors import ServeError, error_body
+from kvgraph.serve.errors import ServeError, brief, error_body
 from kvgraph.serve.generation import Generation
+from kvgraph.serve.items import ResponseRequest
 from kvgraph.serve.jobs import Job
 from kvgraph.serve.log import log_answer, log_request
 from kvgraph.serve.protocol import (
@@ -32,9 +35,9 @@ from kvgraph.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    brief,
     decoded,
 )
+from kvgraph.serve.responses import answer_response, response_events, response_job
 from kvgraph.serve.service import Served, Service
 
 JSON = "application/json"
@@ -57,6 +60,7 @@ def make_app(service: Service, lifespan: Lifespan[Starlette] | None = None) -> S
         Route("/v1/models/{name:path}", endpoints.model),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/responses", endpoints.responses, methods=["POST"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
     ]
@@ -169,6 +173,14 @@ class Endpoints:
         given = decoded(await self._body(request), ChatRequest)
         job = await chat_job(self._service, given)
         return await self._run(request, job, answer_chat, chat_events)
+
+    async def responses(self, request: Request) -> Response:
+        self._require_key(request)
+        self._service.require_ready()
+        given = decoded(await self._body(request), ResponseRequest)
+        job = await response_job(self._service, given)
+        answer, events = partial(answer_response, given), partial(response_events, given)
+        return await self._run(request, job, answer, events)
 
     async def _run(
         self, request: Request, job: Job, answer: Answer, events: Events, tries: int = 2
@@ -331,9 +343,17 @@ async def _refused(request: Request, error: ServeError) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    log_answer(request.url.path, 404)
-    body = error_body(404, f"{request.url.path}: expected a path of this server, got another")
+    path = request.url.path
+    log_answer(path, 404)
+    known = [route.path for route in request.app.routes if isinstance(route, Route)]
+    nearest = get_close_matches(path[:MOST_COMPARED], known, 1, ALIKE)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    body = error_body(404, f"{path}: expected a path of this server, got another{hint}")
     return Response(body, 404, media_type=JSON)
+
+
+MOST_COMPARED, ALIKE = 64, 0.7
+"""Characters of a path that is not known, and the share of them that another one must have."""
 
 
 async def _wrong_method(request: Request, error: HTTPException) -> Response:

@@ -8,6 +8,7 @@ from functools import partial
 
 from msgspec import Raw
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import LONG_TEXT
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.sampling import Token
@@ -24,7 +25,8 @@ from kvgraph.serve.answers import (
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.generation import Choice, Generation, salt_of
 from kvgraph.serve.jobs import Job, require_output_room, usage_so_far
-from kvgraph.serve.protocol import ChatRequest, brief, refusal, sampling_of
+from kvgraph.serve.protocol import ChatRequest
+from kvgraph.serve.sampling import refusal, sampling_of
 from kvgraph.serve.service import Served, Service
 from kvgraph.serve.shapes import Shape
 from kvgraph.serve.tools import Tools
@@ -74,21 +76,14 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
 
 
 def _shape(given: ChatRequest, tools: Tools) -> Shape | None:
-    """What the text must be. ServeError where a call is forced, and another text asked for."""
-    asked = given.schema()
-    if not tools.forces_call:
-        if asked is None or not tools:
-            return None if asked is None else Shape("response_format", asked)
-        parts = (("response_format", asked), ("tools", tools.schema()))
-        return Shape("response_format", tools.schema(asked), parts=parts)
-    if asked is None:
+    """What the text must be. A format is that of a text, so a call that is forced has none."""
+    asked, field = given.schema(), given.format_field
+    if tools.forces_call:
         return Shape("tools", tools.schema())
-    got = brief(given.response_format)
-    raise ServeError(
-        400,
-        f"response_format: expected none together with a tool_choice for a call, got {got}",
-        param="response_format",
-    )
+    if asked is None or not tools:
+        return None if asked is None else Shape(field, asked)
+    parts = ((field, asked), ("tools", tools.schema()))
+    return Shape(field, tools.schema(asked), parts=parts)
 
 
 async def _rendered(
@@ -168,11 +163,15 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
             error, text = tokens[-1].error, text_of(tokens)
             delta, why = {"content": text} if text else {}, reason_of(tokens)
             if choice.index in held:
-                delta, why = _held(job, held, choice.index, text, why)
+                delta, why = held_delta(job, held, choice.index, tokens)
             if delta or why or (job.logprobs and not error):
                 logprobs = await built(count, partial(_logprobs, job, tokens))
-                piece = _piece(choice.index, delta, logprobs, why)
+                is_call = "tool_calls" in delta
+                piece = _piece(choice.index, delta, logprobs, None if is_call else why)
                 yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
+                if is_call:  # OpenAI's client reads a call that ends with its first frame as open
+                    piece = _piece(choice.index, {}, None, why)
+                    yield event({**head, "choices": [piece], **usage_so_far(job, generation)})
             if error:
                 yield failure(generation, error)
     if job.sends_usage:
@@ -180,14 +179,14 @@ async def chat_events(job: Job, generation: Generation) -> AsyncIterator[bytes]:
     yield DONE
 
 
-def _held(
-    job: Job, held: dict[int, str], index: int, text: str, reason: str | None
-) -> tuple[dict[str, object], str | None]:
-    """What a client gets of a text that may be a call: nothing, until it is known; and why it
-    ended."""
-    text = held[index] + text
+def held_delta(
+    job: Job, held: dict[int, str], index: int, tokens: list[Token]
+) -> tuple[JsonObject, str | None]:
+    """What a client gets of a text that may be a call: nothing, until it is known, or has failed;
+    and why it ended."""
+    text, reason = held[index] + text_of(tokens), reason_of(tokens)
     assert job.tools is not None
-    if reason is None and job.tools.may_be_call(text):
+    if tokens[-1].finish_reason is None and job.tools.may_be_call(text):
         held[index] = text
         return {}, None
     del held[index]

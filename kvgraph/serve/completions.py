@@ -25,7 +25,8 @@ from kvgraph.serve.answers import (
 from kvgraph.serve.errors import ServeError, too_long
 from kvgraph.serve.generation import Choice, Generation, salt_of
 from kvgraph.serve.jobs import Echo, Job, require_output_room, usage_so_far
-from kvgraph.serve.protocol import CompletionRequest, sampling_of
+from kvgraph.serve.protocol import CompletionRequest
+from kvgraph.serve.sampling import sampling_of
 from kvgraph.serve.service import Served, Service
 
 DEFAULT_MAX_TOKENS = 16

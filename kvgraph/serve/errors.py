@@ -47,8 +47,8 @@ def too_long(param: str, longest: int, got: str) -> ServeError:
     """Of what no context of `longest` tokens holds."""
     return ServeError(
         400,
-        f"{param}: expected at most {longest} tokens of prompt and output together (the maximum "
-        f"context length), got {got}",
+        f"{param}: expected at most {longest} tokens of prompt and output together, got {got}; "
+        f"this model's maximum context length is {longest} tokens",
         param=param,
         code="context_length_exceeded",
     )
@@ -72,6 +72,14 @@ KINDS = {
     503: ("server_error", "not_ready"),
 }
 """Status -> OpenAI's `type` and `code` of an error; others are the caller's mistake."""
+
+
+def brief(value: object) -> str:
+    """The beginning of a value that is refused, on one line, however deep it is."""
+    try:
+        return repr(value)[:100]
+    except RecursionError:
+        return f"a {type(value).__name__} that nests deeply"
 
 
 ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in (*range(32), 127)}

@@ -19,7 +19,7 @@ from kvgraph.runtime.token_stream import TokenStream
 from kvgraph.serve.errors import ServeError, without_id
 from kvgraph.serve.load import Admission
 from kvgraph.serve.metrics import Metrics
-from kvgraph.serve.protocol import ShapedParams, refusal
+from kvgraph.serve.sampling import ShapedParams, refusal
 from kvgraph.serve.shapes import refused_part
 
 

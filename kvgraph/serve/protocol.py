@@ -6,20 +6,22 @@ listed as such (`Ignored`).
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from kvgraph.contract.plain import JsonObject
-from kvgraph.errors import RequestError
 from kvgraph.runtime.arguments import MOST_BIASES
-from kvgraph.runtime.grammars import KINDS
-from kvgraph.runtime.sampling_params import ALIASES, MOST_STOP_IDS, MOST_STOPS, SamplingParams
-from kvgraph.serve.errors import ServeError, require_vocabulary, without_id
-from kvgraph.serve.shapes import Parts, Shape, StructuredOutputs, shape_of_choice
+from kvgraph.runtime.sampling_params import MOST_STOP_IDS, MOST_STOPS
+from kvgraph.serve.errors import ServeError, brief
+from kvgraph.serve.shapes import (
+    StructuredOutputs,
+    refused,
+    schema_of_format,
+)
 
 Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -57,6 +59,17 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[TokenIds, Meta(max_length=MOST_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
+    priority: Ignored = None
+    request_id: Ignored = None
+    guided_decoding_backend: Ignored = None
+    # vLLM's, of which what changes nothing is taken
+    skip_special_tokens: object = None
+    spaces_between_special_tokens: object = None
+    add_special_tokens: object = None
+    use_beam_search: object = None
+    length_penalty: object = None
+    truncate_prompt_tokens: None = None
+    guided_whitespace_pattern: None = None
     cache_salt: str | None = None
     guided_json: str | JsonObject | bool | None = None
     guided_regex: str | None = None
@@ -80,6 +93,16 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
     moderation: None = None
     web_search_options: None = None
 
+    adds_special_tokens: ClassVar[bool] = False
+    """To a prompt, without being asked."""
+
+    def require_plain(self) -> None:
+        """ServeError of vLLM's fields that would change the answer."""
+        for name, plain in (*PLAIN, ("add_special_tokens", self.adds_special_tokens)):
+            given = getattr(self, name)
+            if given is not None and given != plain:
+                raise refused(name, json.dumps(plain), brief(given))
+
     @property
     def num_each(self) -> int:
         return self.n or 1
@@ -89,7 +112,17 @@ class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+PLAIN: tuple[tuple[str, object], ...] = (
+    ("skip_special_tokens", True),
+    ("spaces_between_special_tokens", True),
+    ("use_beam_search", False),
+    ("length_penalty", 1.0),
+)
+"""Fields of vLLM's, and the value that changes nothing."""
+
+
 class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
+    adds_special_tokens: ClassVar[bool] = True
     prompt: Prompt
     max_tokens: Count | None = None
     echo: bool | None = None
@@ -111,7 +144,8 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         return [ids]
 
     def require_supported(self) -> None:
-        """ServeError of what is OpenAI's and not here."""
+        """ServeError of what is OpenAI's, or vLLM's, and not here."""
+        self.require_plain()
         if self.suffix:
             raise ServeError(400, "suffix: expected none, got a text", param="suffix")
         if self.best_of not in (None, self.num_each):
@@ -123,6 +157,8 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
+    format_field: ClassVar[str] = "response_format"
+    """Name of that field where the request has another one."""
     messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=4096)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -141,22 +177,9 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     verbosity: Ignored = None
 
     def schema(self) -> JsonObject | None:
-        """What a `response_format` asks for; ServeError for another one than OpenAI's."""
+        """What a `response_format` asks for; ServeError for one that is not read."""
         given = self.response_format
-        if given is None or given.get("type") == "text":
-            return None
-        if given.get("type") == "json_object":
-            return {"type": "object"}
-        named = given.get("json_schema") if given.get("type") == "json_schema" else None
-        schema = named.get("schema") if isinstance(named, dict) else None
-        if isinstance(schema, dict):
-            return schema or {"type": "object"}
-        raise ServeError(
-            400,
-            "response_format: expected type text, json_object, or json_schema with a schema, "
-            f"got {brief(given)}",
-            param="response_format",
-        )
+        return None if given is None else schema_of_format(self.format_field, given)
 
     def template_variables(self) -> JsonObject | None:
         """`chat_template_kwargs`, with `reasoning_effort` where they do not have it."""
@@ -165,7 +188,8 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
         return {"reasoning_effort": self.reasoning_effort} | (self.chat_template_kwargs or {})
 
     def require_supported(self) -> None:
-        """ServeError of what is OpenAI's and not here."""
+        """ServeError of what is OpenAI's, or vLLM's, and not here."""
+        self.require_plain()
         others = [kind for kind in self.modalities or () if kind != "text"]
         if others:
             sentence = f"modalities: expected text alone, got {brief(others[0])}"
@@ -180,6 +204,7 @@ REQUEST_FIELDS = {
     *CompletionRequest.__struct_fields__,
     *ChatRequest.__struct_fields__,
     *[f"structured_outputs.{name}" for name in StructuredOutputs.__struct_fields__],
+    "text.format",  # of /v1/responses
 }
 """Names that a client may have sent: an error's `param` is one of them."""
 
@@ -216,11 +241,15 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
 
 Body = TypeVar("Body")
 
-NEWER = {
+NOT_KEPT = "; no response is kept, so send its items in `input`"
+
+HINTS = {
     "functions": "; `tools` is its newer name",
     "function_call": "; `tool_choice` is its newer name",
+    "previous_response_id": NOT_KEPT,
+    "conversation": NOT_KEPT,
 }
-"""What a refusal of one of OpenAI's old fields says too."""
+"""What a refusal of one of OpenAI's fields says too."""
 
 
 def decoded(body: bytes, kind: type[Body]) -> Body:
@@ -229,7 +258,7 @@ def decoded(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         field = _field(str(error))
-        hint = NEWER.get(field or "", "")
+        hint = HINTS.get(field or "", "")
         raise ServeError(400, f"body: {error}{hint}", param=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ServeError(400, f"body: {_why_not_json(body, str(error))}") from error
@@ -258,124 +287,14 @@ def _why_not_json(body: bytes, error: str) -> str:
     return f"expected JSON, got what is none: {error}"
 
 
-@dataclass(frozen=True, slots=True)
-class ShapedParams(SamplingParams):
-    """SamplingParams whose grammar is what field `origin` of a request says, or several fields.
-
-    `parts`: as of a Shape. Without an `origin` the grammar is under its own name.
-    """
-
-    origin: str = ""
-    parts: Parts = ()
-
-
-def sampling_of(
-    request: Sampled,
-    vocab_size: int,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    shape: Shape | None = None,
-) -> SamplingParams:
-    """ServeError where a value is out of its range, or two fields say what the text must be.
-
-    `shape`: what a field of chats alone says.
-    """
-    given: JsonObject = {
-        "max_tokens": max_tokens,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-    }
-    for name in COPIED:
-        if (value := getattr(request, name)) is not None:
-            given[name] = value
-    if request.top_k == -1:  # vLLM's word for all
-        given["top_k"] = 0
-    if request.logit_bias is not None:
-        biases = {_token_id(name): by for name, by in request.logit_bias.items()}
-        require_vocabulary("logit_bias", max(biases, default=0), vocab_size)
-        given["logit_bias"] = biases
-    shape = _only_shape(request, shape)
-    try:
-        if shape is None:
-            return ShapedParams(**given)
-        given[shape.kind] = shape.value
-        return ShapedParams(**given, origin=shape.origin, parts=shape.checked_parts())
-    except RequestError as error:
-        raise refusal(error, shape.origin if shape else "") from error
-
-
-def _only_shape(request: Sampled, shape: Shape | None) -> Shape | None:
-    """What is not under a name that SamplingParams has. ServeError for two fields that say it."""
-    fields = (*KINDS, "guided_choice", "structured_outputs")
-    given = [name for name in fields if getattr(request, name) is not None]
-    if shape is None and request.structured_outputs is not None:
-        shape = request.structured_outputs.shape()
-        given.remove("structured_outputs")
-    elif shape is None and request.guided_choice is not None:
-        shape = shape_of_choice("guided_choice", request.guided_choice)
-        given.remove("guided_choice")
-    if shape is not None and given:
-        sentence = f"{given[0]}: expected none together with {shape.field}, got one"
-        raise ServeError(400, sentence, param=given[0])
-    return shape
-
-
-def refusal(error: Exception, origin: str = "") -> ServeError:
-    """What the runtime refuses, under the names of the request's own fields, without the engine's
-    id of it.
-
-    `origin`: the field, or fields, that the grammar is of, unless it has a name of SamplingParams.
-    """
-    message = without_id(str(error))
-    for name, own in ALIASES.items():
-        message = message.replace(own, name)
-    kind, found, rest = message.partition(":")
-    if origin and kind in KINDS:
-        message = f"{origin}{found}{rest}"
-    head = re.split("[:,]", message, maxsplit=1)[0]
-    known = head.partition("[")[0] in REQUEST_FIELDS
-    return ServeError(400, message, param=head if known else None)
-
-
-def brief(value: object) -> str:
-    """The beginning of a value that is refused, on one line, however deep it is."""
-    try:
-        return repr(value)[:100]
-    except RecursionError:
-        return f"a {type(value).__name__} that nests deeply"
-
-
-COPIED = (
-    "n",
-    "top_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "guided_json",
-    "guided_regex",
-    "guided_grammar",
-)
-"""Fields that SamplingParams has too, under the same name."""
-
-
-def _token_id(name: str) -> int:
-    if name.isascii() and name.isdigit() and len(name) < 10:
-        return int(name)
-    raise ServeError(400, f"logit_bias: expected token ids, got {name[:40]!r}", param="logit_bias")
-
-
 def _field(message: str) -> str | None:
-    """The field of msgspec's "... - at `$.field[0]`"."""
+    """The field of msgspec's "... - at `$.field[0]`", or one that is not known."""
     _, found, path = message.partition("at `$.")
-    return path.rstrip("`").split(".")[0].split("[")[0] if found else None
+    if found:
+        return path.rstrip("`").split(".")[0].split("[")[0]
+    unknown = UNKNOWN.match(message)
+    return unknown and unknown[1]
+
+
+UNKNOWN = re.compile("Object contains unknown field `(.*)`$")
+"""What msgspec says of a field of the body itself."""

@@ -12,7 +12,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import RequestError
 from kvgraph.runtime.grammars import MOST_BYTES, Grammar, require_small, schema_text
 from kvgraph.runtime.guide import is_taken
-from kvgraph.serve.errors import ServeError
+from kvgraph.serve.errors import ServeError, brief
 
 Parts: TypeAlias = tuple[tuple[str, str], ...]
 """Fields of a request and their JSON schemas, which one schema joins."""
@@ -86,6 +86,31 @@ def refused_part(parts: Parts) -> str | None:
         if not is_taken(Grammar("guided_json", schema)):
             return field
     return None
+
+
+def schema_of_format(field: str, given: JsonObject) -> JsonObject | None:
+    """What a `response_format` asks for: OpenAI's forms, and a `schema` next to json_object, as
+    llama.cpp and others have it. ServeError for another one."""
+    kind = given.get("type")
+    schema = given.get("schema") if kind == "json_object" else None
+    named = given.get("json_schema") if kind == "json_schema" else None
+    if isinstance(named, dict):
+        schema = named.get("schema")
+    known = FORMATS.get(kind) if isinstance(kind, str) else None
+    others = [name for name in given if name not in (known or ()) and given[name] is not None]
+    is_missing = kind == "json_schema" and schema is None
+    if known is None or others or is_missing or not isinstance(schema, dict | None):
+        expected = "type text, json_object, or json_schema with a schema"
+        raise refused(field, f"{expected}, and nothing else", brief(given))
+    return None if kind == "text" else schema or {"type": "object"}
+
+
+FORMATS = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema"),
+}
+"""Types of a `response_format`, and their fields."""
 
 
 def require_small_schemas(field: str, schemas: Sequence[JsonObject]) -> None:

@@ -16,7 +16,8 @@ from urllib.parse import urljoin
 
 from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.grammars import PLAIN
-from kvgraph.serve.protocol import ChatRequest, brief
+from kvgraph.serve.errors import brief
+from kvgraph.serve.protocol import ChatRequest
 from kvgraph.serve.shapes import refused, require_small_schemas
 
 MOST_TOOLS = 128
@@ -37,6 +38,7 @@ class Tools:
 
     def __init__(self, given: ChatRequest) -> None:
         self._schemas: dict[str, JsonObject] = {}
+        self._format_field = given.format_field
         choice = given.tool_choice
         for tool in [] if choice == "none" else given.tools or []:
             name, schema = _function(tool)
@@ -77,6 +79,8 @@ class Tools:
         """Names of which one must be called."""
         if choice in (None, "auto", "none"):
             return []
+        if choice == "required" and not self._schemas:
+            raise refused("tool_choice", "tools next to 'required'", "none")
         if choice == "required":
             found = list(self._schemas)
         else:
@@ -100,7 +104,7 @@ class Tools:
         called = self._forced or list(self._schemas)
         require_small_schemas("tools", [self._schemas[name] for name in called])
         if asked is not None:
-            require_small_schemas("response_format", [asked])
+            require_small_schemas(self._format_field, [asked])
         own = {str(i): _resource("tools", self._schemas[name], i) for i, name in enumerate(called)}
         texts: list[JsonObject] = []
         for number, name in zip(own, called, strict=True):
@@ -110,8 +114,8 @@ class Tools:
         named = [("tools", schema) for schema in own.values()]
         if asked is not None:
             number = str(len(own))
-            own[number] = _resource("response_format", asked, len(own))
-            named.append(("response_format", own[number]))
+            own[number] = _resource(self._format_field, asked, len(own))
+            named.append((self._format_field, own[number]))
             texts.append({"$ref": f"#/$defs/{number}"})
         _require_own_names(named)
         return {**(texts[0] if len(texts) == 1 else {"anyOf": texts}), "$defs": own}

@@ -33,6 +33,13 @@ VALID: dict[str, dict[str, Any]] = {
         "continue_final_message": False, "stop_token_ids": [5],
         "seed": 1, "logit_bias": {"5": 1}, "stop": "x",
     },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+        "instructions": "x", "max_output_tokens": 2, "top_logprobs": 1, "include": [],
+        "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "tools": [],
+        "tool_choice": "auto", "background": False, "truncation": "disabled", "store": True,
+        "metadata": {}, "temperature": 0.5, "seed": 1, "stream": False,
+    },
     "/tokenize": {"prompt": "The", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6], "model": ""},
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvgraph import Engine, SamplingParams
+from kvgraph.serve.items import ResponseRequest
 from kvgraph.serve.protocol import ChatRequest, CompletionRequest
 from tests.serve.running import SECONDS, Server, serving
 
@@ -33,10 +34,12 @@ def test_no_field_of_the_client_is_unknown() -> None:
     """A new one is taken without effect, or has a sentence."""
     from openai.types import completion_create_params as texts
     from openai.types.chat import completion_create_params as chats
+    from openai.types.responses import response_create_params as responses
 
     for theirs, ours in (
         (texts.CompletionCreateParamsBase, CompletionRequest),
         (chats.CompletionCreateParamsBase, ChatRequest),
+        (responses.ResponseCreateParamsBase, ResponseRequest),
     ):
         assert set(theirs.__annotations__) <= set(ours.__struct_fields__)
 

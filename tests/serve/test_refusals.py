@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from kvgraph.serve.items import ResponseRequest
 from kvgraph.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -103,6 +104,11 @@ def test_a_completion_that_cannot_be(
         ({"audio": {"voice": "x"}}, "Expected `null`, got `object` - at `$.audio`"),
         ({"moderation": {}}, "Expected `null`, got `object` - at `$.moderation`"),
         ({"web_search_options": {}}, "got `object` - at `$.web_search_options`"),
+        ({"skip_special_tokens": False}, "skip_special_tokens: expected true, got False"),
+        ({"add_special_tokens": True}, "add_special_tokens: expected false, got True"),
+        ({"use_beam_search": True}, "use_beam_search: expected false, got True"),
+        ({"length_penalty": "x"}, "length_penalty: expected 1.0, got 'x'"),
+        ({"truncate_prompt_tokens": 4}, "got `int` - at `$.truncate_prompt_tokens`"),
     ],
 )
 def test_a_chat_that_cannot_be(server: Server, fields: dict[str, Any], sentence: str) -> None:
@@ -149,11 +155,21 @@ def test_fields_without_effect(server: Server) -> None:
     assert one["choices"] == other["choices"]
 
 
+@pytest.mark.parametrize(("path", "adds"), [(TEXTS, True), (CHATS, False)])
+def test_vllms_fields_that_change_nothing(server: Server, path: str, adds: bool) -> None:
+    body = {"messages": MESSAGES} if path == CHATS else {"prompt": "The"}
+    plain = {"skip_special_tokens": True, "spaces_between_special_tokens": True}
+    plain |= {"use_beam_search": False, "length_penalty": 1, "add_special_tokens": adds}
+    taken = {"priority": 3, "request_id": "a", "guided_decoding_backend": "guidance"}
+    answered(server.post(path, body | plain | taken | {"max_tokens": 1}))
+
+
 @pytest.mark.parametrize(
     ("path", "kind", "needed"),
     [
         (TEXTS, CompletionRequest, {"prompt": "a"}),
         (CHATS, ChatRequest, {"messages": MESSAGES}),
+        ("/v1/responses", ResponseRequest, {"input": "Hi"}),
         ("/tokenize", TokenizeRequest, {"prompt": "a"}),
         ("/tokenize", TokenizeRequest, {"messages": MESSAGES}),
         ("/detokenize", DetokenizeRequest, {"tokens": [5]}),
@@ -209,8 +225,11 @@ def test_a_body_that_is_too_large(server: Server, path: str, chunked: bool) -> N
 
 
 def test_paths_and_methods(server: Server) -> None:
-    assert "/v1/nothing" in refusal(server.client.get("/v1/nothing"), 404)
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/nothing", "/v1/embeddings", "/" + "v1/" * 5000):
+        assert refusal(server.client.get(path), 404).endswith("got another")
+    for path in ("/chat/completions", f"{CHATS}/chat/completions", f"{CHATS}s"):
+        assert refusal(server.post(path, {}), 404).endswith(f"did you mean {CHATS}?")
+    for path in (TEXTS, CHATS, "/v1/responses", "/tokenize", "/detokenize"):
         assert "GET" in refusal(server.client.get(path), 405)
     assert "POST" in refusal(server.post("/v1/models", {}), 405)
     assert "/tokenize/" in refusal(server.post("/tokenize/", {"prompt": "a"}), 404)

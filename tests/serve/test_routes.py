@@ -20,7 +20,7 @@ from tests.serve.running import Server, answered, frames, posted, refusal, servi
 TEXT = "The import statement — naïvely"
 HI = {"role": "user", "content": "Hi"}
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
-POSTED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:

@@ -55,6 +55,13 @@ def test_each_form_guides(server: Server, path: str) -> None:
     assert (one["message"]["content"] if "message" in one else one["text"]).startswith("{")
 
 
+def test_one_thing_said_twice(server: Server, path: str) -> None:
+    """Clients of vLLM send its old name and its new one."""
+    for name, asked in (("regex", "ab"), ("choice", ["ab"]), ("grammar", 'start: "ab"')):
+        both = {f"guided_{name}": asked, "structured_outputs": {name: asked}}
+        assert set(texts(server, path, both)) == {"ab"}
+
+
 def test_no_field_is_none(server: Server) -> None:
     more = {"structured_outputs": None, "guided_choice": None}
     assert server.complete("The", **more)["choices"] == server.complete("The")["choices"]

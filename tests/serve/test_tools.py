@@ -82,6 +82,24 @@ def test_a_forced_call_fits_its_schema(server: Server, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_is_no_text_that_has_a_format(server: Server, choice: Any) -> None:
+    """Agents send the format of their last answer with every question."""
+    body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 60}
+    answer = answered(server.post(PATH, body | {"response_format": form({"type": "array"})}))
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    require_call(call)
+
+
+def test_a_format_of_an_object_may_have_a_schema(server: Server) -> None:
+    """As llama.cpp has it."""
+    schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    body = {"messages": MESSAGES, "response_format": OBJECT | {"schema": schema, "name": None}}
+    answer = answered(server.post(PATH, body))
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 3}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_call_comes_as_one_piece_of_a_stream(server: Server, choice: Any) -> None:
     body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 60}
     first, *frames = [frame["choices"][0] for frame in server.events(PATH, body)]
@@ -89,7 +107,10 @@ def test_a_call_comes_as_one_piece_of_a_stream(server: Server, choice: Any) -> N
     (call,) = [call for frame in frames for call in frame["delta"].get("tool_calls", [])]
     assert call.pop("index") == 0
     require_call(call)
-    assert frames[-1]["finish_reason"] == ("stop" if choice == NAMED else "tool_calls")
+    *others, last = frames
+    assert last["delta"] == {}, "openai's client ends a call at the frame behind it"
+    assert last["finish_reason"] == ("stop" if choice == NAMED else "tool_calls")
+    assert {frame["finish_reason"] for frame in others} == {None}
     assert not any(frame["delta"].get("content") for frame in frames)
 
 
@@ -216,19 +237,7 @@ def test_a_completion_may_be_guided(server: Server) -> None:
             FORCED | {"guided_grammar": "a"},
             "guided_grammar: expected none together with tools, got one",
         ),
-        (
-            FORCED | {"response_format": OBJECT},
-            "response_format: expected none together with a tool_cho",
-        ),
-        (
-            FORCED | {"response_format": form({})},
-            "response_format: expected none together with a tool_c",
-        ),
         (FORCED | {"response_format": {"type": "x"}}, "response_format: expected type text, json_"),
-        (
-            {"tools": [WEATHER], "tool_choice": NAMED, "response_format": OBJECT},
-            "response_format: ",
-        ),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs: expected no 'tools', got "),
         ({"response_format": {"type": "other"}}, "response_format: expected type text, json_"),
         ({"response_format": {"type": "json_schema"}}, "response_format: expected type text"),
@@ -240,7 +249,22 @@ def test_a_completion_may_be_guided(server: Server) -> None:
             {"tools": [WEATHER], "tool_choice": {"function": {"name": "clock"}}},
             'tool_choice: expected "none", "auto", "required", or a function of the tools, got ',
         ),
-        ({"tool_choice": "required"}, "tool_choice: expected "),
+        (
+            {"tool_choice": "required"},
+            "tool_choice: expected tools next to 'required', got none",
+        ),
+        (
+            {"tool_choice": "required", "tools": []},
+            "tool_choice: expected tools next to 'required', got none",
+        ),
+        (
+            {"response_format": OBJECT | {"json_schema": {"schema": {}}}},
+            "response_format: expected type text, json_object, or json_schema with a schema, and ",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": 1}},
+            "response_format: expected type text",
+        ),
         (
             {"tool_choice": "\n"},
             'tool_choice: expected "none", "auto", "required", or a function of the tools, got '

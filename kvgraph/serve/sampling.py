@@ -1,0 +1,130 @@
+"""How a request samples, as SamplingParams say it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from kvgraph.contract.plain import JsonObject
+from kvgraph.errors import RequestError
+from kvgraph.runtime.grammars import KINDS
+from kvgraph.runtime.sampling_params import ALIASES, SamplingParams
+from kvgraph.serve.errors import ServeError, require_vocabulary, without_id
+from kvgraph.serve.protocol import REQUEST_FIELDS, Sampled
+from kvgraph.serve.shapes import Parts, Shape, shape_of_choice
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedParams(SamplingParams):
+    """SamplingParams whose grammar is what field `origin` of a request says, or several fields.
+
+    `parts`: as of a Shape. Without an `origin` the grammar is under its own name.
+    """
+
+    origin: str = ""
+    parts: Parts = ()
+
+
+def sampling_of(
+    request: Sampled,
+    vocab_size: int,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    shape: Shape | None = None,
+) -> SamplingParams:
+    """ServeError where a value is out of its range, or two fields say what the text must be.
+
+    `shape`: what a field of chats alone says.
+    """
+    given: JsonObject = {
+        "max_tokens": max_tokens,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    for name in COPIED:
+        if (value := getattr(request, name)) is not None:
+            given[name] = value
+    if request.top_k == -1:  # vLLM's word for all
+        given["top_k"] = 0
+    if request.logit_bias is not None:
+        biases = {_token_id(name): by for name, by in request.logit_bias.items()}
+        require_vocabulary("logit_bias", max(biases, default=0), vocab_size)
+        given["logit_bias"] = biases
+    shape = _only_shape(request, shape)
+    try:
+        if shape is None:
+            return ShapedParams(**given)
+        given[shape.kind] = shape.value
+        return ShapedParams(**given, origin=shape.origin, parts=shape.checked_parts())
+    except RequestError as error:
+        raise refusal(error, shape.origin if shape else "") from error
+
+
+def _only_shape(request: Sampled, shape: Shape | None) -> Shape | None:
+    """What is not under a name that SamplingParams has. ServeError for two fields that say it."""
+    fields = (*KINDS, "guided_choice", "structured_outputs")
+    given = [name for name in fields if getattr(request, name) is not None]
+    if shape is None and request.structured_outputs is not None:
+        shape = request.structured_outputs.shape()
+        given.remove("structured_outputs")
+        same = {
+            f"guided_{name}": value
+            for name, value in msgspec.structs.asdict(request.structured_outputs).items()
+        }
+        given = [name for name in given if getattr(request, name) != same.get(name)]
+    elif shape is None and request.guided_choice is not None:
+        shape = shape_of_choice("guided_choice", request.guided_choice)
+        given.remove("guided_choice")
+    if shape is not None and given:
+        sentence = f"{given[0]}: expected none together with {shape.field}, got one"
+        raise ServeError(400, sentence, param=given[0])
+    return shape
+
+
+def refusal(error: Exception, origin: str = "") -> ServeError:
+    """What the runtime refuses, under the names of the request's own fields, without the engine's
+    id of it.
+
+    `origin`: the field, or fields, that the grammar is of, unless it has a name of SamplingParams.
+    """
+    message = without_id(str(error))
+    for name, own in ALIASES.items():
+        message = message.replace(own, name)
+    kind, found, rest = message.partition(":")
+    if origin and kind in KINDS:
+        message = f"{origin}{found}{rest}"
+    head = re.split("[:,]", message, maxsplit=1)[0]
+    known = head.partition("[")[0] in REQUEST_FIELDS
+    return ServeError(400, message, param=head if known else None)
+
+
+COPIED = (
+    "n",
+    "top_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "guided_json",
+    "guided_regex",
+    "guided_grammar",
+)
+"""Fields that SamplingParams has too, under the same name."""
+
+
+def _token_id(name: str) -> int:
+    if name.isascii() and name.isdigit() and len(name) < 10:
+        return int(name)
+    raise ServeError(400, f"logit_bias: expected token ids, got {name[:40]!r}", param="logit_bias")
