@@ -14,6 +14,7 @@ from kvgraph.cli.console import stderr, working
 from kvgraph.cli.options import (
     ArtifactFolder,
     NumPages,
+    RepetitionPenalty,
     Seed,
     SessionName,
     Temperature,
@@ -46,6 +47,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
     session: SessionName = None,
     num_pages: NumPages = None,
@@ -66,6 +68,7 @@ def chat(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
     )
     with working("loading the artifact"):

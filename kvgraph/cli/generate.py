@@ -22,6 +22,7 @@ from kvgraph.cli.options import (
     MaxNewTokens,
     NumPages,
     RemoteServer,
+    RepetitionPenalty,
     Seed,
     SessionName,
     Temperature,
@@ -49,6 +50,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this; may be given 16 times.")
@@ -83,6 +85,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         stop=stop or (),
         ignore_eos=ignore_eos,

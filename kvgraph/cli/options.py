@@ -55,6 +55,9 @@ MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1, tokens that are there already are less likely.")
+]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 SessionName = Annotated[
     str | None, typer.Option(help=f"{', '.join(SESSIONS)} [default: the backend's].")

@@ -27,12 +27,15 @@ LONG_TEXT = 16_384
 
 
 def read_tokenizer(path: Path, refusal: type[KVGraphError]) -> Tokenizer:
-    """The tokenizer in a file; `refusal` where it is damaged."""
+    """The tokenizer in a file, which cuts and pads no text; `refusal` where it is damaged."""
     from tokenizers import Tokenizer
 
     expected = "expected a tokenizer, got a damaged one"
     with _refusing(path, refusal, expected), open_regular(path) as file:
-        return Tokenizer.from_str(file.read().decode())
+        tokenizer = Tokenizer.from_str(file.read().decode())
+    tokenizer.no_truncation()  # a file may have those of its training
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def encode(

@@ -48,6 +48,25 @@ def test_an_artifact_in_place_of_a_model(tmp_path: Path) -> None:
     assert either(tmp_path, artifact) == expected
 
 
+def test_the_hubs_cache_in_place_of_a_model(tmp_path: Path) -> None:
+    kept = tmp_path / "models--a--b" / "snapshots" / "0123"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    cache = tmp_path / "models--a--b"
+    expected = f"{cache}: expected config.json in a model folder, got the Hub's cache of it; "
+    assert refused(cache, tmp_path) == f"{expected}give {kept}"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_file_that_git_lfs_keeps(name: str, model: Path, tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+    (model / name).write_bytes(pointer)
+    expected = f"{model / name}: expected the file, got a pointer of git-lfs to it; fetch it with "
+    assert refused(model, tmp_path) == f"{expected}git lfs pull"
+    (tmp_path / "x.gguf").write_bytes(pointer)
+    assert "x.gguf: expected the file, got a pointer of" in refused(tmp_path / "x.gguf", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -278,6 +297,16 @@ def test_attention_that_has_no_kernel(
         config.layer_types = layer_types
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     assert_unsupported(refused(tmp_path / "model", tmp_path), architecture, why)
+
+
+def test_an_encoder_whose_weights_have_no_head(tmp_path: Path) -> None:
+    """What it is comes before what its weights lack."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model("bert", **(COMMON | {"num_hidden_layers": 2}))
+    AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    text = refused(tmp_path / "model", tmp_path)
+    assert_unsupported(text, "bert", "its attention is not causal")
 
 
 def test_operator_that_the_exporter_lacks(tmp_path: Path, model_folder: ModelFolder) -> None:

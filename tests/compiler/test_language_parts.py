@@ -44,6 +44,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": ({"model_type": "gemma3_text"}, VISION, {"mm_tokens_per_image": 4}),
     "qwen2_5_vl": ({"rope_parameters": AXES}, QWEN_VISION, {}),
     "qwen3_vl": ({"rope_parameters": AXES}, QWEN_VISION, {}),
+    "glm4v_moe": (
+        {
+            "rope_parameters": AXES | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+        QWEN_VISION | {"out_hidden_size": 64, "image_size": 16, "patch_size": 8},
+        {},
+    ),
 }
 
 

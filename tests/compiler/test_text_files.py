@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import kvgraph
 from kvgraph import ModelError
 from kvgraph.compiler.frontends import huggingface
-from kvgraph.compiler.frontends.text_files import text_files, tokenizer_notes
+from kvgraph.compiler.frontends.text_files import generation_notes, text_files, tokenizer_notes
 from kvgraph.runtime.chat import ChatTemplates
 from tests.support.artifacts import TINY_LLAMA
 from tests.support.models import make_model
@@ -144,6 +144,53 @@ def test_tokens_that_only_the_settings_have_are_added(name: str, tmp_path: Path)
     assert [tokenizer.token_to_id(f"<{letter}>") for letter in "abepc"] == [*range(2048, 2053)]
 
 
+@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("has_settings", [False, True])
+def test_tokens_of_older_files_are_added(name: str, has_settings: bool, tmp_path: Path) -> None:
+    """Settings that have no ids: two more files have the tokens, as transformers reads them."""
+    folder = settings(tmp_path, additional_special_tokens=["<lost>"])
+    if not has_settings:
+        (folder / "tokenizer_config.json").unlink()
+    special = {name: ["<x>", "<y>"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special | {"eos_token": "</s>"}))
+    (folder / "added_tokens.json").write_text(json.dumps({"<plain>": 2049, "<y>": 2048}))
+    found = text_files(folder, 2100)["tokenizer.json"]
+    assert isinstance(found, bytes)
+    tokenizer = Tokenizer.from_str(found.decode())
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in ("in <x>put <y> of <plain>", "<y>import</s>", "<lost>"):
+        assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
+def test_damaged_older_files_are_refused(name: str, tmp_path: Path) -> None:
+    folder = settings(tmp_path)
+    (folder / name).write_text('{"additional_special_tokens": 5, "a": "b"}')
+    with pytest.raises(ModelError, match="expected settings of a tokenizer"):
+        text_files(folder, 2100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"repetition_penalty": 1.05}, "repetition_penalty 1.05"),
+        ({"suppress_tokens": [3, 4]}, "suppress_tokens [3, 4]"),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0},
+            "temperature 0.7, top_k 20",
+        ),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 20}, ""),
+        ({"repetition_penalty": 1.0, "suppress_tokens": [], "no_repeat_ngram_size": 0}, ""),
+    ],
+)
+def test_how_a_checkpoint_samples_is_said(
+    fields: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    note = f"generation_config.json: not applied, so give it with a request: {said}"
+    assert generation_notes(tmp_path) == ((note,) if said else ())
+
+
 def test_a_token_without_a_row_stays_text(tmp_path: Path) -> None:
     folder = settings(tmp_path, added_tokens_decoder=MORE)
     found = text_files(folder, 2049)["tokenizer.json"]
@@ -240,6 +287,7 @@ SAVE = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR"
     [
         (["tokenizer.model"], f"transformers, with the package sentencepiece, writes one: {SAVE})"),
         (["vocab.json", "merges.txt"], f"transformers writes one: {SAVE})"),
+        (["tiktoken.model"], f"transformers, with the package tiktoken, writes one: {SAVE})"),
         (["tekken.json"], f'transformers writes one: {SAVE}, save_format="hf")'),
     ],
 )

@@ -32,6 +32,8 @@ from tests.support.models import OVERRIDES, make_model
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
 UNCHECKED = "check: left out (--no-check)"
+NO_TEXT = "tokenizer: the artifact takes token ids alone: there is no tokenizer.json"
+NOTES = [NO_TEXT, UNCHECKED]
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +110,7 @@ def test_shards(tmp_path: Path) -> None:
     assert len(list(sharded.glob("*.safetensors"))) > 2
     made = [compiled(folder, tmp_path / f"{folder.name}.kvg") for folder in (whole, sharded)]
     assert made[0].files["weights.safetensors"] == made[1].files["weights.safetensors"]
-    assert made[1].notes == [UNCHECKED]
+    assert made[1].notes == NOTES
 
     index = sharded / "model.safetensors.index.json"
     shard = sorted(sharded.glob("*.safetensors"))[1]
@@ -185,14 +187,45 @@ def test_numbers_that_the_dtype_does_not_hold_are_named(llama: Path, tmp_path: P
 
 def test_a_sum_that_is_too_large_is_no_error(llama: Path, tmp_path: Path) -> None:
     change(llama, lambda t: t[NORM].__setitem__(slice(0, 4), 2e38))
-    assert compiled(llama, tmp_path / "out").notes == [UNCHECKED]
+    assert compiled(llama, tmp_path / "out").notes == NOTES
 
 
 def test_tensors_of_no_parameter_are_left(llama: Path, tmp_path: Path) -> None:
     change(llama, lambda t: t.update({"model.rotary_emb.inv_freq": torch.ones(8)}))
-    assert compiled(llama, tmp_path / "out").notes == [UNCHECKED]
+    assert compiled(llama, tmp_path / "out").notes == NOTES
     stored = load_file(tmp_path / "out" / "weights.safetensors")
     assert not torch.equal(stored["model.model.rotary_emb.inv_freq"], torch.ones(8))
+
+
+LORA = "model.layers.0.self_attn.q_proj.lora_A.weight"
+BIAS = "model.layers.1.self_attn.q_proj.bias"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_tensors_that_a_user_would_miss_are_counted(form: str, llama: Path, tmp_path: Path) -> None:
+    """Not a bias of zeros, which AutoGPTQ stores where a layer has none, nor layers that guess
+    ahead."""
+    config = llama / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    layers = json.loads(config.read_text())["num_hidden_layers"]
+    ahead = {f"model.layers.{layers}.eh_proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3)}
+    extra = {LORA: torch.ones(8, 64), BIAS: torch.zeros(64), **ahead}
+    change(llama, lambda t: t.update(extra))
+    if form == "bin":
+        tensors = load_file(llama / "model.safetensors")
+        torch.save(tensors, llama / "pytorch_model.bin")
+        (llama / "model.safetensors").unlink()
+    notes = compiled(llama, tmp_path / "out").notes
+    count = "1 tensor" if form == "safetensors" else "2 tensors"  # whose numbers are not looked at
+    said = f"weights: no place in the model for {count} of the checkpoint, such as {LORA}"
+    assert [note for note in notes if "no place" in note] == [said]
+    change_back = extra | {BIAS: torch.ones(64)}
+    if form == "safetensors":
+        change(llama, lambda t: t.update(change_back))
+        notes = compiled(llama, tmp_path / "again").notes
+        assert [
+            note for note in notes if "no place for 2 tensors" in note.replace("in the model ", "")
+        ]
 
 
 def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
@@ -201,7 +234,7 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in load_file(
         folder / "model.safetensors"
     )
-    assert compiled(folder, tmp_path / "out").notes == [UNCHECKED]
+    assert compiled(folder, tmp_path / "out").notes == NOTES
     stored = load_file(tmp_path / "out" / "weights.safetensors")
     loaded = huggingface.load(folder, "float32").module.state_dict()
     made = {name.removesuffix(".packed"): tensor for name, tensor in stored.items()}
@@ -296,7 +329,7 @@ def test_a_base_model_s_names(llama: Path, tmp_path: Path) -> None:
     made = compiled(llama, tmp_path / "first")
     change(llama, edit)
     again = compiled(llama, tmp_path / "second")
-    assert again.notes == [UNCHECKED]
+    assert again.notes == NOTES
     assert again.files["weights.safetensors"] == made.files["weights.safetensors"]
 
 
@@ -306,7 +339,7 @@ def test_tied_tensors_that_differ_are_two(tmp_path: Path) -> None:
     manifest = compiled(folder, tmp_path / "out")
     assert manifest.notes == [
         f"weights: passed through memory: tied {EMBEDDING} and lm_head.weight differ",
-        UNCHECKED,
+        *NOTES,
     ]
     stored = load_file(tmp_path / "out" / "weights.safetensors")
     head = stored["model.lm_head.weight"]
@@ -318,14 +351,14 @@ def test_a_tied_tensor_may_be_stored_twice(tmp_path: Path) -> None:
     made = compiled(folder, tmp_path / "first")
     change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
     again = compiled(folder, tmp_path / "second")
-    assert again.notes == [UNCHECKED]
+    assert again.notes == NOTES
     assert again.files["weights.safetensors"] == made.files["weights.safetensors"]
 
 
 def test_a_type_that_is_no_weight_s_passes_through_memory(llama: Path, tmp_path: Path) -> None:
     change(llama, lambda t: t.update({NORM: torch.ones(64, dtype=torch.float8_e5m2)}))
     notes = compiled(llama, tmp_path / "out").notes
-    assert notes == [f"weights: passed through memory: {NORM} is stored as F8_E5M2", UNCHECKED]
+    assert notes == [f"weights: passed through memory: {NORM} is stored as F8_E5M2", *NOTES]
 
 
 @pytest.mark.parametrize("table", [torch.float16, torch.float32])

@@ -1,11 +1,15 @@
-"""Bytes of tokens, of the two kinds of vocabulary that have parts of characters."""
+"""A tokenizer as it is read, and bytes of tokens, of the two kinds of vocabulary that have parts of
+characters."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
-from kvgraph.contract.tokenizer import byte_pieces
+from kvgraph.contract.tokenizer import byte_pieces, encode, read_tokenizer
+from kvgraph.errors import ModelError
 
 
 def of(vocabulary: list[str], decoder: decoders.Decoder) -> Tokenizer:
@@ -14,6 +18,18 @@ def of(vocabulary: list[str], decoder: decoders.Decoder) -> Tokenizer:
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     return tokenizer
+
+
+def test_no_text_is_cut_or_padded(tmp_path: Path) -> None:
+    """A file may have the limits of its training, which transformers does not use either."""
+    saved = of(["a", "b"], decoders.ByteLevel())
+    saved.enable_truncation(2)
+    saved.enable_padding(length=8, pad_id=1)
+    path = tmp_path / "tokenizer.json"
+    saved.save(str(path))
+    tokenizer = read_tokenizer(path, ModelError)
+    for count in (1, 5, 20_000):  # the last one goes another way
+        assert encode(tokenizer, "a" * count, path, ModelError, special_tokens=True) == [0] * count
 
 
 def test_letters_stand_for_bytes() -> None:

@@ -20,7 +20,7 @@ from kvgraph.compiler.values import Coded, CodedRows, Part, Rows, Values
 from kvgraph.ops.packed import Form
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
 
@@ -171,10 +171,15 @@ def _factors(coded: Coded) -> torch.Tensor:
     return coded.factors
 
 
-def of_parameters(model: PreTrainedModel, stored: Mapping[str, Values]) -> dict[str, Values]:
-    """Values by the names of `model`'s state; those of no parameter are left out.
+def of_parameters(
+    model: PreTrainedModel,
+    stored: Mapping[str, Values],
+    larger: PretrainedConfig | None = None,
+) -> tuple[dict[str, Values], list[str]]:
+    """Values by the names of `model`'s state, and names of those that are of no parameter.
 
-    Raises what transformers raises where tensors do not fit its operations.
+    `larger`: of the model that the checkpoint is of; its converters are used where the part has
+    none. Raises what transformers raises where tensors do not fit its operations.
     """
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
@@ -182,9 +187,13 @@ def of_parameters(model: PreTrainedModel, stored: Mapping[str, Values]) -> dict[
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    if larger is not None and not converters:
+        of_larger = conversion_mapping.get_checkpoint_conversion_mapping(larger.model_type) or ()
+        converters = [t for t in of_larger if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict(keep_vars=True)
     found: dict[str, Values] = {}
+    left: list[str] = []
     groups: dict[str, _Group] = {}
     own = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": state}
     for name in sorted(stored, key=loading.dot_natural_key):
@@ -192,6 +201,7 @@ def of_parameters(model: PreTrainedModel, stored: Mapping[str, Values]) -> dict[
         if renamed not in state and name in state:  # it has the parameter's own name
             renamed, pattern = name, None
         if renamed not in state:
+            left.append(name)
             continue
         if pattern is None:
             found.setdefault(renamed, stored[name])
@@ -200,7 +210,7 @@ def of_parameters(model: PreTrainedModel, stored: Mapping[str, Values]) -> dict[
             group.sources.append((name, pattern, stored[name]))
     for group in groups.values():
         found |= group.values(model)
-    return found
+    return found, left
 
 
 def language_part(stored: Mapping[str, Values]) -> dict[str, Values]:

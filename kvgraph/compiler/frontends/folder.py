@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def read_config(folder: Path) -> Config:
         raise ModelError(f"{folder}: expected a model folder, got {_instead_of_a_folder(folder)}")
     if not path.is_file() or (folder / ADAPTER).is_file():
         raise ModelError(f"{folder}: expected {CONFIG} in a model folder, got {_instead(folder)}")
+    require_fetched([path])
     config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path}: expected a model_type, got none")
@@ -140,7 +142,28 @@ def _instead(folder: Path) -> str:
     if (folder / MANIFEST_NAME).is_file():
         return f"a compiled artifact; kvgraph inspect {folder} shows it"
     packed = sorted(folder.glob("*.gguf"))
-    return f"the GGUF file {packed[0].name}; give that file" if packed else "none"
+    if packed:
+        return f"the GGUF file {packed[0].name}; give that file"
+    kept = sorted(folder.glob(f"snapshots/*/{CONFIG}"))
+    if kept:
+        return f"the Hub's cache of it; give {kept[0].parent}"
+    return "a diffusion pipeline" if (folder / PIPELINE).is_file() else "none"
+
+
+PIPELINE = "model_index.json"
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def require_fetched(paths: Iterable[Path]) -> None:
+    """ModelError for one that git-lfs keeps elsewhere."""
+    for path in paths:
+        with suppress(OSError), open_regular(path) as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise ModelError(
+                    f"{path}: expected the file, got a pointer of git-lfs to it; fetch it with "
+                    "git lfs pull"
+                )
 
 
 def is_gguf(path: Path) -> bool:

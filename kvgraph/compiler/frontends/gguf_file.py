@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD
+from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD, require_fetched
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
 from kvgraph.handlers import let_pass
 
@@ -65,6 +65,7 @@ def open_file(path: Path) -> GGUFReader:
             f"{error.name}: needed to read a GGUF file, not installed; pip install "
             "'kvgraph[compile]'"
         ) from error
+    require_fetched([path])
     try:
         reader = GGUFReader(path)
     except Exception as error:  # it checks nothing

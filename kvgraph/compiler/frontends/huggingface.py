@@ -5,10 +5,9 @@ What is read runs as `decoder.py` says.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,17 @@ from kvgraph.compiler.frontends.decoder import (
     paged_kv_attention,
     probe,
 )
-from kvgraph.compiler.frontends.folder import DTYPE_FIELDS, Config, quantization, read_config
+from kvgraph.compiler.frontends.folder import (
+    DTYPE_FIELDS,
+    Config,
+    quantization,
+    read_config,
+    require_fetched,
+)
 from kvgraph.compiler.frontends.language_part import language_model
+from kvgraph.compiler.frontends.left_over import left_over, notes_of
 from kvgraph.compiler.frontends.lengths import most_tokens
+from kvgraph.compiler.frontends.loaded import load_weights
 from kvgraph.compiler.frontends.refusals import Reason, first_line, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import parameters_of, settle
@@ -33,9 +40,11 @@ from kvgraph.compiler.frontends.text_files import (
     as_id,
     as_ids,
     end_tokens,
+    generation_notes,
     text_files,
     tokenizer_notes,
 )
+from kvgraph.compiler.frontends.text_files import NAMES as TEXT_FILES
 from kvgraph.compiler.frontends.weightless import (
     Located,
     fake_parameters,
@@ -44,8 +53,14 @@ from kvgraph.compiler.frontends.weightless import (
 )
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.quantized.parts import INSTEAD
-from kvgraph.compiler.quiet import quiet_loggers, quiet_warnings
-from kvgraph.compiler.shards import INDEX, INDEXES, PICKLED, WHOLE, read_index, require_known_names
+from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.compiler.shards import (
+    INDEXES,
+    PICKLED,
+    read_index,
+    require_known_names,
+    shard_paths,
+)
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 from kvgraph.handlers import let_pass
 
@@ -57,9 +72,6 @@ IMPLEMENTATIONS = {
     "attn_implementation": NAME,
     "experts_implementation": "batched_mm",  # the one form without data-dependent shapes
 }
-
-UNPICKLER = re.compile(r"WeightsUnpickler error: (.*?)(?: was not an allowed|\n|$)")
-"""What torch does not unpickle; around it stands how to do so all the same."""
 
 REPORTING = ("transformers", "torch._subclasses.fake_tensor")
 
@@ -80,9 +92,15 @@ def load(
     for index in INDEXES:
         read_index(folder, index)
     require_known_names(folder)
+    require_fetched([*shard_paths(folder), *(folder / name for name in (PICKLED, *TEXT_FILES))])
     transformers = _transformers()
     with quiet_loggers(*REPORTING):
-        return _load(transformers, folder, config, dtype, max_seq_len, weightless)
+        try:
+            return _load(transformers, folder, config, dtype, max_seq_len, weightless)
+        except ModelError:
+            with suppress(ModelError):  # what is no decoder has other weights
+                _describe(transformers, folder, config, dtype)
+            raise
 
 
 def _load(
@@ -117,7 +135,9 @@ def _load(
             raise UnsupportedError(
                 f"{folder}: the language part of {config['model_type']!r}: {located.why}{hint}"
             )
-        model = _load_weights(transformers, folder, config, dtype)
+        parsed = _parse_config(transformers, folder, config)
+        model, unexpected = load_weights(transformers, folder, parsed, dtype, IMPLEMENTATIONS)
+        located = replace(located, left=left_over(model, unexpected, {}))
     assert model is not None
     if checkpoint is not None and not weightless:
         checkpoint.fill(model)
@@ -139,7 +159,13 @@ def _load(
         checkpoint=checkpoint and checkpoint.renamed("model."),
         loaded=located.why,
         is_quantized=quantization(config) is not None,
-        notes=tokenizer_notes(folder, files) + _notes_of(layers, text, located.form) + settled,
+        notes=(
+            *tokenizer_notes(folder, files),
+            *generation_notes(folder),
+            *notes_of(located.left),
+            *_notes_of(layers, text, located.form),
+            *settled,
+        ),
     )
 
 
@@ -255,7 +281,12 @@ def describe(folder: Path, dtype: str) -> Description:
     """
     config = read_config(folder)
     transformers = _transformers()
-    with quiet_loggers(*REPORTING), fake_parameters():
+    with quiet_loggers(*REPORTING):
+        return _describe(transformers, folder, config, dtype)
+
+
+def _describe(transformers: ModuleType, folder: Path, config: Config, dtype: str) -> Description:
+    with fake_parameters():
         text = _decoder_config(transformers, folder, config)
         model = _make(transformers, folder, text, dtype)
         layers = _probed(model, text)
@@ -331,50 +362,3 @@ def _require_decoder(transformers: ModuleType, config: PretrainedConfig, *, is_p
 def _is_loaded(transformers: ModuleType, config: PretrainedConfig) -> bool:
     """Whether transformers has a language model of the whole configuration."""
     return type(config) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-
-
-def _load_weights(
-    transformers: ModuleType, folder: Path, config: Config, dtype: str
-) -> PreTrainedModel:
-    parsed = _parse_config(transformers, folder, config)
-    try:
-        with quiet_warnings():
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=parsed,
-                dtype=getattr(torch, dtype),
-                **IMPLEMENTATIONS,
-                generation_config=transformers.GenerationConfig(),  # nothing uses the folder's
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # info lists them
-                output_loading_info=True,
-            )
-    except Exception as error:
-        let_pass(error)
-        why = _of_pickles(folder, error) or first_line(error)
-        raise ModelError(f"{folder}: cannot read the weights: {why}") from error
-    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if info.get(problem):
-            first = sorted(map(str, info[problem]))[0]
-            raise ModelError(
-                f"{folder}: expected weights for every parameter, got {problem} such as {first}"
-            )
-    return model
-
-
-def _of_pickles(folder: Path, error: Exception) -> str:
-    """Why pytorch_model.bin, or one of the shards that its index names, is not read; empty where
-    that is not what is read, or not what fails."""
-    is_of_file = isinstance(error, EOFError | UnpicklingError | RuntimeError)
-    if isinstance(error, OSError):
-        is_of_file = error.errno is not None and error.filename is None
-    found = [name for name in (WHOLE, INDEX, PICKLED, INDEXES[1]) if (folder / name).is_file()]
-    if not is_of_file or not found or found[0] in (WHOLE, INDEX):
-        return ""
-    said = UNPICKLER.search(str(error))
-    why = (said[1] if said else first_line(error).partition(". ")[0]) or type(error).__name__
-    name = PICKLED if found[0] == PICKLED else f"a shard of {found[0]}"
-    return (
-        f"{name}: expected tensors, got a damaged file, or one that holds code ({why}); save the "
-        "model as safetensors"
-    )

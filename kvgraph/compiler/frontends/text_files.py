@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvgraph.compiler.frontends.folder import Config, read_json
 from kvgraph.contract.files import read_text
@@ -24,9 +24,15 @@ NAMES = (
     "chat_template.jinja",
 )
 TOKENIZER, SETTINGS, SPECIAL_TOKENS, GENERATION, TEMPLATE = NAMES
+ADDED_TOKENS = "added_tokens.json"
+
+OTHERS, OTHERS_BEFORE = "extra_special_tokens", "additional_special_tokens"
+"""The field of special tokens without a role, and its name before transformers 5."""
 
 OTHER_TOKENIZERS = {
     "tokenizer.model": "",
+    "tokenizer.model.v3": "",
+    "tiktoken.model": "",
     "spiece.model": "",
     "sentencepiece.bpe.model": "",
     "tekken.json": ', save_format="hf"',
@@ -73,12 +79,15 @@ def text_files(folder: Path, vocab_size: int) -> Files:
 
 
 def tokenizer_notes(folder: Path, files: Files) -> tuple[str, ...]:
-    """A sentence where the checkpoint has a tokenizer and none of `files` is one."""
-    other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
-    if other is None or TOKENIZER in files:
+    """A sentence where none of `files` is a tokenizer."""
+    if TOKENIZER in files:
         return ()
+    other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
+    if other is None:
+        return (f"tokenizer: the artifact takes token ids alone: there is no {TOKENIZER}",)
     save = f"AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR{OTHER_TOKENIZERS[other]})"
-    needed = ", with the package sentencepiece," if other.endswith(".model") else ""
+    package = "tiktoken" if "tiktoken" in other else "sentencepiece"
+    needed = f", with the package {package}," if ".model" in other else ""
     return (
         f"tokenizer: the artifact takes token ids alone, since the checkpoint has {other} and no "
         f"{TOKENIZER}; transformers{needed} writes one: {save}",
@@ -167,27 +176,75 @@ def whole_tokenizer(path: Path, vocab_size: int) -> Path | bytes:
 
 def _added(path: Path) -> list[AddedToken]:
     """Those that a tokenizer_config.json names: by their ids, then those with a role, then the
-    others."""
+    others. One without ids is older, and two more files say them."""
     from tokenizers import AddedToken
 
-    if not path.is_file():
-        return []
-    config = cast(Config, read_json(path))
+    config: dict[str, Any] = dict(_read_object(path)) if path.is_file() else {}
+    if config.get(OTHERS_BEFORE) and not config.get(OTHERS):
+        config[OTHERS] = config.pop(OTHERS_BEFORE)
+    is_old = "added_tokens_decoder" not in config
+    if is_old and (beside := path.with_name(SPECIAL_TOKENS)).is_file():
+        more: dict[str, Any] = dict(_read_object(beside))
+        if isinstance(more.get(OTHERS), list):
+            more[OTHERS] = [*(config.get(OTHERS) or ()), *more[OTHERS]]
+        config |= more
     try:
-        decoder = config.get("added_tokens_decoder") or {}
-        given = [each for _, each in sorted(decoder.items(), key=lambda pair: int(pair[0]))]
-        others = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
         named = [config.get(f"{role}_token") for role in ROLES]
-        special = {"special": True, "normalized": False}
-        for each in [*named, *(others.values() if isinstance(others, dict) else others)]:
-            if each is not None:
-                given.append(special | (each if isinstance(each, dict) else {"content": each}))
+        others = config.get(OTHERS) or ()
+        named += others.values() if isinstance(others, dict) else others
+        spelled = {_as_token(each)["content"] for each in named if each is not None}
+        if not others:
+            named += config.get(OTHERS_BEFORE) or ()
+        special = [
+            {"special": True, "normalized": False} | _as_token(each)
+            for each in named
+            if each is not None
+        ]
+        decoder = config.get("added_tokens_decoder") or {}
+        if is_old and (beside := path.with_name(ADDED_TOKENS)).is_file():
+            for content, place in _read_object(beside).items():
+                flags = {"special": content in spelled, "normalized": content not in spelled}
+                decoder[place] = {"content": content, **flags}
+        by_place = sorted(decoder.items(), key=lambda pair: int(pair[0]))
+        given = [*[each for _, each in by_place], *special]
         return [
             AddedToken(str(each["content"]), **{k: bool(each[k]) for k in FLAGS if k in each})
             for each in given
         ]
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ModelError(f"{path}: expected settings of a tokenizer, got {error!r}") from error
+
+
+def _as_token(given: object) -> dict[str, Any]:
+    return dict(given) if isinstance(given, dict) else {"content": given}
+
+
+def generation_notes(folder: Path) -> tuple[str, ...]:
+    """A sentence where a generation_config.json says how to sample, which requests say here."""
+    path = folder / GENERATION
+    if not path.is_file():
+        return ()
+    config = _read_object(path)
+    plain = GREEDY_TOO | SAMPLED if config.get("do_sample") else GREEDY_TOO
+    said = [
+        f"{name} {config[name]!r:.40}"
+        for name, value in plain.items()
+        if config.get(name) not in (None, [], value)
+    ]
+    if not said:
+        return ()
+    return (f"{GENERATION}: not applied, so give it with a request: {', '.join(said)}",)
+
+
+GREEDY_TOO: dict[str, object] = {
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "suppress_tokens": None,
+    "bad_words_ids": None,
+}
+"""Settings of transformers that change greedy text as well, and their value without effect."""
+
+SAMPLED: dict[str, object] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 
 
 def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:

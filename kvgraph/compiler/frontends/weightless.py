@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from kvgraph.compiler.checkpoint import Checkpoint
 from kvgraph.compiler.frontends.conversion import language_part, of_parameters
 from kvgraph.compiler.frontends.folder import Config, quantization
+from kvgraph.compiler.frontends.left_over import left_over
 from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.quantized import gguf, weights_of
 from kvgraph.compiler.shards import Stored, stored_tensors
@@ -46,12 +47,14 @@ BY_VALUE = "_no_grad_trunc_normal_"
 @dataclass(frozen=True)
 class Located:
     """Where values are; or `why` transformers has to load them, and what to do where it cannot.
-    `form`: of those in fewer bits."""
+    `form`: of those in fewer bits. `left`: tensors of the checkpoint that the model has no place
+    for."""
 
     checkpoint: Checkpoint | None
     why: str = ""
     form: str = ""
     instead: str = ""
+    left: Sequence[str] = ()
 
 
 @contextlib.contextmanager
@@ -120,6 +123,8 @@ def locate(
     given = quantization(config)
     stored: Mapping[str, Stored] = {}
     read: Mapping[str, Values] = {}
+    named: Mapping[str, Values] = {}
+    others: list[str] = []
     if given is not None and given["quant_method"] == "gguf":
         values, form = gguf.weights(model, config)
     else:
@@ -128,7 +133,8 @@ def locate(
         if not stored:
             return Located(None, NO_SAFETENSORS, form, "save the model as safetensors")
         try:
-            values = of_parameters(model, language_part(read) if larger else read)
+            named = language_part(read) if larger else read
+            values, others = of_parameters(model, named, larger)
         except ImportError:
             return Located(None, "transformers' own names of them are not known", form)
         except Exception as error:
@@ -152,6 +158,7 @@ def locate(
         kinds = [stored[n].dtype for n in names if n in stored and not _is_read(read.get(n))]
         if kinds:
             return Located(None, f"{names[0]} is stored as {kinds[0]}", form)
+    own = [name for name in others if larger is None or name not in read]
     found: dict[str, Values] = {}
     for names, shape in wanted:
         name = next((n for n in names if n in values), names[0])
@@ -161,7 +168,7 @@ def locate(
             both = f"{name} {list(values[name].shape)} for {list(shape)}"
             raise _incomplete(folder, "mismatched_keys", both)
         found |= dict.fromkeys(names, values[name])
-    return Located(Checkpoint(found), "", form)
+    return Located(Checkpoint(found), "", form, left=left_over(model, own, named))
 
 
 def _are_equal(a: Values, b: Values) -> bool:

@@ -1,0 +1,63 @@
+"""Tensors of a checkpoint that the model has no parameter for: a head of another task, an adapter
+that was not merged, a layer that the configuration does not count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvgraph.compiler.values import Values
+from kvgraph.plural import plural
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+COMPUTED = re.compile(
+    r"(^|\.)(rotary_emb\..*|inv_freq|position_ids|(self_attn|attention|attn)\.(masked_)?bias)$"
+)
+"""Buffers that older checkpoints store, and models compute."""
+
+DRAFTS = re.compile(r"^(model\.)?mtp\b")
+"""Of layers that guess tokens ahead."""
+
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+MOST_ZEROS = 1 << 20
+"""Elements of a bias that is looked at: AutoGPTQ stores one of zeros where a layer has none."""
+
+
+def left_over(
+    model: PreTrainedModel, names: Iterable[str], values: Mapping[str, Values]
+) -> list[str]:
+    """Those of `names` that a user would miss."""
+    return list(_missed(model, names, values))
+
+
+def notes_of(left: Sequence[str]) -> tuple[str, ...]:
+    if not left:
+        return ()
+    count = f"{len(left)} {plural('tensor', len(left))}"
+    return (f"weights: no place in the model for {count} of the checkpoint, such as {left[0]}",)
+
+
+def _missed(
+    model: PreTrainedModel, names: Iterable[str], values: Mapping[str, Values]
+) -> Iterator[str]:
+    known = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+    count = getattr(model.config, "num_hidden_layers", 0)
+    ahead = getattr(model.config, "num_nextn_predict_layers", None) or 0
+    for name in sorted(names):
+        layer = LAYER.search(name)
+        is_ahead = layer is not None and count <= int(layer[1]) < count + ahead
+        if is_ahead or COMPUTED.search(name) or DRAFTS.search(name):
+            continue
+        if any(each.search(name) for each in known) or _is_zero(name, values.get(name)):
+            continue
+        yield name
+
+
+def _is_zero(name: str, values: Values | None) -> bool:
+    if values is None or not name.endswith(".bias") or len(values.shape) != 1:
+        return False
+    return values.shape[0] <= MOST_ZEROS and not values.read().any()

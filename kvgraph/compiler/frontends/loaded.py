@@ -1,0 +1,75 @@
+"""Weights that transformers loads: they pass through memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvgraph.compiler.frontends.refusals import first_line
+from kvgraph.compiler.quiet import quiet_warnings
+from kvgraph.compiler.shards import INDEX, INDEXES, PICKLED, WHOLE
+from kvgraph.errors import ModelError
+from kvgraph.handlers import let_pass
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+UNPICKLER = re.compile(r"WeightsUnpickler error: (.*?)(?: was not an allowed|\n|$)")
+"""What torch does not unpickle; around it stands how to do so all the same."""
+
+
+def load_weights(
+    transformers: ModuleType,
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: str,
+    implementations: Mapping[str, str],
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and tensors that it has no place for."""
+    try:
+        with quiet_warnings():
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                **implementations,
+                generation_config=transformers.GenerationConfig(),  # nothing uses the folder's
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # info lists them
+                output_loading_info=True,
+            )
+    except Exception as error:
+        let_pass(error)
+        why = _of_pickles(folder, error) or first_line(error)
+        raise ModelError(f"{folder}: cannot read the weights: {why}") from error
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(problem):
+            first = sorted(map(str, info[problem]))[0]
+            raise ModelError(
+                f"{folder}: expected weights for every parameter, got {problem} such as {first}"
+            )
+    return model, sorted(info.get("unexpected_keys") or ())
+
+
+def _of_pickles(folder: Path, error: Exception) -> str:
+    """Why pytorch_model.bin, or one of the shards that its index names, is not read; empty where
+    that is not what is read, or not what fails."""
+    is_of_file = isinstance(error, EOFError | UnpicklingError | RuntimeError)
+    if isinstance(error, OSError):
+        is_of_file = error.errno is not None and error.filename is None
+    found = [name for name in (WHOLE, INDEX, PICKLED, INDEXES[1]) if (folder / name).is_file()]
+    if not is_of_file or not found or found[0] in (WHOLE, INDEX):
+        return ""
+    said = UNPICKLER.search(str(error))
+    why = (said[1] if said else first_line(error).partition(". ")[0]) or type(error).__name__
+    name = PICKLED if found[0] == PICKLED else f"a shard of {found[0]}"
+    return (
+        f"{name}: expected tensors, got a damaged file, or one that holds code ({why}); save the "
+        "model as safetensors"
+    )
