@@ -32,6 +32,7 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams
 from kvgraph.errors import MissingDependencyError, UnsupportedError
 from kvgraph.kv.null import NullKVCacheManager
+from kvgraph.ops.torch_threads import fitting_threads
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,11 +126,13 @@ def load_model(
 
 def _require_torch() -> None:
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError as error:
         raise MissingDependencyError(
             "torch: needed to compile, not installed; pip install 'kvgraph[compile]'"
         ) from error
+    if threads := fitting_threads(None):
+        torch.set_num_threads(threads)
 
 
 def plan_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,3 +36,6 @@ def in_order(calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
 def _threads() -> tuple[ThreadPoolExecutor, int]:
     count = min(MOST, len(processors()))
     return ThreadPoolExecutor(count, "kvgraph-pack"), count
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of them

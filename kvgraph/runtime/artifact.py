@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING
 from kvgraph.contract.backends import find_backend
 from kvgraph.contract.devices import HOST
 from kvgraph.contract.files import as_path
-from kvgraph.contract.manifest import read_manifest
+from kvgraph.contract.manifest import MANIFEST_NAME, read_manifest
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import params_from_layout
 from kvgraph.errors import ArtifactError, UnsupportedError
 from kvgraph.handlers import let_pass
 from kvgraph.ops.header import ABI_VERSION
-from kvgraph.runtime.folder import ArtifactFolder
+from kvgraph.runtime.folder import ArtifactFolder, state_of
 from kvgraph.runtime.intact import require_intact
 from kvgraph.runtime.machine import require_machine, require_threads
 
@@ -131,11 +132,14 @@ def load(folder: str | Path, *, verify: bool | None = None) -> Artifact:
     values.
     """
     folder = as_path("artifact", folder)
-    artifact = Artifact(folder, read_manifest(folder))
+    seen = state_of(folder / MANIFEST_NAME)
+    artifact = Artifact(folder, read_manifest(folder), seen=seen)
     artifact.require_machine()
     artifact.require_consistent()
     if verify is not False:
         require_intact(folder, artifact.manifest, again=verify is True)
+    with suppress(OSError):  # there is no working folder any more
+        artifact = replace(artifact, folder=folder.absolute())
     return artifact
 
 

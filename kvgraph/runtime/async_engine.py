@@ -105,7 +105,7 @@ class AsyncEngine(Uncopied):
             self.engine.close()
         else:
             self._inbox.put(self._stop)
-            await asyncio.wrap_future(self._ended)
+            await asyncio.shield(asyncio.wrap_future(self._ended))  # others wait for it too
             self._thread.join()
             atexit.unregister(self._at_exit)
 

@@ -85,6 +85,7 @@ class Engine(Chats, Uncopied):
         self.session = session
         self.kv, self.scheduler, self._buckets = make_cache(artifact, session, cache, tiers, batch)
         super().__init__(artifact.folder)
+        artifact.require_unchanged()
         self._builder = RequestBuilder(self.model, self._text, self.scheduler)
         self._turns = Turns("Engine")
         self._is_shared = False  # an AsyncEngine runs it
@@ -102,8 +103,6 @@ class Engine(Chats, Uncopied):
     def busy(self) -> bool:
         """Whether `step` has something to do, or tokens to give."""
         return bool(self._open or self._outcome or self._held_apart(self._streamed)[1])
-
-    # -- the loop everything else is a footnote to
 
     def step(self) -> list[Token]:
         """Run one batch; the tokens that it generated, in row order.

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from kvgraph.contract.devices import Device, Target
-from kvgraph.contract.manifest import Manifest
+from kvgraph.contract.manifest import MANIFEST_NAME, Manifest
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.contract.trees import MultiKVCacheParams, params_from_layout
+from kvgraph.errors import ArtifactError
+
+FileState: TypeAlias = tuple[int, int, int, int]
+
+
+def state_of(path: Path) -> FileState | None:
+    """Device, inode, size and time of the last change: equal while a file is the same one. None:
+    not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,17 @@ class ArtifactFolder:
 
     rank: int = 0
     """Whose part of the weights is meant, of an artifact of several ranks."""
+
+    seen: FileState | None = field(default=None, compare=False, repr=False)
+    """The state of its manifest as it was read; None: not known."""
+
+    def require_unchanged(self) -> None:
+        """ArtifactError where another artifact, or none, has taken the place of this one."""
+        if self.seen is not None and state_of(self.folder / MANIFEST_NAME) != self.seen:
+            raise ArtifactError(
+                f"{self.folder}: expected the artifact that was loaded, got another one in its "
+                "place; load it again"
+            )
 
     @property
     def ranks(self) -> int:

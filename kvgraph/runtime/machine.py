@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvgraph.contract.devices import CUDA_ARCHS, PORTABLE, Target, code_of, processors
@@ -10,6 +12,7 @@ from kvgraph.errors import ArtifactError, DeviceError, KVGraphError, RequestErro
 from kvgraph.ops.cuda_native import launcher
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def require_machine(target: str, where: str) -> None:
@@ -42,13 +45,46 @@ def require_threads(asked: int | None) -> None:
 
 
 def default_threads(topology: Path = TOPOLOGY) -> int:
-    """One for each physical core that this process may run on.
+    """One for each physical core that this process may run on, within its share of time.
 
     Two threads of a core share its vector units, and one that has to wait holds up all others.
     A processor that says nothing about its core counts as one.
     """
     cores = {_core(topology / f"cpu{number}", number) for number in processors()}
-    return len(cores)
+    return min(len(cores), quota_threads() or len(cores))
+
+
+def quota_threads(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None:
+    """Processors whose time the process's control groups grant it, rounded up (a container's
+    `--cpus`); None: no bound, or one above the processors that it may run on.
+
+    Of cgroup v2, `cpu.max`; of v1, `cpu.cfs_quota_us` (Linux, admin-guide/cgroup-v2 and
+    scheduler/sched-bwc).
+    """
+    found: list[float] = []
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = cgroups / "cpu" if controllers else cgroups
+            for folder in (root / path.strip("/"), *(root / path.strip("/")).parents):
+                if folder.is_relative_to(root):
+                    found += _granted(folder)
+    least = math.ceil(min(found)) if found else None
+    return least if least is not None and least < len(processors()) else None
+
+
+def _granted(group: Path) -> Iterator[float]:
+    """Processors, if the group has a bound."""
+    with suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text().split()
+        if quota != "max":
+            yield int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:
+            yield int(quota) / int(period)
 
 
 def _require_gpu(archs: Sequence[str], target: str, where: str) -> None:

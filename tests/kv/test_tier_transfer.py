@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -124,6 +127,26 @@ def test_pages_arrive_as_they_were(way: Way, kind: str) -> None:
     receiver.alloc(follower)
     assert follower.cached_prefix_length == 28
     assert transfer(sender, ctx, receiver, way) == (0, 0), "it has them all"
+
+
+def test_no_room_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has 64 MiB of it. A write into a mapping beyond would be a SIGBUS."""
+
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    sender, receiver = manager(), manager()
+    ctx = compute(sender)
+    sent, received = transfer(sender, ctx, receiver, "shared_memory")
+    assert re.fullmatch(
+        r"transfer: expected \d+ bytes of shared memory in /dev/shm, got 'No space left on device'"
+        "; send them over the connection",
+        sent,
+    )
+    assert received.startswith("transfer: expected the other side to follow the protocol")
+    assert receiver.num_free_blocks() == receiver.total_num_blocks()
+    assert not list(Path("/dev/shm").glob("kvgraph-*"))
 
 
 def test_pages_that_the_receiver_has_are_not_evicted() -> None:

@@ -18,10 +18,10 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -101,15 +101,12 @@ class PageTransfer:
         answer: JsonObject,
     ) -> int:
         if way == "shared_memory":
-            with _filled_block(leaves) as name:
+            with _ending(connection, TransferError), _filled_block(leaves) as name:
                 _send(connection, {"block": name})
                 return _count(_receive(connection))
         if way == "nixl":
-            try:
+            with _ending(connection, TransferError):
                 self._nixl.write(leaves, answer["nixl"])
-            except TransferError:
-                connection.close()  # the receiver waits for the end
-                raise
             _send(connection, {"done": True})
         else:
             for record in _records(leaves):
@@ -213,6 +210,16 @@ def _unbroken(connection: Connection) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _ending(connection: Connection, error: type[Exception]) -> Iterator[None]:
+    """Closes the connection after such an error: the receiver waits for the end."""
+    try:
+        yield
+    except error:
+        connection.close()
+        raise
+
+
 def _send(connection: Connection, message: JsonObject) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
@@ -267,12 +274,31 @@ def _memory_folder() -> Path:
 
 
 @contextmanager
+def _block_of(size: int) -> Iterator[IO[bytes]]:
+    """A new file of `size` bytes that are there: a write into a mapping of others would end the
+    process. TransferError where there is no room."""
+    folder = _memory_folder()
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix="kvgraph-"))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+        except OSError as error:
+            raise TransferError(
+                f"transfer: expected {size} bytes of shared memory in {folder}, got "
+                f"{error.strerror!r}; send them over the connection"
+            ) from error
+        yield file
+
+
+@contextmanager
 def _filled_block(leaves: Sequence[LeafPages]) -> Iterator[str]:
     """The name of a block that holds the pages one after the other, until the scope ends."""
-    size = sum(leaf.nbytes for leaf in leaves)
-    with tempfile.NamedTemporaryFile(dir=_memory_folder(), prefix="kvgraph-") as file:
-        file.truncate(max(1, size))
-        with mmap.mmap(file.fileno(), max(1, size)) as block:
+    size = max(1, sum(leaf.nbytes for leaf in leaves))
+    with _block_of(size) as file:
+        with mmap.mmap(file.fileno(), size) as block:
             start = 0
             for leaf in leaves:
                 for page in leaf.pages:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvgraph.contract.backends import find_backend, imported
 from kvgraph.contract.devices import Target
-from kvgraph.errors import UnsupportedError
+from kvgraph.errors import KVGraphError, UnsupportedError
 
 if TYPE_CHECKING:
     from kvgraph.runtime.folder import ArtifactFolder
@@ -25,5 +25,11 @@ def create(artifact: ArtifactFolder, kind: str | None, num_threads: int | None) 
             f"backend {backend.name!r}, got {kind!r}"
         )
     entry = imported(runner.entry)
-    made: Session = entry(artifact, num_threads) if runner.threads else entry(artifact)
+    made: Session
+    try:
+        made = entry(artifact, num_threads) if runner.threads else entry(artifact)
+    except KVGraphError:
+        artifact.require_unchanged()  # the cause, then
+        raise
+    artifact.require_unchanged()
     return made

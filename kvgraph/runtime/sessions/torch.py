@@ -17,7 +17,9 @@ from kvgraph.contract.dims import Array
 from kvgraph.errors import KernelError, MissingDependencyError
 from kvgraph.handlers import let_pass
 from kvgraph.ops import native
+from kvgraph.ops.torch_threads import fitting_threads
 from kvgraph.runtime.folder import ArtifactFolder
+from kvgraph.runtime.machine import quota_threads
 from kvgraph.runtime.sessions.base import Session
 from kvgraph.runtime.sessions.opening import opening
 from kvgraph.runtime.sessions.weights import read_weights
@@ -31,6 +33,7 @@ class TorchSession(Session):
         torch = import_torch()
         from kvgraph.ops.torch_arrays import tensor_over
 
+        num_threads = fitting_threads(num_threads) or quota_threads()
         self._tensor_over = tensor_over
         self._inference_mode = torch.inference_mode
         if num_threads:

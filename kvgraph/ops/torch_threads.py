@@ -1,0 +1,38 @@
+"""torch's threads in a forked process: OpenMP has none of its parent's, and would wait for them."""
+
+from __future__ import annotations
+
+import os
+
+from kvgraph.errors import UnsupportedError
+
+
+class _State:
+    has_run = False
+    """Whether torch has computed in this process, as far as kvgraph asked it to."""
+    is_orphan = False
+    """Whether it has in the process that this one was forked from."""
+
+
+def fitting_threads(asked: int | None) -> int | None:
+    """Threads for torch, of which it may have `asked`; 0 and None: as many as it likes.
+
+    In a fork of a process in which torch has computed one, where none are asked for.
+    UnsupportedError for more.
+    """
+    _State.has_run = True
+    if not _State.is_orphan:
+        return asked
+    if asked and asked > 1:
+        raise UnsupportedError(
+            f"num_threads: expected 1 in a fork of a process in which torch has computed, got "
+            f"{asked}: its threads do not outlive a fork; start the process by spawn"
+        )
+    return 1
+
+
+def _after_fork() -> None:
+    _State.is_orphan = _State.is_orphan or _State.has_run
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,180 @@
+"""Where a program runs: a working folder that changes, an artifact that is exchanged, forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvgraph
+from kvgraph import AsyncEngine, Engine, SamplingParams
+from kvgraph.errors import ArtifactError
+from kvgraph.runtime import machine
+from tests.support.artifacts import Compiled
+
+FEW = SamplingParams(max_new_tokens=4, ignore_eos=True)
+PROMPT = [[*range(3, 40)]]
+ANOTHER = "expected the artifact that was loaded, got another one in its place; load it again"
+
+
+@pytest.fixture
+def folder(compiled: Compiled, tmp_path: Path) -> Path:
+    return shutil.copytree(compiled("llama"), tmp_path / "served.kvg")
+
+
+def exchange(folder: Path, other: Path) -> None:
+    """As a compile with `force` does, and a deployment by rename."""
+    folder.rename(folder.with_name("old"))
+    shutil.copytree(other, folder)
+
+
+@pytest.mark.parametrize("backend", ["onnx", "torch"])
+@pytest.mark.parametrize("other", ["llama", "qwen3"])
+def test_an_artifact_that_is_exchanged_is_refused(
+    backend: str, other: str, compiled: Compiled, tmp_path: Path
+) -> None:
+    """Its pages would be found under the identity of the one before it."""
+    folder = shutil.copytree(compiled("llama", backend), tmp_path / "served.kvg")
+    loaded = kvgraph.load(folder)
+    exchange(folder, compiled(other, backend))
+    with pytest.raises(ArtifactError, match=ANOTHER):
+        Engine(loaded)
+    with pytest.raises(ArtifactError, match=ANOTHER):
+        loaded.session()
+    with Engine(folder) as engine:
+        assert len(engine.generate(PROMPT, FEW)[0].token_ids) == 4
+
+
+def test_an_artifact_that_is_gone_is_refused(folder: Path) -> None:
+    loaded = kvgraph.load(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(ArtifactError, match=ANOTHER):
+        Engine(loaded)
+
+
+def test_a_running_engine_keeps_its_artifact(folder: Path, compiled: Compiled) -> None:
+    with Engine(folder) as engine:
+        before = engine.generate(PROMPT, FEW)[0].token_ids
+        exchange(folder, compiled("qwen3"))
+        assert engine.generate(PROMPT, FEW)[0].token_ids == before
+
+
+def test_a_working_folder_that_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a program that becomes a daemon."""
+    monkeypatch.chdir(folder.parent)
+    loaded = kvgraph.load(folder.name)
+    monkeypatch.chdir("/")
+    with Engine(loaded) as engine:
+        assert len(engine.generate(PROMPT, FEW)[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "threads"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {"cpu.max": "900000 100000"}, None),
+        ("0::/a/b", {"a/cpu.max": "50000 100000", "cpu.max": "max 100000"}, 1),
+        ("0::/a/b", {"a/b/cpu.max": "200000 100000", "a/cpu.max": "100000 100000"}, 1),
+        ("0::/of/the/host", {"cpu.max": "200000 100000"}, 2),
+        (
+            "4:memory:/a\n3:cpu,cpuacct:/a\n0::/",
+            {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "50000"},
+            2,
+        ),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "x"}, None),
+        ("", {}, None),
+    ],
+)
+def test_threads_of_a_container(
+    own: str,
+    files: dict[str, str],
+    threads: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "processors", lambda: [0, 1, 2, 3])
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    assert machine.quota_threads(tmp_path / "cgroup", tmp_path / "own") == threads
+    assert machine.quota_threads(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_a_close_that_is_left_breaks_no_other(folder: Path) -> None:
+    long = SamplingParams(max_new_tokens=800, ignore_eos=True)
+
+    async def main() -> None:
+        engine = AsyncEngine(Engine(folder))
+        await engine.start()
+        tasks = [asyncio.create_task(engine.generate(PROMPT[0], long)) for _ in range(8)]
+        while not engine.engine.generated_tokens:
+            await asyncio.sleep(0.001)
+        left, other = (asyncio.create_task(engine.close()) for _ in range(2))
+        await asyncio.sleep(0)
+        left.cancel()
+        found = await asyncio.gather(left, other, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError)
+        assert found[1] is None
+        await engine.close()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
+FORKED = """
+import os, sys, warnings
+import kvgraph
+
+warnings.simplefilter("ignore")
+folder, model = sys.argv[1:]
+few, prompt = kvgraph.SamplingParams(max_new_tokens=4, ignore_eos=True), [[*range(3, 40)]]
+{before}
+if not (child := os.fork()):
+    {child}
+    os._exit(7)
+print(os.waitpid(child, 0)[1] >> 8)
+"""
+ENGINE = "expected = kvgraph.Engine(folder).generate(prompt, few)[0].token_ids"
+SAME = "assert kvgraph.Engine(folder).generate(prompt, few)[0].token_ids == expected"
+MORE = """
+    try:
+        kvgraph.Engine(folder, num_threads=2)
+    except kvgraph.UnsupportedError as error:
+        assert "expected 1 in a fork of a process in which torch has computed, got 2" in str(error)
+"""
+COMPILE = "kvgraph.compile(model, f'{folder}.made', force=True, check=False)"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one thread needs no other")
+@pytest.mark.parametrize(
+    ("backend", "before", "child"),
+    [
+        ("onnx", ENGINE, SAME),
+        ("torch", ENGINE, SAME),
+        ("torch", ENGINE, MORE),
+        ("onnx", COMPILE, COMPILE),
+    ],
+    ids=["onnx", "torch", "more threads", "compile"],
+)
+def test_a_forked_child_does_as_its_parent(
+    backend: str,
+    before: str,
+    child: str,
+    compiled: Compiled,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = shutil.copytree(compiled("llama", backend), tmp_path / "x.kvg")
+    program = FORKED.format(before=before, child=child)
+    command = [sys.executable, "-c", program, str(folder), str(model_folder("llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["7"]), done.stderr
