@@ -36,6 +36,11 @@ def keep_heap() -> None:
     gc.freeze()
 
 
+def free_heap() -> None:
+    """Before the process ends: libraries tell on stderr of what Python's own end does not free."""
+    gc.unfreeze()
+
+
 async def make_behind(
     make: Callable[[], T], nice: int, drop: Callable[[T], object] = lambda made: None
 ) -> T:

@@ -21,7 +21,7 @@ import uvloop
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.app import make_app
 from kvgraph.serve.connection import connection_type
-from kvgraph.serve.latency import is_making, share_python
+from kvgraph.serve.latency import free_heap, is_making, share_python
 from kvgraph.serve.log import LinesOfOthers, write_line
 from kvgraph.serve.options import ServeOptions
 from kvgraph.serve.service import EngineService, Service
@@ -60,6 +60,7 @@ def serve(
     write_line({"event": "listening", "url": url_of(*listening.getsockname()[:2])})
     with _others_in_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Server(config, service).main(listening))
+    free_heap()
     if is_making():  # it may hold locks that Python's own end would wait for
         with suppress(OSError):
             sys.stdout.flush()

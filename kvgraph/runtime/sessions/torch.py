@@ -1,12 +1,15 @@
 """torch session: an AOTInductor package, weights bound late from the one safetensors file.
 
-The package's runner is called directly: `__call__` of the loaded model flattens pytrees for about
-12 us more. Our ops are called back through torch's dispatcher and mutate the pool in place.
+The package's runner is made and called directly: `torch._inductor.aoti_load_package` has a C++
+compiler say which vectors the processor has, for seconds, and its model flattens pytrees for about
+12 us a call. Our ops are called back through torch's dispatcher and mutate the pool in place. A
+runner that goes, as the process ends at the latest, removes the folder in which it unpacked its
+package. torch keeps the program, and a reference to each weight, while the process lives.
 """
 
 from __future__ import annotations
 
-import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,13 +42,14 @@ class TorchSession(Session):
         if num_threads:
             torch.set_num_threads(num_threads)
         native.set_num_threads(num_threads or 0)
-        # Its one warning is that a portable package meets a machine with wider vectors.
-        logging.getLogger("torch.export.pt2_archive._package").setLevel(logging.ERROR)
         path = artifact.file("model.pt2")
         with opening(path, f"torch {torch.__version__}"):
-            self._runner = torch._inductor.aoti_load_package(str(path)).loader
-            self._weights = read_weights(artifact, self._runner.get_constant_fqns())
-            self._runner.load_constants(self._weights, False, True, True)  # user-managed memory
+            runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+            weights = read_weights(artifact, runner.get_constant_fqns())
+            runner.load_constants(weights, False, True, True)  # user-managed memory
+        self._weights = weights
+        self._runners = [runner]
+        weakref.finalize(self, self._runners.clear)
 
     def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
         tensors = [
@@ -54,7 +58,7 @@ class TorchSession(Session):
         ]
         try:
             with self._inference_mode():  # else our ops are asked for gradients, 5 us each
-                logits: npt.NDArray[np.float32] = self._runner.run(tensors)[0].numpy()
+                logits: npt.NDArray[np.float32] = self._runners[0].run(tensors)[0].numpy()
         except RuntimeError as error:
             let_pass(error)
             raise KernelError(f"torch: {str(error).splitlines()[0]}") from error
@@ -72,7 +76,6 @@ def cuda_session(artifact: ArtifactFolder) -> Session:
 def import_torch() -> Any:
     try:
         import torch
-        import torch._inductor
     except ImportError as error:
         raise MissingDependencyError(
             "torch: needed to run this artifact, not installed; pip install 'kvgraph[torch]'"
