@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from kvgraph.compiler.model import Model
@@ -125,8 +127,15 @@ def _export(module: nn.Module, signature: GraphSignature) -> ExportedProgram:
 
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Attributes and buffers that a trace sets are as before: its values are fake."""
+    """Attributes and buffers that a trace sets, and lists and the like that it adds to, are as
+    before: its values are fake."""
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    held = [
+        (value, type(value)(value))
+        for _, attributes, _ in before
+        for value in attributes.values()
+        if type(value) in (list, dict, set, deque)
+    ]
     try:
         yield
     finally:
@@ -135,6 +144,9 @@ def _restored(module: nn.Module) -> Iterator[None]:
             vars(part).update(attributes)
             part._buffers.clear()
             part._buffers.update(buffers)
+        for value, kept in held:
+            value.clear()
+            value.extend(kept) if isinstance(value, list | deque) else value.update(kept)
 
 
 def _admits_ones(program: ExportedProgram, signature: GraphSignature) -> bool:
@@ -197,9 +209,14 @@ def _ones(signature: GraphSignature) -> dict[str, int]:
 
 
 def _require_operators(model: Model, program: ExportedProgram) -> None:
-    """UnsupportedError for a part of a program that is run under conditions: passes and backends
-    follow operators, one after the other."""
+    """UnsupportedError for a part of a program that is run under conditions, as passes and backends
+    follow operators, one after the other; and for random numbers."""
     for node in program.graph.nodes:
+        if _draws(node):
+            raise UnsupportedError(
+                f"architecture {model.architecture!r}: expected a model that draws no random "
+                f"numbers, got {node.target}; compute without it"
+            )
         is_part = isinstance(node.target, HigherOrderOperator)
         if is_part and node.target is not auto_functionalized_v2:  # a write, without one in place
             name = str(node.target)
@@ -208,6 +225,19 @@ def _require_operators(model: Model, program: ExportedProgram) -> None:
                 f"architecture {model.architecture!r}: expected operators that run one after the "
                 f"other, got {said}; compute without it"
             )
+
+
+def _draws(node: Node) -> bool:
+    """Whether it draws random numbers; a dropout that is off, or of none, does not."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = target._schema.arguments
+    given = {each.name: each.default_value for each in arguments}
+    given |= {each.name: value for each, value in zip(arguments, node.args, strict=False)}
+    given |= node.kwargs
+    is_on = given.get("train", given.get("training", True))
+    return is_on is not False and given.get("dropout_p", given.get("p", 1)) != 0
 
 
 def _require_logits(program: ExportedProgram, signature: GraphSignature) -> None:

@@ -92,6 +92,11 @@ def load_model(
         loaded = module.load(
             model, vocab_size=vocab_size, max_seq_len=max_seq_len, dtype=dtype, **text
         )
+        if loaded.dtype not in ACTIVATIONS:
+            raise UnsupportedError(
+                f"model: expected a module in one of {list(ACTIVATIONS)}, got one in "
+                f"{loaded.dtype}; give module.float()"
+            )
         if float32 and loaded.dtype != "float32":
             raise UnsupportedError(
                 "model: expected float32 activations for backend onnx on cpu and for packed "

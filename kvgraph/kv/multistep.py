@@ -77,8 +77,16 @@ def advance(
 def _increment(lengths: Buffer, row_offsets: RowOffsets, session: SessionInterface | None) -> None:
     """`lengths [batch_size]` or `[1]` grow by each row's new tokens (`[1]`: the first row's)."""
     if isinstance(lengths.handle, np.ndarray):
-        new = np.diff(np.asarray(row_offsets)).astype(np.int32)
-        lengths.handle += new[: lengths.shape[0]]
+        offsets = np.asarray(row_offsets)
+        rows = lengths.shape[0]
+        is_row_of = offsets.ndim == 1 and offsets.dtype.kind in "iu" and offsets.size > rows
+        new = np.diff(offsets) if is_row_of else np.array([-1])
+        if new.min(initial=0) < 0 or offsets[0]:
+            raise RequestError(
+                f"input_row_offsets: expected {rows + 1} integers from 0 on that do not descend, "
+                f"got {' '.join(repr(row_offsets).split())[:80]}"
+            )
+        lengths.handle += new[:rows].astype(np.int32)
     else:
         cast(Increments, session).increment(lengths, row_offsets)
 

@@ -49,6 +49,7 @@ class TextContext:
 
     __slots__ = (
         "__weakref__",
+        "_memory",
         "_tokens",
         "active_length",
         "adapter",
@@ -70,7 +71,7 @@ class TextContext:
         is_private: bool = False,
     ) -> None:
         _require_types(request_id, cache_salt, adapter, is_private)
-        self._tokens = _as_int32(request_id, tokens)
+        self._keep(_as_int32(request_id, tokens))
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.adapter = adapter
@@ -80,7 +81,8 @@ class TextContext:
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """All tokens, `[current_length]`; a view that the next `update` may leave behind."""
+        """All tokens, `[current_length]`; a view that the next `update` may leave behind, and that
+        cannot be written to: pages are known by the tokens that they were computed of."""
         return self._tokens[: self.current_length]
 
     @property
@@ -135,7 +137,7 @@ class TextContext:
                 value = index(token)
                 if value < 0:  # a table of embeddings would give its last row
                     raise ValueError(value)
-                self._tokens[place] = value
+                self._memory[place] = value
         except (OverflowError, ValueError, TypeError) as error:
             raise RequestError(
                 f"update of {self.request_id!r}: expected non-negative int32 tokens, got {tokens}"
@@ -144,7 +146,12 @@ class TextContext:
     def _grow(self, least: int) -> None:
         grown = np.empty(max(least, 2 * self._tokens.size, 64), np.int32)
         grown[: self._tokens.size] = self._tokens
-        self._tokens = grown
+        self._keep(grown)
+
+    def _keep(self, memory: npt.NDArray[np.int32]) -> None:
+        """Views of `_tokens` are for reading alone."""
+        self._memory, self._tokens = memory, memory.view()
+        self._tokens.flags.writeable = False
 
     def __repr__(self) -> str:
         return (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import kvgraph
 from kvgraph import ops
@@ -307,3 +308,55 @@ def test_a_pool_is_changed_by_cache_ops_alone(backend: str, tmp_path: Path) -> N
     message = "nothing but the cache, by cache ops, got aten.mul_.Tensor that changes 'kv_blocks'"
     with pytest.raises(kvgraph.UnsupportedError, match=message):
         compile_module(Decays(), tmp_path / "out", backend=backend)
+
+
+class Draws(Decoder):
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.draw(super().forward(*inputs))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x + torch.rand(VOCAB),
+        lambda x: nn.functional.dropout(x, 0.5),
+        lambda x: x * torch.bernoulli(torch.full((VOCAB,), 0.5)),
+    ],
+)
+def test_random_numbers_are_refused(draw: Any, tmp_path: Path) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match="a model that draws no random numbers, got"):
+        compile_module(Draws(draw), tmp_path / "out")
+    off = Draws(lambda x: nn.functional.dropout(x, 0.5, training=False))
+    compile_module(off, tmp_path / "out")
+
+
+class Remembers(Decoder):
+    """A list for whoever looks at activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        logits = super().forward(*inputs)
+        self.seen.append(logits)
+        return logits
+
+
+def test_a_trace_leaves_nothing_in_a_list(tmp_path: Path) -> None:
+    module = Remembers()
+    compile_module(module, tmp_path / "out", check=False)
+    assert not any(isinstance(each, FakeTensor) for each in module.seen)
+
+
+def test_a_module_in_float64_is_refused(tmp_path: Path) -> None:
+    module = Decoder()
+    module.embed = module.embed.double()
+    said = r"got one in float64; give module\.float"
+    for backend in ("onnx", "torch"):
+        with pytest.raises(kvgraph.UnsupportedError, match=said):
+            compile_module(module, tmp_path / "out", backend=backend)

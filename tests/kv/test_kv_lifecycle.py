@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, KVCacheInputs
+from kvgraph.errors import RequestError
 from kvgraph.kv.metrics import KVCacheMetrics
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import RequestID, TextContext
@@ -215,6 +218,31 @@ def test_several_steps_without_a_call_between() -> None:
     assert snapshot(many) == state
     with pytest.raises(ValueError, match=r"at least 2 steps .* got 1"):
         many.increment_cache_lengths(records, offsets)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        np.array([0, 5], np.int32),
+        np.array([6, 5, 0], np.int32),
+        np.array([1, 5, 6], np.int32),
+        np.array([0, 5.5, 6]),
+        np.zeros(0, np.int32),
+        None,
+    ],
+)
+def test_offsets_that_are_none(offsets: Any) -> None:
+    """A row would get the length of another."""
+    manager = make_manager(pages=30)
+    batch = [TextContext(i, range(5 + i)) for i in range(2)]
+    for context in batch:
+        manager.claim(context.request_id)
+        manager.alloc(context, num_steps=2)
+    inputs = manager.runtime_inputs([batch], num_steps=2)
+    before = inputs.inputs[0].cache_lengths.handle.copy()
+    with pytest.raises(RequestError, match=r"^input_row_offsets: expected 3 integers from 0 on"):
+        manager.increment_cache_lengths(inputs, offsets)
+    assert (inputs.inputs[0].cache_lengths.handle == before).all()
 
 
 def test_increments_ask_the_session_for_device_memory() -> None:

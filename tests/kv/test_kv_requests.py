@@ -104,6 +104,17 @@ def test_bad_types(fields: dict[str, Any], message: str) -> None:
         TextContext(**({"request_id": "a", "tokens": [1]} | fields))
 
 
+def test_tokens_cannot_be_written_to() -> None:
+    """A page is known by the tokens that it was computed of."""
+    context = TextContext("a", [1, 2, 3])
+    for count in (1, 70):  # in place, and grown
+        for view in (context.tokens, context.active_tokens):
+            with pytest.raises(ValueError, match="read-only"):
+                view[0] = 9
+        context.update(*range(count))
+        assert context.tokens[-1] == count - 1
+
+
 def test_bad_generated_token_changes_nothing() -> None:
     ctx = TextContext("a", [1])
     token: Any

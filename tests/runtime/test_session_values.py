@@ -126,3 +126,29 @@ def test_values_are_equal_to_themselves_alone(step: Step) -> None:
         assert value == value
         assert value != replace(value)
         assert value in {value}
+
+
+def test_a_step_without_tokens_has_no_logits(step: Step) -> None:
+    """It would give memory that nothing wrote."""
+    session, _, record = step
+    none, zeros = np.zeros(0, np.int32), np.zeros(2, np.int32)
+    assert session.run(ModelInputs(none, zeros, none), record).shape == (0, 2048)
+    for offsets, rows in ((zeros, zeros[:1]), (np.array([0, 3], np.int32), none)):
+        with pytest.raises(BindingError, match=r"^tokens: expected some for .* got none$"):
+            session.run(ModelInputs(none, offsets, rows), record)
+
+
+def test_a_negative_token_is_refused(step: Step) -> None:
+    """A table of embeddings would give its last row."""
+    session, inputs, record = step
+    tokens = inputs.tokens.copy()
+    tokens[1] = -1
+    with pytest.raises(BindingError, match=r"^tokens: expected ids of at least 0, got -1$"):
+        session.run(replace(inputs, tokens=tokens), record)
+
+
+@pytest.mark.parametrize("given", [None, (1, 2, 3), {}])
+def test_inputs_of_another_type(step: Step, given: Any) -> None:
+    session, _, record = step
+    with pytest.raises(BindingError, match=r"^inputs: expected ModelInputs, got "):
+        session.run(given, record)

@@ -123,7 +123,9 @@ class Session(ABC):
             self.synchronize()
             self._has_ended = False
             if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
-                logits = np.empty((len(inputs.logits_indices), self._vocab), np.float32)
+                logits = self._no_logits(inputs)
+            elif (least := int(inputs.tokens.min())) < 0:  # a table would give its last row
+                raise BindingError(f"tokens: expected ids of at least 0, got {least}")
             else:
                 logits = self.run_arrays(arrays, capture=capture)
             self._has_ended = True
@@ -131,6 +133,15 @@ class Session(ABC):
         finally:
             if self._turns.running is call:
                 del self._turns.running
+
+    def _no_logits(self, inputs: ModelInputs) -> npt.NDArray[np.float32]:
+        if len(inputs.logits_indices) or inputs.input_row_offsets.any():
+            raise BindingError(
+                "tokens: expected some for "
+                f"{len(inputs.logits_indices)} logits_indices and input_row_offsets up to "
+                f"{int(inputs.input_row_offsets[-1])}, got none"
+            )
+        return np.empty((0, self._vocab), np.float32)
 
     def run_arrays(
         self, arrays: Sequence[Any], *, capture: bool = False
@@ -140,6 +151,8 @@ class Session(ABC):
 
     def _arrays(self, inputs: ModelInputs, kv: KVCacheInputs) -> list[Any]:
         """Dense host arrays, or a device's own, in the signature's order, checked against it."""
+        if not isinstance(inputs, ModelInputs):
+            raise BindingError(f"inputs: expected ModelInputs, got {type(inputs).__name__}")
         values: list[Any] = [inputs.tokens, inputs.input_row_offsets, inputs.logits_indices]
         if not hasattr(kv, "flatten"):
             raise BindingError(
