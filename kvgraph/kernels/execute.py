@@ -86,8 +86,8 @@ def read_kernels(folder: Path) -> list[Packed]:
     ]
     if not found:
         raise ArtifactError(
-            f"{folder}: expected kernels to execute in kernels/, got none; only artifacts for CUDA "
-            "by backend torch or tensorrt have them"
+            f"{folder}: expected kernels to execute in kernels/, got none; artifacts for CUDA have "
+            "them, but those of backend onnx"
         )
     return found
 

@@ -204,7 +204,8 @@ class ChatTemplates:
             if given not in self._sources:
                 raise ArtifactError(
                     f"{self._folder}: expected a chat template in {TEMPLATE} or {CONFIG}, got "
-                    f"{self._names}; pass chat_template"
+                    f"{self._names}; pass chat_template, or add {TEMPLATE} to the model folder "
+                    "and compile again"
                 )
         instance("chat_template", given, str, "text or None")
         source = self._sources.get(given)

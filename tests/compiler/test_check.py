@@ -52,7 +52,11 @@ def test_what_is_right_passes(
 ) -> None:
     manifest = kvgraph.compile(model_folder(model), tmp_path / "out", page_size=16, **options)
     on_cuda = options.get("target", "cpu") != "cpu"
-    note = CHECKED.replace("all layers", "one of each kind (0, 1)") if on_cuda else CHECKED
+    note = (
+        CHECKED.replace("all layers", "one layer of each kind (layers 0, 1)")
+        if on_cuda
+        else CHECKED
+    )
     assert manifest.notes[-1] == note
     assert read_manifest(tmp_path / "out") == manifest
 
@@ -181,7 +185,7 @@ def test_streamed_weights_are_those_of_the_layers_that_stand_for_the_others(
 
     monkeypatch.setattr(Streamed, "read", note)
     manifest = kvgraph.compile(folder, tmp_path / "out", target="cuda:sm_90", page_size=16)
-    assert manifest.notes[-1].endswith("one of each kind (0, 1)")
+    assert manifest.notes[-1].endswith("one layer of each kind (layers 0, 1)")
     assert {name.split(".layers.")[1][0] for name in read if ".layers." in name} == {"0", "1"}
     assert max(read.values()) == 4096, "rows of the embedding"
     assert manifest.model.vocab_size == 5000

@@ -42,6 +42,7 @@ from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import CheckError
 from kvgraph.kv.forward import Chunk
+from kvgraph.plural import plural
 
 Row = npt.NDArray[np.int32]
 RunArtifact = Callable[[Path, Sequence[Row], Chunk], list[Logits]]
@@ -188,7 +189,8 @@ def _check_reduced(made: Made, run: RunArtifact) -> str:
         else:
             found = _run_program(made, traced, rows)
         _require_near(made, traced, found, rows, chosen)
-    return _note(f"one of each kind ({', '.join(map(str, chosen))})")
+    numbers = ", ".join(map(str, chosen))
+    return _note(f"one layer of each kind ({plural('layer', len(chosen))} {numbers})")
 
 
 def _check_module(made: Made) -> str:

@@ -68,8 +68,8 @@ def cut(model: Model, ranks: int, rank: int) -> Model:
         seen = probe(own, model.architecture, len(model.layers))
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"tp: expected code of {model.architecture!r} that runs with a part of its heads, as "
-            "its plan for tensor parallelism cuts it, got one that does not"
+            f"tp: expected code of {model.architecture!r} that runs with a part of its "
+            "heads, got one that does not"
         ) from error
     for layer, (part, whole) in enumerate(zip(seen, model.layers, strict=True)):
         wanted = max(1, whole.n_kv_heads // ranks)
