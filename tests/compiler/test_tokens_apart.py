@@ -154,6 +154,39 @@ def test_tokens_that_are_mixed(name: str) -> None:
         follow(MIXED[name])
 
 
+def by_index(count: int) -> Step:
+    def shifted(_: Any, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[0])
+        return x[torch.where(at >= count, at - count, at)]
+
+    return shifted
+
+
+SHIFTS: dict[str, Callable[[int], Step]] = {
+    "pad": lambda n: lambda d, x: functional.pad(x, (0, 0, n, 0))[: x.shape[0]],
+    "pad behind": lambda n: lambda d, x: functional.pad(x, (0, 0, 0, n))[n:],
+    "concatenation": lambda n: lambda d, x: torch.cat([torch.zeros(n, 32), x])[: x.shape[0]],
+    "roll": lambda n: lambda d, x: torch.roll(x, n, 0),
+    "index": by_index,
+    "remainder": lambda n: lambda d, x: x[torch.arange(x.shape[0]) % n],
+    "least": lambda n: lambda d, x: x[(torch.arange(x.shape[0]) - n).clamp(min=0)],
+}
+
+
+@pytest.mark.parametrize("count", [3, 8, 400, 2048])
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_shift_of_any_length(shift: str, count: int) -> None:
+    with pytest.raises(kvgraph.UnsupportedError, match=r"got other tokens through"):
+        follow(SHIFTS[shift](count))
+
+
+def test_numbers_that_move_no_token() -> None:
+    """Sizes of features, and a table of positions that ends: longer steps have no place in it."""
+    table = torch.arange(600.0)
+    assert follow(lambda d, x: x + table[torch.arange(x.shape[0]) ^ 512][:, None]) == 3
+    assert follow(lambda d, x: torch.cat([x[:, 20:], x[:, :20]], -1)) == 3
+
+
 def test_an_operator_that_is_not_known_is_said_to_be() -> None:
     said = "not known to keep tokens apart: convolution in the module.*; write it with other"
     with pytest.raises(kvgraph.UnsupportedError, match=said):

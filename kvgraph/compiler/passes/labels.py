@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 
 TOKENS = 3
-NONE = TOKENS
+"""Of the step that a program is followed through."""
+KIND = torch.int16
+NONE = torch.iinfo(KIND).max
 """The lowest token of an element that depends on no token; its highest is -1."""
 
 
 class Labels(NamedTuple):
-    """Lowest and highest token of each element: equal shapes, int8.
+    """Lowest and highest token of each element: equal shapes, KIND.
 
     A dim of stride 0 holds the same labels all along, and is looked at once: a weight's labels are
     two numbers, whatever its size.
@@ -73,19 +75,19 @@ class Labels(NamedTuple):
 
 def nothing(shape: Sequence[int]) -> Labels:
     """Elements that depend on no token."""
-    low, high = torch.tensor(NONE, dtype=torch.int8), torch.tensor(-1, dtype=torch.int8)
+    low, high = torch.tensor(NONE, dtype=KIND), torch.tensor(-1, dtype=KIND)
     return Labels(low, high).expand(shape)
 
 
 def everything(shape: Sequence[int]) -> Labels:
     """Elements that depend on several tokens."""
-    low, high = torch.tensor(0, dtype=torch.int8), torch.tensor(TOKENS - 1, dtype=torch.int8)
+    low, high = torch.tensor(0, dtype=KIND), torch.tensor(TOKENS - 1, dtype=KIND)
     return Labels(low, high).expand(shape)
 
 
 def own(shape: Sequence[int]) -> Labels:
     """Of a value `[tokens, ...]`: element t depends on token t."""
-    at = torch.arange(TOKENS, dtype=torch.int8).reshape(-1, *[1] * (len(shape) - 1))
+    at = torch.arange(shape[0], dtype=KIND).reshape(-1, *[1] * (len(shape) - 1))
     return Labels(at, at).expand(shape)
 
 

@@ -17,12 +17,15 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from kvgraph.compiler.cache import CachePlan, as_paged
 from kvgraph.compiler.export import export, lowering
 from kvgraph.compiler.model import Model
 from kvgraph.compiler.passes import PassReport
+from kvgraph.compiler.passes.label_kinds import VIEWS
 from kvgraph.compiler.passes.labels import TOKENS, everything, nothing, own
+from kvgraph.compiler.passes.token_functions import packet
 from kvgraph.compiler.passes.token_labels import TokenLabels
 from kvgraph.compiler.passes.writes import base_of, writes_are_plain, written_by
 from kvgraph.compiler.sources import place
@@ -32,10 +35,14 @@ from kvgraph.contract.signature import GraphSignature
 from kvgraph.errors import UnsupportedError
 from kvgraph.ops import SPECS, OpSpec
 
+aten = torch.ops.aten
 CACHE_OPS = {f"kvgraph.{spec.name}.default": spec for spec in SPECS}
-EXTENTS = {TOTAL_SEQ_LEN: TOKENS, NUM_LOGITS: TOKENS}
-"""Of the step that a program is followed through; other dims have an extent of 2. A shift by as
-many tokens as it has does not show; steps of 13 tokens took up to twice the time."""
+MOST_SHIFT = 8192
+"""Tokens of a shift that is looked for: no step of a usual size has more."""
+
+
+class _UnknownError(UnsupportedError):
+    """An operator without a rule may mix tokens."""
 
 
 def require_model_tokens_apart(
@@ -69,14 +76,64 @@ def require_tokens_apart(program: ExportedProgram, signature: GraphSignature) ->
     others = [node for node in program.graph.nodes if not _cache_op(node)]
     if writes_are_plain(others):
         with contextlib.suppress(UnsupportedError):
-            return _Follower(program, signature).run()
+            return _followed(program, signature)
     # Without writes in place, and in operators of which each one's rule is known.
     with lowering():
-        return _Follower(program.run_decompositions(), signature).run()
+        return _followed(program.run_decompositions(), signature)
+
+
+def _followed(program: ExportedProgram, signature: GraphSignature) -> PassReport:
+    """Through a step of a few tokens, in which a shift by as many does not show; then through one
+    that is longer than every shift that a number of the program may say."""
+    report = _Follower(program, signature, TOKENS).run()
+    longest = max(filter(None, map(_shift, program.graph.nodes)), default=0)
+    if longest >= TOKENS:
+        with contextlib.suppress(_UnknownError):  # whose rule holds for few tokens alone
+            _Follower(program, signature, longest + TOKENS).run()
+    return report
+
+
+def _shift(node: Node) -> int | None:
+    """The largest number up to MOST_SHIFT by which an operator may move tokens: of a size along
+    which a step grows, or in arithmetic of integers."""
+    made = node.meta.get("val")
+    if node.op != "call_function" or _cache_op(node) is not None:
+        return None
+    parts = made if isinstance(made, list | tuple) else [made]
+    tensors = [x for x in parts if isinstance(x, torch.Tensor)]
+    grows = any(not isinstance(extent, int) for x in tensors for extent in x.shape)
+    is_count = isinstance(made, torch.SymInt | torch.SymBool)
+    if not (grows or is_count):
+        return None
+    numbers = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) is int]
+    kind = packet(node)
+    if kind in ALONG_DIM:
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        shapes = [x.meta["val"].shape for x in node.all_input_nodes if _is_tensor(x)]
+        if not isinstance(dim, int) or all(isinstance(shape[dim], int) for shape in shapes):
+            return None
+        if kind is aten.cat:
+            numbers = [shape[dim] for shape in shapes if isinstance(shape[dim], int)]
+    elif kind not in PADS and not is_count:
+        are_integers = any(not (x.is_floating_point() or x.is_complex()) for x in tensors)
+        if not are_integers or kind in VIEWS:
+            return None
+    return max((abs(x) for x in numbers if abs(x) <= MOST_SHIFT), default=None)
+
+
+ALONG_DIM = {aten.slice, aten.narrow, aten.select, aten.cat}
+PADS = {aten.pad, aten.constant_pad_nd, aten.roll}
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 class _Follower:
-    def __init__(self, program: ExportedProgram, signature: GraphSignature) -> None:
+    def __init__(self, program: ExportedProgram, signature: GraphSignature, tokens: int) -> None:
+        """`tokens`: of the step that the program is followed through; other dims have an extent of
+        2."""
+        sizes = {TOTAL_SEQ_LEN: tokens, NUM_LOGITS: tokens}
         self._program = program
         self._report = PassReport("require_tokens_apart")
         self._mixers: dict[Node, Node] = {}  # a mixed value -> where tokens were mixed first
@@ -86,7 +143,7 @@ class _Follower:
         for node, symbol in zip(given, signature.inputs, strict=True):
             for extent, dim in zip(node.meta["val"].shape, symbol.shape, strict=True):
                 if isinstance(dim, str) and " + " not in dim:
-                    extents[extent.node.expr] = EXTENTS.get(dim, 2)
+                    extents[extent.node.expr] = sizes.get(dim, 2)
         self._labels = TokenLabels(extents)
         for node in nodes.values():
             self._labels.set(node, nothing(self._labels.shape(node)))
@@ -95,7 +152,7 @@ class _Follower:
             if symbol.name == "tokens":
                 self._labels.set(node, own(shape))
             elif symbol.name == "logits_indices":
-                self._labels.set(node, nothing(shape), torch.arange(TOKENS, dtype=torch.int32))
+                self._labels.set(node, nothing(shape), torch.arange(tokens, dtype=torch.int32))
             elif symbol.kind == "buffer":
                 self._labels.set(node, everything(shape))
         self._pools = {
@@ -183,7 +240,7 @@ class _Follower:
     def _mixed(self, node: Node, what: str) -> UnsupportedError:
         mixer = self._mixers.get(node, node)
         if mixer in self._labels.unknown:
-            return UnsupportedError(
+            return _UnknownError(
                 f"tokens: expected {what}, got an operator that is not known to keep tokens apart: "
                 f"{place(mixer)}; write it with other operators"
             )

@@ -1,6 +1,6 @@
 """From which token each element of a program's values is computed.
 
-A program is followed operator by operator over a step of three tokens. The labels of a value are
+A program is followed operator by operator over a step of a few tokens. The labels of a value are
 the lowest and the highest token that each of its elements depends on; an element that depends on
 none has the empty range. Operators that move elements run on the labels themselves; the others are
 described by the dims that they reduce, sort or contract. An operator that is not known here counts
@@ -63,7 +63,7 @@ class TokenLabels:
             self._known[node] = known
 
     def shape(self, node: Node) -> list[int]:
-        """Extents of a node's value in the step of three tokens."""
+        """Extents of a node's value in the step that is followed."""
         return self.shape_of(node.meta["val"])
 
     def follow(self, node: Node) -> None:
