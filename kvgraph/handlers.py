@@ -6,28 +6,26 @@ gives a library's errors another class must not take the handler's error for one
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from functools import partial
-from types import CodeType
+from inspect import CO_VARARGS
+from itertools import pairwise
+from types import FrameType
 
 
 def let_pass(error: BaseException) -> None:
     """Raises `error` again if a Python handler of a signal has raised it."""
-    place, codes = error.__traceback__, frozenset(_codes())
-    while place is not None and codes:
-        if place.tb_frame.f_code in codes:
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        if _handles(place.tb_next.tb_frame, place.tb_frame):
             raise error
         place = place.tb_next
 
 
-def _codes() -> Iterator[CodeType]:
-    """The code of each signal's handler, as far as it is written in Python."""
-    for number in signal.valid_signals():
-        handler: object = signal.getsignal(number)
-        while isinstance(handler, partial):
-            handler = handler.func
-        for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004, for its code
-            code = getattr(function, "__code__", None)
-            if isinstance(code, CodeType):
-                yield code
+def _handles(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether `frame` runs a handler: its arguments are a signal's number and the frame that the
+    signal has interrupted."""
+    code, held = frame.f_code, frame.f_locals
+    given = [held.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & CO_VARARGS:
+        others = held.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        given += others if isinstance(others, tuple) else ()
+    return any(isinstance(a, int) and b is interrupted for a, b in pairwise(given))

@@ -44,6 +44,12 @@ class Limit:
         raise OutOfTimeError
 
 
+def once(number: int, _: Any) -> None:
+    """It is no handler any more when its error arrives."""
+    signal.signal(number, signal.SIG_DFL)
+    raise OutOfTimeError
+
+
 @pytest.fixture
 def handle() -> Iterator[Callable[[Any], Any]]:
     before = signal.getsignal(signal.SIGUSR1)
@@ -59,7 +65,7 @@ def wrapped(raising: Callable[[], object]) -> None:
         raise ValueError("a library's") from error
 
 
-@pytest.mark.parametrize("handler", [late, Limit(), Limit().reached, partial(late, 1)])
+@pytest.mark.parametrize("handler", [late, once, Limit(), Limit().reached, partial(late, 1)])
 def test_a_handlers_error_passes(handle: Callable[[Any], Any], handler: Any) -> None:
     handle(handler)
     with pytest.raises(OutOfTimeError):

@@ -58,17 +58,18 @@ def advance(
     offsets = _offsets_per_replica(prev_model_inputs, num_replicas)
     records = _device_records(inputs)
     per_replica = len(records) // num_replicas
-    seen: set[int] = set()
-    for record in records:
-        for leaf in _leaves(record):
-            _require_next_step(leaf)
+    growing: dict[int, tuple[Buffer, RowOffsets]] = {}
     for i, record in enumerate(records):
         for leaf in _leaves(record):
+            _require_next_step(leaf)
             padded = isinstance(leaf, PaddedKVCacheInputs)
             lengths: Buffer = getattr(leaf, "start_pos" if padded else "cache_lengths")
-            if id(lengths.handle) not in seen:
-                seen.add(id(lengths.handle))
-                _increment(lengths, offsets[i // per_replica], session)
+            growing.setdefault(id(lengths.handle), (lengths, offsets[i // per_replica]))
+    for lengths, row_offsets in growing.values():  # before any of them grows
+        if isinstance(lengths.handle, np.ndarray):
+            _require_offsets(row_offsets, lengths.shape[0])
+    for lengths, row_offsets in growing.values():
+        _increment(lengths, row_offsets, session)
     if isinstance(inputs, KVCacheInputs):
         return cast(Nest, _next_step(inputs))
     return cast(Nest, [_next_step(record) for record in inputs])
@@ -77,18 +78,20 @@ def advance(
 def _increment(lengths: Buffer, row_offsets: RowOffsets, session: SessionInterface | None) -> None:
     """`lengths [batch_size]` or `[1]` grow by each row's new tokens (`[1]`: the first row's)."""
     if isinstance(lengths.handle, np.ndarray):
-        offsets = np.asarray(row_offsets)
-        rows = lengths.shape[0]
-        is_row_of = offsets.ndim == 1 and offsets.dtype.kind in "iu" and offsets.size > rows
-        new = np.diff(offsets) if is_row_of else np.array([-1])
-        if new.min(initial=0) < 0 or offsets[0]:
-            raise RequestError(
-                f"input_row_offsets: expected {rows + 1} integers from 0 on that do not descend, "
-                f"got {' '.join(repr(row_offsets).split())[:80]}"
-            )
-        lengths.handle += new[:rows].astype(np.int32)
+        new = np.diff(np.asarray(row_offsets)).astype(np.int32)
+        lengths.handle += new[: lengths.shape[0]]
     else:
         cast(Increments, session).increment(lengths, row_offsets)
+
+
+def _require_offsets(given: object, rows: int) -> None:
+    offsets = np.asarray(given)
+    is_of_rows = offsets.ndim == 1 and offsets.dtype.kind in "iu" and offsets.size > rows
+    if not is_of_rows or offsets[0] or np.diff(offsets.astype(np.int64)).min(initial=0) < 0:
+        raise RequestError(
+            f"input_row_offsets: expected {rows + 1} integers from 0 on that do not descend, "
+            f"got {' '.join(repr(given).split())[:80]}"
+        )
 
 
 def _offsets_per_replica(

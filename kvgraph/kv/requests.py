@@ -153,6 +153,12 @@ class TextContext:
         self._memory, self._tokens = memory, memory.view()
         self._tokens.flags.writeable = False
 
+    def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
+        """Of a copy, whose views are of its own memory."""
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        self._keep(self._memory)
+
     def __repr__(self) -> str:
         return (
             f"TextContext({self.request_id!r}, processed={self.processed_length}, "

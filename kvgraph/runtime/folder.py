@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvgraph.contract.devices import Device, Target
-from kvgraph.contract.manifest import MANIFEST_NAME, Manifest
+from kvgraph.contract.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kvgraph.contract.params import KVCacheParams
 from kvgraph.contract.shards import shards_of
 from kvgraph.contract.signature import GraphSignature
@@ -45,12 +45,20 @@ class ArtifactFolder:
     """The state of its manifest as it was read; None: not known."""
 
     def require_unchanged(self) -> None:
-        """ArtifactError where another artifact, or none, has taken the place of this one."""
-        if self.seen is not None and state_of(self.folder / MANIFEST_NAME) != self.seen:
-            raise ArtifactError(
-                f"{self.folder}: expected the artifact that was loaded, got another one in its "
-                "place; load it again"
-            )
+        """ArtifactError where another artifact, or none, has taken the place of this one. A file
+        that is another one is read again: it may say the same."""
+        if self.seen is None or state_of(self.folder / MANIFEST_NAME) == self.seen:
+            return
+        got = "another one"
+        try:
+            if read_manifest(self.folder) == self.manifest:
+                return
+        except ArtifactError:
+            got = "none"
+        raise ArtifactError(
+            f"{self.folder}: expected the artifact that was loaded, got {got} in its place; load "
+            "it again"
+        )
 
     @property
     def ranks(self) -> int:

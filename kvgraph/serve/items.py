@@ -32,6 +32,7 @@ class Reasoning(Struct, forbid_unknown_fields=True):
     summary: Ignored = None
     generate_summary: Ignored = None
     context: Ignored = None
+    mode: Ignored = None
 
 
 class ResponseRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
@@ -128,7 +129,7 @@ class Chat:
         self._origins.append(origin)
 
     def _read(self, origin: str, item: JsonObject) -> None:
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             role = item.get("role")
             if role not in ROLES:

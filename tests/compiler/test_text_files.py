@@ -174,7 +174,6 @@ def test_damaged_older_files_are_refused(name: str, tmp_path: Path) -> None:
     ("fields", "said"),
     [
         ({"repetition_penalty": 1.05}, "repetition_penalty 1.05"),
-        ({"suppress_tokens": [3, 4]}, "suppress_tokens [3, 4]"),
         (
             {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0},
             "temperature 0.7, top_k 20",
@@ -189,6 +188,28 @@ def test_how_a_checkpoint_samples_is_said(
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     note = f"generation_config.json: not applied, so give it with a request: {said}"
     assert generation_notes(tmp_path) == ((note,) if said else ())
+
+
+def test_what_no_request_has_is_said(tmp_path: Path) -> None:
+    fields = {"suppress_tokens": [3, 4], "repetition_penalty": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    assert generation_notes(tmp_path) == (
+        "generation_config.json: not applied, so give it with a request: repetition_penalty 2",
+        "generation_config.json: not applied, and no request can ask for it: "
+        "suppress_tokens [3, 4]",
+    )
+
+
+@pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+def test_tokens_with_names_and_tokens_of_an_older_file(name: str, tmp_path: Path) -> None:
+    folder = settings(tmp_path, extra_special_tokens={"image_token": "<img>"})
+    (folder / "special_tokens_map.json").write_text(json.dumps({name: ["<x>"]}))
+    found = text_files(folder, 2100)["tokenizer.json"]
+    assert isinstance(found, bytes)
+    tokenizer = Tokenizer.from_str(found.decode())
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in ("an image_token", "<img>import", "<x>", "<x><img>"):
+        assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
 
 
 def test_a_token_without_a_row_stays_text(tmp_path: Path) -> None:

@@ -225,6 +225,7 @@ def test_several_steps_without_a_call_between() -> None:
     [
         np.array([0, 5], np.int32),
         np.array([6, 5, 0], np.int32),
+        np.array([0, 5, 1], np.uint32),
         np.array([1, 5, 6], np.int32),
         np.array([0, 5.5, 6]),
         np.zeros(0, np.int32),

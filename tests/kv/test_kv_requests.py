@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -113,6 +115,19 @@ def test_tokens_cannot_be_written_to() -> None:
                 view[0] = 9
         context.update(*range(count))
         assert context.tokens[-1] == count - 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on_alone(copied: Any) -> None:
+    context = TextContext("a", range(70))
+    context.update(70)  # with room behind it
+    other = copied(context)
+    other.update(71)
+    assert other.tokens[-3:].tolist() == [69, 70, 71]
+    assert other.active_tokens.tolist() == [71]
+    assert context.tokens[-1] == 70
+    with pytest.raises(ValueError, match="read-only"):
+        other.tokens[0] = 9
 
 
 def test_bad_generated_token_changes_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvgraph import Engine, SamplingParams
-from kvgraph.serve.items import ResponseRequest
+from kvgraph.serve.items import Reasoning, ResponseRequest, TextConfig
 from kvgraph.serve.protocol import ChatRequest, CompletionRequest
 from tests.serve.running import SECONDS, Server, serving
 
@@ -33,7 +33,9 @@ def client(server: Server) -> Iterator[Any]:
 def test_no_field_of_the_client_is_unknown() -> None:
     """A new one is taken without effect, or has a sentence."""
     from openai.types import completion_create_params as texts
+    from openai.types import shared_params
     from openai.types.chat import completion_create_params as chats
+    from openai.types.responses import ResponseTextConfigParam
     from openai.types.responses import response_create_params as responses
 
     for theirs, ours in (
@@ -42,6 +44,8 @@ def test_no_field_of_the_client_is_unknown() -> None:
         (responses.ResponseCreateParamsBase, ResponseRequest),
     ):
         assert set(theirs.__annotations__) <= set(ours.__struct_fields__)
+    assert set(shared_params.Reasoning.__annotations__) <= set(Reasoning.__struct_fields__)
+    assert set(ResponseTextConfigParam.__annotations__) <= set(TextConfig.__struct_fields__)
 
 
 def test_completions(client: Any, engine: Engine) -> None:

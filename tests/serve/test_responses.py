@@ -186,7 +186,7 @@ def test_items_are_messages() -> None:
         instructions=RULE,
         input=[
             {"type": "message", "role": "developer", "content": "Now."},
-            {"role": "user", "content": [{"type": "input_text", "text": ASKED}]},
+            {"type": None, "role": "user", "content": [{"type": "input_text", "text": ASKED}]},
             {"type": "reasoning", "id": "rs_1", "summary": []},
             {"id": "msg_1", "type": "message", "role": "assistant", "content": parts},
             {**call, "call_id": "a"},

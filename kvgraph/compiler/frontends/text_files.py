@@ -185,15 +185,18 @@ def _added(path: Path) -> list[AddedToken]:
     is_old = "added_tokens_decoder" not in config
     if is_old and (beside := path.with_name(SPECIAL_TOKENS)).is_file():
         more: dict[str, Any] = dict(_read_object(beside))
-        if isinstance(more.get(OTHERS), list):
-            more[OTHERS] = [*(config.get(OTHERS) or ()), *more[OTHERS]]
+        listed, mine = more.get(OTHERS), config.get(OTHERS)
+        if isinstance(listed, list) and isinstance(mine, dict):
+            more |= {OTHERS: mine, OTHERS_BEFORE: listed}
+        elif isinstance(listed, list):
+            more[OTHERS] = [*(mine or ()), *listed]
         config |= more
     try:
         named = [config.get(f"{role}_token") for role in ROLES]
         others = config.get(OTHERS) or ()
         named += others.values() if isinstance(others, dict) else others
         spelled = {_as_token(each)["content"] for each in named if each is not None}
-        if not others:
+        if not others or isinstance(others, dict):
             named += config.get(OTHERS_BEFORE) or ()
         special = [
             {"special": True, "normalized": False} | _as_token(each)
@@ -231,9 +234,14 @@ def generation_notes(folder: Path) -> tuple[str, ...]:
         for name, value in plain.items()
         if config.get(name) not in (None, [], value)
     ]
-    if not said:
-        return ()
-    return (f"{GENERATION}: not applied, so give it with a request: {', '.join(said)}",)
+    lost = [each for each in said if each.split()[0] in WITHOUT_PLACE]
+    given = [each for each in said if each not in lost]
+    notes = []
+    if given:
+        notes.append(f"{GENERATION}: not applied, so give it with a request: {', '.join(given)}")
+    if lost:
+        notes.append(f"{GENERATION}: not applied, and no request can ask for it: {', '.join(lost)}")
+    return tuple(notes)
 
 
 GREEDY_TOO: dict[str, object] = {
@@ -243,6 +251,9 @@ GREEDY_TOO: dict[str, object] = {
     "bad_words_ids": None,
 }
 """Settings of transformers that change greedy text as well, and their value without effect."""
+
+WITHOUT_PLACE = ("no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
+"""Those that SamplingParams do not have; `logit_bias` may take the place of the second."""
 
 SAMPLED: dict[str, object] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 
