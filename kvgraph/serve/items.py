@@ -6,7 +6,7 @@ Nothing is kept between requests, so what names something that was kept is refus
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -95,7 +95,7 @@ class Chat:
                 self._read(f"input[{at}]", item)
         if not self._messages:
             raise refused("input", "a message", "none")
-        shared: dict[str, Any] = {name: getattr(given, name) for name in Sampled.__struct_fields__}
+        shared: JsonObject = {name: getattr(given, name) for name in Sampled.__struct_fields__}
         self.request = ResponseChat(
             **shared,
             messages=self._messages,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from kvgraph.compiler.frontends.folder import Config, read_json
 from kvgraph.contract.files import read_text
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.sizes import whole
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import KVGraphError, ModelError
@@ -179,12 +180,12 @@ def _added(path: Path) -> list[AddedToken]:
     others. One without ids is older, and two more files say them."""
     from tokenizers import AddedToken
 
-    config: dict[str, Any] = dict(_read_object(path)) if path.is_file() else {}
+    config: JsonObject = dict(_read_object(path)) if path.is_file() else {}
     if config.get(OTHERS_BEFORE) and not config.get(OTHERS):
         config[OTHERS] = config.pop(OTHERS_BEFORE)
     is_old = "added_tokens_decoder" not in config
     if is_old and (beside := path.with_name(SPECIAL_TOKENS)).is_file():
-        more: dict[str, Any] = dict(_read_object(beside))
+        more: JsonObject = dict(_read_object(beside))
         listed, mine = more.get(OTHERS), config.get(OTHERS)
         if isinstance(listed, list) and isinstance(mine, dict):
             more |= {OTHERS: mine, OTHERS_BEFORE: listed}
@@ -218,7 +219,7 @@ def _added(path: Path) -> list[AddedToken]:
         raise ModelError(f"{path}: expected settings of a tokenizer, got {error!r}") from error
 
 
-def _as_token(given: object) -> dict[str, Any]:
+def _as_token(given: object) -> JsonObject:
     return dict(given) if isinstance(given, dict) else {"content": given}
 
 
