@@ -6,23 +6,39 @@ gives a library's errors another class must not take the handler's error for one
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from functools import partial
 from inspect import CO_VARARGS
 from itertools import pairwise
-from types import FrameType
+from types import CodeType, FrameType
 
 
 def let_pass(error: BaseException) -> None:
     """Raises `error` again if a Python handler of a signal has raised it."""
-    place = error.__traceback__
+    place, installed = error.__traceback__, frozenset(_installed())
     while place is not None and place.tb_next is not None:
-        if _handles(place.tb_next.tb_frame, place.tb_frame):
+        frame = place.tb_next.tb_frame
+        if frame.f_code in installed or _handles(frame, place.tb_frame):
             raise error
         place = place.tb_next
 
 
+def _installed() -> Iterator[CodeType]:
+    """The code of each signal's handler, as far as it is written in Python."""
+    for number in signal.valid_signals():
+        handler: object = signal.getsignal(number)
+        while isinstance(handler, partial):
+            handler = handler.func
+        for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004, for its code
+            code = getattr(function, "__code__", None)
+            if isinstance(code, CodeType):
+                yield code
+
+
 def _handles(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether `frame` runs a handler: its arguments are a signal's number and the frame that the
-    signal has interrupted."""
+    """Whether `frame` runs a handler that may be installed no more: its arguments are a signal's
+    number and the frame that the signal has interrupted."""
     code, held = frame.f_code, frame.f_locals
     given = [held.get(name) for name in code.co_varnames[: code.co_argcount]]
     if code.co_flags & CO_VARARGS:

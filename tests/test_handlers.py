@@ -44,6 +44,12 @@ class Limit:
         raise OutOfTimeError
 
 
+def searching(_: int, frame: Any) -> None:
+    while frame is not None:
+        frame = frame.f_back
+    raise OutOfTimeError
+
+
 def once(number: int, _: Any) -> None:
     """It is no handler any more when its error arrives."""
     signal.signal(number, signal.SIG_DFL)
@@ -65,7 +71,9 @@ def wrapped(raising: Callable[[], object]) -> None:
         raise ValueError("a library's") from error
 
 
-@pytest.mark.parametrize("handler", [late, once, Limit(), Limit().reached, partial(late, 1)])
+@pytest.mark.parametrize(
+    "handler", [late, once, searching, Limit(), Limit().reached, partial(late, 1)]
+)
 def test_a_handlers_error_passes(handle: Callable[[Any], Any], handler: Any) -> None:
     handle(handler)
     with pytest.raises(OutOfTimeError):

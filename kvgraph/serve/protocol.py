@@ -17,11 +17,7 @@ from kvgraph.contract.plain import JsonObject
 from kvgraph.runtime.arguments import MOST_BIASES
 from kvgraph.runtime.sampling_params import MOST_STOP_IDS, MOST_STOPS
 from kvgraph.serve.errors import ServeError, brief
-from kvgraph.serve.shapes import (
-    StructuredOutputs,
-    refused,
-    schema_of_format,
-)
+from kvgraph.serve.shapes import StructuredOutputs, refused, schema_of_format
 
 Ignored: TypeAlias = object
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
