@@ -111,6 +111,7 @@ class _StreamedMessage:
     def __init__(self, job: Job, event: _Events) -> None:
         self._job, self._event = job, event
         self._id = _id("msg")
+        self._at = {"output_index": 0, "content_index": 0, "item_id": self._id}
         self._texts: list[str] = []
         self._has_begun = False
         self.scores: Scores = []
@@ -124,8 +125,7 @@ class _StreamedMessage:
         self._texts.append(text)
         fresh, self._sent = self.scores[self._sent :], len(self.scores)
         logprobs = await _scored(self._job, fresh)
-        at = {"output_index": 0, "content_index": 0, "item_id": self._id}
-        yield self._event("response.output_text.delta", **at, delta=text, logprobs=logprobs)
+        yield self._event("response.output_text.delta", **self._at, delta=text, logprobs=logprobs)
 
     async def end(self, status: str) -> AsyncIterator[bytes]:
         for frame in self._begin():
@@ -133,11 +133,10 @@ class _StreamedMessage:
         self._all = await _scored(self._job, self.scores)
         (item,) = self.items(status)
         (part,) = item["content"]
-        at = {"output_index": 0, "content_index": 0, "item_id": self._id}
         yield self._event(
-            "response.output_text.done", **at, text=part["text"], logprobs=part["logprobs"]
+            "response.output_text.done", **self._at, text=part["text"], logprobs=part["logprobs"]
         )
-        yield self._event("response.content_part.done", **at, part=part)
+        yield self._event("response.content_part.done", **self._at, part=part)
         yield self._event("response.output_item.done", output_index=0, item=item)
 
     def items(self, status: str) -> list[JsonObject]:
@@ -150,11 +149,10 @@ class _StreamedMessage:
         if self._has_begun:
             return []
         self._has_begun = True
-        at = {"output_index": 0, "content_index": 0, "item_id": self._id}
         item = _message(self._id, RUNS)
         return [
             self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **at, part=_part("", EMPTY)),
+            self._event("response.content_part.added", **self._at, part=_part("", EMPTY)),
         ]
 
 

@@ -4,7 +4,7 @@ that was not merged, a layer that the configuration does not count."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvgraph.compiler.values import Values
@@ -31,7 +31,19 @@ def left_over(
     model: PreTrainedModel, names: Iterable[str], values: Mapping[str, Values]
 ) -> list[str]:
     """Those of `names` that a user would miss."""
-    return list(_missed(model, names, values))
+    known = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+    known += [COMPUTED, DRAFTS]
+    count = getattr(model.config, "num_hidden_layers", 0)
+    ahead = range(count, count + (getattr(model.config, "num_nextn_predict_layers", None) or 0))
+
+    def is_missed(name: str) -> bool:
+        layer = LAYER.search(name)
+        if layer is not None and int(layer[1]) in ahead:
+            return False
+        is_known = any(each.search(name) for each in known)
+        return not is_known and not _is_zero(name, values.get(name))
+
+    return list(filter(is_missed, sorted(names)))
 
 
 def notes_of(left: Sequence[str]) -> tuple[str, ...]:
@@ -39,22 +51,6 @@ def notes_of(left: Sequence[str]) -> tuple[str, ...]:
         return ()
     count = f"{len(left)} {plural('tensor', len(left))}"
     return (f"weights: no place in the model for {count} of the checkpoint, such as {left[0]}",)
-
-
-def _missed(
-    model: PreTrainedModel, names: Iterable[str], values: Mapping[str, Values]
-) -> Iterator[str]:
-    known = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
-    count = getattr(model.config, "num_hidden_layers", 0)
-    ahead = getattr(model.config, "num_nextn_predict_layers", None) or 0
-    for name in sorted(names):
-        layer = LAYER.search(name)
-        is_ahead = layer is not None and count <= int(layer[1]) < count + ahead
-        if is_ahead or COMPUTED.search(name) or DRAFTS.search(name):
-            continue
-        if any(each.search(name) for each in known) or _is_zero(name, values.get(name)):
-            continue
-        yield name
 
 
 def _is_zero(name: str, values: Values | None) -> bool:

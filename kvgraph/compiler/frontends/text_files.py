@@ -184,8 +184,8 @@ def _added(path: Path) -> list[AddedToken]:
     if config.get(OTHERS_BEFORE) and not config.get(OTHERS):
         config[OTHERS] = config.pop(OTHERS_BEFORE)
     is_old = "added_tokens_decoder" not in config
-    if is_old and (beside := path.with_name(SPECIAL_TOKENS)).is_file():
-        more: JsonObject = dict(_read_object(beside))
+    if is_old and (older := path.with_name(SPECIAL_TOKENS)).is_file():
+        more: JsonObject = dict(_read_object(older))
         listed, mine = more.get(OTHERS), config.get(OTHERS)
         if isinstance(listed, list) and isinstance(mine, dict):
             more |= {OTHERS: mine, OTHERS_BEFORE: listed}
@@ -205,8 +205,8 @@ def _added(path: Path) -> list[AddedToken]:
             if each is not None
         ]
         decoder = config.get("added_tokens_decoder") or {}
-        if is_old and (beside := path.with_name(ADDED_TOKENS)).is_file():
-            for content, place in _read_object(beside).items():
+        if is_old and (older := path.with_name(ADDED_TOKENS)).is_file():
+            for content, place in _read_object(older).items():
                 flags = {"special": content in spelled, "normalized": content not in spelled}
                 decoder[place] = {"content": content, **flags}
         by_place = sorted(decoder.items(), key=lambda pair: int(pair[0]))
@@ -230,19 +230,12 @@ def generation_notes(folder: Path) -> tuple[str, ...]:
         return ()
     config = _read_object(path)
     plain = GREEDY_TOO | SAMPLED if config.get("do_sample") else GREEDY_TOO
-    said = [
-        f"{name} {config[name]!r:.40}"
-        for name, value in plain.items()
-        if config.get(name) not in (None, [], value)
-    ]
-    lost = [each for each in said if each.split()[0] in WITHOUT_PLACE]
-    given = [each for each in said if each not in lost]
-    notes = []
-    if given:
-        notes.append(f"{GENERATION}: not applied, so give it with a request: {', '.join(given)}")
-    if lost:
-        notes.append(f"{GENERATION}: not applied, and no request can ask for it: {', '.join(lost)}")
-    return tuple(notes)
+    said: dict[str, list[str]] = {WITH_REQUEST: [], WITHOUT_PLACE: []}
+    for name, value in plain.items():
+        if config.get(name) not in (None, [], value):
+            kind = WITHOUT_PLACE if name in UNKNOWN_HERE else WITH_REQUEST
+            said[kind].append(f"{name} {config[name]!r:.40}")
+    return tuple(f"{GENERATION}: {kind}: {', '.join(each)}" for kind, each in said.items() if each)
 
 
 GREEDY_TOO: dict[str, object] = {
@@ -253,8 +246,11 @@ GREEDY_TOO: dict[str, object] = {
 }
 """Settings of transformers that change greedy text as well, and their value without effect."""
 
-WITHOUT_PLACE = ("no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
+UNKNOWN_HERE = ("no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
 """Those that SamplingParams do not have; `logit_bias` may take the place of the second."""
+
+WITH_REQUEST = "not applied, so give it with a request"
+WITHOUT_PLACE = "not applied, and no request can ask for it"
 
 SAMPLED: dict[str, object] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 

@@ -37,8 +37,7 @@ class TorchSession(Session):
         from kvgraph.ops.torch_arrays import tensor_over
 
         num_threads = fitting_threads(num_threads)
-        quota = quota_threads()
-        if not num_threads and quota is not None and quota < torch.get_num_threads():
+        if not num_threads and (quota := quota_threads()) and quota < torch.get_num_threads():
             num_threads = quota
         self._tensor_over = tensor_over
         self._inference_mode = torch.inference_mode
