@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import pytest
 
 from kvgraph import Engine, SamplingParams
 from kvgraph.serve.facts import longest_context
-from tests.support.artifacts import Compiled
+from tests.support.artifacts import Compiled, rehash
 from tests.support.command_line import COMMAND, Outcome, run
 
 SHORT = ("--max-new-tokens", 12)
@@ -82,6 +84,22 @@ def test_sampling(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         piped(monkeypatch, artifact, QUESTION, *hot, seed).out for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+def test_a_model_that_says_how_it_is_sampled(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.kvg"
+    shutil.copytree(artifact, own)
+    fields = {"do_sample": True, "temperature": 1.5, "top_k": 50, "top_p": 0.9}
+    (own / "generation_config.json").write_text(json.dumps(fields))
+    rehash(own)
+    hot = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.9)
+    seed = ("--seed", 1)
+    said = piped(monkeypatch, own, QUESTION, *seed)
+    assert said == piped(monkeypatch, artifact, QUESTION, *seed, *hot)
+    greedy = piped(monkeypatch, own, QUESTION, "--temperature", 0)
+    assert greedy == piped(monkeypatch, artifact, QUESTION) != said
 
 
 def test_an_answer_ends_where_the_pool_does(

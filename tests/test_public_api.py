@@ -109,8 +109,9 @@ FLAGS = {
     "plan": "--cache-dtype --devices --dtype --json --max-batch-size --max-batch-tokens "
     "--max-seq-len --memory --page-size --target --tp --weights",
     "prefill": "--json --num-pages --output --prompt-file --threads --verify",
-    "serve": "--api-key-file --cache-memory --collective-timeout --disk --disk-bytes "
-    "--drain-seconds --host --host-memory --kv-events --kv-events-replay --kv-events-topic "
+    "serve": "--allowed-origins --api-key-file --cache-memory --collective-timeout --disk "
+    "--disk-bytes --drain-seconds --generation-config --host --host-memory --kv-events "
+    "--kv-events-replay --kv-events-topic "
     "--log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens --max-queued-requests "
     "--max-queued-tokens --max-replicas --metrics-prefix --nice --num-pages --port "
     "--prefill-replicas --remote --replicas --threads --verify",

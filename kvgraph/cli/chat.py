@@ -14,16 +14,13 @@ from kvgraph.cli.console import stderr, working
 from kvgraph.cli.options import (
     ArtifactFolder,
     NumPages,
-    RepetitionPenalty,
     Seed,
     SessionName,
-    Temperature,
     Threads,
-    TopK,
-    TopP,
     Verify,
 )
 from kvgraph.cli.ranks import follows
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import KVGraphError, RequestError
 from kvgraph.plural import plural
 
@@ -33,6 +30,8 @@ if TYPE_CHECKING:
 
 MOST = 1024
 """Tokens of an answer, where the user does not say."""
+
+BY_MODEL = "[default: the model's own]"
 
 
 def chat(
@@ -44,10 +43,17 @@ def chat(
         int | None,
         typer.Option(help=f"Most tokens to generate [default: {MOST}, or what fits]."),
     ] = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    temperature: Annotated[float | None, typer.Option(help=f"0 is greedy {BY_MODEL}.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Keep the k likeliest tokens; 0 keeps all {BY_MODEL}.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help=f"Keep the likeliest tokens up to this mass {BY_MODEL}.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help=f"Above 1, tokens that are there already are less likely {BY_MODEL}."),
+    ] = None,
     seed: Seed = None,
     session: SessionName = None,
     num_pages: NumPages = None,
@@ -63,14 +69,16 @@ def chat(
     from kvgraph.runtime.sampling import SamplingParams
     from kvgraph.serve.facts import longest_context
 
-    sampling = SamplingParams(
-        max_new_tokens=MOST if max_new_tokens is None else max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    asked: JsonObject = {
+        "max_new_tokens": MOST if max_new_tokens is None else max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    SamplingParams(**asked)  # refuses before anything is loaded
     with working("loading the artifact"):
         loaded = load(artifact, verify=verify or None)
     if follows(loaded, session, threads, None):
@@ -84,7 +92,7 @@ def chat(
             num_threads=threads,
         )
     longest = longest_context(engine) if max_new_tokens is None else None
-    talk = Talk(engine, sampling, system, longest)
+    talk = Talk(engine, SamplingParams(**engine._suggested() | asked), system, longest)
     for line in _typed() if talk.is_live else _piped():
         if line == "/quit":
             break

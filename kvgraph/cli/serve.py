@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,12 +41,16 @@ if TYPE_CHECKING:
     from kvgraph.runtime.artifact import Artifact
     from kvgraph.runtime.engine import Engine
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,A-Z]+")
 METRIC_NAME = re.compile("[a-zA-Z_:][a-zA-Z0-9_:]*")
 COMPUTE_NICE = 10
 """Answers then take about 5 ms while all processors compute. It is 0 with several ranks, since a
 slower one delays the others."""
 
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus_client")
+
+
+GenerationConfig = StrEnum("GenerationConfig", ("auto", "none"))
 
 
 def serve(
@@ -76,6 +81,20 @@ def serve(
         str | None, typer.Option(help="Endpoint to ask for missed events: tcp://*:5558.")
     ] = None,
     kv_events_topic: Annotated[str, typer.Option(help="Of the events.")] = "kv-events",
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose pages a browser lets ask, such as https://example.com; * for all. "
+            "May be repeated."
+        ),
+    ] = None,
+    generation_config: Annotated[
+        GenerationConfig,
+        typer.Option(
+            help="auto: a request that does not say how to sample gets the model's own settings, "
+            "of its generation_config.json; none: OpenAI's."
+        ),
+    ] = GenerationConfig.auto,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts into the log.")
     ] = False,
@@ -152,6 +171,8 @@ def serve(
         drain_seconds=drain_seconds,
         metrics_prefix=metrics_prefix,
         log_prompts=log_prompts,
+        generation_config=generation_config is GenerationConfig.auto,
+        allowed_origins=_origins(allowed_origins or []),
         kv_events=kv_events,
         kv_events_replay=kv_events_replay,
         kv_events_topic=kv_events_topic,
@@ -260,6 +281,17 @@ def _require_replicas(
         raise MissingDependencyError(
             "ray: needed for --replicas, not installed; pip install 'kvgraph[ray]'"
         )
+
+
+def _origins(given: list[str]) -> tuple[str, ...]:
+    """RequestError for what no browser sends as an origin."""
+    for origin in given:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise RequestError(
+                "--allowed-origins: expected * or an origin such as https://example.com, without "
+                f"a path, got {origin!r}"
+            )
+    return tuple(given)
 
 
 def _read_keys(path: Path) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import secrets
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, KVGraphError, RequestError
 
 PARTIAL = re.compile(r"\.kvgraph-[0-9a-f]{16}\.partial")
@@ -142,6 +144,19 @@ def read_text(path: Path, refusal: type[KVGraphError]) -> str:
             return file.read().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise refusal(f"{path}: expected text in UTF-8, got {error}") from error
+
+
+def read_fields(path: Path, refusal: type[KVGraphError]) -> JsonObject:
+    """The fields of a JSON file, none where it is missing; `refusal` for one that is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        fields = json.loads(read_text(path, refusal))
+    except (ValueError, RecursionError) as error:
+        raise refusal(f"{path}: expected JSON, got a damaged file ({error})") from error
+    if not isinstance(fields, dict):
+        raise refusal(f"{path}: expected fields, got {type(fields).__name__}")
+    return fields
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
-from kvgraph.contract.files import read_text
+from kvgraph.contract.files import read_fields, read_text
+from kvgraph.contract.generation import GENERATION, suggested
 from kvgraph.contract.plain import JsonObject
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.arguments import flag, instance, said
@@ -69,6 +69,25 @@ class Prompts:
     def __init__(self, folder: Path) -> None:
         self._text = TextCodec(folder)
         self._templates = ChatTemplates(folder)
+        self._folder = folder
+
+    def default_sampling_params(self) -> SamplingParams:
+        """How the model's authors sample its text, where its generation_config.json says so; else
+        greedy. `dataclasses.replace(params, max_new_tokens=100)` gives a limit.
+
+        ArtifactError for a damaged file, and for a value that no request can have.
+        """
+        return SamplingParams(**self._suggested())
+
+    def _suggested(self) -> JsonObject:
+        """Those fields of them that the file says."""
+        path = self._folder / GENERATION
+        fields = suggested(read_fields(path, ArtifactError))
+        try:
+            SamplingParams(**fields)
+        except RequestError as error:
+            raise ArtifactError(f"{path}: {error}") from error
+        return fields
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
@@ -127,7 +146,7 @@ class ChatTemplates:
         self._files = {"default": read_text(path, ArtifactError)} if path.exists() else {}
         for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja")):
             self._files[path.stem] = read_text(path, ArtifactError)
-        self._config = self._read(CONFIG)
+        self._config = read_fields(folder / CONFIG, ArtifactError)
         self._tokens = self._special_tokens()
         self._forms: dict[tuple[str, frozenset[object]], Form] = {}
 
@@ -294,7 +313,7 @@ class ChatTemplates:
         """Special tokens by their names, from where transformers takes them."""
         fields = self._config
         if "added_tokens_decoder" not in fields:
-            fields = fields | self._read(SPECIAL_TOKENS)
+            fields = fields | read_fields(self._folder / SPECIAL_TOKENS, ArtifactError)
         extra = fields.get("extra_special_tokens")
         named = {name: token for name, token in fields.items() if name.endswith("_token")}
         contents = {
@@ -302,16 +321,3 @@ class ChatTemplates:
             for name, token in (named | (extra if isinstance(extra, dict) else {})).items()
         }
         return {name: token for name, token in contents.items() if isinstance(token, str)}
-
-    def _read(self, name: str) -> JsonObject:
-        """The fields of a JSON file; none where it is missing."""
-        path = self._folder / name
-        if not path.exists():
-            return {}
-        try:
-            fields = json.loads(read_text(path, ArtifactError))
-        except (ValueError, RecursionError) as error:
-            raise ArtifactError(f"{path}: expected JSON, got a damaged file ({error})") from error
-        if not isinstance(fields, dict):
-            raise ArtifactError(f"{path}: expected fields, got {said(fields)}")
-        return fields

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -41,6 +42,7 @@ from kvgraph.serve.responses import answer_response, response_events, response_j
 from kvgraph.serve.service import Served, Service
 
 JSON = "application/json"
+REQUEST_ID = "x-request-id"
 
 Events = Callable[[Job, Generation], AsyncIterator[bytes]]
 Answer = Callable[[Job, Generation], Awaitable[dict[str, object]]]
@@ -72,6 +74,14 @@ def make_app(service: Service, lifespan: Lifespan[Starlette] | None = None) -> S
         500: _failed,
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    if origins := service.options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", REQUEST_ID],
+        )
     app.router.redirect_slashes = False
     return app
 
@@ -188,6 +198,7 @@ class Endpoints:
         served = self._service.require_ready()
         generation = Generation(served.runner, served.admission, served.metrics)
         options = self._service.options
+        job.name = request.headers.get(REQUEST_ID, job.name)
         started = time.perf_counter()
 
         def log(status: int) -> None:

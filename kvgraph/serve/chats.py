@@ -54,13 +54,14 @@ async def chat_job(service: Service, given: ChatRequest) -> Job:
     params = sampling_of(
         given,
         served.facts.vocab_size,
+        served.sampling,
         max_tokens=fits,
         logprobs=(given.top_logprobs or 0) if given.logprobs else None,
         prompt_logprobs=None,
         shape=shape,
     )
     return Job(
-        "chatcmpl",
+        "chatcmpl-",
         given.model or service.name,
         [prompt],
         params.each(),

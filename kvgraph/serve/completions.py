@@ -55,6 +55,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     params = sampling_of(
         given,
         served.facts.vocab_size,
+        served.sampling,
         max_tokens=wanted,
         logprobs=given.logprobs,
         prompt_logprobs=given.logprobs if given.echo else None,
@@ -64,7 +65,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         texts = zip(given.prompts, prompts, strict=True)
         echo = [await _echo(served, *pair, offsets=given.logprobs is not None) for pair in texts]
     return Job(
-        "cmpl",
+        "cmpl-",
         given.model or service.name,
         prompts,
         params.each(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from asyncio import BaseTransport, Transport
 from asyncio.events import TimerHandle
 from typing import TYPE_CHECKING, cast
@@ -116,13 +117,19 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_body, self._kept = True, 0
-        self._left = int(dict(self.headers).get(b"content-length", 0))
+        given = dict(self.headers)
+        self._left = int(given.get(b"content-length", 0))
+        named = [(REQUEST_ID, given.get(REQUEST_ID, b""))]
+        if not _ID.fullmatch(named[0][1]):
+            named = [(REQUEST_ID, uuid.uuid4().hex.encode())]
+            self.headers[:] = [field for field in self.headers if field[0] != REQUEST_ID] + named
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
         if self.parser.get_http_version() < "1.1":
             self.app = self._answer_without_chunks
         super().on_headers_complete()
+        self.cycle.default_headers = self.server_state.default_headers + named
         self._limit_sending()
 
     def on_body(self, body: bytes) -> None:
@@ -213,5 +220,9 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
 
+REQUEST_ID = b"x-request-id"
+"""Of a request and its answer: the client's own, or else one that is made here."""
+
+_ID = re.compile(rb"[!-~]{1,128}")
 _UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 _BEGUN = re.compile(rb"\r[\r\n]{0,3}(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)

@@ -32,7 +32,7 @@ class Job:
     """`prompts`, each generated for with each of `params`."""
 
     kind: str
-    """Prefix of the answer's id."""
+    """Beginning of the answer's id."""
     model: str
     prompts: list[list[int]]
     params: list[SamplingParams]
@@ -50,11 +50,13 @@ class Job:
     """Whether each frame of a stream tells the usage so far."""
     texts: Sequence[Any] = ()
     """What was given, for the log."""
-    id: str = field(init=False)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Of the request, which may be the client's own."""
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def __post_init__(self) -> None:
-        self.id = f"{self.kind}-{uuid.uuid4().hex}"
+    @property
+    def id(self) -> str:
+        return self.kind + self.name
 
     def num_scores(self, tokens: int) -> int:
         """Log-probabilities that the answer has of so many tokens."""

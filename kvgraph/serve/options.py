@@ -21,6 +21,10 @@ class ServeOptions:
     """How long running requests may go on after SIGTERM."""
     metrics_prefix: str = "kvgraph:"
     log_prompts: bool = False
+    generation_config: bool = True
+    """Whether the artifact's generation_config.json says how a request is sampled that does not."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages a browser lets ask (CORS); `*`: all."""
     max_body_bytes: int = 4 << 20
     max_choices: int = 128
     """Of one request: its prompts times `n`."""

@@ -38,7 +38,7 @@ async def response_job(service: Service, given: ResponseRequest) -> Job:
         job = await chat_job(service, chat.request)
     except ServeError as error:
         raise chat.renamed(error) from error
-    job.id = _id("resp")
+    job.kind = "resp_"
     return job
 
 
@@ -210,6 +210,7 @@ def _response(
     generation: Generation | None = None,
 ) -> JsonObject:
     """`generation`: of one that has ended."""
+    sampling = job.params[0]
     return {
         "id": job.id,
         "object": "response",
@@ -232,12 +233,12 @@ def _response(
         "reasoning": {"effort": given.effort, "summary": None},
         "safety_identifier": given.safety_identifier,
         "store": False,
-        "temperature": 1.0 if given.temperature is None else given.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": given.format()},
         "tool_choice": given.tool_choice or "auto",
         "tools": given.tools or [],
         "top_logprobs": given.top_logprobs or 0,
-        "top_p": 1.0 if given.top_p is None else given.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "user": given.user,
     }

@@ -30,6 +30,7 @@ class ShapedParams(SamplingParams):
 def sampling_of(
     request: Sampled,
     vocab_size: int,
+    defaults: JsonObject,
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -38,11 +39,13 @@ def sampling_of(
 ) -> SamplingParams:
     """ServeError where a value is out of its range, or two fields say what the text must be.
 
-    `shape`: what a field of chats alone says.
+    `defaults`: fields of SamplingParams that the model has of its own. `shape`: what a field of
+    chats alone says.
     """
     given: JsonObject = {
+        "temperature": 1.0,  # OpenAI's default
+        **defaults,
         "max_tokens": max_tokens,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
@@ -105,6 +108,7 @@ def refusal(error: Exception, origin: str = "") -> ServeError:
 
 COPIED = (
     "n",
+    "temperature",
     "top_p",
     "seed",
     "stop",

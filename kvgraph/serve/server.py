@@ -121,8 +121,9 @@ class _Server(uvicorn.Server):
             return
         if self._service.is_draining:
             return
-        pages = self._service.require_loaded().facts.num_pages
-        write_line({"event": "ready", "model": self._service.name, "pages": pages})
+        served = self._service.require_loaded()
+        line = {"event": "ready", "model": self._service.name, "pages": served.facts.num_pages}
+        write_line(line | ({"sampling": served.sampling} if served.sampling else {}))
 
     def _fail(self, error: BaseException) -> None:
         """The server ends, and raises it."""

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvgraph.contract.dims import ceildiv
+from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.tokenizer import LONG_TEXT, byte_pieces, most_characters
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.kv.paged import PagedKVCacheManager
@@ -48,6 +49,8 @@ class Served:
     admission: Admission
     metrics: Metrics
     spell: Spelling
+    sampling: JsonObject
+    """Fields of SamplingParams, of a request that does not say them."""
     _most_characters: int | None = None
     """Of one token; None: no bound is known."""
     _long_texts: asyncio.Semaphore = field(
@@ -169,7 +172,10 @@ class Service(ABC):
         tokenizer = prompts._text.tokenizer
         spell = Spelling(_decoder(prompts), byte_pieces(tokenizer))
         most = None if tokenizer is None else most_characters(tokenizer)
-        self.served = Served(prompts, runner, facts, state, admission, metrics, spell, most)
+        sampling = prompts._suggested() if self.options.generation_config else {}
+        self.served = Served(
+            prompts, runner, facts, state, admission, metrics, spell, sampling, most
+        )
 
     def require_loaded(self) -> Served:
         """ServeError (503) while the artifact is read."""

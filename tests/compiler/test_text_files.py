@@ -178,6 +178,7 @@ def test_damaged_older_files_are_refused(name: str, tmp_path: Path) -> None:
             {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0},
             "temperature 0.7, top_k 20",
         ),
+        ({"do_sample": True}, "temperature 1.0"),
         ({"do_sample": False, "temperature": 0.7, "top_k": 20}, ""),
         ({"repetition_penalty": 1.0, "suppress_tokens": [], "no_repeat_ngram_size": 0}, ""),
     ],
@@ -186,7 +187,7 @@ def test_how_a_checkpoint_samples_is_said(
     fields: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
-    note = f"generation_config.json: not applied, so give it with a request: {said}"
+    note = f"generation_config.json: the defaults of `kvgraph chat` and `serve`: {said}"
     assert generation_notes(tmp_path) == ((note,) if said else ())
 
 
@@ -194,7 +195,7 @@ def test_what_no_request_has_is_said(tmp_path: Path) -> None:
     fields = {"suppress_tokens": [3, 4], "repetition_penalty": 2}
     (tmp_path / "generation_config.json").write_text(json.dumps(fields))
     assert generation_notes(tmp_path) == (
-        "generation_config.json: not applied, so give it with a request: repetition_penalty 2",
+        "generation_config.json: the defaults of `kvgraph chat` and `serve`: repetition_penalty 2",
         "generation_config.json: not applied, and no request can ask for it: "
         "suppress_tokens [3, 4]",
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -12,6 +15,7 @@ import kvgraph
 from kvgraph import Engine, SamplingParams
 from kvgraph.errors import ArtifactError, RequestError
 from kvgraph.runtime.artifact import Artifact
+from kvgraph.runtime.chat import Prompts
 from tests.runtime.scripted import assert_empty, greedy, scripted
 from tests.support.artifacts import TINY_LLAMA, Compiled
 
@@ -120,3 +124,39 @@ def test_text_alone_needs_no_jinja(compiled: Compiled) -> None:
         "assert 'jinja2' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(compiled("tiny-llama"))], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        (None, {}),
+        ({"repetition_penalty": 1.05, "temperature": 0.7}, {"repetition_penalty": 1.05}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": None},
+            {"temperature": 0.7, "top_k": 20},
+        ),
+    ],
+)
+def test_how_a_model_is_sampled(
+    fields: dict[str, object] | None, given: dict[str, float], tmp_path: Path
+) -> None:
+    if fields is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    assert Prompts(tmp_path).default_sampling_params() == SamplingParams(**given)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"do_sample": true, "top_p": 2}', "top_p: expected in (0, 1], got 2.0"),
+        ('{"repetition_penalty": "x"}', "repetition_penalty: expected a number, got str 'x'"),
+        ("{", "expected JSON, got a damaged file"),
+        ("[]", "expected fields, got list"),
+    ],
+)
+def test_what_no_request_can_have(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(content)
+    with pytest.raises(ArtifactError, match=f"^{re.escape(f'{path}: {said}')}"):
+        Prompts(tmp_path).default_sampling_params()

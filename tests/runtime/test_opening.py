@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import shutil
@@ -19,26 +18,13 @@ import pytest
 import torch
 
 import kvgraph
-from kvgraph.contract.hashes import hash_file
-from kvgraph.contract.plain import to_json
 from kvgraph.errors import ArtifactError, MissingDependencyError
 from kvgraph.runtime.sessions import onnxruntime as sessions
+from tests.support.artifacts import rehash
 
 Compiled = Callable[..., Path]
 
 ORT = f"onnxruntime {onnxruntime.__version__}"
-
-
-def rehash(folder: Path) -> None:
-    """The manifest lists every file as it is now."""
-    path = folder / "manifest.json"
-    fields = json.loads(path.read_text())
-    del fields["sha256"]
-    for name in fields["files"]:
-        entry = hash_file(folder / name)
-        fields["files"][name] = {"size": entry.size, "chunks": entry.chunks}
-    fields["sha256"] = hashlib.sha256(to_json(fields)).hexdigest()
-    path.write_bytes(to_json(fields))
 
 
 @pytest.fixture

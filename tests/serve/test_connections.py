@@ -120,3 +120,18 @@ def test_an_answer_that_nobody_takes(artifact: Path, tmp_path: Path) -> None:
                 assert answer.status == 200
                 assert len(answer.read1(answer.length)) < int(answer.headers["content-length"])
         assert "ASGI" not in server.log()
+
+
+def test_a_request_has_an_id(server: Server) -> None:
+    """The client's own, which the answer's id ends with, or one that is made: of errors, too."""
+    body = {"prompt": "a", "max_tokens": 1}
+    given = server.post("/v1/completions", body, **{"X-Request-Id": "mine.1"})
+    assert given.headers["x-request-id"] == "mine.1"
+    assert given.json()["id"] == "cmpl-mine.1"
+    assert '"request":"cmpl-mine.1"' in server.log()
+    for unusable in ("", "a b", "x" * 129):
+        made = server.post("/v1/completions", body, **{"X-Request-Id": unusable})
+        assert len(made.headers["x-request-id"]) == 32
+        assert made.json()["id"] == f"cmpl-{made.headers['x-request-id']}"
+    refused = [server.client.get("/nope").headers["x-request-id"] for _ in range(2)]
+    assert refused[0] != refused[1]

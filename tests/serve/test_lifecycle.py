@@ -327,6 +327,8 @@ def test_a_taken_port_is_one_sentence(server: Server, artifact: Path) -> None:
     ("arguments", "sentence"),
     [
         (("--metrics-prefix", "my metrics"), "--metrics-prefix: expected letters"),
+        (("--allowed-origins", "https://a.b/"), "--allowed-origins: expected * or an origin such"),
+        (("--allowed-origins", "a.example"), "--allowed-origins: expected * or an origin such"),
         (("--api-key-file", "{folder}/empty"), "expected an API key on a line, got none"),
         (("--api-key-file", "{folder}/none"), "--api-key-file: expected a file at"),
         (("--host", "256.0.0.1", "--port", "0"), "expected an address to listen at"),

@@ -20,6 +20,7 @@ from tests.serve.running import Server, answered, frames, posted, refusal, servi
 TEXT = "The import statement — naïvely"
 HI = {"role": "user", "content": "Hi"}
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+ORIGIN = "https://a.example"
 POSTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
@@ -270,11 +271,29 @@ def test_metrics_count(server: Server) -> None:
     assert any("cache_config_info" in name for name in after)
 
 
-def test_keys_and_dashboards(artifact: Path, tmp_path: Path) -> None:
+def check_origins(server: Server) -> None:
+    """A browser asks first, without a key; a page of another origin reads no answer."""
+    for origin, code in ((ORIGIN, 200), ("https://b.example", 400)):
+        asked = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type",
+        }
+        first = server.client.options("/v1/chat/completions", headers=asked)
+        assert first.status_code == code
+        answer = server.client.get("/v1/models", headers={"origin": origin})
+        assert answer.status_code == 401
+        allowed = ORIGIN if code == 200 else None
+        assert answer.headers.get("access-control-allow-origin") == allowed
+        assert first.headers.get("access-control-allow-origin") == allowed
+
+
+def test_keys_origins_and_dashboards(artifact: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-one\n\nkey-two\n")
     options = ("--threads", 1, "--api-key-file", keys, "--metrics-prefix", "vllm:")
-    with serving(tmp_path / "log", artifact, *options) as server:
+    with serving(tmp_path / "log", artifact, *options, "--allowed-origins", ORIGIN) as server:
+        check_origins(server)
         for path in ("/", "/health", "/ready"):
             assert server.client.get(path).status_code == 200
         for wrong in (

@@ -48,7 +48,7 @@ def served(prompts: Tokenizing) -> Served:
     facts: Any = SimpleNamespace(longest=LONG_TEXT + 9, vocab_size=9)
     unused: Any = None
     given: Any = prompts
-    return Served(given, unused, facts, unused, unused, unused, unused, 2)
+    return Served(given, unused, facts, unused, unused, unused, unused, {}, 2)
 
 
 def test_short_texts_that_are_long_together_leave_the_loop() -> None:

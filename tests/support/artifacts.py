@@ -19,6 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvgraph.contract.hashes import hash_file
+from kvgraph.contract.plain import to_json
+
 Compiled = Callable[..., Path]
 """The fixture `compiled`: a model, a backend and options -> an artifact's folder."""
 
@@ -51,6 +54,18 @@ def made(what: dict[str, Any], make: Callable[[Path], object]) -> Path:
             make(partial)
             partial.rename(folder)
     return folder
+
+
+def rehash(folder: Path) -> None:
+    """The manifest lists every file as it is now."""
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["sha256"]
+    for name in fields["files"]:
+        entry = hash_file(folder / name)
+        fields["files"][name] = {"size": entry.size, "chunks": entry.chunks}
+    fields["sha256"] = hashlib.sha256(to_json(fields)).hexdigest()
+    path.write_bytes(to_json(fields))
 
 
 def shared(name: str) -> Path:

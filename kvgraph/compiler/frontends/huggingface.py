@@ -35,8 +35,8 @@ from kvgraph.compiler.frontends.loaded import load_weights
 from kvgraph.compiler.frontends.refusals import Reason, first_line, unsupported
 from kvgraph.compiler.frontends.rope import longest as longest_of
 from kvgraph.compiler.frontends.rope import parameters_of, settle
+from kvgraph.compiler.frontends.text_files import NAMES as TEXT_FILES
 from kvgraph.compiler.frontends.text_files import (
-    GENERATION,
     as_id,
     as_ids,
     end_tokens,
@@ -44,7 +44,6 @@ from kvgraph.compiler.frontends.text_files import (
     text_files,
     tokenizer_notes,
 )
-from kvgraph.compiler.frontends.text_files import NAMES as TEXT_FILES
 from kvgraph.compiler.frontends.weightless import (
     Located,
     fake_parameters,
@@ -61,6 +60,7 @@ from kvgraph.compiler.shards import (
     require_known_names,
     shard_paths,
 )
+from kvgraph.contract.generation import GENERATION
 from kvgraph.errors import MissingDependencyError, ModelError, UnsupportedError
 from kvgraph.handlers import let_pass
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from kvgraph.compiler.frontends.text_files import (
-    GENERATION,
     TOKENIZER,
     Files,
     as_id,
@@ -20,6 +19,7 @@ from kvgraph.compiler.frontends.text_files import (
     text_files,
 )
 from kvgraph.compiler.model import Model
+from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.tokenizer import read_tokenizer
 from kvgraph.errors import ModelError, UnsupportedError
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvgraph.compiler.frontends.folder import Config, read_json
 from kvgraph.contract.files import read_text
+from kvgraph.contract.generation import GENERATION, suggested
 from kvgraph.contract.plain import JsonObject
 from kvgraph.contract.sizes import whole
 from kvgraph.contract.tokenizer import read_tokenizer
@@ -21,10 +22,10 @@ NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
     "chat_template.jinja",
+    GENERATION,
 )
-TOKENIZER, SETTINGS, SPECIAL_TOKENS, GENERATION, TEMPLATE = NAMES
+TOKENIZER, SETTINGS, SPECIAL_TOKENS, TEMPLATE, _ = NAMES
 ADDED_TOKENS = "added_tokens.json"
 
 OTHERS, OTHERS_BEFORE = "extra_special_tokens", "additional_special_tokens"
@@ -224,35 +225,26 @@ def _as_token(given: object) -> JsonObject:
 
 
 def generation_notes(folder: Path) -> tuple[str, ...]:
-    """A sentence where a generation_config.json says how to sample, which requests say here."""
+    """A sentence where a generation_config.json says how to sample."""
     path = folder / GENERATION
     if not path.is_file():
         return ()
     config = _read_object(path)
-    plain = GREEDY_TOO | SAMPLED if config.get("do_sample") else GREEDY_TOO
-    said: dict[str, list[str]] = {WITH_REQUEST: [], WITHOUT_PLACE: []}
-    for name, value in plain.items():
-        if config.get(name) not in (None, [], value):
-            kind = WITHOUT_PLACE if name in UNKNOWN_HERE else WITH_REQUEST
-            said[kind].append(f"{name} {config[name]!r:.40}")
-    return tuple(f"{GENERATION}: {kind}: {', '.join(each)}" for kind, each in said.items() if each)
+    unknown = {name: config[name] for name in UNKNOWN_HERE if config.get(name) not in (None, [], 0)}
+    said = {WITH_REQUEST: suggested(config), WITHOUT_PLACE: unknown}
+    return tuple(
+        f"{GENERATION}: {kind}: {', '.join([f'{n} {value!r:.40}' for n, value in each.items()])}"
+        for kind, each in said.items()
+        if each
+    )
 
-
-GREEDY_TOO: dict[str, object] = {
-    "repetition_penalty": 1,
-    "no_repeat_ngram_size": 0,
-    "suppress_tokens": None,
-    "bad_words_ids": None,
-}
-"""Settings of transformers that change greedy text as well, and their value without effect."""
 
 UNKNOWN_HERE = ("no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
-"""Those that SamplingParams do not have; `logit_bias` may take the place of the second."""
+"""Settings of transformers that change the text and that SamplingParams do not have; `logit_bias`
+may take the place of the second."""
 
-WITH_REQUEST = "not applied, so give it with a request"
+WITH_REQUEST = "the defaults of `kvgraph chat` and `serve`"
 WITHOUT_PLACE = "not applied, and no request can ask for it"
-
-SAMPLED: dict[str, object] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 
 
 def end_tokens(path: Path) -> tuple[tuple[int, ...], int | None]:
