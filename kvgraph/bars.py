@@ -45,19 +45,21 @@ class Bars(AbstractContextManager["Bars"]):
             _Share(),
             console=console,
             transient=True,
-            disable=not console.is_interactive,  # else it writes an empty line
         )
+        self._is_shown = console.is_interactive  # else it writes an empty line
         self._scope = listening(self)
         self._stage = self._rows.add_task("", total=None, visible=False)
 
     def __enter__(self) -> Bars:
-        self._rows.start()
+        if self._is_shown:
+            self._rows.start()
         self._scope.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._scope.__exit__(None, None, None)
-        self._rows.stop()
+        if self._is_shown:
+            self._rows.stop()
 
     def stage(self, text: str) -> None:
         self._rows.update(self._stage, description=text, visible=bool(text))

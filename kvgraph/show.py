@@ -99,8 +99,8 @@ def mixture_line(mixture: Mixture) -> str:
 
 def quality_line(quality: QualityInfo) -> str:
     return (
-        f"perplexity {quality.perplexity:.4g} (the checkpoint in float32: "
-        f"{quality.reference_perplexity:.4g}, so {quality.loss:+.2%}), "
+        f"perplexity {quality.perplexity:.2f} (the checkpoint in float32: "
+        f"{quality.reference_perplexity:.2f}, so {quality.loss:+.2%}), "
         f"{quality.agreement:.2%} of the likeliest tokens the same, "
         f"over {quality.tokens:,} tokens of {quality.text}"
     )

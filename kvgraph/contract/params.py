@@ -12,7 +12,7 @@ from kvgraph.contract.devices import Device
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import ACTIVATIONS, QUANTIZED, itemsize
 from kvgraph.contract.shards import shards_of
-from kvgraph.contract.sizes import whole
+from kvgraph.contract.sizes import said, whole
 from kvgraph.contract.symbols import (
     ContinuousBatchingKVCacheInputSymbols,
     KVCacheInputSymbols,
@@ -167,8 +167,7 @@ class KVCacheParams:
         for name, values, kind in kinds:
             for value in values:
                 if value is not None and not isinstance(value, kind):
-                    said = f"{type(value).__name__} {value!r:.100}"
-                    raise ParamsError(f"{name}: expected {kind.__name__}, got {said}")
+                    raise ParamsError(f"{name}: expected {kind.__name__}, got {said(value)}")
 
     def _check_layout(self) -> None:
         if self.dtype not in ACTIVATIONS:

@@ -54,13 +54,18 @@ def whole(
     """`value` as an int of `least` to `most`; `refusal` names `name` for another value."""
     found = as_integer(value)
     if found is None:
-        said = f"{type(value).__name__} {value!r:.100}"
-        raise refusal(f"{name}: expected an integer, got {said}")
+        raise refusal(f"{name}: expected an integer, got {said(value)}")
     if least is not None and found < least:
         raise refusal(f"{name}: expected >= {least}, got {found}")
     if most is not None and found > most:
         raise refusal(f"{name}: expected at most {most}, got {found}")
     return found
+
+
+def said(value: object) -> str:
+    """`value` as an error shows it: its type, and what of it fits into a sentence."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
 def size_text(count: float) -> str:

@@ -24,7 +24,14 @@ from kvgraph.errors import ParamsError, RequestError, UnsupportedError
 from kvgraph.kv.memory import plan_memory
 from kvgraph.kv.multistep import Nest, StepInputs, advance
 from kvgraph.kv.pool.slots import Slots, lowest, require_name
-from kvgraph.kv.requests import Batches, RequestID, TextContext, per_replica, require_steps
+from kvgraph.kv.requests import (
+    Batches,
+    RequestID,
+    TextContext,
+    per_replica,
+    require_context,
+    require_steps,
+)
 
 
 class KVCacheManager(ABC):
@@ -111,6 +118,7 @@ class KVCacheManager(ABC):
         is there already: RequestError if the tokens do not fit into `max_seq_len`.
         """
         extra = require_steps(num_steps, lookahead)
+        require_context(data, "alloc")
         self._slots.slot_of(data.request_id, replica_idx, "alloc")
         self._require_fits(data, extra)
 
@@ -351,9 +359,13 @@ class KVCacheManager(ABC):
 
     def _per_replica(self, batches: Batches | Sequence[TextContext], call: str) -> Batches:
         replicas = self.params.data_parallel_degree
-        if not batches and replicas == 1:
+        if replicas == 1 and isinstance(batches, Sequence) and not batches:
             return [[]]
-        return per_replica(batches, replicas, call)
+        given = per_replica(batches, replicas, call)
+        for batch in given:
+            for ctx in batch:
+                require_context(ctx, call)
+        return given
 
 
 def _deployed(

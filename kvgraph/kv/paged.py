@@ -30,6 +30,7 @@ from kvgraph.kv.requests import (
     TextContext,
     at_replica,
     per_replica,
+    require_context,
     require_key,
     require_steps,
     require_unclaimed,
@@ -128,6 +129,7 @@ class PagedKVCacheManager(PagedQueries, Uncopied):
     ) -> None:
         replica = at_replica(self._replicas, replica_idx, "alloc")
         extra = require_steps(num_steps, lookahead)
+        require_context(data, "alloc")
         row = row_of(data.request_id, self._claimed, replica_idx, "alloc")
         if data.processed_length + data.active_length + extra > row.limit:
             tiers, planner = self._tiers, replica.planner

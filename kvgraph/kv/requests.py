@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvgraph.contract.sizes import whole
+from kvgraph.contract.sizes import said, whole
 from kvgraph.errors import RequestError
 
 RequestID = Hashable
@@ -177,8 +177,7 @@ def _require_types(
     ):
         if not isinstance(value, kind):
             raise RequestError(
-                f"{name} of {request_id!r}: expected {kind.__name__}, "
-                f"got {type(value).__name__} {value!r}"
+                f"{name} of {request_id!r}: expected {kind.__name__}, got {said(value)}"
             )
 
 
@@ -220,8 +219,10 @@ def at_replica(each: Sequence[T], replica_idx: int, call: str) -> T:
 def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, call: str) -> Batches:
     """One batch per replica; a flat list of requests is the batch of the only replica.
 
-    An empty list is flat too where `step` gets it.
+    An empty list is flat too where `step` gets it. Each batch is a sequence; what is in it is for
+    the caller to look at.
     """
+    _require_list(batches, call)
     if num_replicas == 1 and (isinstance(batches[0], TextContext) if batches else call == "step"):
         return [cast(Sequence[TextContext], batches)]
     if len(batches) != num_replicas:
@@ -229,7 +230,21 @@ def per_replica(batches: Batches | Sequence[TextContext], num_replicas: int, cal
             f"{call}: expected {num_replicas} replica batches (data_parallel_degree), "
             f"got {len(batches)}"
         )
+    for batch in batches:
+        _require_list(batch, call)
     return cast(Batches, batches)
+
+
+def _require_list(given: object, call: str) -> None:
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"{call}: expected a list of TextContexts for each replica, got {said(given)}"
+        )
+
+
+def require_context(given: object, call: str) -> None:
+    if not isinstance(given, TextContext):
+        raise RequestError(f"{call}: expected a TextContext, got {said(given)}")
 
 
 def require_key(request_id: RequestID) -> None:

@@ -13,7 +13,7 @@ from typing import SupportsIndex, TypeVar, cast
 
 import numpy as np
 
-from kvgraph.contract.sizes import BOOLEANS, as_integer
+from kvgraph.contract.sizes import BOOLEANS, as_integer, said
 from kvgraph.errors import RequestError
 
 T = TypeVar("T")
@@ -154,12 +154,6 @@ def one_for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
     if len(given) != count:
         raise RequestError(f"{name}: expected {count}, one for each prompt, got {len(given)}")
     return given
-
-
-def said(value: object) -> str:
-    """`value` as an error shows it: its type, and what of it fits into a sentence."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
 def _listed(values: Iterable[T], expected: str) -> list[T]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 from kvgraph.contract.files import read_fields, read_text
 from kvgraph.contract.generation import GENERATION, suggested
 from kvgraph.contract.plain import JsonObject
+from kvgraph.contract.sizes import said
 from kvgraph.errors import ArtifactError, RequestError
-from kvgraph.runtime.arguments import flag, instance, said
+from kvgraph.runtime.arguments import flag, instance
 from kvgraph.runtime.messages import (
     ASKS_FOR_NONE,
     NAMES_DEVELOPER,

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import NamedTuple, cast
 
+from kvgraph.contract.sizes import said
 from kvgraph.errors import RequestError
-from kvgraph.runtime.arguments import instance, said
+from kvgraph.runtime.arguments import instance
 
 MOST_BYTES = 1 << 16
 MOST_DEPTH = 64

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
+from kvgraph.contract.sizes import said
 from kvgraph.errors import RequestError
-from kvgraph.runtime.arguments import instance, said, sequence
+from kvgraph.runtime.arguments import instance, sequence
 
 Message: TypeAlias = dict[str, object]
 

@@ -1,4 +1,5 @@
-"""Listens, loads meanwhile, and ends as it is told: SIGTERM drains, a second one cuts.
+"""Listens, loads meanwhile, and ends as it is told: SIGTERM drains, a second one cuts; SIGINT, and
+SIGHUP of a terminal that is closed, are as good.
 
 Tiers have a few seconds for the pages that wait for them; after the second signal none.
 """
@@ -103,6 +104,9 @@ class _Server(uvicorn.Server):
     async def main(self, listening: socket.socket) -> None:
         """Load and answer at once."""
         loading = asyncio.ensure_future(self._load())
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
         try:
             await self.serve([listening])
         finally:

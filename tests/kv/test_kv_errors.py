@@ -305,3 +305,41 @@ def test_numbers_of_slots_are_whole(kind: Any) -> None:
     with pytest.raises(RequestError, match=r"free slots of \[0, 1\], got \[True\]"):
         manager.external_claim([True])
     assert manager.slots_remaining == {0, 1}
+
+
+@pytest.mark.parametrize("call", ["alloc_batch", "runtime_inputs", "step"])
+@pytest.mark.parametrize("kind", ["paged", "continuous", "padded"])
+def test_what_is_no_batch(kind: str, call: str) -> None:
+    manager: Any = make_manager(pages=6)
+    if kind != "paged":
+        manager = one_of_slots(kind)
+    function = getattr(manager, call)
+    for given in (None, 5, [None], [5], {"a": 1}):
+        with pytest.raises(RequestError, match=f"^{call}: expected a list of TextContexts for"):
+            function(given)
+    with pytest.raises(RequestError, match=f"^{call}: expected a TextContext, got str 'a'$"):
+        function([["a"]])
+    if call == "alloc_batch":
+        with pytest.raises(RequestError, match=r"^alloc: expected a TextContext, got int 5$"):
+            manager.alloc(5)
+
+
+def one_of_slots(kind: str) -> ContinuousBatchingKVCacheManager | PaddedKVCacheManager:
+    kinds = {"continuous": ContinuousBatchingKVCacheManager, "padded": PaddedKVCacheManager}
+    return kinds[kind](make_params(), 3, 24)
+
+
+@pytest.mark.parametrize("length", [-1, 10])
+def test_a_part_of_a_request_that_is_none(manager: PagedKVCacheManager, length: int) -> None:
+    ctx = start(manager, "a", range(9))
+    ctx.active_length = length
+    text = f"^active_length of 'a': expected 0 to 9 tokens, the rest of 9, got {length}$"
+    fails(manager, lambda: manager.runtime_inputs([[ctx], []]), RequestError, text)
+
+
+def test_bounds_that_are_none(manager: PagedKVCacheManager) -> None:
+    ctx = start(manager, "a", range(9))
+    bounds: Any = (1, 9, 9)
+    text = r"^batch_characteristics: expected BatchCharacteristics, got tuple \(1, 9, 9\)$"
+    call = lambda: manager.runtime_inputs([[ctx], []], batch_characteristics=bounds)  # noqa: E731
+    fails(manager, call, RequestError, text)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,41 @@ def test_a_damaged_page_is_a_miss_and_is_removed(tmp_path: Path) -> None:
     put(store, 1)
     assert all(all_right(store, 3))
     store.close()
+
+
+def test_several_find_one_page_damaged(tmp_path: Path) -> None:
+    """Its slot is free once, and stays with a process that claimed it since."""
+    one, two = opened(tmp_path, pages=1), opened(tmp_path, pages=1)
+    put(one, 0)
+    one.flush()
+    index = one._ready(False).index
+    found = index.find(KEYS[0])
+    assert found is not None
+    assert [index.remove(KEYS[0], found) for _ in range(2)] == [1, 0]
+    assert (index.counts(), index.taken) == ((0, 0), 0)
+    put(two, 1)
+    assert index.remove(KEYS[0], found) == 0
+    two.flush()
+    assert got(two, 1) == page(1)
+    assert two.stats().dropped == 0
+
+
+def test_a_damaged_page_while_another_process_writes(tmp_path: Path) -> None:
+    """It is a miss, no more: what is whole is read on."""
+    store = opened(tmp_path)
+    put(store, 0, 1)
+    store.flush()
+    (slab,) = slabs(tmp_path)
+    content = slab.read_bytes()
+    slab.write_bytes(content.replace(page(0), bytes(SIZE)))
+    (index,) = tmp_path.glob("kvgraph-*/index.sqlite")
+    with closing(sqlite3.connect(index, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert all_right(store, 2) == [False, True]
+    stats = store.stats()
+    assert (stats.problem, stats.damaged) == ("", 0)
+    assert all_right(store, 2) == [False, True]
+    assert store.stats().damaged == 1
 
 
 def test_a_slot_reused_while_it_is_read_is_a_miss(

@@ -58,7 +58,7 @@ def stream_of(server: Server, body: dict[str, Any] = WAITING) -> Iterator[Iterat
         yield lines
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 2])
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT] * 2])
 def test_a_signal_ends_a_server_that_loads(
     signals: list[signal.Signals], artifact: Path, tmp_path: Path
 ) -> None:

@@ -25,12 +25,12 @@ import numpy.typing as npt
 from kvgraph.contract.devices import HOST
 from kvgraph.contract.dims import TensorType, ceildiv
 from kvgraph.contract.inputs import BatchCharacteristics, Buffer, RaggedKVCacheInputs
-from kvgraph.contract.sizes import whole
+from kvgraph.contract.sizes import said, whole
 from kvgraph.errors import CapacityError, RequestError
 from kvgraph.kv.pool.identity import PoolSettings
 from kvgraph.kv.pool.leaf import Leaf
 from kvgraph.kv.pool.rows import Phase, Row, row_of
-from kvgraph.kv.requests import MAX_STEPS, RequestID, TextContext
+from kvgraph.kv.requests import MAX_STEPS, RequestID, TextContext, require_context
 
 Extents = tuple[list[int], int, int, int, int]
 """cache lengths, longest new run, longest context, table width, steps: a batch measured."""
@@ -104,6 +104,8 @@ class ReplicaBatch:
                 f"{call}: expected at most max_batch_size={self._settings.max_batch_size} rows "
                 f"for replica {self._index}, got {len(contexts)}"
             )
+        for ctx in contexts:
+            require_context(ctx, call)
         rows = [row_of(ctx.request_id, claimed, self._index, call) for ctx in contexts]
         if len(set(rows)) != len(rows):
             twice = next(row for i, row in enumerate(rows) if row in rows[:i])
@@ -142,12 +144,18 @@ class ReplicaBatch:
             total = cached + new
             if total + extra > row.capacity:
                 raise _too_few_pages(row, total + extra)
+            if new < 0 or total > ctx.current_length:
+                raise _no_part(ctx)
             if new > longest_new:
                 longest_new = new
             if total > longest:
                 longest = total
             lengths.append(cached)
         if bounds is not None:
+            if not isinstance(bounds, BatchCharacteristics):
+                raise RequestError(
+                    f"batch_characteristics: expected BatchCharacteristics, got {said(bounds)}"
+                )
             self._require_within(bounds, len(lengths), longest_new, longest)
             longest_new, longest = bounds.max_prompt_length, bounds.max_cache_valid_length
         width = max(1, -(-(longest + extra) // self._settings.page_size))  # rounded up
@@ -199,6 +207,14 @@ class ReplicaBatch:
                 f"got {max_cache_length} tokens in {pages} pages"
             )
         return pages
+
+
+def _no_part(ctx: TextContext) -> RequestError:
+    rest = ctx.current_length - ctx.processed_length
+    return RequestError(
+        f"active_length of {ctx.request_id!r}: expected 0 to {rest} tokens, the rest of "
+        f"{ctx.current_length}, got {ctx.active_length}"
+    )
 
 
 def _too_few_pages(row: Row, tokens: int) -> CapacityError:

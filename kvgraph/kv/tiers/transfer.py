@@ -36,6 +36,7 @@ from kvgraph.kv.requests import TextContext
 from kvgraph.kv.tiers.exchange import LeafPages
 
 FORMAT = "kvgraph-transfer-1"
+DIGEST_BYTES = 32
 MOST_HEADER = 64 << 20
 """Bytes of a message that is no page; a page list of a million pages is a tenth more."""
 
@@ -84,6 +85,7 @@ class PageTransfer:
             header = _receive(connection)
             try:
                 wanted, stored = self._check(header), self._stored(header)
+                _require_own(wanted, stored)
                 with self._manager.adopted_pages(wanted, self._replica, stored=stored) as leaves:
                     self._take(connection, header, leaves)
                     taken = sum(len(leaf.pages) for leaf in leaves)
@@ -184,6 +186,16 @@ class PageTransfer:
                 _copy_in(leaves, iter(block))
         else:
             _copy_in(leaves, _received(connection, leaves))
+
+
+def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[Stored]) -> None:
+    """TransferError for a page that is none of the sender's tokens, where it says them."""
+    own = {page.digest for page in stored}
+    for digest in [digest for leaf in offered for digest in leaf]:
+        if len(digest) != DIGEST_BYTES or (stored and digest not in own):
+            raise TransferError(
+                f"digests: expected those of the sender's tokens, got {digest.hex()[:64]!r}"
+            )
 
 
 def _require(name: str, expected: object, found: object) -> None:

@@ -88,6 +88,8 @@ class _Ending:
     def listen(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+            signal.signal(signal.SIGHUP, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first.is_set():

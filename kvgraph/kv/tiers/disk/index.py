@@ -249,9 +249,10 @@ class Index:
                 "UPDATE slots SET used = max(used, ?) WHERE model = ? AND key = ?", rows
             )
 
-    def remove(self, held: HeldPage) -> int:
+    def remove(self, key: bytes, held: HeldPage) -> int:
         """Free a damaged page's slot; 0 if the page is not there any more."""
-        return self._free("stride = ? AND slot = ? AND sum = ?", (*held.at, held.sum))
+        where = "stride = ? AND slot = ? AND sum = ? AND model = ? AND key = ?"
+        return self._free(where, (*held.at, held.sum, self._model, key))
 
     def release(self, owners: Iterable[str]) -> None:
         """Free what these claim."""

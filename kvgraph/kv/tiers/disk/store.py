@@ -197,10 +197,14 @@ class DiskStore:
             return False
         if self._is_whole(files, held, key, out):
             return True
-        if files.index.find(key) == held and files.index.remove(held):  # not evicted meanwhile
-            self._stats.damaged += 1
-            self._stats.num_used_pages -= 1
-        return False
+        try:
+            if files.index.remove(key, held):  # not evicted meanwhile
+                self._stats.damaged += 1
+                self._stats.num_used_pages -= 1
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+        return False  # where others write for long, its next reader removes it
 
     def _is_whole(self, files: Generation, held: HeldPage, key: bytes, out: memoryview) -> bool:
         arrived = files.slabs.read(held.at, out)

@@ -60,7 +60,7 @@ def _check(files: Generation, fingerprint: bytes, key: bytes) -> bool:
     out = memoryview(bytearray(held.size))
     if files.slabs.read(held.at, out) and checksum(fingerprint, key, [out]) == held.sum:
         return True
-    return not (files.index.find(key) == held and files.index.remove(held))
+    return not files.index.remove(key, held)
 
 
 def clear(folder: Path) -> int:
