@@ -10,13 +10,10 @@
 namespace kvg {
 namespace {
 
-constexpr int64_t kWidest = 512;  // head: sums of int8 products fit into 32 bits
-
 const StreamKernels* kernels_of(const Attention& job, const Tile& tile) {
   const Pool& pool = job.pool;
   const int64_t rows = (tile.end - tile.begin) * (job.heads / pool.kv_heads);
-  const bool fits = rows <= kFewRows && pool.head_dim <= kWidest &&
-                    (!pool.scales || pool.scales_per_head == 1);
+  const bool fits = rows <= kFewRows && fits_integers(pool);
   return fits ? kernels().streams[pool.dtype] : nullptr;
 }
 
@@ -26,7 +23,7 @@ class StreamTask : AttentionTask {
              const Tile& tile, int64_t first_head, int64_t last_head)
       : AttentionTask(job, partial, tile, first_head, last_head),
         streams_(streams),
-        step_(step_of(job.pool.scales ? job.pool.kv_heads : heads(), streams_.step_size, 8)) {}
+        step_(job.pool.scales ? keys_of_sum() : step_of(heads(), streams_.step_size, 8)) {}
 
   void run() {
     const int64_t queries = heads() * streams_.packed_size(rows_, D_) / kLine;
@@ -93,9 +90,7 @@ class StreamTask : AttentionTask {
   }
 
   const StreamKernels& streams_;
-  // Keys at a time, of all heads. Sums of int8 are rounded after each step, so there it is the same
-  // however many heads a task has: that depends on the batch and on the threads.
-  const int64_t step_;
+  const int64_t step_;  // keys at a time, of all heads
   char* queries_;   // packed, of all heads
   float* factors_;  // [heads, 2, J]
 };

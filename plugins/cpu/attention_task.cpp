@@ -40,13 +40,15 @@ Line* AttentionTask::make_room(int64_t lines) {
   return room.data();
 }
 
-// The keys that any query of the tile sees, and of them this part.
+// The keys that any query of the tile sees, and of them this part, which begins with a tile of keys.
 Keys AttentionTask::part_keys() const {
   const int64_t first = keys_of(job_, tile_.row, position(tile_.begin)).first;
   const int64_t last = keys_of(job_, tile_.row, position(tile_.end - 1)).last;
-  const int64_t part = (last - first + tile_.parts - 1) / tile_.parts;
-  const int64_t begin = first + tile_.part * part;
-  return {begin, std::min(last, begin + part)};
+  const int64_t aligned = first - first % kKeys;
+  const int64_t tiles = (last - aligned + kKeys - 1) / kKeys;
+  const int64_t part = (tiles + tile_.parts - 1) / tile_.parts * kKeys;
+  const int64_t begin = aligned + tile_.part * part;
+  return {std::max(first, begin), std::min(last, begin + part)};
 }
 
 void AttentionTask::find(int64_t first, int64_t end, KeyTile& tile) const {

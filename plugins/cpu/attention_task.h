@@ -15,6 +15,11 @@ namespace kvg {
 
 constexpr int64_t kFewRows = 8;  // up to here K and V are multiplied as they are read
 
+// Whether sums of int8 products fit into 32 bits, and a key has one scale.
+inline bool fits_integers(const Pool& pool) {
+  return pool.head_dim <= 512 && (!pool.scales || pool.scales_per_head == 1);
+}
+
 struct alignas(64) Line {
   float floats[16];
 };
@@ -59,10 +64,18 @@ class AttentionTask {
       }
   }
 
+  // Tiles begin at multiples of kKeys, whatever the first key is: weights of int8 are rounded by the
+  // largest of a tile.
   KeyTile first_tile() const {
     const Keys keys = part_keys();
     KeyTile tile;
-    find(keys.first, keys.last, tile);
+    find(keys.first - keys.first % kKeys, keys.last, tile);
+    const int64_t missing = keys.first % kKeys;
+    for (int kind : {0, 1}) {  // not seen, so perhaps not there
+      std::fill_n(tile.rows[kind], missing, tile.rows[kind][missing]);
+      if (job_.pool.scales)
+        std::fill_n(tile.scales[kind], missing, tile.scales[kind][missing]);
+    }
     return tile;
   }
 
@@ -83,6 +96,13 @@ class AttentionTask {
     int64_t keys = kKeys;
     while (keys > fewest && keys * heads * row_size_ > size) keys /= 2;
     return keys;
+  }
+
+  // Keys of int8 whose sums are added at a time. Sums are rounded then, so that it is the same however
+  // many heads a task has: that depends on the batch and on the threads.
+  int64_t keys_of_sum() const {
+    const StreamKernels* streams = kernels_.streams[KVG_INT8];
+    return streams ? step_of(job_.pool.kv_heads, streams->step_size, 8) : kKeys;
   }
 
   // body(head, first key, keys, what is read next) for every head of every `step` keys of K (0) or V

@@ -10,11 +10,12 @@ namespace {
 
 constexpr int64_t kAhead = 32;  // lines that few rows ask for at once
 
-// A pool of bfloat16 or fewer bits has lost what bfloat16 queries and weights lose, and its products
-// are in bfloat16 where the processor has them and many rows share a packed tile of keys.
-bool packs(const Attention& job, int64_t rows) {
-  const int32_t pool = job.pool.dtype;
-  return rows > kFewRows && kernels().bfloat16 && pool != KVG_FLOAT32 && pool != KVG_FLOAT16;
+// Products of 16-bit words where the processor has them: of bfloat16, as a pool of no more bits has
+// lost what bfloat16 queries and weights lose, or of integers. With few rows too: a token's result
+// does not depend on how many come with it.
+const TileKernels* kernels_of(const Pool& pool) {
+  const bool converted = pool.dtype == KVG_INT8 && !fits_integers(pool);
+  return kernels().tiles[converted ? KVG_BFLOAT16 : pool.dtype];
 }
 
 class TileTask : AttentionTask {
@@ -22,40 +23,43 @@ class TileTask : AttentionTask {
   TileTask(const Attention& job, Partial& partial, const Tile& tile, int64_t first_head,
            int64_t last_head)
       : AttentionTask(job, partial, tile, first_head, last_head),
-        packs_(packs(job, rows_)),
-        step_(rows_ > kFewRows ? kKeys : step_of(1, kAhead * kLine, 4)),
+        packed_kernels_(kernels_of(job.pool)),
+        step_(packed_kernels_ || rows_ > kFewRows ? kKeys : step_of(1, kAhead * kLine, 4)),
         in_place_(reads_in_place()) {}
 
   void run() {
     const int64_t packed = (std::max(D_, E_) + kKeys - 1) / kKeys * kKeys;  // lines of kKeys / 2 pairs
-    const int64_t queries = lines_of(heads() * rows_ * (D_ + 1));
+    const int64_t queries = lines_of(heads() * rows_ * query_size());
+    const int64_t units = lines_of(heads() * rows_);
     const int64_t converted = lines_of(kKeys * std::max({D_, E_, rows_}));
-    Line* room = make_room(packed + queries + converted);
+    Line* room = make_room(packed + queries + units + converted);
     packed_ = reinterpret_cast<uint32_t*>(room);
     q_ = room[packed].floats;
-    converted_ = room[packed + queries].floats;
+    units_ = room[packed + queries].floats;
+    converted_ = room[packed + queries + units].floats;
     load_queries();
     each_tile(first_tile(), [this](const KeyTile& tile, const KeyTile& next) { attend(tile, next); });
     leave();
   }
 
  private:
-  int64_t pairs() const { return (D_ + 1) / 2; }  // of elements of a query
+  // Floats of a query, or pairs of its words, in whole vectors.
+  int64_t query_size() const {
+    return packed_kernels_ ? (D_ + kKeys - 1) / kKeys * (kKeys / 2) : D_;
+  }
 
-  // Queries in bfloat16, rows of pairs() words.
-  uint16_t* bfloat16_queries(int64_t head) const {
-    return reinterpret_cast<uint16_t*>(q_ + state_of(head) * (D_ + 1));
+  float* query_of(int64_t head, int64_t row) const {
+    return q_ + (state_of(head) + row) * query_size();
   }
 
   void load_queries() {
     each_query([this](int64_t head, int64_t row, const float* q) {
-      if (packs_) {
-        uint16_t* to = bfloat16_queries(head) + row * 2 * pairs();
-        dtype(KVG_BFLOAT16).from_float(q, to, static_cast<size_t>(2 * pairs()));
-      } else {
-        float* to = q_ + (state_of(head) + row) * D_;
+      float* to = query_of(head, row);
+      if (packed_kernels_)
+        units_[state_of(head) + row] =
+            packed_kernels_->pack_query(q, reinterpret_cast<uint32_t*>(to), D_);
+      else
         std::memcpy(to, q, static_cast<size_t>(D_) * sizeof(float));
-      }
     });
   }
 
@@ -78,12 +82,12 @@ class TileTask : AttentionTask {
     const void* rows[kKeys];
     read(tile, 0, head, D_, first, keys, rows);
     float* scores = scores_of(head) + first;
-    if (packs_) {
-      pack(kernels_.bfloat16->pack_keys, tile, 0, head, D_, keys, rows);
-      const auto* q = reinterpret_cast<const uint32_t*>(bfloat16_queries(head));
-      return kernels_.bfloat16->dot_packed(q, packed_, scores, rows_, pairs());
+    const float* q = query_of(head, 0);
+    if (packed_kernels_) {
+      packed_kernels_->pack_keys(rows, read_as(), packed_, D_, keys);
+      return packed_kernels_->dot(reinterpret_cast<const uint32_t*>(q), units_ + state_of(head),
+                                  packed_, factors_of(tile, 0, head, keys), scores, rows_, D_);
     }
-    const float* q = q_ + state_of(head) * D_;
     if (!scaled_in_place()) return kernels_.dot(q, rows, read_as(), scores, rows_, D_, D_, keys);
     for (int64_t at = 0; at < D_; at += block_) {
       float* part = at ? converted_ : scores;  // free: nothing is converted
@@ -102,9 +106,10 @@ class TileTask : AttentionTask {
     read(tile, 1, head, E_, first, keys, rows);
     const float* weights = scores_of(head) + first;
     float* out = out_of(head);
-    if (packs_) {
-      pack(kernels_.bfloat16->pack_values, tile, 1, head, E_, keys, rows);
-      return kernels_.bfloat16->add_packed(weights, packed_, out, rows_, E_, keys);
+    if (packed_kernels_) {
+      packed_kernels_->pack_values(rows, read_as(), packed_, E_, keys);
+      return packed_kernels_->add(weights, packed_, factors_of(tile, 1, head, keys), out, rows_, E_,
+                                  keys, keys_of_sum());
     }
     if (!scaled_in_place())
       return kernels_.add(weights, rows, read_as(), out, rows_, E_, E_, keys);
@@ -119,17 +124,20 @@ class TileTask : AttentionTask {
     }
   }
 
-  void pack(decltype(BFloat16Kernels::pack_keys) run, const KeyTile& tile, int kind, int64_t head,
-            int64_t width, int64_t keys, const void* const* rows) {
-    if (scaled_in_place()) load_factors(tile, kind, head, 0, 0, keys);
-    run(rows, read_as(), scaled_in_place() ? factors_ : nullptr, packed_, width, keys);
+  // The one scale of each key of a packed tile; null where there is none, or where keys were
+  // converted with the scales of their blocks.
+  const float* factors_of(const KeyTile& tile, int kind, int64_t head, int64_t keys) {
+    if (!scales_after()) return nullptr;
+    load_factors(tile, kind, head, 0, 0, keys);
+    return factors_;
   }
 
-  // Packing takes the one scale of a key; other blocks are converted first.
+  bool scales_after() const { return packed_kernels_ && job_.pool.scales && block_ == D_; }
+
   bool reads_in_place() const {
     const int32_t pool = job_.pool.dtype;
-    if (packs_)
-      return pool == KVG_BFLOAT16 || (pool == KVG_INT8 && block_ == D_);
+    if (packed_kernels_)
+      return pool == KVG_INT8 ? fits_integers(job_.pool) : !job_.pool.scales || scales_after();
     return pool == KVG_FLOAT32 || (reads_as_stored(pool) && rows_ <= kFewRows);
   }
 
@@ -153,7 +161,7 @@ class TileTask : AttentionTask {
     for (int64_t j = 0; !in_place_ && j < keys; ++j) {
       float* to = converted_ + j * width;
       dtype(job_.pool.dtype).to_float(rows[j], to, static_cast<size_t>(width));
-      if (job_.pool.scales)
+      if (job_.pool.scales && !scales_after())
         dequantize(to, tile.scales[kind][first + j] + head * job_.pool.scales_per_head, width);
       rows[j] = to;
     }
@@ -164,11 +172,12 @@ class TileTask : AttentionTask {
       kernels_.scale(x + begin, *scales++, std::min(block_, width - begin));
   }
 
-  const bool packs_;
+  const TileKernels* const packed_kernels_;  // null: products are in float32
   const int64_t step_;  // keys of a tile at a time, of all heads
   const bool in_place_;
   uint32_t* packed_;  // a tile of K or V
-  float* q_;          // [heads, M, D + 1]
+  float* q_;          // [heads, M, query_size()]
+  float* units_;      // of queries, [heads, M]
   float* converted_;  // [J, max(D, E)] or, of blocks, [M, J]
   float factors_[kKeys] = {};
 };

@@ -5,9 +5,9 @@
 
 #include <cstring>
 
-#include "cpu/bf16_kernels.h"
 #include "cpu/sampling_kernels.h"
 #include "cpu/stream_kernels.h"
+#include "cpu/tile_kernels.h"
 #include "cpu/vector.h"
 
 namespace kvg::KVG_ISA {
@@ -192,6 +192,8 @@ void weigh_rows(float* s_MJ, int64_t begin, int64_t end, float factor, float sof
   Vector top = before, kept = Vector{} + 1.0f;
   if (grew) {
     top = larger(seen_top, before);
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) top[m] = __builtin_ceilf(top[m]);
     kept = exp2_of_negative(before - (top == -kInfinity ? Vector{} : top));
     kept = top == -kInfinity ? Vector{} + 1.0f : kept;
   }
@@ -277,7 +279,7 @@ extern const Kernels kKernels;
 const Kernels kKernels = {
     {{}, row<Float32>(), row<Float16>(), row<BFloat16>(), row<Int8>(), row<Float8>()},
     dot, add, weigh, join, finish, scale, argmax, group_maxima, weigh_groups, reached_by, at_least,
-    kInBFloat16,
+    {nullptr, nullptr, nullptr, kTilesBFloat16, kTilesInt8, kTilesBFloat16},
     {nullptr, nullptr, nullptr, kStreamsBFloat16, kStreamsInt8}};
 
 }  // namespace kvg::KVG_ISA

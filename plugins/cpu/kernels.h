@@ -20,8 +20,9 @@ struct Dtype {
   void (*from_float)(const float* from, void* to, size_t count);
 };
 
-// Running softmax of one query row: the largest score so far (in units of log2(e)), and the sum of
-// weights relative to it.
+// Running softmax of one query row: the largest score so far (in units of log2(e)), rounded up to an
+// integer, and the sum of weights relative to it. Another top scales weights by a power of two, so
+// that they are rounded alike wherever a tile or a part of the keys begins.
 struct Softmax {
   float top, sum;
 };
@@ -71,18 +72,22 @@ struct StreamKernels {
               int64_t width, int64_t first, int64_t count);
 };
 
-// Products of bfloat16 with sums in float32; weights are rounded to it.
-struct BFloat16Kernels {
-  // The keys of a tile are packed first, from bfloat16, float32 or int8 that a factor for each key
-  // belongs to, into kKeys * padded width / 2 words. Queries are as wide, with zeros.
-  void (*pack_keys)(const void* const* key_J, int32_t dtype, const float* factor_J,
-                    uint32_t* packed, int64_t width, int64_t keys);
-  void (*pack_values)(const void* const* value_J, int32_t dtype, const float* factor_J,
-                      uint32_t* packed, int64_t width, int64_t keys);
-  void (*dot_packed)(const uint32_t* q_MP, const uint32_t* packed, float* scores_MJ, int64_t rows,
-                     int64_t pairs);
-  void (*add_packed)(const float* weight_MJ, const uint32_t* packed, float* out_ME, int64_t rows,
-                     int64_t width, int64_t keys);
+// Many query rows over packed tiles of K and V, in products of 16-bit words (word_products.h).
+struct TileKernels {
+  // The keys of a tile are packed first, from rows of int8, or of bfloat16, float8 or float32, into
+  // kKeys * padded width / 2 words.
+  void (*pack_keys)(const void* const* key_J, int32_t dtype, uint32_t* packed, int64_t width,
+                    int64_t keys);
+  void (*pack_values)(const void* const* value_J, int32_t dtype, uint32_t* packed, int64_t width,
+                      int64_t keys);
+  // Of padded width / 2 words; returns their unit.
+  float (*pack_query)(const float* q_D, uint32_t* to, int64_t width);
+  // `factor`, of each key, or null: quantised rows have one.
+  void (*dot)(const uint32_t* q_MP, const float* unit_M, const uint32_t* packed,
+              const float* factor_J, float* scores_MJ, int64_t rows, int64_t width);
+  // Sums of `step` keys are added at a time.
+  void (*add)(const float* weight_MJ, const uint32_t* packed, const float* factor_J, float* out_ME,
+              int64_t rows, int64_t width, int64_t keys, int64_t step);
 };
 
 struct Kernels {
@@ -119,8 +124,8 @@ struct Kernels {
   int64_t (*at_least)(const float* x, int64_t count, int64_t width, const float* maxima, float least,
                       int32_t* ids, int64_t room);
   // nullptr: the processor has no dot products of its own
-  const BFloat16Kernels* bfloat16;
-  const StreamKernels* streams[KVG_INT32];  // by kvg_dtype of the pool
+  const TileKernels* tiles[KVG_INT32];  // by kvg_dtype of the pool
+  const StreamKernels* streams[KVG_INT32];
 };
 
 // The best that this processor runs, or those that KVGRAPH_CPU_ISA names; throws a Refusal where

@@ -1,80 +1,16 @@
-// Scores and weighted sums of few query rows, over K and V as they lie, for kernels.cpp.
-//
-// Four query rows at a time, in products of pairs of 16-bit words: of bfloat16 with sums in float32,
-// or of integers, where queries and weights are multiples of a unit of their own, their largest by
-// 32767, and sums are exact.
+// Scores and weighted sums of few query rows, four at a time, over K and V as they lie, for
+// kernels.cpp.
 #pragma once
 
-#include "cpu/kernels.h"
-#include "cpu/vector.h"
-#include "cpu/words.h"
+#include "cpu/word_products.h"
 
 namespace kvg::KVG_ISA {
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 constexpr int kQueries = 4, kTogether = 4;  // rows and keys of a block of scores
-constexpr float kLargest = 32767.0f;
-
-struct BFloat16Products {
-  using Word = uint16_t;
-  using Sum = __m512;
-  static constexpr bool kScaled = false;  // by a unit, and a factor for each key
-  static constexpr int64_t kStep = 16384;
-
-  static __m512i words(const void* row, __mmask32 mask) {
-    return _mm512_maskz_loadu_epi16(mask, row);
-  }
-  static Sum plus_products(Sum sum, __m512i a, __m512i b) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-  }
-  static Sum plus(Sum a, Sum b) { return a + b; }
-  static Vector floats(Sum sum) { return (Vector)sum; }
-  static __m512i round(Vector low, Vector high, float) {
-    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-  }
-};
-
-struct Int8Products {
-  using Word = int8_t;
-  using Sum = __m512i;
-  static constexpr bool kScaled = true;
-  static constexpr int64_t kStep = 32768;
-
-  static __m512i words(const void* row, __mmask32 mask) {
-    return _mm512_maskz_cvtepi8_epi16(~0u, _mm256_maskz_loadu_epi8(mask, row));
-  }
-  static Sum plus_products(Sum sum, __m512i a, __m512i b) {
-    return _mm512_dpwssd_epi32(sum, a, b);
-  }
-  static Sum plus(Sum a, Sum b) { return _mm512_maskz_add_epi32(kAll, a, b); }
-  static Vector floats(Sum sum) { return (Vector)_mm512_maskz_cvtepi32_ps(kAll, sum); }
-  static __m512i round(Vector low, Vector high, float unit) {
-    const float inverse = 1.0f / unit;
-    const __m512i a = _mm512_maskz_cvtps_epi32(kAll, (__m512)(low * inverse));
-    const __m512i b = _mm512_maskz_cvtps_epi32(kAll, (__m512)(high * inverse));
-    const __m512i front = _mm512_castsi256_si512(_mm512_maskz_cvtsepi32_epi16(kAll, a));
-    return _mm512_maskz_inserti64x4(kHalf, front, _mm512_maskz_cvtsepi32_epi16(kAll, b), 1);
-  }
-};
-
-// The larger of numbers without a sign; NaN is larger than any.
-inline Vector larger_bits(Vector a, Vector b) {
-  return as<Vector>(_mm512_maskz_max_epi32(kAll, as<__m512i>(a), as<__m512i>(b)));
-}
-
-inline Vector magnitude(Vector v) { return as<Vector>(as<Words>(v) & 0x7fffffffu); }
-
-inline float unit_of(Vector largest) {
-  return reduce<larger_bits>(largest, largest, largest, largest)[0] / kLargest;
-}
-
-inline Vector load_part(const float* from, int64_t count) {
-  return (Vector)_mm512_maskz_loadu_ps(static_cast<__mmask16>(first_of(count)), from);
-}
 
 // Packed queries: of four rows first their units, as scores lie, then the words of each in whole
 // vectors.
-inline int64_t vectors_of(int64_t width) { return (width + kPairs - 1) / kPairs; }
 inline int64_t block_size(int64_t width) { return kLine * (1 + kQueries * vectors_of(width)); }
 inline int64_t packed_size(int64_t rows, int64_t width) {
   return (rows + kQueries - 1) / kQueries * block_size(width);
@@ -83,21 +19,10 @@ inline int64_t packed_size(int64_t rows, int64_t width) {
 template <class Products>
 void pack_query(const float* q_D, char* packed, int64_t row, int64_t width) {
   char* block = packed + row / kQueries * block_size(width);
-  float unit = 1.0f;
-  if (Products::kScaled) {
-    Vector largest = {};
-    for (int64_t d = 0; d < width; d += kWords)
-      largest = larger_bits(largest, magnitude(load_part(q_D + d, width - d)));
-    unit = unit_of(largest);
-  }
+  auto* words = reinterpret_cast<__m512i*>(block + kLine) + row % kQueries * vectors_of(width);
+  const float unit = pack_row<Products>(q_D, words, width);
   auto* units = reinterpret_cast<float*>(block) + row % kQueries * kTogether;
   for (int j = 0; j < kTogether; ++j) units[j] = unit;
-  auto* words = reinterpret_cast<__m512i*>(block + kLine) + row % kQueries * vectors_of(width);
-  for (int64_t d = 0; d < width; d += kPairs) {
-    const Vector low = load_part(q_D + d, width - d);
-    const Vector high = load_part(q_D + d + kWords, width - d - kWords);
-    _mm512_store_si512(words + d / kPairs, Products::round(low, high, unit));
-  }
 }
 
 // Lane 4 m + j: the sum of the lanes of sum[m][j]. First within groups of four lanes, then across.
@@ -185,16 +110,9 @@ constexpr int kUnit = kWords;
 
 template <class Products>
 void pack_weights(float* p_MJ, const float* factor_J, int64_t rows) {
-  for (int64_t m = 0; m < rows; ++m, p_MJ += kKeys) {
-    Vector low = load(Float32{}, p_MJ), high = load(Float32{}, p_MJ + kWords);
-    float unit = 1.0f;
-    if (Products::kScaled) {
-      low *= load(Float32{}, factor_J), high *= load(Float32{}, factor_J + kWords);
-      unit = unit_of(larger_bits(magnitude(low), magnitude(high)));
-    }
-    _mm512_storeu_si512(p_MJ, Products::round(low, high, unit));
-    p_MJ[kUnit] = unit;
-  }
+  constexpr int64_t kStride = kKeys * sizeof(float);
+  pack_tile<Products>(p_MJ, Products::kScaled ? factor_J : nullptr,
+                      reinterpret_cast<char*>(p_MJ), kStride, p_MJ + kUnit, kKeys, rows);
 }
 
 // Columns [e, e + kWide) of all keys, two keys at a time: elements of both lie side by side, and
@@ -263,8 +181,12 @@ void stream_add(const float* p_MJ, const Stream& values, float* out_ME, int64_t 
   });
 }
 
+// Bytes of K or V that are read at a time.
 template <class Products>
-constexpr StreamKernels kStream = {Products::kStep,        packed_size,
+constexpr int64_t kStep = Products::kScaled ? 32768 : 16384;
+
+template <class Products>
+constexpr StreamKernels kStream = {kStep<Products>,        packed_size,
                                    pack_query<Products>,   pack_weights<Products>,
                                    stream_dot<Products>,   stream_add<Products>};
 constexpr const StreamKernels* kStreamsBFloat16 = &kStream<BFloat16Products>;
