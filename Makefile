@@ -1,10 +1,11 @@
-# make demo | test | test-fast | test-ci | test-all | test-browser | test-distributed | test-vendors | check | check-kernels | check-ptx | docs | format | generate | constraints
+# make demo | test | test-fast | test-ci | test-all | test-browser | test-distributed | test-vendors | test-lowest | check | check-kernels | check-ptx | docs | format | generate | constraints
 #      bench-kv | bench-pool | bench-attention | bench-linear | bench-experts | bench-ranks | bench-replicas | bench-routing | bench-compile | bench-cuda | bench-kernels | bench-products | bench-tensorrt | bench-tiers | bench-stores | bench-step | bench-sampling | bench-serve | bench-start
 # Needs Python 3.11+, a C++ compiler and a package index.
 PYTHON ?= python3
 VENV := .venv
 DOCS := .venv-docs
 VENDORS := .venv-vendors
+LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 # The version that the tests ran with. On Linux the package index has its build for CUDA, gigabytes:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the one for CPUs.
@@ -21,7 +22,7 @@ NATIVE := $(shell find plugins -type f 2>/dev/null)
 
 # Both ways to install write to one environment.
 .NOTPARALLEL:
-.PHONY: demo test test-fast test-ci test-all test-browser test-distributed test-vendors check check-kernels check-ptx docs format generate constraints clean
+.PHONY: demo test test-fast test-ci test-all test-browser test-distributed test-vendors test-lowest check check-kernels check-ptx docs format generate constraints clean
 .PHONY: bench-kv bench-pool bench-attention bench-linear bench-experts bench-ranks bench-replicas bench-routing bench-compile bench-cuda bench-kernels bench-products bench-tensorrt bench-tiers bench-stores bench-step bench-sampling bench-start
 
 demo: $(VENV)/.demo
@@ -56,6 +57,13 @@ test-distributed: $(VENV)/.installed
 # served artifact. 400 MB of wheels.
 test-vendors: $(VENDORS)/.installed
 	$(VENDORS)/bin/python -m pytest tests/vendors tests/serve/test_lm_eval.py
+
+# What a user meets, with the lowest versions that pyproject.toml allows (but for torch's).
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -n $(WORKERS) -m "not slow" --ignore=tests/serve/replicas \
+		tests/test_cli.py tests/test_cli_chat.py tests/test_cli_streams.py tests/test_conformance.py \
+		tests/test_ladder.py tests/test_onnx.py tests/compiler/test_gguf.py tests/runtime/test_chat.py \
+		tests/runtime/test_guide.py tests/runtime/test_text.py tests/runtime/test_tiers.py tests/serve
 
 check: $(VENV)/.installed
 	$(BIN)/python -m tools.check
@@ -180,5 +188,13 @@ $(VENDORS)/.installed: $(VENV)/.installed
 	$(VENDORS)/bin/pip install --progress-bar on -q --no-deps --upgrade --target $(VENDORS)/torch-tensorrt torch-tensorrt==2.13.0
 	touch $@
 
+# uv alone resolves the lowest versions.
+$(LOWEST)/.installed: pyproject.toml $(NATIVE)
+	test -x $(LOWEST)/bin/uv || ($(PYTHON) -m venv $(LOWEST) && $(LOWEST)/bin/pip install -q uv)
+	$(LOWEST)/bin/pip install --progress-bar on -q "$(TORCH)"
+	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct "$(TORCH)" \
+		-e ".[compile,onnx,serve,guide,tiers,events,test]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(DOCS) $(VENDORS) build out site
+	rm -rf $(VENV) $(DOCS) $(VENDORS) $(LOWEST) build out site

@@ -309,6 +309,21 @@ def test_what_a_way_to_split_implies(
     assert tokenizer.encode(text).tokens == tokens
 
 
+def test_how_a_file_is_sampled(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The fields in which llama.cpp's conversion keeps those of generation_config.json."""
+    said = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05}
+    fields = {f"general__sampling__{name}": value for name, value in said.items()}
+    path = gguf_files.make(model_folder("llama"), tmp_path / "model.gguf", text=BYTES, **fields)
+    with as_folder(path) as folder:
+        params = Prompts(folder).default_sampling_params()
+        assert "generation_config.json" in text_files(folder, 300)
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
+    assert params.repetition_penalty == 1.05
+    plain = gguf_files.make(model_folder("llama"), tmp_path / "plain.gguf", text=BYTES)
+    with as_folder(plain) as folder:
+        assert not (folder / "generation_config.json").exists()
+
+
 def refused(path: Path) -> str:
     with pytest.raises(KVGraphError) as error:
         kvgraph.compile(path, path.with_name("out"), check=False)

@@ -22,8 +22,10 @@ import numpy as np
 
 from kvgraph.compiler.frontends.folder import CONFIG, is_gguf
 from kvgraph.compiler.frontends.gguf_file import (
+    alone,
     entries,
     field,
+    generation,
     is_decoded,
     nearest_bits,
     open_file,
@@ -33,16 +35,15 @@ from kvgraph.compiler.frontends.gguf_file import (
     require_vocabulary,
     told_of,
 )
-from kvgraph.compiler.frontends.refusals import first_line
 from kvgraph.compiler.frontends.text_files import (
     MORE_TEMPLATES,
     SETTINGS,
     TOKENIZER,
     require_template,
 )
-from kvgraph.compiler.quiet import quiet_loggers
+from kvgraph.contract.generation import GENERATION
 from kvgraph.contract.plain import JsonObject
-from kvgraph.errors import ModelError, UnsupportedError
+from kvgraph.errors import UnsupportedError
 from kvgraph.handlers import let_pass
 
 if TYPE_CHECKING:
@@ -121,22 +122,10 @@ def _write(path: Path, folder: Path) -> None:
     quantized = {"quant_method": "gguf", "file": str(path), **_stored(list(matrices.values()))}
     quantized["head"] = _stored(heads[:1])
     (folder / CONFIG).write_text(json.dumps(config | {"quantization_config": quantized}))
+    if given := generation(reader):
+        (folder / GENERATION).write_text(json.dumps(given))
     if field(reader, "tokenizer.ggml.model") is not None:
         _write_tokenizer(path, reader, folder)
-
-
-@contextmanager
-def _alone(path: Path, what: str) -> Iterator[Path]:
-    """A folder with a link to the file and nothing else, in which transformers reads `what`: it
-    takes a tokenizer.json in the file's own folder before the file's tokenizer."""
-    folder = tempfile.TemporaryDirectory(prefix="kvgraph-gguf-")
-    with quiet_loggers("transformers"), folder as name:
-        (Path(name) / path.name).symlink_to(path.absolute())
-        try:
-            yield Path(name)
-        except Exception as error:
-            let_pass(error)
-            raise ModelError(f"{path}: cannot read the {what}: {first_line(error)}") from error
 
 
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
@@ -163,7 +152,7 @@ def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
 def _config(path: Path, reader: GGUFReader, kind: str) -> dict[str, object]:
     import transformers
 
-    with _alone(path, "configuration") as only:
+    with alone(path, "configuration") as only:
         read = transformers.AutoConfig.from_pretrained(
             only, gguf_file=path.name, local_files_only=True
         )
@@ -326,7 +315,7 @@ def _splits() -> frozenset[str]:
 def _convert(path: Path, folder: Path, adds_bos: bool) -> None:
     import transformers
 
-    with _alone(path, "tokenizer") as only:
+    with alone(path, "tokenizer") as only:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             only,
             gguf_file=path.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraph.compiler.frontends.folder import CONFIG, GGUF_INSTEAD, require_fetched
+from kvgraph.compiler.frontends.refusals import first_line
+from kvgraph.compiler.quiet import quiet_loggers
 from kvgraph.errors import KVGraphError, MissingDependencyError, ModelError, UnsupportedError
 from kvgraph.handlers import let_pass
 
@@ -105,6 +108,41 @@ def field(reader: GGUFReader, name: str) -> str | int | float | None:
     found = reader.get_field(name)
     given: str | int | float | None = None if found is None else found.contents()
     return given
+
+
+@contextmanager
+def alone(path: Path, what: str) -> Iterator[Path]:
+    """A folder with a link to the file and nothing else, in which transformers reads `what`: it
+    takes a tokenizer.json in the file's own folder before the file's tokenizer."""
+    folder = tempfile.TemporaryDirectory(prefix="kvgraph-gguf-")
+    with quiet_loggers("transformers"), folder as name:
+        (Path(name) / path.name).symlink_to(path.absolute())
+        try:
+            yield Path(name)
+        except Exception as error:
+            let_pass(error)
+            raise ModelError(f"{path}: cannot read the {what}: {first_line(error)}") from error
+
+
+def generation(reader: GGUFReader) -> dict[str, object]:
+    """What a generation_config.json says of sampling; nothing where the file says nothing. Numbers
+    are float32, of decimals that people wrote."""
+    given = {name: field(reader, f"general.sampling.{own}") for own, name in SAMPLING.items()}
+    found: dict[str, object] = {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in given.items()
+        if value is not None
+    }
+    return {"do_sample": True, **found} if found.keys() - {"repetition_penalty"} else found
+
+
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> None:
