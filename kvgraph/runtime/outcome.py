@@ -23,10 +23,12 @@ from kvgraph.ops import native
 from kvgraph.runtime.guide import Guide, set_masks
 from kvgraph.runtime.logprobs import score
 from kvgraph.runtime.sampling import NO_TOKEN, FinishReason, Logits, Token, TokenSource
-from kvgraph.runtime.scheduler import NOTHING_FORCED, Batch, Request
+from kvgraph.runtime.scheduler import Batch, Request
 
 NO_NUMBER = "expected a logit above -inf from the model, got NaN or -inf for every token"
 NOT_ALLOWED = "expected a logit above -inf of a token that may come, got NaN or -inf for every one"
+
+NOTHING_FORCED: Mapping[str, Sequence[int]] = {}
 
 
 class Outcome(NamedTuple):
@@ -94,14 +96,14 @@ def sample(logits_RV: Logits, sources: Sequence[TokenSource]) -> list[int | None
 def tokens_with_text(
     rows: Sequence[Request],
     tokens: Sequence[int | None],
-    ahead: dict[str, list[Token]] | None = None,
+    ahead: dict[str, list[Token]],
 ) -> list[Token]:
     """Each row's token with the text that it completes; those that it forces get `ahead`."""
     generated = []
     for row, token in zip(rows, tokens, strict=True):
         if token is None:
             generated.append(_failure(row, _no_token(row), _held_text(row)))
-        elif row.guide is None or ahead is None:
+        elif row.guide is None:
             generated.append(_with_text(row, token))
         else:
             first, *rest = _run(row, row.guide, token)

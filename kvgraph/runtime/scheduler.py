@@ -1,8 +1,8 @@
 """Which tokens run in the next step: admission by pages, chunks by budget, preemption when dry.
 
-    submit -> waiting (first come, first served) ---------> running (oldest first) -> retired
-                  ^   '-> loading (pages come from a tier) ---^ |
-                  '------ preempted: newest first, recomputed --'
+    enqueue -> waiting (first come, first served) ---------> running (oldest first) -> retired
+                   ^   '-> loading (pages come from a tier) ---^ |
+                   '------ preempted: newest first, recomputed --'
 
 Running requests go before waiting ones, and only the head of the queue may be admitted, so no
 request starves. A step that preempts admits none.
@@ -38,8 +38,6 @@ from kvgraph.runtime.text import TextStream
 
 LOOK_AHEAD = 8
 """Waiting requests that the tiers are asked about before they come to the head of the queue."""
-
-NOTHING_FORCED: Mapping[str, Sequence[int]] = {}
 
 _ARRIVAL = attrgetter("arrival")
 
@@ -115,25 +113,20 @@ class Batch:
     def update(
         self,
         tokens: Sequence[int | None],
-        reasons: Sequence[FinishReason | None] | None = None,
-        forced: Mapping[str, Sequence[int]] = NOTHING_FORCED,
+        reasons: Sequence[FinishReason | None],
+        forced: Mapping[str, Sequence[int]],
     ) -> None:
         """All active tokens are processed; `tokens` (one per sampled row) are appended.
 
         A row without one has failed: it ends, and what this step made of it is not cached.
-        `reasons` are those of `reason_after`, where they are known already; `forced` are appended
-        behind the tokens of these requests.
+        `reasons`: why each row ends, if it does; `forced` are appended behind the tokens of these
+        requests.
         """
         if len(self.sampled) < len(self.rows):
             sampled = set(map(id, self.sampled))
             for row in self.rows:
                 if id(row) not in sampled:
                     row.context.update()
-        if reasons is None:
-            pairs = zip(self.sampled, tokens, strict=True)
-            reasons = [
-                "error" if token is None else row.reason_after(token) for row, token in pairs
-            ]
         now = perf_counter()
         if self.pace is not None:
             decoding = int(np.count_nonzero(np.diff(self.inputs.input_row_offsets) == 1))
@@ -175,11 +168,6 @@ class Scheduler:
         tokens = request.max_length - 1  # the last token is never cached
         self.kv.require_room(request.context.request_id, tokens, self.max_batch_tokens)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request that can complete: RequestError as of `require_room`."""
-        self.require_room(request)
-        self.enqueue(request)
-
     def enqueue(self, request: Request) -> None:
         """Queue a request for which `require_room` was called before."""
         request.arrival = self._arrivals = self._arrivals + 1
@@ -210,7 +198,7 @@ class Scheduler:
             admitted, is_asked = self._admit(self._budget_left(rows), rows)
             rows += admitted
         fits = rows or self.loading or is_asked
-        assert fits, "the oldest always fits: submit() refused it otherwise"
+        assert fits, "the oldest always fits: `require_room` refused it otherwise"
         return _batch(rows, self.pace) if rows else None
 
     def retire(self) -> list[Request]:

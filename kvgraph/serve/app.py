@@ -31,6 +31,7 @@ from kvgraph.serve.items import ResponseRequest
 from kvgraph.serve.jobs import Job
 from kvgraph.serve.log import log_answer, log_request
 from kvgraph.serve.protocol import (
+    OF_BOTH,
     OF_CHATS,
     ChatRequest,
     CompletionRequest,
@@ -317,7 +318,7 @@ async def _tokens_of(served: Served, given: TokenizeRequest) -> list[int]:
         )
         return await chat_tokens(served, chat)
     for name in OF_CHATS:
-        if name != "add_generation_prompt" and getattr(given, name) not in (None, False):
+        if name not in OF_BOTH and getattr(given, name) not in (None, False):
             raise ServeError(400, f"{name}: expected messages next to it, got a prompt", param=name)
     return await served.tokenize(given.prompt or "", given.add_special_tokens is not False)
 

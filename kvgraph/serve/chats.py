@@ -117,6 +117,7 @@ async def _rendered(
 
 async def chat_tokens(served: Served, given: ChatRequest) -> list[int]:
     """Those of its prompt."""
+    given.require_supported()
     return await _rendered(served, given, Tools(given))
 
 

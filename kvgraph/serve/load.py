@@ -34,7 +34,7 @@ class Load:
     prefill_rate: float | None = None
     """Tokens/s of prompts, in steps that had any; None before the first."""
     finish_seconds: float = 0.0
-    """Between the ends of two requests."""
+    """Between the ends of two requests, in which the engine was not idle; 0 before the first."""
     step_seconds: float = 0.0
 
 
@@ -49,6 +49,9 @@ class LoadMeter:
     def before_step(self) -> None:
         """In the engine's thread."""
         self._began = perf_counter()
+        before = self.load.stats
+        if not before.num_running and not before.num_waiting:  # it was idle until now
+            self._last_end = self._began
 
     def after_step(self, tokens: Sequence[Token]) -> None:
         """In the engine's thread."""
@@ -61,7 +64,8 @@ class LoadMeter:
             rate = measured if rate is None else rate + SMOOTHING * (measured - rate)
         between = old.finish_seconds
         if ended := sum([token.finish_reason is not None for token in tokens]):
-            between += SMOOTHING * ((now - self._last_end) / ended - between)
+            lasted = (now - self._last_end) / ended
+            between = between + SMOOTHING * (lasted - between) if between else lasted
             self._last_end = now
         self.load = Load(stats, rate, between, seconds)
 

@@ -220,6 +220,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
 
 
 OF_CHATS = (
+    "add_special_tokens",
     "add_generation_prompt",
     "continue_final_message",
     "tools",
@@ -227,7 +228,10 @@ OF_CHATS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-"""Fields of a TokenizeRequest that go with messages alone, as a ChatRequest has them."""
+"""Fields of a TokenizeRequest that a ChatRequest has too."""
+
+OF_BOTH = ("add_special_tokens", "add_generation_prompt")
+"""Those of them that a prompt may have next to it; the others go with messages alone."""
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):

@@ -340,3 +340,13 @@ def test_runtime_inputs_for_leaf() -> None:
     manager = PagedKVCacheManager(make_params(), None, 4, max_batch_size=1)
     ctx = start(manager, "a", [1])
     assert type(manager.runtime_inputs_for_leaf([[ctx]])) is KVCacheInputs
+
+
+def test_a_new_request_changes_no_row_of_a_batch_without_it() -> None:
+    """Its row stands where the batch's own does, as it has been in no batch."""
+    manager = make_manager()
+    a = start(manager, "a", range(3))
+    for _ in range(2):
+        manager.runtime_inputs([[a]])
+    start(manager, "b", range(3))
+    assert table(manager.runtime_inputs([[a]])) == [manager.get_req_blocks("a")]

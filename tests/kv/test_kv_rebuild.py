@@ -16,6 +16,7 @@ from kvgraph.kv.null import NullKVCacheManager
 from kvgraph.kv.padded import PaddedKVCacheManager
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
+from tests.kv.test_tier_reset import loading, work
 from tests.runtime.test_faults import Fault, lines_of, traced
 from tests.support.builders import make_manager, make_params, start
 from tests.support.stores import MemoryStore, opener
@@ -131,6 +132,13 @@ def test_copies_of_tiers_end_before_their_pages_are_free() -> None:
     assert all((pool == 7).all() for pool in pools)
     assert all(not slot.pins for shelf in shelves(connector) for slot in shelf.held.values())
     manager.close()
+
+
+def test_what_waits_for_the_copier_is_dropped() -> None:
+    manager, _ = loading(MemoryStore())
+    manager.rebuild()
+    work(manager)
+    assert (manager.poll(), manager.num_free_blocks()) == ({}, 10)
 
 
 def committed(manager: PagedKVCacheManager, tokens: range) -> None:

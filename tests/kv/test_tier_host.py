@@ -40,6 +40,17 @@ def test_the_least_recently_used_page_goes_first() -> None:
     assert (host.num_used_pages, host.nbytes, host.evicted) == (3, 24, 3)
 
 
+def test_a_page_that_was_copied_is_the_youngest() -> None:
+    host = make({8: 2})
+    for key in (b"a", b"b"):
+        put(host, key)
+    pinned = host.pin(b"a", 8)
+    assert pinned is not None
+    host.unpin(pinned)
+    put(host, b"c")
+    assert [host.has(key, 8) for key in (b"a", b"b", b"c")] == [True, False, True]
+
+
 def test_a_page_is_seen_once_it_is_published() -> None:
     host = make({8: 2})
     slot = host.reserve(b"a", 8)

@@ -123,6 +123,15 @@ def test_an_offload_that_is_being_copied() -> None:
     assert not store.pages
 
 
+def test_an_offload_that_waits_for_the_store() -> None:
+    store = MemoryStore()
+    manager = offered(store)
+    begin(manager)()
+    manager.reset_prefix_cache()
+    work(manager)
+    assert not store.pages
+
+
 @pytest.mark.parametrize("progress", ["queued", "being copied", "landed unseen"])
 def test_a_load_ends_as_if_it_had_failed(progress: str) -> None:
     manager, ctx = loading()

@@ -81,7 +81,8 @@ class Simulation:
         context = TextContext(f"r{len(self.arrivals)}", tokens, **identity)
         source = TokenSource(SamplingParams())
         request = Request(context, source, frozenset(stops), len(tokens) + new_tokens)
-        self.scheduler.submit(request)
+        self.scheduler.require_room(request)
+        self.scheduler.enqueue(request)
         self.arrivals.append(request)
         return request
 
@@ -93,7 +94,9 @@ class Simulation:
         self.check_order(batch)
         self.check_inputs(batch)
         last_tokens = self.run_model(batch)
-        batch.update([last_tokens[row.request_id] for row in batch.sampled])
+        tokens = [last_tokens[row.request_id] for row in batch.sampled]
+        pairs = zip(batch.sampled, tokens, strict=True)
+        batch.update(tokens, [row.reason_after(token) for row, token in pairs], {})
         self.kv.step(batch.requests)
         self.scheduler.retire()
         return batch

@@ -52,11 +52,11 @@ def request(name: str, length: int, max_length: int = 80) -> Request:
 def test_a_decode_batch_is_padded_and_bounded() -> None:
     scheduler, buckets = make_scheduler(8)
     for i, length in enumerate((3, 40, 1)):
-        scheduler.submit(request(f"r{i}", length))
+        scheduler.enqueue(request(f"r{i}", length))
     first = scheduler.schedule()
     assert first is not None
     assert buckets.pad(first) is None  # prompts are not padded
-    first.update([7, 8, 9])
+    first.update([7, 8, 9], [None] * 3, {})
     batch = scheduler.schedule()
     assert batch is not None
     padded = buckets.pad(batch)
@@ -79,7 +79,7 @@ def test_a_chunk_is_no_decode_step() -> None:
     """One new token of a row whose prompt goes on must not be sampled, so it is not padded."""
     scheduler, buckets = make_scheduler(4)
     scheduler.max_batch_tokens = 1
-    scheduler.submit(request("r", 3))
+    scheduler.enqueue(request("r", 3))
     batch = scheduler.schedule()
     assert batch is not None
     assert len(batch.inputs.tokens) == 1
@@ -88,13 +88,13 @@ def test_a_chunk_is_no_decode_step() -> None:
 
 def test_bounds_stay_within_the_pool() -> None:
     scheduler, buckets = make_scheduler(2, num_pages=5)
-    scheduler.submit(request("r", 70))
+    scheduler.enqueue(request("r", 70))
     first = scheduler.schedule()
     while first is not None and not first.sampled:
-        first.update([])
+        first.update([], [], {})
         first = scheduler.schedule()
     assert first is not None
-    first.update([1])
+    first.update([1], [None], {})
     batch = scheduler.schedule()
     assert batch is not None
     padded = buckets.pad(batch)

@@ -53,16 +53,19 @@ def test_each_prompt_has_its_own_number(engine: Engine) -> None:
     assert done[0].token_ids == done[1].token_ids == done[2].token_ids
 
 
-def test_they_share_the_pages_of_the_prompt(engine: Engine) -> None:
+@pytest.mark.parametrize("scores", [{}, {"prompt_logprobs": 0}])
+def test_they_share_the_pages_of_the_prompt(engine: Engine, scores: dict[str, int]) -> None:
+    """But for the one that asks about it, whose pages are its own."""
     steps: list[int] = []
     run = engine.session.run
     engine.session.run = lambda inputs, *rest, **more: (  # type: ignore[method-assign]
         steps.append(len(inputs.tokens)) or run(inputs, *rest, **more)
     )
     prompt = [*range(100, 165)]
-    engine.generate([prompt], greedy(1, n=5))
+    engine.generate([prompt], greedy(1, n=5, **scores))
     page = engine.artifact.params().page_size
-    assert sum(steps) == len(prompt) + 4 * (1 + (len(prompt) - 1) % page)
+    computed = 1 + len(scores)
+    assert sum(steps) == computed * len(prompt) + (5 - computed) * (1 + (len(prompt) - 1) % page)
 
 
 def test_all_know_about_the_prompt(engine: Engine) -> None:

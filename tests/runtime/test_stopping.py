@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import kvgraph
 from kvgraph import Engine, RequestError, SamplingParams
 from kvgraph.runtime.artifact import Artifact
-from kvgraph.runtime.stopping import StopStrings
+from kvgraph.runtime.stopping import StopStrings, borders
 from tests.runtime.scripted import assert_empty, greedy, scripted
 from tests.runtime.test_text import Metaspace
 
@@ -61,11 +62,22 @@ def test_pieces_end_as_the_whole_text_does(
         assert given == "".join(pieces)[: at + len(name) if includes else at]
 
 
+@pytest.mark.parametrize("size", range(1, 8))
+def test_borders_of_every_short_text(size: int) -> None:
+    for text in map("".join, product("ab", repeat=size)):
+        ends = [text[:n] for n in range(size + 1)]
+        assert borders(text) == tuple(
+            max([k for k in range(len(end)) if end.endswith(text[:k])], default=0) for end in ends
+        )
+
+
 def test_none_counts_before_the_least_tokens() -> None:
-    """One that began before then does."""
+    """One that began before then does, also inside one that did not count."""
     matcher = StopStrings(["ab"], least=3)
     said = [matcher.step(piece, i + 1) for i, piece in enumerate(["xab", "ya", "bz"])]
     assert said == [("xab", None), ("y", None), ("", "ab")]
+    matcher = StopStrings(["aa"], least=3)
+    assert [matcher.step("a", i + 1)[1] for i in range(3)] == [None, None, "aa"]
 
 
 # -- in an engine

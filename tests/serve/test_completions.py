@@ -46,11 +46,18 @@ def test_an_answer_is_the_engines_own(server: Server, engine: Engine) -> None:
     assert cached == (count - 1) // 16 * 16 > 0
 
 
-def test_salts_share_no_pages(server: Server) -> None:
-    prompt = "Salted: " + PROMPT
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("completions", "prompt"), ("chat/completions", "prompt"), ("responses", "input")],
+)
+def test_salts_share_no_pages(server: Server, path: str, kind: str) -> None:
+    text = f"{path}, salted: {PROMPT}"
+    asked: dict[str, Any] = {"prompt" if path == "completions" else "input": text}
+    if path == "chat/completions":
+        asked = {"messages": [{"role": "user", "content": text}]}
     for salt, is_known in (("a", False), ("b", False), (None, False), ("a", True), ("b", True)):
-        usage = server.complete(prompt, cache_salt=salt)["usage"]
-        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == is_known
+        usage = answered(server.post(f"/v1/{path}", {**asked, "cache_salt": salt}))["usage"]
+        assert (usage[f"{kind}_tokens_details"]["cached_tokens"] > 0) == is_known
 
 
 def test_an_end_token_ends_it(server: Server, engine: Engine) -> None:
@@ -148,6 +155,24 @@ def test_n_choices_have_seeds_that_follow(server: Server, engine: Engine) -> Non
     assert len(set(own)) == 3
     assert answer["usage"]["prompt_tokens"] == len(engine.tokenize(PROMPT))
     assert answer["usage"]["completion_tokens"] == 24
+
+
+def test_choices_that_share_a_prompt_find_nothing_before_them(server: Server) -> None:
+    usage = server.complete("Three times: " + PROMPT, n=3)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_repeats_its_own_prompt(server: Server, stream: bool) -> None:
+    prompts = ["The cat", "An import"]
+    body = {"prompt": prompts, "n": 2, "echo": True, **GREEDY}
+    if stream:
+        found = texts(server.events("/v1/completions", body))
+    else:
+        found = texts([answered(server.post("/v1/completions", body))])
+    assert sorted(found) == [0, 1, 2, 3]
+    for index, text in found.items():
+        assert text.startswith(prompts[index // 2])
 
 
 def test_logprobs_are_the_engines(server: Server, engine: Engine) -> None:

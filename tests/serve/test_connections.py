@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from http.client import HTTPResponse
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvgraph.serve.app import Endpoints
+from kvgraph.serve.errors import ServeError
+from kvgraph.serve.options import ServeOptions
 from tests.serve.running import LIMITED, Server, posted, serving, wait_for
 
 MOST = 65_536
@@ -80,6 +87,37 @@ def test_a_head_that_stops_is_refused(artifact: Path, tmp_path: Path) -> None:
         assert message == "head: expected all of it in 0.2 seconds, got a part"
         with server.connect() as to:  # that says nothing is told nothing
             assert to.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("pauses", "is_taken"), [([0.6] * 3, True), ([1.1], False), ([0.6, 1.1], False)]
+)
+def test_a_body_has_its_time_from_piece_to_piece(
+    monkeypatch: pytest.MonkeyPatch, pauses: list[float], is_taken: bool
+) -> None:
+    """Of at most a second, on a clock that the pieces move."""
+    service: Any = SimpleNamespace(options=ServeOptions(receive_seconds=1))
+
+    async def body() -> bytes:
+        now = 0.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+
+        async def stream() -> AsyncIterator[bytes]:
+            nonlocal now
+            for pause in pauses:
+                now += pause
+                for _ in range(2):  # a time that is over ends here
+                    await asyncio.sleep(0)
+                yield b"a"
+
+        request: Any = SimpleNamespace(headers={}, stream=stream)
+        return await Endpoints(service)._body(request)
+
+    if is_taken:
+        assert asyncio.run(body()) == b"aaa"
+    else:
+        with pytest.raises(ServeError, match="got nothing more for 1 seconds"):
+            asyncio.run(body())
 
 
 def test_a_body_that_comes_behind_its_answer(artifact: Path, tmp_path: Path) -> None:

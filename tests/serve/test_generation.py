@@ -22,25 +22,27 @@ from kvgraph.serve.completions import completion_events
 from kvgraph.serve.errors import ServeError
 from kvgraph.serve.facts import facts_of
 from kvgraph.serve.generation import Generation
-from kvgraph.serve.jobs import Job
+from kvgraph.serve.jobs import Echo, Job
 from kvgraph.serve.load import Admission, Load
 from kvgraph.serve.metrics import Metrics
 from kvgraph.serve.options import ServeOptions
 
 
 class Scripted:
-    """A runner whose streams a test feeds."""
+    """A runner whose streams a test feeds; `told`: what it was given with each prompt."""
 
     is_closed = False
 
     def __init__(self) -> None:
         self.streams: list[TokenStream] = []
+        self.told: list[dict[str, object]] = []
 
-    async def submit(self, prompt: Sequence[int], *_: object, news: Any, **__: object) -> Any:
+    async def submit(self, prompt: Sequence[int], *_: object, news: Any, **more: object) -> Any:
         if self.is_closed:
             raise RequestError("AsyncEngine.submit: expected a running engine")
         name = str(len(self.streams))
         stats = RequestStats(prompt_tokens=len(prompt))
+        self.told.append(more)
         self.streams.append(TokenStream(name, stats, lambda stream: None, None, news))
         return self.streams[-1]
 
@@ -90,6 +92,12 @@ def test_a_reader_that_is_slow_keeps_nobody_out(parts: Parts, reads: bool) -> No
     asyncio.run(main())
 
 
+def test_a_runner_is_told_the_salt_and_how_much_may_be_unread(parts: Parts) -> None:
+    runner, _, generation = parts
+    asyncio.run(generation.start([[5, 6, 7]], [SamplingParams()] * 2, b"salt", 100))
+    assert runner.told == [{"cache_salt": b"salt", "most_unread": 100}] * 2
+
+
 def test_who_leaves_is_counted_once(parts: Parts) -> None:
     runner, admission, generation = parts
 
@@ -128,24 +136,6 @@ def test_gaps_are_between_deliveries_whoever_reads(
     found = [counts[name % bound] for bound in ("0.025", "0.05", "0.1", "+Inf")]
     assert found == [0, 2, 4, 4]
     assert counts['kvgraph:generation_tokens_total{model_name="tiny"}'] == 5
-
-
-def test_more_choices_than_a_queue_holds_wait_for_no_empty_server(engine: Engine) -> None:
-    """Where none waits they are let through, as by an empty server: else they never came in."""
-    facts, stats = facts_of(engine), engine.stats()
-    admission = Admission(facts, ServeOptions(max_queued_requests=4), lambda: Load(stats))
-    most = facts.max_batch_size + 5
-    admission.require_room(most, 0)
-    admission.enter(3)
-    with pytest.raises(ServeError, match="queue: expected at most 4 requests"):
-        admission.require_room(most, 0)
-    admission.start(3)  # it runs
-    admission.require_room(most, 0)
-    for _ in range(facts.max_batch_size - 1):
-        admission.enter(3)
-        admission.start(3)
-    with pytest.raises(ServeError, match="queue: expected at most 4 requests"):
-        admission.require_room(most, 0)  # all rows are taken
 
 
 def test_an_answer_is_freed_without_a_search_for_garbage(engine: Engine) -> None:
@@ -216,6 +206,32 @@ def test_a_stream_gives_all_text_before_its_error(
     if logprobs:
         scored = choices[-1]["logprobs"]
         assert len(scored.get("tokens", scored.get("content"))) == 2
+
+
+def test_tokens_wait_for_the_echo_before_them(parts: Parts) -> None:
+    """The prompt ends inside a character, which the second token completes."""
+    runner, _, generation = parts
+    spell = Spelling(lambda tokens: "?" * len(tokens), lambda token: None)
+    echo = Echo("a\N{REPLACEMENT CHARACTER}", decode=lambda ids: {(5, 6, 7): "aé!"}[tuple(ids)])
+    params = [SamplingParams(logprobs=0)]
+    job = Job("id", "tiny", [[5]], params, b"", True, False, spell, True, [echo])
+    score = TokenLogprobs(Logprob(5, -1.0, 1), ())
+
+    async def main() -> list[Any]:
+        await generation.start(job.prompts, job.params, b"", 100)
+        (stream,) = runner.streams
+        frames = completion_events(job, generation)
+        stream.give([Token("0", 6, "", None, logprobs=score)])
+        first = asyncio.ensure_future(anext(frames))
+        while stream.has_news:
+            await asyncio.sleep(0)
+        stream.give([Token("0", 7, "é!", "stop", logprobs=score)])
+        return [await first, *[frame async for frame in frames]]
+
+    frame, done = [frame.removeprefix(b"data: ") for frame in asyncio.run(main())]
+    (choice,) = json.loads(frame)["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("aé!", [1, 1])
+    assert done == b"[DONE]\n\n"
 
 
 class Slow(Scripted):

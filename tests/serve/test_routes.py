@@ -7,21 +7,26 @@ import socket
 import time
 from http.client import HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
 import kvgraph
 from kvgraph import Engine
+from kvgraph.serve.app import make_app
+from kvgraph.serve.options import ServeOptions
 from tests.serve.running import Server, answered, frames, posted, refusal, serving
 
 TEXT = "The import statement — naïvely"
 HI = {"role": "user", "content": "Hi"}
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 ORIGIN = "https://a.example"
-POSTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+OPEN = ("/", "/health", "/ready")
+"""Routes that ask for no key."""
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:
@@ -154,9 +159,10 @@ def test_tokens_of_messages(server: Server, engine: Engine) -> None:
     for asks in (True, False):
         body = {"messages": messages, "add_generation_prompt": asks}
         assert answered(server.post("/tokenize", {"prompt": "The", "add_generation_prompt": asks}))
-        assert answered(server.post("/tokenize", body))["tokens"] == (
-            engine.apply_chat_template(messages, add_generation_prompt=asks)
-        )
+        for adds in (None, False):
+            assert answered(server.post("/tokenize", {**body, "add_special_tokens": adds}))[
+                "tokens"
+            ] == engine.apply_chat_template(messages, add_generation_prompt=asks)
 
 
 def test_tokens_of_a_chat_with_tools(server: Server, engine: Engine) -> None:
@@ -180,6 +186,11 @@ def test_tokens_of_a_chat_with_tools(server: Server, engine: Engine) -> None:
         ("/tokenize", {"prompt": "a", "tools": []}, "tools: expected messages next to it"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, "expected messages next to it"),
         ("/tokenize", {"messages": [HI], "tools": [{}]}, "tools: expected"),
+        (
+            "/tokenize",
+            {"messages": [HI], "add_special_tokens": True},
+            "add_special_tokens: expected false, got True",
+        ),
         ("/tokenize", {"messages": [HI], "tool_choice": "required"}, "tool_choice: expected"),
         ("/detokenize", {"tokens": [2048]}, "expected token ids in [0, 2048), got 2048"),
         ("/detokenize", {"tokens": [-1]}, "Expected `int` >= 0"),
@@ -271,6 +282,14 @@ def test_metrics_count(server: Server) -> None:
     assert any("cache_config_info" in name for name in after)
 
 
+def guarded() -> list[tuple[str, str]]:
+    """Path and method of every route but those that are OPEN."""
+    service: Any = SimpleNamespace(options=ServeOptions())
+    routes = [route for route in make_app(service).routes if isinstance(route, Route)]
+    found = [(one.path.replace("{name:path}", "any"), min(one.methods or ())) for one in routes]
+    return [one for one in found if one[0] not in OPEN]
+
+
 def check_origins(server: Server) -> None:
     """A browser asks first, without a key; a page of another origin reads no answer."""
     for origin, code in ((ORIGIN, 200), ("https://b.example", 400)):
@@ -294,19 +313,17 @@ def test_keys_origins_and_dashboards(artifact: Path, tmp_path: Path) -> None:
     options = ("--threads", 1, "--api-key-file", keys, "--metrics-prefix", "vllm:")
     with serving(tmp_path / "log", artifact, *options, "--allowed-origins", ORIGIN) as server:
         check_origins(server)
-        for path in ("/", "/health", "/ready"):
+        for path in OPEN:
             assert server.client.get(path).status_code == 200
         for wrong in (
             {},
             {"authorization": "Bearer key-three"},
             {"authorization": "Basic key-one"},
         ):
-            for path in ("/v1/models", "/metrics", "/version", "/state"):
-                answer = server.client.get(path, headers=wrong)
-                assert "expected Bearer" in refusal(answer, 401)
+            for path, method in guarded():
+                answer = server.client.request(method, path, content=b"no JSON", headers=wrong)
+                assert "expected Bearer" in refusal(answer, 401), path
                 assert answer.headers["www-authenticate"] == "Bearer"
-            for path in POSTED:
-                refusal(server.client.post(path, content=b"no JSON", headers=wrong), 401)
         for key in ("key-one", "key-two"):
             server.client.headers["authorization"] = f"Bearer {key}"
             server.complete("The")

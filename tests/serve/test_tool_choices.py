@@ -54,6 +54,11 @@ def test_the_model_is_shown_all_functions(mode: str) -> None:
     assert rendered(given)["tools"] == [CLOCK, WEATHER]
 
 
+def test_a_model_that_may_call_none_is_shown_none() -> None:
+    given = ChatRequest(messages=MESSAGES, tools=[CLOCK], tool_choice="none")
+    assert rendered(given)["tools"] is None
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
