@@ -11,8 +11,8 @@ namespace kvg {
 namespace {
 
 constexpr int64_t kQueryRows = 128;      // M that a tile of new tokens aims at
-constexpr int64_t kPartKeys = 512;       // a long context is split among tasks from here on
-constexpr int64_t kMaxParts = 16;
+constexpr int64_t kSegment = 512;        // keys, where a context is not longer than kMost of them
+constexpr int64_t kMost = 16;            // segments of a context
 constexpr int64_t kStateFloats = 32768;  // of one task: Q and output rows that stay in cache
 
 struct Plan {
@@ -22,8 +22,15 @@ struct Plan {
   Partial partial;
 };
 
-// Cuts rows into tiles. Where a cut lies depends on its row only, so that a row's result is the
-// same, bit for bit, in every batch and on every number of threads.
+// Keys of a segment for a query at a position: it follows from nothing else.
+int64_t segment_at(int64_t position) {
+  int64_t segment = kSegment;
+  while (position >= kMost * segment) segment *= 2;
+  return segment;
+}
+
+// Cuts rows into tiles, whose queries have segments of one size. A token's result is the same, bit
+// for bit, in every batch and chunk and on every number of threads.
 Plan plan(const Attention& job) {
   Plan p;
   const int64_t group = job.heads / job.pool.kv_heads;
@@ -31,16 +38,20 @@ Plan plan(const Attention& job) {
   int64_t partials = 0, longest = 0;
   for (int64_t row = 0; row < job.rows.count; ++row) {
     const int64_t fresh = job.rows.fresh(row);
-    for (int64_t begin = 0; begin < fresh; begin += tokens) {
-      const int64_t end = std::min(fresh, begin + tokens);
-      const int64_t cached = job.rows.cached[row];
-      const int64_t seen = keys_of(job, row, cached + end - 1).last -
-                           keys_of(job, row, cached + begin).first;
-      const int64_t parts =
-          fresh > tokens ? 1 : std::clamp<int64_t>(seen / kPartKeys, 1, kMaxParts);
+    const int64_t cached = job.rows.cached[row];
+    for (int64_t begin = 0, end; begin < fresh; begin = end) {
+      const int64_t last_key = job.causal ? cached + begin : job.rows.length(row) - 1;
+      const int64_t segment = segment_at(last_key);
+      end = std::min(fresh, begin + tokens);
+      if (job.causal) end = std::min(end, kMost * segment - cached);
+      const int64_t first = keys_of(job, row, cached + begin).first;
+      const int64_t last = keys_of(job, row, cached + end - 1).last;
+      const bool splits = fresh <= tokens && last - first >= 2 * kSegment;
+      const int64_t parts = splits ? (last - 1) / segment - first / segment + 1 : 1;
       if (parts > 1) p.split.push_back(p.tiles.size());
       for (int64_t part = 0; part < parts; ++part)
-        p.tiles.push_back({row, begin, end, part, parts, partials + part * (end - begin) * job.heads});
+        p.tiles.push_back({row, begin, end, part, parts,
+                           partials + part * (end - begin) * job.heads, segment});
       if (parts > 1) partials += parts * (end - begin) * job.heads;
       longest = std::max(longest, end - begin);
     }

@@ -30,25 +30,39 @@ Line* AttentionTask::make_room(int64_t lines) {
   const int64_t state = heads() * rows_;
   static thread_local std::vector<Line> room;
   static thread_local std::vector<Softmax> softmax;
-  const auto needed = static_cast<size_t>(lines + lines_of(state * (E_ + kKeys)));
+  const auto needed = static_cast<size_t>(lines + lines_of(state * (2 * E_ + kKeys)));
   if (room.size() < needed) room.resize(needed);
-  softmax.assign(static_cast<size_t>(state), Softmax{-kInfinity, 0});
+  softmax.resize(static_cast<size_t>(2 * state));
   scores_ = room[static_cast<size_t>(lines)].floats;
-  out_ = scores_ + state * kKeys;
-  softmax_ = softmax.data();
-  std::fill(out_, out_ + state * E_, 0.0f);
+  out_ = scores_ + state * kKeys, joined_out_ = out_ + state * E_;
+  softmax_ = softmax.data(), joined_ = softmax_ + state;
+  begin_segment();
   return room.data();
 }
 
-// The keys that any query of the tile sees, and of them this part, which begins with a tile of keys.
+void AttentionTask::begin_segment() {
+  const int64_t state = heads() * rows_;
+  std::fill(softmax_, softmax_ + state, Softmax{-kInfinity, 0});
+  std::fill(out_, out_ + state * E_, 0.0f);
+}
+
+void AttentionTask::end_segment() {
+  const int64_t state = heads() * rows_;
+  if (has_joined_)
+    for (int64_t i = 0; i < state; ++i)
+      kernels_.join(joined_ + i, joined_out_ + i * E_, softmax_[i], out_ + i * E_, E_);
+  else
+    std::swap(softmax_, joined_), std::swap(out_, joined_out_);
+  has_joined_ = true;
+}
+
+// The keys that any query of the tile sees, and of them this part.
 Keys AttentionTask::part_keys() const {
   const int64_t first = keys_of(job_, tile_.row, position(tile_.begin)).first;
   const int64_t last = keys_of(job_, tile_.row, position(tile_.end - 1)).last;
-  const int64_t aligned = first - first % kKeys;
-  const int64_t tiles = (last - aligned + kKeys - 1) / kKeys;
-  const int64_t part = (tiles + tile_.parts - 1) / tile_.parts * kKeys;
-  const int64_t begin = aligned + tile_.part * part;
-  return {std::max(first, begin), std::min(last, begin + part)};
+  if (tile_.parts == 1) return {first, last};
+  const int64_t begin = (first / tile_.segment + tile_.part) * tile_.segment;
+  return {std::max(first, begin), std::min(last, begin + tile_.segment)};
 }
 
 void AttentionTask::find(int64_t first, int64_t end, KeyTile& tile) const {
@@ -89,6 +103,10 @@ void AttentionTask::weigh(int64_t head, const KeyTile& tile) {
 }
 
 void AttentionTask::leave() {
+  if (has_joined_) {
+    end_segment();
+    std::swap(softmax_, joined_), std::swap(out_, joined_out_);
+  }
   for (int64_t head = first_head_; head < last_head_; ++head)
     tile_.parts > 1 ? save_partial(head) : finish(head);
 }

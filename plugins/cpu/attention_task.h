@@ -81,12 +81,14 @@ class AttentionTask {
 
   // body(tile, next) for every tile of the keys that any query sees, of this part, from `first` on.
   template <class Body>
-  void each_tile(const KeyTile& first, Body&& body) const {
+  void each_tile(const KeyTile& first, Body&& body) {
     const Keys keys = part_keys();
     KeyTile tiles[2] = {first, {}};
     for (int at = 0; tiles[at].keys > 0; at = 1 - at) {
-      find(tiles[at].first + tiles[at].keys, keys.last, tiles[1 - at]);
+      const int64_t next = tiles[at].first + tiles[at].keys;
+      find(next, keys.last, tiles[1 - at]);
       body(tiles[at], tiles[1 - at]);
+      if (next % tile_.segment == 0 && next < keys.last) end_segment(), begin_segment();
     }
   }
 
@@ -147,6 +149,8 @@ class AttentionTask {
     return ((job_.rows.begin(tile_.row) + token) * job_.heads + head) * width;
   }
   Keys part_keys() const;
+  void begin_segment();
+  void end_segment();
   void find(int64_t first, int64_t end, KeyTile& tile) const;
   void finish(int64_t head);
   void save_partial(int64_t head);
@@ -156,6 +160,9 @@ class AttentionTask {
   const float scale_, softcap_;  // scale_ makes a dot product what the softmax takes
   float *out_, *scores_;         // [heads, M, E], [heads, M, J]
   Softmax* softmax_;             // [heads, M]
+  float* joined_out_;            // of the segments before
+  Softmax* joined_;
+  bool has_joined_ = false;
 };
 
 }  // namespace kvg

@@ -31,12 +31,14 @@ class TileTask : AttentionTask {
     const int64_t packed = (std::max(D_, E_) + kKeys - 1) / kKeys * kKeys;  // lines of kKeys / 2 pairs
     const int64_t queries = lines_of(heads() * rows_ * query_size());
     const int64_t units = lines_of(heads() * rows_);
-    const int64_t converted = lines_of(kKeys * std::max({D_, E_, rows_}));
-    Line* room = make_room(packed + queries + units + converted);
+    const int64_t converted = lines_of(kKeys * std::max(D_, E_));
+    const int64_t part = lines_of(rows_ * kKeys);
+    Line* room = make_room(packed + queries + units + converted + part);
     packed_ = reinterpret_cast<uint32_t*>(room);
     q_ = room[packed].floats;
     units_ = room[packed + queries].floats;
     converted_ = room[packed + queries + units].floats;
+    part_ = room[packed + queries + units + converted].floats;
     load_queries();
     each_tile(first_tile(), [this](const KeyTile& tile, const KeyTile& next) { attend(tile, next); });
     leave();
@@ -88,16 +90,16 @@ class TileTask : AttentionTask {
       return packed_kernels_->dot(reinterpret_cast<const uint32_t*>(q), units_ + state_of(head),
                                   packed_, factors_of(tile, 0, head, keys), scores, rows_, D_);
     }
-    if (!scaled_in_place()) return kernels_.dot(q, rows, read_as(), scores, rows_, D_, D_, keys);
+    if (!job_.pool.scales) return kernels_.dot(q, rows, read_as(), scores, rows_, D_, D_, keys);
     for (int64_t at = 0; at < D_; at += block_) {
-      float* part = at ? converted_ : scores;  // free: nothing is converted
+      float* part = at ? part_ : scores;
       kernels_.dot(q + at, rows, read_as(), part, rows_, block_, D_, keys);
       load_factors(tile, 0, head, at, first, keys);
       for (int64_t row = 0; row < rows_; ++row)
         for (int64_t j = 0; j < keys; ++j) part[row * kKeys + j] *= factors_[j];
       for (int64_t row = 0; at && row < rows_; ++row)
         for (int64_t j = 0; j < keys; ++j) scores[row * kKeys + j] += part[row * kKeys + j];
-      for (int64_t j = 0; j < keys; ++j) rows[j] = static_cast<const char*>(rows[j]) + block_;
+      to_next_block(keys, rows);
     }
   }
 
@@ -111,16 +113,15 @@ class TileTask : AttentionTask {
       return packed_kernels_->add(weights, packed_, factors_of(tile, 1, head, keys), out, rows_, E_,
                                   keys, keys_of_sum());
     }
-    if (!scaled_in_place())
+    if (!job_.pool.scales)
       return kernels_.add(weights, rows, read_as(), out, rows_, E_, E_, keys);
-    float* part = converted_;
     for (int64_t at = 0; at < E_; at += block_) {
       load_factors(tile, 1, head, at, first, keys);
       for (int64_t row = 0; row < rows_; ++row)
         for (int64_t j = 0; j < keys; ++j)
-          part[row * kKeys + j] = weights[row * kKeys + j] * factors_[j];
-      kernels_.add(part, rows, read_as(), out + at, rows_, std::min(block_, E_ - at), E_, keys);
-      for (int64_t j = 0; j < keys; ++j) rows[j] = static_cast<const char*>(rows[j]) + block_;
+          part_[row * kKeys + j] = weights[row * kKeys + j] * factors_[j];
+      kernels_.add(part_, rows, read_as(), out + at, rows_, std::min(block_, E_ - at), E_, keys);
+      to_next_block(keys, rows);
     }
   }
 
@@ -141,8 +142,11 @@ class TileTask : AttentionTask {
     return pool == KVG_FLOAT32 || (reads_as_stored(pool) && rows_ <= kFewRows);
   }
 
-  // Whether the kernels read quantised elements, so that a scale is applied once per key and block.
-  bool scaled_in_place() const { return in_place_ && job_.pool.scales; }
+  void to_next_block(int64_t keys, const void** rows) const {
+    const int64_t size = block_ * static_cast<int64_t>(in_place_ ? size_ : sizeof(float));
+    for (int64_t j = 0; j < keys; ++j) rows[j] = static_cast<const char*>(rows[j]) + size;
+  }
+
   int32_t read_as() const { return in_place_ ? job_.pool.dtype : KVG_FLOAT32; }
 
   // The scales of the block at element `at` of a head, of `keys` keys.
@@ -153,7 +157,8 @@ class TileTask : AttentionTask {
   }
 
   // Points `rows` at `width` elements of each key: in the pool itself, or converted where the
-  // kernels do not read its dtype or many query rows share the conversion.
+  // kernels do not read its dtype or many query rows share the conversion. Scales are for scores and
+  // weights, but for packed blocks.
   void read(const KeyTile& tile, int kind, int64_t head, int64_t width, int64_t first, int64_t keys,
             const void** rows) {
     for (int64_t j = 0; j < keys; ++j)
@@ -161,7 +166,7 @@ class TileTask : AttentionTask {
     for (int64_t j = 0; !in_place_ && j < keys; ++j) {
       float* to = converted_ + j * width;
       dtype(job_.pool.dtype).to_float(rows[j], to, static_cast<size_t>(width));
-      if (job_.pool.scales && !scales_after())
+      if (packed_kernels_ && job_.pool.scales && !scales_after())
         dequantize(to, tile.scales[kind][first + j] + head * job_.pool.scales_per_head, width);
       rows[j] = to;
     }
@@ -178,7 +183,8 @@ class TileTask : AttentionTask {
   uint32_t* packed_;  // a tile of K or V
   float* q_;          // [heads, M, query_size()]
   float* units_;      // of queries, [heads, M]
-  float* converted_;  // [J, max(D, E)] or, of blocks, [M, J]
+  float* converted_;  // [J, max(D, E)]
+  float* part_;       // scores of a block, or weights times its scales, [M, J]
   float factors_[kKeys] = {};
 };
 

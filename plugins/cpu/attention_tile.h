@@ -9,9 +9,10 @@
 namespace kvg {
 
 // New tokens [begin, end) of a row, and part `part` of the keys that they see. Parts of one tile
-// follow each other in the partials, from `partial` on.
+// follow each other in the partials, from `partial` on. Keys are summed up in segments of so many,
+// which are joined in their order: in one task, or where each is a part.
 struct Tile {
-  int64_t row, begin, end, part, parts, partial;
+  int64_t row, begin, end, part, parts, partial, segment;
 };
 
 // Positions of the row that a query sees: [first, last).

@@ -25,26 +25,39 @@ void pack_query(const float* q_D, char* packed, int64_t row, int64_t width) {
   for (int j = 0; j < kTogether; ++j) units[j] = unit;
 }
 
-// Lane 4 m + j: the sum of the lanes of sum[m][j]. First within groups of four lanes, then across.
+// Lane 4 m + j: the sum of the lanes of sum[m][j], in the order of dot_block in tile_kernels.h: first
+// within groups of four lanes, then across, each from the first on.
 template <class Products, class Sum = typename Products::Sum>
 [[gnu::always_inline]] inline Sum sums_of(const Sum (&sum)[kQueries][kTogether]) {
-  const auto lanes = [](Sum a, Sum b) {
-    return Products::plus((Sum)_mm512_maskz_unpacklo_ps(kAll, (__m512)a, (__m512)b),
-                          (Sum)_mm512_maskz_unpackhi_ps(kAll, (__m512)a, (__m512)b));
-  };
-  const auto pairs = [](Sum a, Sum b) {
-    return Products::plus((Sum)_mm512_maskz_unpacklo_pd(kHalf, (__m512d)a, (__m512d)b),
-                          (Sum)_mm512_maskz_unpackhi_pd(kHalf, (__m512d)a, (__m512d)b));
-  };
-  const auto groups = [](Sum a, Sum b) {
-    return Products::plus((Sum)_mm512_maskz_shuffle_f32x4(kAll, (__m512)a, (__m512)b, 0x88),
-                          (Sum)_mm512_maskz_shuffle_f32x4(kAll, (__m512)a, (__m512)b, 0xdd));
+  const auto in_order = [](Sum a, Sum b, Sum c, Sum d) {
+    return Products::plus(Products::plus(Products::plus(a, b), c), d);
   };
   Sum row[kQueries];
   KVG_UNROLL
-  for (int m = 0; m < kQueries; ++m)
-    row[m] = pairs(lanes(sum[m][0], sum[m][1]), lanes(sum[m][2], sum[m][3]));
-  return groups(groups(row[0], row[1]), groups(row[2], row[3]));
+  for (int m = 0; m < kQueries; ++m) {  // lanes of a group become those of four keys
+    const auto low = [&](int j) {
+      return (__m512d)_mm512_maskz_unpacklo_ps(kAll, (__m512)sum[m][j], (__m512)sum[m][j + 1]);
+    };
+    const auto high = [&](int j) {
+      return (__m512d)_mm512_maskz_unpackhi_ps(kAll, (__m512)sum[m][j], (__m512)sum[m][j + 1]);
+    };
+    row[m] = in_order((Sum)_mm512_maskz_unpacklo_pd(kHalf, low(0), low(2)),
+                      (Sum)_mm512_maskz_unpackhi_pd(kHalf, low(0), low(2)),
+                      (Sum)_mm512_maskz_unpacklo_pd(kHalf, high(0), high(2)),
+                      (Sum)_mm512_maskz_unpackhi_pd(kHalf, high(0), high(2)));
+  }
+  const auto halves = [&](int m, int group) {  // groups `group` and `group` + 2 of two rows
+    const __m512 a = (__m512)row[m], b = (__m512)row[m + 1];
+    return group ? _mm512_maskz_shuffle_f32x4(kAll, a, b, 0xdd)
+                 : _mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88);
+  };
+  const auto group = [&](__m512 a, __m512 b, bool is_later) {
+    return (Sum)(is_later ? _mm512_maskz_shuffle_f32x4(kAll, a, b, 0xdd)
+                          : _mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88));
+  };
+  const __m512 even[2] = {halves(0, 0), halves(2, 0)}, odd[2] = {halves(0, 1), halves(2, 1)};
+  return in_order(group(even[0], even[1], false), group(odd[0], odd[1], false),
+                  group(even[0], even[1], true), group(odd[0], odd[1], true));
 }
 
 // Scores of four rows and kTogether keys. Vectors: of a head, all of them whole; 0: of any width.

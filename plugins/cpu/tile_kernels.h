@@ -160,6 +160,53 @@ void product_block(const uint32_t* a_MP, int64_t a_stride, const float* unit_M,
   }
 }
 
+// Scores of a tile in the order in which stream_kernels.h sums the lanes of its vectors: lane l of
+// those has pairs l, l + 16, ..., and the sums of four lanes are added up before the groups are.
+template <class Products, int Rows>
+void dot_block(const uint32_t* q_MP, const uint32_t* packed, const float* factor_J, float* s_MJ,
+               int64_t vectors) {
+  const int64_t stride = vectors * kWords;
+  const auto keys_of = [&](int64_t pair, int h) {
+    return _mm512_loadu_si512(packed + pair * kKeys + h * kWords);
+  };
+  typename Products::Sum total[Rows][2] = {};
+  for (int64_t first = 0; first < kWords; first += 4) {
+    typename Products::Sum group[Rows][2] = {};
+    for (int64_t lane = first; lane < first + 4; ++lane) {
+      typename Products::Sum sum[Rows][2] = {};
+      for (int64_t pair = lane; pair < stride; pair += kWords) {
+        const __m512i k[2] = {keys_of(pair, 0), keys_of(pair, 1)};
+        KVG_UNROLL
+        for (int m = 0; m < Rows; ++m) {
+          const auto words = static_cast<int32_t>(q_MP[m * stride + pair]);
+          const __m512i q = _mm512_maskz_set1_epi32(kAll, words);
+          sum[m][0] = Products::plus_products(sum[m][0], q, k[0]);
+          sum[m][1] = Products::plus_products(sum[m][1], q, k[1]);
+        }
+      }
+      KVG_UNROLL
+      for (int m = 0; m < Rows; ++m) {
+        group[m][0] = lane == first ? sum[m][0] : Products::plus(group[m][0], sum[m][0]);
+        group[m][1] = lane == first ? sum[m][1] : Products::plus(group[m][1], sum[m][1]);
+      }
+    }
+    KVG_UNROLL
+    for (int m = 0; m < Rows; ++m) {
+      total[m][0] = first == 0 ? group[m][0] : Products::plus(total[m][0], group[m][0]);
+      total[m][1] = first == 0 ? group[m][1] : Products::plus(total[m][1], group[m][1]);
+    }
+  }
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    KVG_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      auto scores = (__m512)Products::floats(total[m][h]);
+      if (factor_J) scores *= _mm512_loadu_ps(factor_J + h * kWords);
+      _mm512_storeu_ps(s_MJ + m * kKeys + h * kWords, scores);
+    }
+  }
+}
+
 template <class Products, bool Add>
 void product(const uint32_t* a_MP, int64_t a_stride, const float* unit_M, const uint32_t* b_PN,
              int64_t b_stride, const float* factor_N, float* c_MN, int64_t c_stride, int64_t rows,
@@ -178,8 +225,14 @@ void product(const uint32_t* a_MP, int64_t a_stride, const float* unit_M, const 
 template <class Products>
 void dot_tile(const uint32_t* q_MP, const float* unit_M, const uint32_t* packed,
               const float* factor_J, float* s_MJ, int64_t rows, int64_t width) {
-  product<Products, false>(q_MP, padded(width) / 2, unit_M, packed, kKeys, factor_J, s_MJ, kKeys,
-                           rows, (width + 1) / 2, kKeys);
+  const int64_t stride = padded(width) / 2;
+  if (Products::kScaled)  // exact, in any order
+    return product<Products, false>(q_MP, stride, unit_M, packed, kKeys, factor_J, s_MJ, kKeys,
+                                    rows, (width + 1) / 2, kKeys);
+  by_rows<4>(rows, [&](auto block, int64_t m) {
+    dot_block<Products, block.kCount>(q_MP + m * stride, packed, factor_J, s_MJ + m * kKeys,
+                                      vectors_of(width));
+  });
 }
 
 template <class Products>

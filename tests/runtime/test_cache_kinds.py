@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvgraph
-from kvgraph import Engine, SamplingParams
 from kvgraph.kv.paged import PagedKVCacheManager
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.artifact import Artifact
@@ -210,37 +209,6 @@ def test_perplexity_of_small_pools(cache_dtype: str, compiled: Compiled) -> None
     small = perplexity(compiled("tiny-llama", cache_dtype=cache_dtype), tokens)
     assert small == pytest.approx(exact, rel=0.01)
     assert small != exact
-
-
-@pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
-def test_tokens_over_small_pools_are_those_of_a_request_alone(
-    cache_dtype: str, compiled: Compiled
-) -> None:
-    """In chunks, behind cached prefixes, and started again: rounding to few bits shows any other
-    precision of what comes before it."""
-    folder = compiled("tiny-llama", cache_dtype=cache_dtype)
-    tokens = list(map(int, held_out_tokens(kvgraph.load(folder), 1200)))
-    prompts = [tokens[150 * i : 150 * i + 100] for i in range(8)]
-    sampling = [
-        SamplingParams(max_new_tokens=30, temperature=0.8, seed=i, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
-
-    def texts(engine: Engine) -> list[list[int]]:
-        return [done.token_ids for done in engine.generate(prompts, sampling)]
-
-    alone = Engine(folder, enable_prefix_caching=False, max_batch_size=1, num_pages=40)
-    expected = [
-        alone.generate([prompt], each)[0].token_ids
-        for prompt, each in zip(prompts, sampling, strict=True)
-    ]
-    assert texts(Engine(folder, num_pages=200, max_batch_tokens=33)) == expected
-    cached = Engine(folder, num_pages=200)
-    assert [texts(cached) for _ in range(2)] == [expected] * 2
-    assert cached.stats().cached_tokens > 600
-    few = Engine(folder, num_pages=25, enable_prefix_caching=False)
-    assert texts(few) == expected
-    assert few.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
