@@ -132,7 +132,7 @@ def test_manifest_and_inspect(compiled: Compiled, tmp_path: Path) -> None:
     assert record(folder, measured, INFO).quality == INFO  # a second time too
     kvgraph.load(folder)  # the manifest's own hash is right, and the files are as they were
     shown = " ".join(CliRunner().invoke(cli.app, ["inspect", str(folder)]).stdout.split())
-    assert "73.5 (the checkpoint in float32: 70, so +5.00%), 98.76% of" in shown
+    assert "73.50 (the checkpoint in float32: 70.00, so +5.00%), 98.76% of" in shown
     assert "2,048 tokens of a text" in shown
     in_json = json.loads(CliRunner().invoke(cli.app, ["inspect", str(folder), "--json"]).stdout)
     assert in_json["quality"]["agreement"] == 0.9876

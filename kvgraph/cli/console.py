@@ -68,6 +68,8 @@ def terminable() -> Iterator[None]:
             threading.Timer(0.01, os.kill, (os.getpid(), came.pop())).start()
 
     numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        numbers.append(signal.SIGHUP)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         numbers.append(signal.SIGINT)
     hook, before = sys.unraisablehook, [signal.signal(number, stop) for number in numbers]

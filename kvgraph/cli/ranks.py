@@ -47,5 +47,5 @@ def follows(
 def _leave_signals_to_rank_0(own: Launched) -> None:
     """Which gets them too, and ends the others; another machine's torchrun does not reach it."""
     if own.is_beside_rank_0:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

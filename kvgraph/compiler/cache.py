@@ -7,6 +7,7 @@ window's pages while full layers keep everything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -143,7 +144,7 @@ def plan_cache(
             num_layers=storing.count(group),
             page_size=page_size,
             window_size=group.window_size,
-            quantization=quantization,
+            quantization=quantization and _of_head(quantization, group),
             cache_strategy=strategy,
             devices=tuple(devices),
             allow_kv_head_replication=len(devices) > group.n_kv_heads,
@@ -161,6 +162,15 @@ def plan_cache(
         seen[name] += 1
     params = leaves[""] if len(groups) == 1 else MultiKVCacheParams.from_params(leaves)
     return CachePlan(params, tuple(refs))
+
+
+def _of_head(quantization: KVCacheQuantization, layer: LayerNeed) -> KVCacheQuantization:
+    """With as few scales as the kernels take: one for a head of up to `granularity` elements, whose
+    V is as wide; else blocks of a power of two that divides K and V."""
+    most, width = quantization.granularity, layer.head_dim
+    if width <= most and layer.v_head_dim == width:
+        return quantization
+    return replace(quantization, granularity=math.gcd(most, width, layer.v_head_dim))
 
 
 def as_paged(plan: CachePlan) -> CachePlan:

@@ -188,11 +188,13 @@ class KVCacheParams:
                 f"quantization: expected None for a {self.cache_strategy} cache, "
                 f"got {self.quantization.dtype}"
             )
-        if self.quantization and self.head_dim % self.scale_granularity:
-            raise ParamsError(
-                f"quantization.granularity: expected a divisor of head_dim {self.head_dim}, "
-                f"got {self.quantization.granularity}"
-            )
+        widths = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim}
+        for name, width in widths.items() if self.quantization else ():
+            if width % self.scale_granularity:
+                raise ParamsError(
+                    f"quantization.granularity: expected a divisor of {name} {width}, "
+                    f"got {self.scale_granularity}"
+                )
 
     def _check_deployment(self) -> None:
         dp, n = self.data_parallel_degree, len(self.devices)

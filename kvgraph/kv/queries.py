@@ -61,8 +61,9 @@ class PagedQueries(KVCacheManager):
         return list(row.pages[0 if leaf is None else self._leaf_index(leaf)])
 
     def num_free_blocks(self, replica_idx: int = 0) -> int:
-        """Pages that no request holds; cached ones among them."""
-        return sum(pool.num_free for pool in self._pools(replica_idx, "num_free_blocks"))
+        """Pages that no request holds, cached ones among them; those that a tier still copies are
+        given up where a request needs them. Any thread may ask."""
+        return sum(pool.num_obtainable for pool in self._pools(replica_idx, "num_free_blocks"))
 
     def total_num_blocks(self, replica_idx: int = 0) -> int:
         """Usable pages."""
@@ -118,7 +119,8 @@ class PagedQueries(KVCacheManager):
 
     def get_num_used_pages(self, replica_idx: int = 0) -> int:
         """Pages that requests hold."""
-        return sum(pool.num_used for pool in self._pools(replica_idx, "get_num_used_pages"))
+        pools = self._pools(replica_idx, "get_num_used_pages")
+        return sum(pool.num_pages - pool.num_obtainable for pool in pools)
 
     def get_num_host_pages(self, replica_idx: int = 0) -> int:
         """Pages that the host tier has room for; all replicas share it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -20,6 +21,8 @@ MATRIX = (*dtypes.ACTIVATIONS, "int8", dtypes.PACKED_FLOAT8)
 """Of a weight on a GPU: the activations' dtype, or numbers in fewer bits under scales."""
 INDEX = ("int32",)
 FLOAT32 = ("float32",)
+
+LOST = "0, or a number that is not 0 in float32"
 
 T = TypeVar("T")
 
@@ -88,12 +91,23 @@ class Rule:
 
 
 def finite(name: str) -> Rule:
-    return Rule(name, lambda given: not isfinite(given) and "a finite number", names=(name,))
+    """Of a number that kernels have in float32, as in `at_least_0`."""
+
+    def fault(given: float) -> bool | str:
+        narrowed = c_float(given).value
+        if not isfinite(narrowed):
+            return "a finite number in float32"
+        return narrowed == 0 != given and LOST
+
+    return Rule(name, fault, names=(name,))
 
 
 def at_least_0(name: str) -> Rule:
     def fault(given: float) -> bool | str:
-        return not 0 <= given < inf and "at least 0, and finite"
+        narrowed = c_float(given).value
+        if not 0 <= narrowed < inf:
+            return "at least 0, and finite in float32"
+        return narrowed == 0 != given and LOST
 
     return Rule(name, fault, names=(name,))
 

@@ -42,6 +42,8 @@ RECORDS: tuple[type[Node], ...] = (
 )
 TREES = (MultiKVCacheInputSymbols, MultiKVCacheInputs)
 LISTS = (KVCacheInputs, KVCacheInputsSequence)
+FAKE_TENSOR = "torch._export.serde.serialize._reconstruct_fake_tensor"
+"""What a saved program names for an example input that is a fake tensor."""
 
 
 def _register(kind: type[Node], make: Make, key: Callable[..., pytree.KeyEntry]) -> None:
@@ -75,7 +77,14 @@ def _register_all() -> None:
     for kind in LISTS:
         _register(kind, partial(_of_records, kind), pytree.SequenceKey)
     # A saved program holds its example inputs, which torch reads back from a list of safe types.
-    torch.serialization.add_safe_globals([*RECORDS, *TREES, *LISTS])
+    torch.serialization.add_safe_globals([*RECORDS, *TREES, *LISTS, (_fake_tensor, FAKE_TENSOR)])
+
+
+def _fake_tensor(described: bytes, is_parameter: bool) -> object:
+    """torch's own function, whose module takes a second to import."""
+    from torch._export.serde import serialize
+
+    return serialize._reconstruct_fake_tensor(described, is_parameter)
 
 
 def _of_fields(kind: Callable[..., Node], entries: dict[Name, object]) -> Node:

@@ -97,13 +97,19 @@ def _require_gpu(archs: Sequence[str], target: str, where: str) -> None:
     except KVGraphError as error:
         raise ArtifactError(
             f"{where}: target: expected an NVIDIA GPU for {target!r} from this machine, "
-            f"got none ({error})"
+            f"got none ({_reason(error)})"
         ) from error
     if not found:
         raise ArtifactError(
             f"{where}: target: expected code for sm_{major}{minor} of this machine's GPU, "
             f"got {target!r}{_why(archs)}{_remedy()}"
         )
+
+
+def _reason(error: KVGraphError) -> str:
+    """What a sentence about a missing driver ends with; the whole of another one."""
+    _, has_reason, reason = str(error).partition(", got none (")
+    return reason.removesuffix(")") if has_reason else str(error)
 
 
 def _runs(arch: str, ordinal: int) -> bool:

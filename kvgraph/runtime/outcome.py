@@ -146,11 +146,13 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
                 held = stream.stops.held
             if is_text:
                 try:
-                    text = stream.decoder.step(stream.tokenizer, token) or ""
+                    piece = stream.decoder.step(stream.tokenizer, token)
                 except Exception as error:
-                    text = stream.recover(token, error)
-                if stream.pending and text:
-                    text = stream.own(text)
+                    piece = stream.recover(token, error)
+                if piece is None:
+                    text = stream.begun(token)
+                else:
+                    text = stream.own(piece) if stream.unfinished else piece
             if stream.stops is not None:
                 characters = len(text)
                 count = row.context.current_length + behind + 1 - row.prompt_length

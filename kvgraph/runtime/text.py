@@ -80,19 +80,34 @@ class TextStream:
     A decode step has `step` in its own file, so that it visits no other.
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
+    `unfinished`: the tokens since the decoder's last piece, while they end within a character;
+    `told`: what they gave before that, which the next piece begins with.
     `pending`: what the prompt alone ends with of bytes that are no character, while no piece came;
     it is no part of the first piece, unless that completes it.
     `stops` are given each piece by the caller, who hands over what they give.
     """
 
-    __slots__ = ("_prompt_length", "decoder", "pending", "stops", "tokenizer")
+    __slots__ = (
+        "_before",
+        "_prompt_length",
+        "_seen",
+        "decoder",
+        "pending",
+        "stops",
+        "tokenizer",
+        "told",
+        "unfinished",
+    )
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_length: int, stops: StopStrings | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
-        self.pending = ""
+        self.pending = self.told = ""
+        self.unfinished: list[int] = []
+        self._seen: Sequence[int] = ()  # tokens of the prompt that end with a character
+        self._before = ""  # their text
         self._prompt_length = prompt_length
         self.decoder: DecodeStream | None = None
 
@@ -100,14 +115,16 @@ class TextStream:
         """The decoder is at the first token of a text."""
         from tokenizers.decoders import DecodeStream
 
-        self.decoder, self.pending = DecodeStream(skip_special_tokens=True), ""
+        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.pending = self.told = self._before = ""
+        self.unfinished, self._seen = [], ()
 
     def start(self, context: TextContext) -> None:
         """The decoder goes on behind the tokens of `context`; `stops` are there too."""
         self.begin()
         if self.stops is not None:
             self.stops.rewind()
-        first, end = self._seen(context)
+        first, end = self._last_seen(context)
         self._read_prompt(context.tokens[first:end].tolist())
         for count, token in enumerate(context.tokens[self._prompt_length :].tolist(), 1):
             piece = self.step(token)
@@ -118,15 +135,34 @@ class TextStream:
         """The piece that a token completes, once there is a decoder."""
         assert self.decoder is not None
         try:
-            piece = self.decoder.step(self.tokenizer, token) or ""
+            piece = self.decoder.step(self.tokenizer, token)
         except Exception as error:
             piece = self.recover(token, error)
-        return self.own(piece) if self.pending and piece else piece
+        if piece is None:
+            return self.begun(token)
+        return self.own(piece) if self.unfinished else piece
+
+    def begun(self, token: int) -> str:
+        """What a token gives that ends within a character: what comes before that."""
+        self.unfinished.append(token)
+        text = self.tokenizer.decode([*self._seen, *self.unfinished])
+        if text == self._before:  # a special token
+            self.unfinished.clear()
+        if not (text.startswith(self._before) and text.endswith(REPLACEMENT)):
+            return ""  # that, or bytes that spoil those before them
+        whole = text[len(self._before) :].rstrip(REPLACEMENT)
+        piece = whole.removeprefix(self.told).removeprefix(self.pending)
+        if piece:
+            self.told, self.pending = whole, ""
+        return piece
 
     def own(self, piece: str) -> str:
-        """The first piece without what the prompt alone ends with."""
-        pending, self.pending = self.pending, ""
-        return piece.removeprefix(pending)
+        """The piece that completes a character, without what was told of it before, and what the
+        prompt alone ends with."""
+        whole = piece.removeprefix(self.told).removeprefix(self.pending)
+        self.told = self.pending = ""
+        self.unfinished.clear()
+        return whole
 
     def recover(self, token: int, error: Exception) -> str:
         """The piece of a token behind bytes that never became a character, which the decoder does
@@ -137,10 +173,10 @@ class TextStream:
             raise error
         self.decoder = DecodeStream(skip_special_tokens=True)
         self.decoder.step(self.tokenizer, token)  # the first of a text may lose its space
-        lost = self.pending or REPLACEMENT
+        lost = self.told + (self.pending or REPLACEMENT)
         return lost + (self.decoder.step(self.tokenizer, token) or "")
 
-    def _seen(self, context: TextContext) -> tuple[int, int]:
+    def _last_seen(self, context: TextContext) -> tuple[int, int]:
         """The prompt's tokens that the decoder sees: the last ones that have a text, as special
         ones have none. They do not begin within a character, since bytes (`<0xE6>`) that are none
         spoil all those behind them."""
@@ -159,6 +195,8 @@ class TextStream:
         """Its tokens from the first that the decoder sees."""
         for token in seen:
             self.step(token)
+        self._seen = seen[: len(seen) - len(self.unfinished)]
+        self._before = self.tokenizer.decode(self._seen)
         text = self.tokenizer.decode(seen)
         self.pending = text[len(text.rstrip(REPLACEMENT)) :]
 

@@ -29,7 +29,7 @@ from kvgraph.serve.errors import ServeError, brief, error_body
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.items import ResponseRequest
 from kvgraph.serve.jobs import Job
-from kvgraph.serve.log import log_answer, log_request
+from kvgraph.serve.log import is_request_id, log_answer, log_request
 from kvgraph.serve.protocol import (
     OF_BOTH,
     OF_CHATS,
@@ -199,7 +199,8 @@ class Endpoints:
         served = self._service.require_ready()
         generation = Generation(served.runner, served.admission, served.metrics)
         options = self._service.options
-        job.name = request.headers.get(REQUEST_ID, job.name)
+        if is_request_id(given := request.headers.get(REQUEST_ID, "")):
+            job.name = given
         started = time.perf_counter()
 
         def log(status: int) -> None:
@@ -342,21 +343,25 @@ async def _unless_gone(request: Request, work: Awaitable[dict[str, object]]) -> 
         working.cancel()
 
 
+def _log(request: Request, status: int) -> None:
+    log_answer(request.url.path, status, request.headers.get(REQUEST_ID, ""))
+
+
 def _answered(request: Request, body: object) -> Response:
     """Of what generates nothing."""
-    log_answer(request.url.path, 200)
+    _log(request, 200)
     return Response(encoded(body), media_type=JSON)
 
 
 async def _refused(request: Request, error: ServeError) -> Response:
     if not error.is_logged:
-        log_answer(request.url.path, error.status)
+        _log(request, error.status)
     return Response(error.body(), error.status, headers=error.headers())
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
-    log_answer(path, 404)
+    _log(request, 404)
     known = [route.path for route in request.app.routes if isinstance(route, Route)]
     nearest = get_close_matches(path[:MOST_COMPARED], known, 1, ALIKE)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
@@ -373,19 +378,19 @@ async def _wrong_method(request: Request, error: HTTPException) -> Response:
     allow = {"allow": ", ".join([*(error.headers or {}).values(), "OPTIONS"])}
     if request.method == "OPTIONS":
         return Response(status_code=204, headers=allow)
-    log_answer(request.url.path, 405)
+    _log(request, 405)
     body = error_body(405, f"{request.url.path}: expected another method than {request.method}")
     return Response(body, 405, media_type=JSON, headers=allow)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """A mistake of this server; its log has the traceback."""
-    log_answer(request.url.path, 500)
+    _log(request, 500)
     body = error_body(500, f"{request.url.path}: the server failed: {type(error).__name__}")
     return Response(body, 500, media_type=JSON)
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
     if "is_refused" not in request.scope["state"]:  # by the connection
-        log_answer(request.url.path, 499)
+        _log(request, 499)
     return Response(status_code=499)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvgraph.serve.errors import error_body
-from kvgraph.serve.log import log_answer
+from kvgraph.serve.log import is_request_id, log_answer
 from kvgraph.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -119,10 +119,11 @@ class Connection(HttpToolsProtocol):
         self._is_body, self._kept = True, 0
         given = dict(self.headers)
         self._left = int(given.get(b"content-length", 0))
-        named = [(REQUEST_ID, given.get(REQUEST_ID, b""))]
-        if not _ID.fullmatch(named[0][1]):
-            named = [(REQUEST_ID, uuid.uuid4().hex.encode())]
-            self.headers[:] = [field for field in self.headers if field[0] != REQUEST_ID] + named
+        name = given.get(REQUEST_ID, b"").strip()
+        if not is_request_id(name.decode("latin-1")):
+            name = uuid.uuid4().hex.encode()
+        named = [(REQUEST_ID, name)]
+        self.headers[:] = [field for field in self.headers if field[0] != REQUEST_ID] + named
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
@@ -223,6 +224,5 @@ class Connection(HttpToolsProtocol):
 REQUEST_ID = b"x-request-id"
 """Of a request and its answer: the client's own, or else one that is made here."""
 
-_ID = re.compile(rb"[!-~]{1,128}")
 _UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 _BEGUN = re.compile(rb"\r[\r\n]{0,3}(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)

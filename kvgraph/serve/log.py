@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from contextlib import suppress
@@ -36,13 +37,24 @@ def log_request(
     write_line(line)
 
 
-def log_answer(path: str | None, status: int) -> None:
+def log_answer(path: str | None, status: int, request_id: str = "") -> None:
     """Of a request that generates nothing, or was refused before anything of it was known; the
     answer says why.
 
     `path`: None where its head was refused.
     """
-    write_line({"time": round(time.time(), 3), "path": path, "status": status})
+    line: dict[str, object] = {"time": round(time.time(), 3)}
+    if is_request_id(request_id):
+        line["request"] = request_id
+    write_line(line | {"path": path, "status": status})
+
+
+def is_request_id(text: str) -> bool:
+    """Whether an X-Request-Id is taken as it is."""
+    return bool(REQUEST_ID.fullmatch(text))
+
+
+REQUEST_ID = re.compile("[!-~]{1,128}")
 
 
 class LinesOfOthers(logging.Handler):

@@ -138,6 +138,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's, called in the event loop's thread at a signal."""
         if self._service.is_draining:
+            if sig == signal.SIGHUP:  # a shell and the kernel send one each
+                return
             self.should_exit = True
             asyncio.get_running_loop().call_soon(self._service.hurry)
             return

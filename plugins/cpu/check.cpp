@@ -19,19 +19,33 @@ void refuse(const char* format, ...) {
   throw Refusal(sentence);
 }
 
+void require_data(const char* op, const char* field, const void* pointer, size_t count) {
+  if (!pointer && count) refuse("%s: %s: expected data, got a null pointer", op, field);
+}
+
+namespace {
+
+// `fits` says whether the attribute may be what it is in float32.
+template <class Fits>
+float narrowed(const Operands& in, int attribute, const char* expected, Fits&& fits) {
+  const double value = in.real(attribute);
+  const auto found = static_cast<float>(value);
+  if (!fits(found) || (found == 0 && value != 0))
+    refuse("%s: %s: expected %s, got %g", in.op.name, in.op.attributes[attribute].name,
+           fits(found) ? "0, or a number that is not 0 in float32" : expected, value);
+  return found;
+}
+
+}  // namespace
+
 float Operands::finite(int attribute) const {
-  const double value = real(attribute);
-  if (!std::isfinite(value))
-    refuse("%s: %s: expected a finite number, got %g", op.name, op.attributes[attribute].name, value);
-  return static_cast<float>(value);
+  return narrowed(*this, attribute, "a finite number in float32",
+                  [](float x) { return std::isfinite(x); });
 }
 
 float Operands::at_least_0(int attribute) const {
-  const double value = real(attribute);
-  if (!(value >= 0 && std::isfinite(value)))
-    refuse("%s: %s: expected at least 0, and finite, got %g", op.name,
-           op.attributes[attribute].name, value);
-  return static_cast<float>(value);
+  return narrowed(*this, attribute, "at least 0, and finite in float32",
+                  [](float x) { return x >= 0 && std::isfinite(x); });
 }
 
 void say(const char* sentence, char* message, size_t message_size) {
@@ -69,11 +83,13 @@ void check_frame(const kvg_op& op, const kvg_call* call) {
     refuse("%s: expected a kvg_call of at least %zu bytes, got %u", op.name, sizeof(kvg_call),
            call->struct_size);
   const uint32_t operands = static_cast<uint32_t>(op.num_inputs + op.num_outputs);
-  if (call->num_operands != operands || !call->operands)
+  if (call->num_operands != operands)
     refuse("%s: expected %u operands, got %u", op.name, operands, call->num_operands);
+  require_data(op.name, "operands", call->operands, operands);
   const uint32_t attributes = static_cast<uint32_t>(op.num_attributes);
-  if (call->num_attributes != attributes || !call->attributes)
+  if (call->num_attributes != attributes)
     refuse("%s: expected %u attributes, got %u", op.name, attributes, call->num_attributes);
+  require_data(op.name, "attributes", call->attributes, attributes);
 }
 
 // One walk over an op's operands: what was bound by which operand so far.
@@ -106,7 +122,7 @@ struct Walk {
       empty |= given.shape[axis] == 0;
     }
     if (spec.alias >= 0) return alias(index);
-    if (!given.data && !empty) refuse("%s: %s: expected data, got a null pointer", op.name, spec.name);
+    require_data(op.name, spec.name, given.data, empty ? 0 : 1);
   }
 
   void dtype(int index) {

@@ -17,6 +17,9 @@ struct Refusal : std::runtime_error {
 
 [[noreturn]] __attribute__((format(printf, 1, 2))) void refuse(const char* format, ...);
 
+// Refuses a null pointer to what has `count` numbers or records, unless that is 0.
+void require_data(const char* op, const char* field, const void* pointer, size_t count);
+
 // A call whose operands fit the op's table: each dim has one extent, each type variable one dtype,
 // each given output of an aliased input has its address.
 struct Operands {
@@ -32,7 +35,7 @@ struct Operands {
   }
   int64_t integer(int attribute) const { return call.attributes[attribute].i; }
   double real(int attribute) const { return call.attributes[attribute].f; }
-  // Of an attribute that must be so.
+  // Of an attribute that must be so in float32, where none but 0 may be 0.
   float finite(int attribute) const;
   float at_least_0(int attribute) const;  // and finite
 };

@@ -75,6 +75,10 @@ extern "C" int32_t kvg_cpu_round_groups(const float* weights, const float* steps
     if (tries < 1 || tries > kMostTries)
       kvg::refuse("round_groups: tries: expected 1 to %lld, got %lld",
                   static_cast<long long>(kMostTries), static_cast<long long>(tries));
+    kvg::require_data("round_groups", "weights", weights, groups);
+    kvg::require_data("round_groups", "steps", steps, groups);
+    kvg::require_data("round_groups", "nibbles", nibbles, groups);
+    kvg::require_data("round_groups", "chosen", chosen, groups);
     for (size_t g = 0; g < groups; g += kLanes) {
       const auto count = static_cast<int>(std::min<size_t>(kLanes, groups - g));
       const auto group = static_cast<int64_t>(g);

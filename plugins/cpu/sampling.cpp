@@ -281,6 +281,9 @@ extern "C" int32_t kvg_cpu_sample(const float* logits, const kvg_draw* draws, si
   return kvg::entry(message, message_size, [&] {
     kvg::kernels();  // refuses here, not in a task
     check_vocab("sample", vocab);
+    kvg::require_data("sample", "logits", logits, rows);
+    kvg::require_data("sample", "draws", draws, rows);
+    kvg::require_data("sample", "drawn", drawn, rows);
     for (size_t row = 0; row < rows; ++row) check(draws[row], row, vocab);
     const kvg_call call = {};
     kvg::parallel_for(call, rows, [&](size_t row) {
@@ -297,6 +300,9 @@ extern "C" int32_t kvg_cpu_logprobs(const float* logits, size_t rows, int64_t vo
   return kvg::entry(message, message_size, [&] {
     kvg::kernels();  // refuses here, not in a task
     check_vocab("logprobs", vocab);
+    kvg::require_data("logprobs", "logits", logits, count);
+    kvg::require_data("logprobs", "asked", asked, count);
+    kvg::require_data("logprobs", "found", found, count);
     for (size_t i = 0; i < count; ++i) check(asked[i], i, rows, vocab);
     const kvg_call call = {};
     kvg::parallel_for(call, count, [&](size_t i) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
 #include "cpu/check.h"
 #include "cpu/kernels.h"
@@ -15,10 +16,17 @@ namespace {
 constexpr int32_t kInPrompt = 1 << 30;  // of a count: the rest counts the output
 constexpr int64_t kBits = 32;           // of a word of the mask
 
+void check_data(const char* field, const void* pointer, int64_t count, size_t row) {
+  if (pointer || count <= 0) return;
+  const std::string where = "row " + std::to_string(row) + ": " + field;
+  require_data("sample", where.c_str(), pointer, static_cast<size_t>(count));
+}
+
 void check_ids(const char* field, const int32_t* ids, int64_t count, size_t row, int64_t vocab) {
   if (count < 0)
     refuse("sample: row %zu: num_%s: expected >= 0, got %lld", row, field,
            static_cast<long long>(count));
+  check_data(field, ids, count, row);
   uint32_t greatest = 0;  // a negative id is greater than all others
   for (int64_t i = 0; i < count; ++i) greatest = std::max(greatest, static_cast<uint32_t>(ids[i]));
   if (greatest >= static_cast<uint64_t>(vocab))
@@ -39,6 +47,7 @@ void check(const kvg_edits& edits, size_t row, int64_t vocab) {
            static_cast<long long>(words), static_cast<long long>(edits.num_words));
   check_ids("banned", edits.banned, edits.num_banned, row, vocab);
   check_ids("biased", edits.biased, edits.num_biased, row, vocab);
+  check_data("bias", edits.bias, edits.num_biased, row);
   check_ids("tokens", edits.tokens, edits.num_tokens, row, vocab);
   if (edits.num_prompt < 0 || edits.num_prompt > edits.num_tokens)
     refuse("sample: row %zu: num_prompt: expected 0 to %lld, got %lld", row,

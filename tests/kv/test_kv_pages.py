@@ -72,6 +72,18 @@ def test_a_pinned_page_whose_turn_comes_is_passed_over_until_its_copy_ends() -> 
     assert free(pool) == [3, 4, 0, 1]
 
 
+def test_pages_that_only_offloads_keep_can_be_had() -> None:
+    pool = cached_pool(6, 5)
+    pool.pin([0, 1, 2, 3], is_offload=True)
+    pool.pin([1, 4])
+    pool.hold([2])
+    assert (pool.num_free, pool.num_obtainable) == (1, 3)
+    pool.unpin([1])
+    assert (pool.num_free, pool.num_obtainable) == (1, 4)
+    pool.unpin([0, 1, 2, 3], is_offload=True)
+    assert (pool.num_free, pool.num_obtainable) == (4, 4)
+
+
 def test_a_page_published_after_its_copy_is_the_youngest() -> None:
     pool = cached_pool(3, 1)
     pages = pool.take(1)

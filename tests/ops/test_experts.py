@@ -257,9 +257,18 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
         "up: dim num_up_panels: expected 6 for inner_features 33, got 4",
     ),
     "activation": ({}, {"activation": 3}, "activation: expected 0, 1 or 2, got 3"),
-    "alpha": ({}, {"alpha": np.inf}, "alpha: expected a finite number, got inf"),
-    "limit": ({}, {"limit": -1.0}, "limit: expected at least 0, and finite, got -1"),
-    "offset": ({}, {"up_offset": np.nan}, "up_offset: expected a finite number, got nan"),
+    "alpha": ({}, {"alpha": np.inf}, "alpha: expected a finite number in float32, got inf"),
+    "limit": ({}, {"limit": -1.0}, "limit: expected at least 0, and finite in float32, got -1"),
+    "limit that is lost": (
+        {},
+        {"limit": 1e-46},
+        "limit: expected 0, or a number that is not 0 in float32, got 1e-46",
+    ),
+    "offset": (
+        {},
+        {"up_offset": np.nan},
+        "up_offset: expected a finite number in float32, got nan",
+    ),
 }
 
 

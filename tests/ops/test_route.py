@@ -218,9 +218,17 @@ REFUSALS: dict[str, tuple[dict[int, Any], dict[str, float], str]] = {
     ),
     "scores": ({}, {"scores": 3}, "scores: expected 0, 1 or 2, got 3"),
     "normalize": ({}, {"normalize": 2}, "normalize: expected 0 or 1, got 2"),
-    "epsilon": ({}, {"epsilon": -1.0}, "epsilon: expected at least 0, and finite, got -1"),
-    "total": ({}, {"least_total": np.inf}, "least_total: expected at least 0, and finite, got inf"),
-    "scale": ({}, {"scale": np.nan}, "scale: expected a finite number, got nan"),
+    "epsilon": (
+        {},
+        {"epsilon": -1.0},
+        "epsilon: expected at least 0, and finite in float32, got -1",
+    ),
+    "total": (
+        {},
+        {"least_total": np.inf},
+        "least_total: expected at least 0, and finite in float32, got inf",
+    ),
+    "scale": ({}, {"scale": np.nan}, "scale: expected a finite number in float32, got nan"),
     "groups": (
         {},
         {"num_groups": 3},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,35 @@ def test_a_program_that_takes_a_record_is_saved_and_loaded(of: str, tmp_path: Pa
     torch.export.save(torch.export.export(Lengths(), (cache,)), tmp_path / "lengths.pt2")
     loaded = torch.export.load(tmp_path / "lengths.pt2")
     assert loaded.module()(cache).tolist() == [2, 2]
+
+
+PLACEHOLDERS = """
+import sys
+import kvgraph
+import torch
+from tests.support.builders import make_params
+
+class Next(torch.nn.Module):
+    def forward(self, *values):
+        return values[0] + 1
+
+symbols = make_params().get_symbolic_inputs()[0]
+arguments, shapes = kvgraph.GraphSignature.of(symbols, 32).to_torch_export()
+program = torch.export.export(Next(), arguments, dynamic_shapes=(shapes,))
+torch.export.save(program, sys.argv[1])
+loaded = torch.export.load(sys.argv[1])
+print(len(loaded.example_inputs[0]), type(loaded.example_inputs[0][0]).__name__)
+"""
+
+
+def test_a_program_that_was_exported_over_placeholders_is_loaded_by_safe_types(
+    tmp_path: Path,
+) -> None:
+    """torch warns where it falls back on an unpickler that runs any code."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLACEHOLDERS, tmp_path / "next.pt2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("7 FakeTensor\n", "")

@@ -27,13 +27,16 @@ def test_generated_header_is_fresh() -> None:
     assert (PLUGINS / "include/kvgraph/contract.h").read_text() == header()
 
 
-def raw_call(version: int = ABI_VERSION, size: int = native.CALL.size, operands: int = 9) -> str:
+def raw_call(
+    version: int = ABI_VERSION, size: int = native.CALL.size, operands: int = 9, null: str = ""
+) -> str:
     """The sentence with which paged_attention refuses a call that has nothing but a frame."""
     dll = native.library().dll
     tensors = ctypes.create_string_buffer(native.TENSOR_BYTES * 9)
     values = ctypes.create_string_buffer(8 * len(PAGED_ATTENTION.attributes))
     frame = native.CALL.pack(
-        version, size, ctypes.addressof(tensors), ctypes.addressof(values), operands,
+        version, size, 0 if null == "operands" else ctypes.addressof(tensors),
+        0 if null == "attributes" else ctypes.addressof(values), operands,
         len(PAGED_ATTENTION.attributes), 0, 0, 0, 0,
     )  # fmt: skip
     message = ctypes.create_string_buffer(200)
@@ -50,6 +53,9 @@ def test_versions_sizes_and_counts_are_checked() -> None:
     )
     assert raw_call(size=8) == "paged_attention: expected a kvg_call of at least 64 bytes, got 8"
     assert raw_call(operands=3) == "paged_attention: expected 9 operands, got 3"
+    for field in ("operands", "attributes"):
+        sentence = f"paged_attention: {field}: expected data, got a null pointer"
+        assert raw_call(null=field) == sentence
 
 
 def test_a_longer_call_of_a_newer_caller_is_taken() -> None:

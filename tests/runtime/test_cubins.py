@@ -73,7 +73,7 @@ def drive(driver: Path, artifact: Path) -> Drive:
     ("environment", "message"),
     [
         ({"LD_LIBRARY_PATH": ""}, r"expected an NVIDIA GPU for '{target}' from this machine, got "
-         r"none \(libcuda\.so\.1: expected an NVIDIA driver on this machine, got none \(.*\)\)"),
+         r"none \(libcuda\.so\.1: [^()]*\)"),
         ({"FAKE_COUNT": "0"}, r"expected an NVIDIA GPU for '{target}' from this machine, got none "
          r"\(the driver has no device\)"),
         ({"FAKE_SM": "75"}, r"expected code for sm_75 of this machine's GPU, got '{target}' .*"),

@@ -138,13 +138,25 @@ def test_a_step_without_tokens_has_no_logits(step: Step) -> None:
             session.run(ModelInputs(none, offsets, rows), record)
 
 
-def test_a_negative_token_is_refused(step: Step) -> None:
-    """A table of embeddings would give its last row."""
+@pytest.mark.parametrize("number", [-1, 2048, -(2**31), 2**31 - 1])
+def test_a_token_that_the_model_has_not_is_refused(step: Step, number: int) -> None:
+    """For a negative one a table of embeddings would give one of its last rows."""
     session, inputs, record = step
     tokens = inputs.tokens.copy()
-    tokens[1] = -1
-    with pytest.raises(BindingError, match=r"^tokens: expected ids of at least 0, got -1$"):
+    tokens[1] = number
+    message = rf"^tokens: expected numbers in \[0, 2048\), got {number}$"
+    with pytest.raises(BindingError, match=message):
         session.run(replace(inputs, tokens=tokens), record)
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_logits_of_a_token_that_the_step_has_not_are_refused(step: Step, number: int) -> None:
+    session, inputs, record = step
+    assert len(inputs.tokens) == 3
+    given = replace(inputs, logits_indices=np.array([0, number], np.int32))
+    message = rf"^logits_indices: expected numbers in \[0, 3\), got {number}$"
+    with pytest.raises(BindingError, match=message):
+        session.run(given, record)
 
 
 @pytest.mark.parametrize("given", [None, (1, 2, 3), {}])

@@ -147,6 +147,20 @@ def test_the_last_token_may_complete_it(artifact: Artifact) -> None:
     assert (done.text, done.finish_reason) == (TEXT[:-3], "stop")
 
 
+def test_one_in_a_token_that_ends_within_a_character(artifact: Artifact) -> None:
+    """The token that begins the character ends the text, whether another follows or not."""
+    engine = scripted(artifact, [BOS])
+    vocabulary = engine._text.tokenizer.get_vocab()  # type: ignore[union-attr]
+    begun = vocabulary["\u0120\u00e2\u0122"]  # a space, and two of three bytes
+    engine.session.script = [BOS, begun, begun]  # type: ignore[attr-defined]
+    for count in (1, 2):
+        done = engine.generate([[BOS]], greedy(count))[0]
+        assert (done.text, done.finish_reason) == ([" ", " \ufffd "][count - 1], "length")
+        done = engine.generate([[BOS]], greedy(count, stop=" "))[0]
+        assert (done.text, done.finish_reason, done.stop_reason) == ("", "stop", " ")
+        assert done.token_ids == [begun]
+
+
 def test_stop_strings_wait_for_the_least_length(artifact: Artifact) -> None:
     engine, count = saying(artifact, "na na na na na na")
     plain = engine.generate([[BOS]], greedy(count, stop="na"))[0]

@@ -1,10 +1,17 @@
-"""Text of byte-fallback tokenizers, as Llama 2, Mistral and Gemma have: `<0xE6>` is a byte."""
+"""Text of tokens that end within a character, byte for byte: those of byte-fallback tokenizers, as
+Llama 2, Mistral and Gemma have (`<0xE6>` is a byte), and of byte-level ones, whose tokens may also
+hold whole characters before it."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from kvgraph.contract.tokenizer import _byte_letters
 from kvgraph.kv.requests import TextContext
 from kvgraph.runtime.text import TextStream
 
@@ -90,3 +97,71 @@ def test_other_failures_of_a_decoder_are_raised(tokenizer: Tokenizer) -> None:
     stream.start(TextContext("a", [A]))
     with pytest.raises(TypeError):
         stream.step(1 << 40)
+
+
+# -- byte-level tokens
+
+
+def byte_level(tokens: list[bytes]) -> Tokenizer:
+    """A tokenizer whose token i is `tokens[i]`."""
+    letters = {byte: letter for letter, byte in _byte_letters().items()}
+    spelled = ["".join([letters[byte] for byte in token]) for token in tokens]
+    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(spelled)}, spelled[0]))
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    at = [0, *sorted({place % (len(data) + 1) for place in places}), len(data)]
+    return [data[i:j] for i, j in pairwise(at) if i < j]
+
+
+@st.composite
+def pieces_of_text(draw: st.DrawFn) -> list[bytes]:
+    """A text that is cut anywhere, and may end within a character."""
+    data = draw(st.text("a né\u20ac\u6f22\U0001f600", min_size=1, max_size=12)).encode()
+    data = data[: len(data) - draw(st.integers(0, 3))] or b"a"
+    return cut(data, draw(st.lists(st.integers(0, 100), max_size=12)))
+
+
+@given(
+    tokens=pieces_of_text() | st.lists(st.binary(min_size=1, max_size=4), min_size=1, max_size=8),
+    prompt=st.sampled_from([b"x", b"x y", b"\n\xe2\x82\xac"]),
+)
+def test_pieces_are_the_text_but_for_the_incomplete_end(tokens: list[bytes], prompt: bytes) -> None:
+    known = [*dict.fromkeys([prompt, *tokens])]
+    tokenizer = byte_level(known)
+    ids = [known.index(token) for token in tokens]
+    whole = tokenizer.decode([0, *ids]).removeprefix(prompt.decode())
+    assert text_of(tokenizer, [0], ids) == whole.rstrip("\ufffd")
+
+
+@given(tokens=pieces_of_text(), first=st.integers(1, 11))
+def test_what_a_prompt_begins_is_of_its_completion(tokens: list[bytes], first: int) -> None:
+    """The prompt's whole characters are not."""
+    tokens = [b"x", *tokens]
+    known = [*dict.fromkeys(tokens)]
+    ids, first = [known.index(token) for token in tokens], min(first, len(tokens))
+    before = b"".join(tokens[:first]).decode(errors="ignore")
+    whole = b"".join(tokens).decode(errors="ignore")
+    assert text_of(byte_level(known), ids[:first], ids[first:]) == whole.removeprefix(before)
+
+
+@given(tokens=pieces_of_text())
+def test_pieces_of_byte_fallback(tokenizer: Tokenizer, tokens: list[bytes]) -> None:
+    data = b"".join(tokens)
+    assert text_of(tokenizer, [A], list(data)) == data.decode(errors="ignore")
+
+
+def test_whole_characters_come_with_their_token() -> None:
+    tokenizer = byte_level([b"x", b" \xe2", b"\x82\xac.\xf0", b"\x9f\x98", b"\x80!"])
+    stream = TextStream(tokenizer, 1)
+    stream.start(TextContext("a", [0]))
+    assert [stream.step(token) for token in (1, 2, 3, 4)] == [" ", "\u20ac.", "", "\U0001f600!"]
+
+
+def test_bytes_that_no_character_ends_do_not_hold_up_the_rest() -> None:
+    tokenizer = byte_level([b"x", b" \xe2", b"y\xff", b"z"])
+    stream = TextStream(tokenizer, 2)
+    stream.start(TextContext("a", [0, 1]))
+    assert [stream.step(token) for token in (2, 1, 3, 2)] == ["y", "\ufffd ", "\ufffdz", "y"]

@@ -273,6 +273,18 @@ def test_cancelled_while_loading(
         assert answers(engine, asked) == wanted
 
 
+def test_an_idle_engine_holds_no_pages_that_tiers_copy(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its one step queues the copies, and no step follows that would see them end."""
+    with engine_over(artifact, MemoryStore(), monkeypatch) as engine:
+        answers(engine, prompts(1, 300), tokens=1)
+        stats = engine.stats()
+        assert (stats.num_free_pages, stats.num_pages, stats.page_usage) == (24, 24, 0)
+        assert engine.kv.get_num_used_pages() == 0  # type: ignore[attr-defined]
+        assert_conserved(engine)
+
+
 def test_pages_that_tiers_hold_are_given_up_where_a_request_needs_them(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:

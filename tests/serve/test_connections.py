@@ -167,6 +167,11 @@ def test_a_request_has_an_id(server: Server) -> None:
     assert given.headers["x-request-id"] == "mine.1"
     assert given.json()["id"] == "cmpl-mine.1"
     assert '"request":"cmpl-mine.1"' in server.log()
+    twice = [("X-Request-Id", "one"), ("X-Request-Id", "two")]
+    last = server.client.post("/v1/completions", json=body, headers=twice)
+    assert (last.headers["x-request-id"], last.json()["id"]) == ("two", "cmpl-two")
+    server.post("/v1/completions", {"prompt": 5}, **{"X-Request-Id": "refused.1"})
+    assert '"request":"refused.1","path":"/v1/completions","status":400' in server.log()
     for unusable in ("", "a b", "x" * 129):
         made = server.post("/v1/completions", body, **{"X-Request-Id": unusable})
         assert len(made.headers["x-request-id"]) == 32

@@ -206,6 +206,19 @@ def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None
         assert server.process.wait(SECONDS) == 0
 
 
+def test_a_terminal_that_is_closed(artifact: Path, tmp_path: Path) -> None:
+    """Its shell and the kernel send SIGHUP, each once: running requests go on."""
+    with paced(tmp_path, artifact, "--threads", 1) as (server, pace):
+        pace.allow(1)
+        with stream_of(server) as lines:
+            server.process.send_signal(signal.SIGHUP)
+            server.event("draining")
+            server.process.send_signal(signal.SIGHUP)
+            pace.end()
+            assert "error" not in frames(lines)[-1]
+        assert server.process.wait(SECONDS) == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("second", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_who_leaves_gives_back_the_pages(server: Server, stream: bool, second: bytes) -> None:

@@ -57,6 +57,7 @@ def _verify_pool(pool: PagePool, held: Counter[int]) -> None:
     free = list(pool.free_pages())
     assert len(free) == len(set(free)) == pool.num_free, (free, pool.num_free)
     assert set(free) == {page for page in range(pool.num_pages) if pool.is_free(page)}, free
+    assert pool.offloads <= pool.pins, (pool.offloads, pool.pins)
     committed = {digest: p for p, digest in enumerate(pool.digests) if digest is not None}
     assert committed == pool.index, (committed, pool.index)
 

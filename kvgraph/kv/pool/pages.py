@@ -19,7 +19,8 @@ from kvgraph.kv.pool.journal import Event, Removed
 class PagePool:
     """Reference counts, the queue and the index of committed pages `[0, num_pages)`.
 
-    - `refs`: requests that hold a page; `pins`: copies from or to it
+    - `refs`: requests that hold a page; `pins`: copies from or to it, `offloads`: those of them
+      that end early where a request needs the page
     - `num_free`: pages without either
     - `epoch`: a new object after each `forget`; what began in an earlier one is not published
     - `journal`: what happens to committed pages, where they are followed
@@ -39,6 +40,7 @@ class PagePool:
         "journal",
         "num_free",
         "num_pages",
+        "offloads",
         "pins",
         "refs",
     )
@@ -48,6 +50,7 @@ class PagePool:
         self.num_free = num_pages
         self.refs = [0] * num_pages
         self.pins: Counter[int] = Counter()
+        self.offloads: Counter[int] = Counter()
         self.index: dict[bytes, int] = {}
         self.digests: list[bytes | None] = [None] * num_pages
         self.evictions = 0
@@ -61,6 +64,13 @@ class PagePool:
     @property
     def num_used(self) -> int:
         return self.num_pages - self.num_free
+
+    @property
+    def num_obtainable(self) -> int:
+        """Free pages, and those that only offloads keep. Any thread may ask."""
+        free, offloaded = self.num_free, list(self.offloads)
+        kept = [p for p in offloaded if not self.refs[p] and self.pins[p] == self.offloads[p]]
+        return free + len(kept)
 
     def is_free(self, page: int) -> bool:
         return not self.refs[page] and page not in self.pins
@@ -120,15 +130,21 @@ class PagePool:
                 if not pins or page not in pins:
                     self.num_free += 1
 
-    def pin(self, pages: Iterable[int]) -> None:
+    def pin(self, pages: Iterable[int], *, is_offload: bool = False) -> None:
         """A copy from or to the pages begins: none is reallocated before `unpin`."""
         for page in pages:
             self.num_free -= self.is_free(page)
             self.pins[page] += 1
+            if is_offload:
+                self.offloads[page] += 1
 
-    def unpin(self, pages: Iterable[int]) -> None:
+    def unpin(self, pages: Iterable[int], *, is_offload: bool = False) -> None:
         """The copy has ended."""
         for page in pages:
+            if is_offload:
+                self.offloads[page] -= 1
+                if not self.offloads[page]:
+                    del self.offloads[page]
             self.pins[page] -= 1
             if self.pins[page]:
                 continue

@@ -202,7 +202,7 @@ class TierBridge:
         if committed:
             moves = [self._move(replica_idx, *page) for page in committed]
             for move in self.connector.offload(moves):
-                self._leaves[move.pools].pool.pin([move.page])
+                self._leaves[move.pools].pool.pin([move.page], is_offload=True)
 
     def _move(self, replica_idx: int, leaf: int, page: int, digest: bytes) -> Move:
         own = self.pools[replica_idx][leaf]
@@ -226,7 +226,8 @@ class TierBridge:
             if transfer.is_load:
                 self._end_load(self._loading.pop(transfer))
             for move in transfer.moves:
-                self._leaves[move.pools].pool.unpin([move.page])
+                pool = self._leaves[move.pools].pool
+                pool.unpin([move.page], is_offload=not transfer.is_load)
 
     def _end_load(self, loading: Loading) -> None:
         replica, load = loading.replica, loading.load

@@ -124,9 +124,9 @@ class Session(ABC):
             self._has_ended = False
             if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
                 logits = self._no_logits(inputs)
-            elif (least := int(inputs.tokens.min())) < 0:  # a table would give its last row
-                raise BindingError(f"tokens: expected ids of at least 0, got {least}")
             else:
+                _require_within("tokens", arrays[0], self._vocab)
+                _require_within("logits_indices", arrays[2], len(inputs.tokens))
                 logits = self.run_arrays(arrays, capture=capture)
             self._has_ended = True
             return logits
@@ -230,6 +230,13 @@ def host_zeros(shape: tuple[int, ...], dtype: str) -> Array:
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(kind).reshape(shape)
+
+
+def _require_within(name: str, array: Array, end: int) -> None:
+    """BindingError for a number outside [0, end): below 0 a table would give its last rows."""
+    most = np.asarray(array).view(np.uint32).max(initial=0)  # a negative one is above all others
+    if most >= end:
+        raise BindingError(f"{name}: expected numbers in [0, {end}), got {most.view(np.int32)}")
 
 
 def _require_said(symbol: TensorType, value: Typed, array: Typed) -> None:

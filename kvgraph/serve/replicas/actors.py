@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from pathlib import Path
 
 import ray
@@ -194,8 +195,12 @@ class FleetService(Service):
 
 
 async def _messages(method: DeploymentHandle, order: Order) -> AsyncIterator[Message]:
-    """What a replica answers; leaving it cancels."""
-    answer = method.remote(order)
+    """What a replica answers; leaving it cancels.
+
+    In a context of its own: Ray's router knows a call by the id of the HTTP request that it is made
+    in, and never finds the second one of a request that makes several.
+    """
+    answer = Context().run(method.remote, order)
     try:
         async for message in answer:
             yield message

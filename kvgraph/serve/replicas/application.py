@@ -93,7 +93,8 @@ class _Ending:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first.is_set():
-            self.second.set()
+            if number != signal.SIGHUP:  # a shell and the kernel send one each
+                self.second.set()
             return
         write_line({"event": "draining", "signal": signal.Signals(number).name})
         self.first.set()

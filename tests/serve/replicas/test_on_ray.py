@@ -123,6 +123,8 @@ def test_a_server_of_two_replicas(artifact: Path, engine: Engine, tmp_path: Path
             for prompt, text in zip(prompts, expected, strict=True):
                 done = server.complete(prompt, max_tokens=16)
                 assert done["choices"][0]["text"] == text
+        several = server.complete(prompts * 2, max_tokens=16)["choices"]  # calls at a time
+        assert [choice["text"] for choice in several] == expected * 2
         chunks = server.events(
             "/v1/completions", {"prompt": prompts[0], "max_tokens": 16, "temperature": 0}
         )
@@ -136,11 +138,18 @@ def test_a_server_of_two_replicas(artifact: Path, engine: Engine, tmp_path: Path
         wait_for(lambda: server.state()["num_pages"] == 2 * PAGES, "not the pages of both replicas")
         assert "num_requests_running" in server.client.get("/metrics").text
         wait_for(lambda: len(processes()) == 2, "not two replicas")
-        os.kill(processes()[0], signal.SIGKILL)
+        long = {"prompt": [5, 6, 7], "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(server.post, "/v1/completions", long | {"n": 4})
+            wait_for(lambda: server.state()["num_running"] == 4, "they do not run")
+            os.kill(processes()[0], signal.SIGKILL)
+            os.kill(processes()[0], signal.SIGKILL)
+            texts = [choice["text"] for choice in answered(asked.result())["choices"]]
+        assert len(texts) == 4
+        assert len({*texts}) == 1
         for prompt, text in zip(prompts * 3, expected * 3, strict=True):
             done = server.complete(prompt, max_tokens=16)
             assert done["choices"][0]["text"] == text
-        long = {"prompt": [5, 6, 7], "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
         with ThreadPoolExecutor(1) as thread:
             stream = thread.submit(server.events, "/v1/completions", long)
             wait_for(lambda: server.state()["num_running"] == 1, "the stream does not run")
