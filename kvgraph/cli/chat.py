@@ -43,16 +43,16 @@ def chat(
         int | None,
         typer.Option(help=f"Most tokens to generate [default: {MOST}, or what fits]."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help=f"0 is greedy {BY_MODEL}.")] = None,
+    temperature: Annotated[float | None, typer.Option(help=f"0 is greedy {BY_MODEL}")] = None,
     top_k: Annotated[
-        int | None, typer.Option(help=f"Keep the k likeliest tokens; 0 keeps all {BY_MODEL}.")
+        int | None, typer.Option(help=f"Keep the k likeliest tokens; 0 keeps all {BY_MODEL}")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help=f"Keep the likeliest tokens up to this mass {BY_MODEL}.")
+        float | None, typer.Option(help=f"Keep the likeliest tokens up to this mass {BY_MODEL}")
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help=f"Above 1, tokens that are there already are less likely {BY_MODEL}."),
+        typer.Option(help=f"Above 1, tokens that are there already are less likely {BY_MODEL}"),
     ] = None,
     seed: Seed = None,
     session: SessionName = None,
@@ -92,7 +92,7 @@ def chat(
             num_threads=threads,
         )
     longest = longest_context(engine) if max_new_tokens is None else None
-    talk = Talk(engine, SamplingParams(**engine._suggested() | asked), system, longest)
+    talk = Talk(engine, engine.suggested_params(asked), system, longest)
     for line in _typed() if talk.is_live else _piped():
         if line == "/quit":
             break

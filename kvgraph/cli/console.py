@@ -49,7 +49,7 @@ class Stages:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """A scope that SIGTERM ends as Ctrl-C does: what is half made is removed.
+    """A scope that SIGTERM and SIGHUP end as Ctrl-C does: what is half made is removed.
 
     Python ignores an exception in a callback, and each import has some: the signal is sent again.
     Python puts another exception in the place of one that comes while it formats a message: the

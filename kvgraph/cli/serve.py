@@ -84,8 +84,8 @@ def serve(
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin whose pages a browser lets ask, such as https://example.com; * for all. "
-            "May be repeated."
+            help="Origin that a browser may send requests from, such as https://example.com; * for "
+            "all. May be repeated."
         ),
     ] = None,
     generation_config: Annotated[
@@ -171,7 +171,7 @@ def serve(
         drain_seconds=drain_seconds,
         metrics_prefix=metrics_prefix,
         log_prompts=log_prompts,
-        generation_config=generation_config is GenerationConfig.auto,
+        uses_generation_config=generation_config is GenerationConfig.auto,
         allowed_origins=_origins(allowed_origins or []),
         kv_events=kv_events,
         kv_events_replay=kv_events_replay,

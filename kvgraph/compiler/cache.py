@@ -166,11 +166,22 @@ def plan_cache(
 
 def _of_head(quantization: KVCacheQuantization, layer: LayerNeed) -> KVCacheQuantization:
     """With as few scales as the kernels take: one for a head of up to `granularity` elements, whose
-    V is as wide; else blocks of a power of two that divides K and V."""
+    V is as wide; else blocks of a divisor of it that divides K and V. UnsupportedError where only
+    blocks do that are so small that the pool would be larger than in 16 bits."""
     most, width = quantization.granularity, layer.head_dim
     if width <= most and layer.v_head_dim == width:
         return quantization
-    return replace(quantization, granularity=math.gcd(most, width, layer.v_head_dim))
+    block = math.gcd(most, width, layer.v_head_dim)
+    if block < LEAST_BLOCK:
+        raise UnsupportedError(
+            f"cache dtype {quantization.dtype}: expected heads of a multiple of {LEAST_BLOCK} "
+            f"elements, got {width} of keys and {layer.v_head_dim} of values"
+        )
+    return replace(quantization, granularity=block)
+
+
+LEAST_BLOCK = 8
+"""Elements that share a scale of 4 bytes."""
 
 
 def as_paged(plan: CachePlan) -> CachePlan:

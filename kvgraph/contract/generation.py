@@ -1,4 +1,7 @@
-"""How a checkpoint's authors sample its text: generation_config.json, as transformers reads it."""
+"""How a checkpoint's authors sample its text: the fields of generation_config.json that say it.
+
+A field that is not there has no effect, as in vLLM; transformers takes a top_k of 50 then.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,16 @@ def suggested(config: Mapping[str, object]) -> JsonObject:
     if not config.get("do_sample"):
         return _with_effect(config, GREEDY_TOO)
     temperature = config.get("temperature")
-    return {
+    found = {
         "temperature": 1.0 if temperature is None else temperature,
         **_with_effect(config, GREEDY_TOO | SAMPLED),
     }
+    top_k = found.get("top_k")
+    if top_k == -1:  # vLLM's word for all
+        del found["top_k"]
+    elif isinstance(top_k, float) and top_k.is_integer():
+        found["top_k"] = int(top_k)
+    return found
 
 
 def _with_effect(config: Mapping[str, object], plain: Mapping[str, object]) -> JsonObject:

@@ -204,7 +204,7 @@ def _starts() -> Iterator[None]:
     came: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():  # no other is interrupted
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not None:  # it is Python's to put back
                 handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -78,17 +78,21 @@ class Prompts:
 
         ArtifactError for a damaged file, and for a value that no request can have.
         """
-        return SamplingParams(**self._suggested())
+        return self.suggested_params({})
 
-    def _suggested(self) -> JsonObject:
-        """Those fields of them that the file says."""
+    def suggested_params(self, given: JsonObject) -> SamplingParams:
+        """The same, with `given` fields in the place of the file's."""
         path = self._folder / GENERATION
         fields = suggested(read_fields(path, ArtifactError))
         try:
-            SamplingParams(**fields)
+            return SamplingParams(**fields | given)
         except RequestError as error:
             raise ArtifactError(f"{path}: {error}") from error
-        return fields
+
+    def suggested_fields(self) -> JsonObject:
+        """What the file says, by the names of SamplingParams; errors as above."""
+        self.suggested_params({})
+        return suggested(read_fields(self._folder / GENERATION, ArtifactError))
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""

@@ -77,8 +77,8 @@ class SamplingParams(metaclass=ByEitherName):
     `temperature` 0 is greedy (`min_p`, `top_k`, `top_p`, `seed` then have no effect). `min_p` keeps
     the tokens of at least that share of the likeliest one's probability; `top_k` 0 keeps all;
     `top_p` keeps the smallest set of likeliest tokens whose probabilities reach it. With a `seed` a
-    request's tokens do not depend on its batch, on chunks of its prompt or on cached pages (on a
-    CPU: but for bfloat16 weights on AMX).
+    request's tokens do not depend on its batch; on a CPU its numbers do not either, bit for bit
+    (but for bfloat16 weights on AMX, and for linear layers that are not packed).
 
     Generation stops after `max_new_tokens`, at a token of `stop_token_ids` (at most 1024), at the
     model's own end tokens unless `ignore_eos`, or with a string of `stop` (one, or at most 16, of

@@ -48,6 +48,8 @@ class Connection(HttpToolsProtocol):
 
     _options: ServeOptions
     _is_body = False
+    _named: tuple[tuple[bytes, bytes], ...] = ()
+    """The id of the request whose head came last, as a header."""
     _left = 0
     """Bytes of a body that are to come, where the head says how many there are."""
     _held = b""
@@ -122,15 +124,16 @@ class Connection(HttpToolsProtocol):
         name = given.get(REQUEST_ID, b"").strip()
         if not is_request_id(name.decode("latin-1")):
             name = uuid.uuid4().hex.encode()
-        named = [(REQUEST_ID, name)]
-        self.headers[:] = [field for field in self.headers if field[0] != REQUEST_ID] + named
+        self._named = ((REQUEST_ID, name),)
+        others = [field for field in self.headers if field[0] != REQUEST_ID]
+        self.headers[:] = [*others, *self._named]
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
         if self.parser.get_http_version() < "1.1":
             self.app = self._answer_without_chunks
         super().on_headers_complete()
-        self.cycle.default_headers = self.server_state.default_headers + named
+        self.cycle.default_headers = [*self.server_state.default_headers, *self._named]
         self._limit_sending()
 
     def on_body(self, body: bytes) -> None:
@@ -162,8 +165,10 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.scope["state"]["is_refused"] = True
         body = error_body(status, sentence)
+        named = self._named if self._is_body else ()
         fields = [
             *self.server_state.default_headers,
+            *named,
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
@@ -171,7 +176,7 @@ class Connection(HttpToolsProtocol):
         head = b"".join([name + b": " + value + b"\r\n" for name, value in fields])
         self.transport.write(STATUS_LINE[status] + head + b"\r\n" + body)
         self.transport.close()
-        log_answer(None, status)
+        log_answer(None, status, named[0][1].decode() if named else "")
 
     # -- what goes
 

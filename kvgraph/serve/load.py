@@ -34,7 +34,8 @@ class Load:
     prefill_rate: float | None = None
     """Tokens/s of prompts, in steps that had any; None before the first."""
     finish_seconds: float = 0.0
-    """Between the ends of two requests, in which the engine was not idle; 0 before the first."""
+    """Between the ends of two requests, without the time that the engine was idle; 0 before the
+    first."""
     step_seconds: float = 0.0
 
 

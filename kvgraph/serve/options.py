@@ -21,7 +21,7 @@ class ServeOptions:
     """How long running requests may go on after SIGTERM."""
     metrics_prefix: str = "kvgraph:"
     log_prompts: bool = False
-    generation_config: bool = True
+    uses_generation_config: bool = True
     """Whether the artifact's generation_config.json says how a request is sampled that does not."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages a browser lets ask (CORS); `*`: all."""

@@ -39,7 +39,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
 ) -> None:
-    """Serve the engine that `make` gives until SIGTERM or SIGINT; port 0 takes a free one.
+    """Serve the engine that `make` gives until SIGTERM, SIGINT or SIGHUP; port 0 takes a free one.
 
     OSError for an address that cannot be had. What `make` raises ends the server, and is raised
     here. Where the signal comes before `make` is done, the process ends here, with exit code 0.

@@ -172,7 +172,7 @@ class Service(ABC):
         tokenizer = prompts._text.tokenizer
         spell = Spelling(_decoder(prompts), byte_pieces(tokenizer))
         most = None if tokenizer is None else most_characters(tokenizer)
-        sampling = prompts._suggested() if self.options.generation_config else {}
+        sampling = prompts.suggested_fields() if self.options.uses_generation_config else {}
         self.served = Served(
             prompts, runner, facts, state, admission, metrics, spell, sampling, most
         )

@@ -15,9 +15,9 @@ namespace kvg {
 
 constexpr int64_t kFewRows = 8;  // up to here K and V are multiplied as they are read
 
-// Whether sums of int8 products fit into 32 bits, and a key has one scale.
+// Whether sums of int8 products fit into 32 bits, and a key has one scale; of other pools: true.
 inline bool fits_integers(const Pool& pool) {
-  return pool.head_dim <= 512 && (!pool.scales || pool.scales_per_head == 1);
+  return pool.dtype != KVG_INT8 || (pool.head_dim <= 512 && pool.scales_per_head == 1);
 }
 
 struct alignas(64) Line {
@@ -103,8 +103,7 @@ class AttentionTask {
   // Keys of int8 whose sums are added at a time. Sums are rounded then, so that it is the same however
   // many heads a task has: that depends on the batch and on the threads.
   int64_t keys_of_sum() const {
-    const StreamKernels* streams = kernels_.streams[KVG_INT8];
-    return streams ? step_of(job_.pool.kv_heads, streams->step_size, 8) : kKeys;
+    return step_of(job_.pool.kv_heads, kernels_.streams[KVG_INT8]->step_size, 8);
   }
 
   // body(head, first key, keys, what is read next) for every head of every `step` keys of K (0) or V

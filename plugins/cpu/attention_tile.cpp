@@ -10,12 +10,11 @@ namespace {
 
 constexpr int64_t kAhead = 32;  // lines that few rows ask for at once
 
-// Products of 16-bit words where the processor has them: of bfloat16, as a pool of no more bits has
-// lost what bfloat16 queries and weights lose, or of integers. With few rows too: a token's result
-// does not depend on how many come with it.
+// Products of 16-bit words where the processor has them: of integers, or of bfloat16, since bfloat16
+// and float8 pools are no more precise than its queries and weights. With few rows too: a token's
+// result does not depend on how many come with it. Null: products are in float32.
 const TileKernels* kernels_of(const Pool& pool) {
-  const bool converted = pool.dtype == KVG_INT8 && !fits_integers(pool);
-  return kernels().tiles[converted ? KVG_BFLOAT16 : pool.dtype];
+  return kernels().tiles[fits_integers(pool) ? pool.dtype : KVG_BFLOAT16];
 }
 
 class TileTask : AttentionTask {
@@ -86,7 +85,7 @@ class TileTask : AttentionTask {
     float* scores = scores_of(head) + first;
     const float* q = query_of(head, 0);
     if (packed_kernels_) {
-      packed_kernels_->pack_keys(rows, read_as(), packed_, D_, keys);
+      packed_kernels_->pack_keys(rows, read_as(), scales_of(tile, 0, head), block_, packed_, D_, keys);
       return packed_kernels_->dot(reinterpret_cast<const uint32_t*>(q), units_ + state_of(head),
                                   packed_, factors_of(tile, 0, head, keys), scores, rows_, D_);
     }
@@ -109,7 +108,8 @@ class TileTask : AttentionTask {
     const float* weights = scores_of(head) + first;
     float* out = out_of(head);
     if (packed_kernels_) {
-      packed_kernels_->pack_values(rows, read_as(), packed_, E_, keys);
+      packed_kernels_->pack_values(rows, read_as(), scales_of(tile, 1, head), block_, packed_, E_,
+                                   keys);
       return packed_kernels_->add(weights, packed_, factors_of(tile, 1, head, keys), out, rows_, E_,
                                   keys, keys_of_sum());
     }
@@ -125,8 +125,16 @@ class TileTask : AttentionTask {
     }
   }
 
-  // The one scale of each key of a packed tile; null where there is none, or where keys were
-  // converted with the scales of their blocks.
+  // Scales of the blocks of each key of a packed tile; null where there are none, or where they are
+  // for scores and weights, or were applied by a conversion.
+  const float* const* scales_of(const KeyTile& tile, int kind, int64_t head) {
+    if (!in_place_ || !job_.pool.scales || scales_after()) return nullptr;
+    for (int64_t j = 0; j < kKeys; ++j)
+      scales_[j] = tile.scales[kind][j] + head * job_.pool.scales_per_head;
+    return scales_;
+  }
+
+  // The one scale of each key of a packed tile; null where there is none, or blocks have their own.
   const float* factors_of(const KeyTile& tile, int kind, int64_t head, int64_t keys) {
     if (!scales_after()) return nullptr;
     load_factors(tile, kind, head, 0, 0, keys);
@@ -137,8 +145,7 @@ class TileTask : AttentionTask {
 
   bool reads_in_place() const {
     const int32_t pool = job_.pool.dtype;
-    if (packed_kernels_)
-      return pool == KVG_INT8 ? fits_integers(job_.pool) : !job_.pool.scales || scales_after();
+    if (packed_kernels_) return !job_.pool.scales || scales_after() || block_ % kKeys == 0;
     return pool == KVG_FLOAT32 || (reads_as_stored(pool) && rows_ <= kFewRows);
   }
 
@@ -157,8 +164,8 @@ class TileTask : AttentionTask {
   }
 
   // Points `rows` at `width` elements of each key: in the pool itself, or converted where the
-  // kernels do not read its dtype or many query rows share the conversion. Scales are for scores and
-  // weights, but for packed blocks.
+  // kernels do not read its dtype or many query rows share the conversion. Scales are applied to
+  // scores and weights, except where blocks are packed: there to the elements.
   void read(const KeyTile& tile, int kind, int64_t head, int64_t width, int64_t first, int64_t keys,
             const void** rows) {
     for (int64_t j = 0; j < keys; ++j)
@@ -186,6 +193,7 @@ class TileTask : AttentionTask {
   float* converted_;  // [J, max(D, E)]
   float* part_;       // scores of a block, or weights times its scales, [M, J]
   float factors_[kKeys] = {};
+  const float* scales_[kKeys];
 };
 
 }  // namespace

@@ -72,17 +72,18 @@ struct StreamKernels {
               int64_t width, int64_t first, int64_t count);
 };
 
-// Many query rows over packed tiles of K and V, in products of 16-bit words (word_products.h).
+// Query rows over packed tiles of K and V, in products of 16-bit words (word_products.h).
 struct TileKernels {
-  // The keys of a tile are packed first, from rows of int8, or of bfloat16, float8 or float32, into
-  // kKeys * padded width / 2 words.
-  void (*pack_keys)(const void* const* key_J, int32_t dtype, uint32_t* packed, int64_t width,
-                    int64_t keys);
-  void (*pack_values)(const void* const* value_J, int32_t dtype, uint32_t* packed, int64_t width,
-                      int64_t keys);
+  // The keys of a tile are packed first, from rows of int8, bfloat16, float8 or float32, into kKeys *
+  // padded width / 2 words; with the scales of their blocks of `block` elements, a multiple of
+  // kKeys, or without any (null).
+  void (*pack_keys)(const void* const* key_J, int32_t dtype, const float* const* scale_J,
+                    int64_t block, uint32_t* packed, int64_t width, int64_t keys);
+  void (*pack_values)(const void* const* value_J, int32_t dtype, const float* const* scale_J,
+                      int64_t block, uint32_t* packed, int64_t width, int64_t keys);
   // Of padded width / 2 words; returns their unit.
   float (*pack_query)(const float* q_D, uint32_t* to, int64_t width);
-  // `factor`, of each key, or null: quantised rows have one.
+  // `factor`, of each key; null: none has one, which never is so of integers.
   void (*dot)(const uint32_t* q_MP, const float* unit_M, const uint32_t* packed,
               const float* factor_J, float* scores_MJ, int64_t rows, int64_t width);
   // Sums of `step` keys are added at a time.

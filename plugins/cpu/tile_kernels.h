@@ -1,4 +1,4 @@
-// Scores and weighted sums of many query rows, over tiles of K and V that are packed first, for
+// Scores and weighted sums of query rows, over tiles of K and V that are packed first, for
 // kernels.cpp: a step is one broadcast of two elements of a row times 16 columns, which are keys of a
 // score, elements of an output.
 #pragma once
@@ -35,13 +35,34 @@ inline __m512i float8_words(const void* row, __mmask32 mask) {
   return _mm512_or_si512(_mm512_mask_mov_epi16(low, is_high, high), sign);
 }
 
-// 32 elements of a stored row, int8 or else of 16 bits or fewer or float32, as words; those beyond
-// the mask: 0.
+inline __m512 float_of(__m256i words) {  // of bfloat16
+  return _mm512_castsi512_ps(
+      _mm512_maskz_slli_epi32(kAll, _mm512_maskz_cvtepu16_epi32(kAll, words), 16));
+}
+
+inline __m512 float_of(__m128i bytes) {  // of int8
+  return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_cvtepi8_epi32(kAll, bytes));
+}
+
+// 32 elements of a stored row as words, times a factor where they have few bits; those beyond the
+// mask: 0.
 template <class Products>
-__m512i load_words(const void* row, int32_t dtype, int64_t at, __mmask32 mask) {
-  if (Products::kScaled) return Products::words(static_cast<const int8_t*>(row) + at, mask);
-  if (dtype == KVG_FLOAT8_E4M3FN) return float8_words(static_cast<const char*>(row) + at, mask);
+__m512i load_words(const void* row, int32_t dtype, int64_t at, float factor, __mmask32 mask) {
+  const auto* bytes = static_cast<const char*>(row) + at;
+  if constexpr (Products::kScaled) return Products::words(bytes, mask);
   if (dtype == KVG_BFLOAT16) return Products::words(static_cast<const uint16_t*>(row) + at, mask);
+  if (dtype == KVG_FLOAT8_E4M3FN) {
+    const __m512i words = float8_words(bytes, mask);
+    if (factor == 1.0f) return words;
+    return Products::round(
+        (Vector)(float_of(_mm512_castsi512_si256(words)) * factor),
+        (Vector)(float_of(_mm512_maskz_extracti64x4_epi64(kHalf, words, 1)) * factor), 1.0f);
+  }
+  if (dtype == KVG_INT8) {
+    const __m256i all = _mm256_maskz_loadu_epi8(mask, bytes);
+    return Products::round((Vector)(float_of(_mm256_castsi256_si128(all)) * factor),
+                           (Vector)(float_of(_mm256_extracti128_si256(all, 1)) * factor), 1.0f);
+  }
   const auto low = static_cast<__mmask16>(mask), high = static_cast<__mmask16>(mask >> kWords);
   const float* from = static_cast<const float*>(row) + at;
   return Products::round((Vector)_mm512_maskz_loadu_ps(low, from),
@@ -80,14 +101,16 @@ inline void transpose(__m512i (&x)[kWords]) {
 
 // packed[pair of elements][key]; keys that are not there: 0.
 template <class Products>
-void pack_keys(const void* const* key_J, int32_t dtype, uint32_t* packed, int64_t width,
-               int64_t keys) {
+void pack_keys(const void* const* key_J, int32_t dtype, const float* const* scale_J, int64_t block,
+               uint32_t* packed, int64_t width, int64_t keys) {
   for (int64_t d = 0; d < width; d += kPairs)
     for (int64_t first = 0; first < kKeys; first += kWords) {
       __m512i x[kWords];
       for (int64_t j = 0; j < kWords; ++j)
         x[j] = first + j < keys
-                   ? load_words<Products>(key_J[first + j], dtype, d, first_of(width - d))
+                   ? load_words<Products>(key_J[first + j], dtype, d,
+                                          scale_J ? scale_J[first + j][d / block] : 1.0f,
+                                          first_of(width - d))
                    : _mm512_setzero_si512();
       transpose(x);
       for (int64_t p = 0; p < kWords; ++p)
@@ -99,14 +122,15 @@ inline int64_t padded(int64_t width) { return vectors_of(width) * kPairs; }
 
 // packed[pair of keys][element], rows of padded(width).
 template <class Products>
-void pack_values(const void* const* value_J, int32_t dtype, uint32_t* packed, int64_t width,
-                 int64_t keys) {
+void pack_values(const void* const* value_J, int32_t dtype, const float* const* scale_J,
+                 int64_t block, uint32_t* packed, int64_t width, int64_t keys) {
   for (int64_t j = 0; j < keys; j += 2, packed += padded(width))
     for (int64_t e = 0; e < width; e += kPairs) {
       const __mmask32 mask = first_of(width - e);
       __m512i pair[2] = {};
       for (int64_t i = 0; i < 2 && j + i < keys; ++i)
-        pair[i] = load_words<Products>(value_J[j + i], dtype, e, mask);
+        pair[i] = load_words<Products>(value_J[j + i], dtype, e,
+                                       scale_J ? scale_J[j + i][e / block] : 1.0f, mask);
       __m512i front, back;
       interleave(pair[0], pair[1], front, back);
       _mm512_storeu_si512(packed + e, front);
@@ -153,7 +177,7 @@ void product_block(const uint32_t* a_MP, int64_t a_stride, const float* unit_M,
       auto total = (__m512)Products::floats(sum[m][h]);
       if constexpr (Add && Products::kScaled)
         total = _mm512_maskz_loadu_ps(part[h], c_of(m, h)) + total * unit_M[m];
-      if (!Add && factor_N)
+      if constexpr (!Add)
         total *= unit_M[m] * _mm512_maskz_loadu_ps(part[h], factor_N + h * kWords);
       _mm512_mask_storeu_ps(c_of(m, h), part[h], total);
     }
@@ -226,13 +250,14 @@ template <class Products>
 void dot_tile(const uint32_t* q_MP, const float* unit_M, const uint32_t* packed,
               const float* factor_J, float* s_MJ, int64_t rows, int64_t width) {
   const int64_t stride = padded(width) / 2;
-  if (Products::kScaled)  // exact, in any order
-    return product<Products, false>(q_MP, stride, unit_M, packed, kKeys, factor_J, s_MJ, kKeys,
-                                    rows, (width + 1) / 2, kKeys);
-  by_rows<4>(rows, [&](auto block, int64_t m) {
-    dot_block<Products, block.kCount>(q_MP + m * stride, packed, factor_J, s_MJ + m * kKeys,
-                                      vectors_of(width));
-  });
+  if constexpr (Products::kScaled)  // exact, in any order
+    product<Products, false>(q_MP, stride, unit_M, packed, kKeys, factor_J, s_MJ, kKeys, rows,
+                             (width + 1) / 2, kKeys);
+  else
+    by_rows<4>(rows, [&](auto block, int64_t m) {
+      dot_block<Products, block.kCount>(q_MP + m * stride, packed, factor_J, s_MJ + m * kKeys,
+                                        vectors_of(width));
+    });
 }
 
 template <class Products>

@@ -57,8 +57,11 @@ inline Vector larger_bits(Vector a, Vector b) {
 
 inline Vector magnitude(Vector v) { return as<Vector>(as<Words>(v) & 0x7fffffffu); }
 
-inline float unit_of(Vector largest) {
-  return reduce<larger_bits>(largest, largest, largest, largest)[0] / kLargest;
+// Of the largest of each of four rows. It has an inverse; NaN stays NaN.
+inline Vector units_of(Vector a, Vector b, Vector c, Vector d) {
+  constexpr float kLeast = 0x1p-100f;
+  const Vector largest = reduce<larger_bits>(a, b, c, d);
+  return larger_bits(largest, Vector{} + kLeast) / kLargest;
 }
 
 inline Vector load_part(const float* from, int64_t count) {
@@ -75,7 +78,7 @@ float pack_row(const float* q_D, __m512i* to, int64_t width) {
     Vector largest = {};
     for (int64_t d = 0; d < width; d += kWords)
       largest = larger_bits(largest, magnitude(load_part(q_D + d, width - d)));
-    unit = unit_of(largest);
+    unit = units_of(largest, largest, largest, largest)[0];
   }
   const float inverse = 1.0f / unit;
   for (int64_t d = 0; d < width; d += kPairs) {
@@ -104,7 +107,7 @@ Vector pack_rows(const float* p_MJ, const float* factor_J, char* to, int64_t str
       m = m < Rows ? m : Rows - 1;
       return larger_bits(magnitude(low[m]), magnitude(high[m]));
     };
-    unit = reduce<larger_bits>(largest(0), largest(1), largest(2), largest(3)) / kLargest;
+    unit = units_of(largest(0), largest(1), largest(2), largest(3));
   }
   const Vector inverse = 1.0f / unit;
   KVG_UNROLL

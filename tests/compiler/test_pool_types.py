@@ -10,7 +10,7 @@ import kvgraph
 from kvgraph.compiler.cache import LayerNeed, plan_cache, pool_types
 from kvgraph.contract.devices import Device
 from kvgraph.contract.params import KVCacheParams, KVCacheQuantization
-from kvgraph.errors import ParamsError
+from kvgraph.errors import ParamsError, UnsupportedError
 from tests.support.artifacts import CHECKED
 from tests.support.models import make_model
 
@@ -42,6 +42,19 @@ def test_blocks_that_divide_keys_and_values(
     )
     assert isinstance(plan.params, KVCacheParams)
     assert plan.params.scale_granularity == granularity
+
+
+def test_heads_that_no_block_divides() -> None:
+    _, quantization = pool_types("float32", "int8")
+    message = r"^cache dtype int8: expected heads of a multiple of 8 elements, got 130 of keys"
+    with pytest.raises(UnsupportedError, match=message):
+        plan_cache(
+            [LayerNeed(2, 130, 130, None)],
+            dtype="float32",
+            quantization=quantization,
+            page_size=16,
+            devices=[Device("cpu")],
+        )
 
 
 def test_a_block_that_does_not_divide_values() -> None:

@@ -183,6 +183,8 @@ def test_results_do_not_depend_on_the_chunk(
         granularity=head_dim if pool in ("int8", "float8_e4m3fn") else 0,
     )
     operands = build(case)
+    if window:
+        operands.inputs["q"] *= 50  # nearly all weight is on one key
     with forced_isa(name):
         whole = native.run(operands.spec, *inputs_of(operands), **operands.attributes)
         for start, end in [chunk for chunk in CHUNKS if chunk[1] <= tokens]:

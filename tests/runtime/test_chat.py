@@ -132,6 +132,8 @@ def test_text_alone_needs_no_jinja(compiled: Compiled) -> None:
         (None, {}),
         ({"repetition_penalty": 1.05, "temperature": 0.7}, {"repetition_penalty": 1.05}),
         ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),
+        ({"do_sample": True, "top_k": 20.0}, {"temperature": 1.0, "top_k": 20}),
         (
             {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": None},
             {"temperature": 0.7, "top_k": 20},

@@ -172,6 +172,11 @@ def test_a_request_has_an_id(server: Server) -> None:
     assert (last.headers["x-request-id"], last.json()["id"]) == ("two", "cmpl-two")
     server.post("/v1/completions", {"prompt": 5}, **{"X-Request-Id": "refused.1"})
     assert '"request":"refused.1","path":"/v1/completions","status":400' in server.log()
+    broken = b"Transfer-Encoding: chunked\r\nX-Request-Id: mine.2\r\n\r\nno number\r\n"
+    with server.connect() as to, HTTPResponse(to) as answer:
+        to.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + broken)
+        answer.begin()
+        assert (answer.status, answer.headers["x-request-id"]) == (400, "mine.2")
     for unusable in ("", "a b", "x" * 129):
         made = server.post("/v1/completions", body, **{"X-Request-Id": unusable})
         assert len(made.headers["x-request-id"]) == 32

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvgraph.compiler.frontends.folder import CONFIG, is_gguf
 from kvgraph.compiler.frontends.gguf_file import (
+    SAMPLING,
     alone,
     entries,
     field,
@@ -130,7 +131,7 @@ def _write(path: Path, folder: Path) -> None:
 
 def _require_readable(path: Path, reader: GGUFReader, kind: str) -> None:
     tokens = (f"tokenizer.ggml.{name}_token_id" for name in (*ROLES.values(), *ENDS))
-    require_numbers(path, reader, ["split.count", *tokens])
+    require_numbers(path, reader, ["split.count", *tokens, *SAMPLING])
     require_sizes(path, reader, kind)
     if int(field(reader, "split.count") or 1) > 1:
         raise UnsupportedError(

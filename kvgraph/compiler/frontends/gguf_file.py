@@ -127,7 +127,7 @@ def alone(path: Path, what: str) -> Iterator[Path]:
 def generation(reader: GGUFReader) -> dict[str, object]:
     """What a generation_config.json says of sampling; nothing where the file says nothing. Numbers
     are float32, of decimals that people wrote."""
-    given = {name: field(reader, f"general.sampling.{own}") for own, name in SAMPLING.items()}
+    given = {name: field(reader, own) for own, name in SAMPLING.items()}
     found: dict[str, object] = {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in given.items()
@@ -137,12 +137,13 @@ def generation(reader: GGUFReader) -> dict[str, object]:
 
 
 SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
 }
+"""Fields of a file -> those of a generation_config.json."""
 
 
 def require_numbers(path: Path, reader: GGUFReader, names: Iterable[str]) -> None:

@@ -225,13 +225,14 @@ def _as_token(given: object) -> JsonObject:
 
 
 def generation_notes(folder: Path) -> tuple[str, ...]:
-    """A sentence where a generation_config.json says how to sample."""
+    """Sentences of what a generation_config.json says of sampling: what is applied, and what has no
+    place here."""
     path = folder / GENERATION
     if not path.is_file():
         return ()
     config = _read_object(path)
     unknown = {name: config[name] for name in UNKNOWN_HERE if config.get(name) not in (None, [], 0)}
-    said = {WITH_REQUEST: suggested(config), WITHOUT_PLACE: unknown}
+    said = {APPLIED: suggested(config), WITHOUT_PLACE: unknown}
     return tuple(
         f"{GENERATION}: {kind}: {', '.join([f'{n} {value!r:.40}' for n, value in each.items()])}"
         for kind, each in said.items()
@@ -243,7 +244,7 @@ UNKNOWN_HERE = ("no_repeat_ngram_size", "suppress_tokens", "bad_words_ids")
 """Settings of transformers that change the text and that SamplingParams do not have; `logit_bias`
 may take the place of the second."""
 
-WITH_REQUEST = "the defaults of `kvgraph chat` and `serve`"
+APPLIED = "the defaults of `kvgraph chat` and `serve`"
 WITHOUT_PLACE = "not applied, and no request can ask for it"
 
 

@@ -67,10 +67,11 @@ class PagePool:
 
     @property
     def num_obtainable(self) -> int:
-        """Free pages, and those that only offloads keep. Any thread may ask."""
+        """Free pages, and those that only offloads keep. Any thread may ask; while another one
+        changes them, it is about so many."""
         free, offloaded = self.num_free, list(self.offloads)
         kept = [p for p in offloaded if not self.refs[p] and self.pins[p] == self.offloads[p]]
-        return free + len(kept)
+        return min(self.num_pages, free + len(kept))
 
     def is_free(self, page: int) -> bool:
         return not self.refs[page] and page not in self.pins

@@ -85,7 +85,7 @@ class PageTransfer:
             header = _receive(connection)
             try:
                 wanted, stored = self._check(header), self._stored(header)
-                _require_own(wanted, stored)
+                _require_own(wanted, stored if "tokens" in header else None)
                 with self._manager.adopted_pages(wanted, self._replica, stored=stored) as leaves:
                     self._take(connection, header, leaves)
                     taken = sum(len(leaf.pages) for leaf in leaves)
@@ -188,11 +188,11 @@ class PageTransfer:
             _copy_in(leaves, _received(connection, leaves))
 
 
-def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[Stored]) -> None:
-    """TransferError for a page that is none of the sender's tokens, where it says them."""
-    own = {page.digest for page in stored}
+def _require_own(offered: Sequence[Sequence[bytes]], stored: Sequence[Stored] | None) -> None:
+    """TransferError for a page that is none of the sender's tokens; None: it does not say them."""
+    own = None if stored is None else {page.digest for page in stored}
     for digest in [digest for leaf in offered for digest in leaf]:
-        if len(digest) != DIGEST_BYTES or (stored and digest not in own):
+        if len(digest) != DIGEST_BYTES or (own is not None and digest not in own):
             raise TransferError(
                 f"digests: expected those of the sender's tokens, got {digest.hex()[:64]!r}"
             )

@@ -24,6 +24,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from starlette.applications import Starlette
 
 from kvgraph.errors import RequestError
+from kvgraph.runtime.chat import Prompts
 from kvgraph.runtime.engine import Engine
 from kvgraph.serve.log import write_line
 from kvgraph.serve.options import ServeOptions
@@ -110,8 +111,8 @@ def serve_replicas(
     host: str,
     port: int,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `make` gives the engine of so many threads, in the process of
-    each replica.
+    """Serve until SIGTERM, SIGINT or SIGHUP. `make` gives the engine of so many threads, in the
+    process of each replica.
 
     A cluster is the one of RAY_ADDRESS; without it, Ray is started on this machine. RequestError
     where no replica starts, with the sentence of the first that did not; OSError for an address
@@ -130,11 +131,13 @@ def serve_replicas(
             _start_serve(host, port)
             write_line({"event": "listening", "url": url_of(host, port)})
             ending.listen()
+            sampling = Prompts(folder).suggested_fields() if options.uses_generation_config else {}
             application = _application(name, folder, make, options, replicas, index)
             target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
             serve.run_many([target], wait_for_applications_running=False)
             if _wait_until_ready(ending, f"{url_of(_own(host), port)}/ready"):
-                write_line({"event": "ready", "model": name, "replicas": replicas.least})
+                line = {"event": "ready", "model": name, "replicas": replicas.least}
+                write_line(line | ({"sampling": sampling} if sampling else {}))
                 while not ending.first.wait(LOOK_SECONDS):
                     _require_ray()
                 _drain(index, options, ending)
