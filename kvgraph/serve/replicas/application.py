@@ -118,6 +118,7 @@ def serve_replicas(
     where no replica starts, with the sentence of the first that did not; OSError for an address
     that cannot be had.
     """
+    sampling = Prompts(folder).suggested_fields() if options.uses_generation_config else {}
     ending = _Ending()
     _connect()
     index: ActorHandle | None = None
@@ -131,7 +132,6 @@ def serve_replicas(
             _start_serve(host, port)
             write_line({"event": "listening", "url": url_of(host, port)})
             ending.listen()
-            sampling = Prompts(folder).suggested_fields() if options.uses_generation_config else {}
             application = _application(name, folder, make, options, replicas, index)
             target = serve.RunTarget(application, name=APPLICATION, route_prefix="/")
             serve.run_many([target], wait_for_applications_running=False)

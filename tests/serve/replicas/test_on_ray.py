@@ -25,6 +25,7 @@ ray = pytest.importorskip("ray", reason="pip install 'kvgraph[ray]'")
 
 from kvgraph import Engine, RequestError, SamplingParams  # noqa: E402
 from tests.serve.running import Server, answered, refusal, serving, wait_for  # noqa: E402
+from tests.support.artifacts import rehash  # noqa: E402
 from tests.support.command_line import COMMAND  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of pydantic
@@ -258,6 +259,15 @@ def test_bad_flags(artifact: Path) -> None:
     assert "expected --disk or --remote" in refused(artifact, *both)
     line = refused(artifact, "--replicas", 3, "--max-replicas", 2)
     assert "--max-replicas: expected at least --replicas=3, got 2" in line
+
+
+def test_settings_that_no_request_can_have(artifact: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.kvg"
+    shutil.copytree(artifact, own)
+    (own / "generation_config.json").write_text('{"repetition_penalty": 0}')
+    rehash(own)
+    line = refused(own, "--replicas", 1)
+    assert f"{own}/generation_config.json: repetition_penalty: expected in" in line
 
 
 def test_an_address_of_no_cluster(artifact: Path) -> None:
