@@ -29,7 +29,7 @@ from kvgraph.serve.errors import ServeError, brief, error_body
 from kvgraph.serve.generation import Generation
 from kvgraph.serve.items import ResponseRequest
 from kvgraph.serve.jobs import Job
-from kvgraph.serve.log import is_request_id, log_answer, log_request
+from kvgraph.serve.log import REQUEST_ID, is_request_id, log_answer, log_request
 from kvgraph.serve.protocol import (
     OF_BOTH,
     OF_CHATS,
@@ -43,7 +43,6 @@ from kvgraph.serve.responses import answer_response, response_events, response_j
 from kvgraph.serve.service import Served, Service
 
 JSON = "application/json"
-REQUEST_ID = "x-request-id"
 
 Events = Callable[[Job, Generation], AsyncIterator[bytes]]
 Answer = Callable[[Job, Generation], Awaitable[dict[str, object]]]

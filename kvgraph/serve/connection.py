@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvgraph.serve.errors import error_body
-from kvgraph.serve.log import is_request_id, log_answer
+from kvgraph.serve.log import REQUEST_ID, is_request_id, log_answer
 from kvgraph.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -121,11 +121,11 @@ class Connection(HttpToolsProtocol):
         self._is_body, self._kept = True, 0
         given = dict(self.headers)
         self._left = int(given.get(b"content-length", 0))
-        name = given.get(REQUEST_ID, b"").strip()
+        name = given.get(_REQUEST_ID, b"").strip()
         if not is_request_id(name.decode("latin-1")):
             name = uuid.uuid4().hex.encode()
-        self._named = ((REQUEST_ID, name),)
-        others = [field for field in self.headers if field[0] != REQUEST_ID]
+        self._named = ((_REQUEST_ID, name),)
+        others = [field for field in self.headers if field[0] != _REQUEST_ID]
         self.headers[:] = [*others, *self._named]
         if self._receiving is not None:
             self._receiving.cancel()
@@ -226,8 +226,6 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
 
-REQUEST_ID = b"x-request-id"
-"""Of a request and its answer: the client's own, or else one that is made here."""
-
+_REQUEST_ID = REQUEST_ID.encode()
 _UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 _BEGUN = re.compile(rb"\r[\r\n]{0,3}(?:u(?:p(?:g(?:r(?:a(?:d(?:e)?)?)?)?)?)?)?$", re.IGNORECASE)

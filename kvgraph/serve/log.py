@@ -49,12 +49,16 @@ def log_answer(path: str | None, status: int, request_id: str = "") -> None:
     write_line(line | {"path": path, "status": status})
 
 
+REQUEST_ID = "x-request-id"
+"""Header of a request and its answer: the client's own id, or else one that is made here."""
+
+
 def is_request_id(text: str) -> bool:
-    """Whether an X-Request-Id is taken as it is."""
-    return bool(REQUEST_ID.fullmatch(text))
+    """Whether a client's id is taken as it is."""
+    return bool(VISIBLE.fullmatch(text))
 
 
-REQUEST_ID = re.compile("[!-~]{1,128}")
+VISIBLE = re.compile("[!-~]{1,128}")
 
 
 class LinesOfOthers(logging.Handler):
