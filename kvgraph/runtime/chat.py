@@ -82,17 +82,19 @@ class Prompts:
 
     def suggested_params(self, given: JsonObject) -> SamplingParams:
         """The same, with `given` fields in the place of the file's."""
-        path = self._folder / GENERATION
-        fields = suggested(read_fields(path, ArtifactError))
-        try:
-            return SamplingParams(**fields | given)
-        except RequestError as error:
-            raise ArtifactError(f"{path}: {error}") from error
+        return self._suggested(given)[1]
 
     def suggested_fields(self) -> JsonObject:
         """What the file says, by the names of SamplingParams; errors as above."""
-        self.suggested_params({})
-        return suggested(read_fields(self._folder / GENERATION, ArtifactError))
+        return self._suggested({})[0]
+
+    def _suggested(self, given: JsonObject) -> tuple[JsonObject, SamplingParams]:
+        path = self._folder / GENERATION
+        fields = suggested(read_fields(path, ArtifactError))
+        try:
+            return fields, SamplingParams(**fields | given)
+        except RequestError as error:
+            raise ArtifactError(f"{path}: {error}") from error
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""

@@ -1,4 +1,4 @@
-"""Null pointers to what the entry points beside the ops read and write are refused by name."""
+"""Null pointers to what the entry points other than the ops read and write are refused by name."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_request_whose_load_ended_keeps_its_place(
 def test_prompts_share_what_a_step_has_for_them(
     budget: int, prompts: int, lengths: dict[str, int]
 ) -> None:
-    """Two prompts of 20 tokens beside a row that decodes."""
+    """Two prompts of 20 tokens next to a row that decodes."""
     simulation = Simulation(60)
     for length in (1, 20, 20):
         simulation.submit(length, 2)
