@@ -143,6 +143,21 @@ float pack_query(const float* q_D, uint32_t* to, int64_t width) {
   return pack_row<Products>(q_D, reinterpret_cast<__m512i*>(to), width);
 }
 
+// Adds to the sums the products of one pair of elements of each row, `stride` apart, with that of 32
+// columns.
+template <class Products, int Rows>
+[[gnu::always_inline]] inline void add_products(typename Products::Sum (&sum)[Rows][2],
+                                                const uint32_t* pair_M, int64_t stride,
+                                                const uint32_t* columns) {
+  const __m512i b[2] = {_mm512_loadu_si512(columns), _mm512_loadu_si512(columns + kWords)};
+  KVG_UNROLL
+  for (int m = 0; m < Rows; ++m) {
+    const __m512i a = _mm512_maskz_set1_epi32(kAll, static_cast<int32_t>(pair_M[m * stride]));
+    sum[m][0] = Products::plus_products(sum[m][0], a, b[0]);
+    sum[m][1] = Products::plus_products(sum[m][1], a, b[1]);
+  }
+}
+
 // c = sum over steps of a[m][step] . b[step], for 32 columns under the mask, times the unit of the
 // row and the factor of each column; or, Add, c + the sum times the unit.
 template <class Products, int Rows, bool Add>
@@ -159,17 +174,8 @@ void product_block(const uint32_t* a_MP, int64_t a_stride, const float* unit_M,
       for (int h = 0; h < 2; ++h) sum[m][h] = _mm512_maskz_loadu_ps(part[h], c_of(m, h));
     }
   }
-  for (int64_t p = 0; p < steps; ++p) {
-    const __m512i b[2] = {_mm512_loadu_si512(b_PN + p * b_stride),
-                          _mm512_loadu_si512(b_PN + p * b_stride + kWords)};
-    KVG_UNROLL
-    for (int m = 0; m < Rows; ++m) {
-      const auto pair = static_cast<int32_t>(a_MP[m * a_stride + p]);
-      const __m512i a = _mm512_maskz_set1_epi32(kAll, pair);
-      sum[m][0] = Products::plus_products(sum[m][0], a, b[0]);
-      sum[m][1] = Products::plus_products(sum[m][1], a, b[1]);
-    }
-  }
+  for (int64_t p = 0; p < steps; ++p)
+    add_products<Products>(sum, a_MP + p, a_stride, b_PN + p * b_stride);
   KVG_UNROLL
   for (int m = 0; m < Rows; ++m) {
     KVG_UNROLL
@@ -190,24 +196,13 @@ template <class Products, int Rows>
 void dot_block(const uint32_t* q_MP, const uint32_t* packed, const float* factor_J, float* s_MJ,
                int64_t vectors) {
   const int64_t stride = vectors * kWords;
-  const auto keys_of = [&](int64_t pair, int h) {
-    return _mm512_loadu_si512(packed + pair * kKeys + h * kWords);
-  };
   typename Products::Sum total[Rows][2] = {};
   for (int64_t first = 0; first < kWords; first += 4) {
     typename Products::Sum group[Rows][2] = {};
     for (int64_t lane = first; lane < first + 4; ++lane) {
       typename Products::Sum sum[Rows][2] = {};
-      for (int64_t pair = lane; pair < stride; pair += kWords) {
-        const __m512i k[2] = {keys_of(pair, 0), keys_of(pair, 1)};
-        KVG_UNROLL
-        for (int m = 0; m < Rows; ++m) {
-          const auto words = static_cast<int32_t>(q_MP[m * stride + pair]);
-          const __m512i q = _mm512_maskz_set1_epi32(kAll, words);
-          sum[m][0] = Products::plus_products(sum[m][0], q, k[0]);
-          sum[m][1] = Products::plus_products(sum[m][1], q, k[1]);
-        }
-      }
+      for (int64_t pair = lane; pair < stride; pair += kWords)
+        add_products<Products>(sum, q_MP + pair, stride, packed + pair * kKeys);
       KVG_UNROLL
       for (int m = 0; m < Rows; ++m) {
         group[m][0] = lane == first ? sum[m][0] : Products::plus(group[m][0], sum[m][0]);
