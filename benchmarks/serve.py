@@ -10,7 +10,7 @@ Llama of 246M parameters in int8 with random weights, compiled here where none i
 random tokens, so that no prefix is shared; tokens are counted by `usage`. Parts:
 
   streams   32 streams of 128 tokens behind prompts of 64, against `Engine.generate` of the same in
-            a process without a server; turn by turn, medians
+            a process without a server, and a server with --stream-interval 4; turn by turn, medians
   first     time to the first token of one request at an idle server, less `Engine.stream`'s own
   load      requests with prompts of 64 to 512 tokens, 128 new, that arrive at random (Poisson) at
             80 % of what the engine alone completes of them: time between two tokens of a stream,
@@ -48,7 +48,7 @@ from benchmarks.serve_peers import vllm_server, words_of_vocabulary
 from benchmarks.start import TINY_LLAMA
 from benchmarks.step import SHAPE, built
 
-STREAMS, PROMPT = 32, 64
+STREAMS, PROMPT, INTERVAL = 32, 64, 4
 PARTS = ("streams", "first", "load", "overload", "soak")
 LONG_PROMPTS = (64, 512)
 TURNS, START_SECONDS, STREAMED = 4, 5, 3072
@@ -129,22 +129,31 @@ def measure(
 
 
 def streams(artifact: Path, rng: random.Random, repeats: int) -> dict[str, float]:
-    own, served, equal = [], [], 0
-    with engine(artifact) as ask, server(artifact) as (port, _):
-        run(together(port, prompts_of(rng, 2), NEW))
+    own: list[float] = []
+    served: dict[str, list[float]] = {"server": [], f"server, frames of {INTERVAL}": []}
+    equal = 0
+    with (
+        engine(artifact) as ask,
+        server(artifact) as (each, _),
+        server(artifact, "--stream-interval", str(INTERVAL)) as (fewer, _),
+    ):
+        for port in (each, fewer):
+            run(together(port, prompts_of(rng, 2), NEW))
         for _ in range(repeats):
             prompts = prompts_of(rng, STREAMS)
             seconds, texts = ask(prompts)
             own.append(STREAMS * NEW / seconds)
-            rate, answers = together_timed(port, prompts)
-            served.append(rate)
-            equal += sum(a.text == text for a, text in zip(answers, texts, strict=True))
-    return {
-        "engine tokens/s": statistics.median(own),
-        "server tokens/s": statistics.median(served),
-        "share": statistics.median(b / a for a, b in zip(own, served, strict=True)),
-        "answers equal to the engine's": equal / (repeats * STREAMS),
-    }
+            for port, rates in zip((each, fewer), served.values(), strict=True):
+                rate, answers = together_timed(port, prompts)
+                rates.append(rate)
+                equal += sum(a.text == text for a, text in zip(answers, texts, strict=True))
+    figures = {"engine tokens/s": statistics.median(own)}
+    for name, rates in served.items():
+        figures[f"{name} tokens/s"] = statistics.median(rates)
+        figures[f"{name}, share"] = statistics.median(
+            b / a for a, b in zip(own, rates, strict=True)
+        )
+    return figures | {"answers equal to the engine's": equal / (2 * repeats * STREAMS)}
 
 
 def together_timed(port: int, prompts: list[list[int]]) -> tuple[float, list[Answer]]:

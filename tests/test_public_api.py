@@ -114,7 +114,7 @@ FLAGS = {
     "--kv-events-replay --kv-events-topic "
     "--log-prompts --max-batch-size --max-batch-tokens --max-prefill-tokens --max-queued-requests "
     "--max-queued-tokens --max-replicas --metrics-prefix --nice --num-pages --port "
-    "--prefill-replicas --remote --replicas --threads --verify",
+    "--prefill-replicas --remote --replicas --stream-interval --threads --verify",
     "verify": "--execute --json --record",
     "worker": "--collective-timeout --session --threads --verify",
 }

@@ -95,6 +95,15 @@ def serve(
             "of its generation_config.json; none: OpenAI's."
         ),
     ] = GenerationConfig.auto,
+    stream_interval: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Fewest tokens of a stream's frame, but for the first and the last: more of them "
+            "cost less time.",
+        ),
+    ] = 1,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts into the log.")
     ] = False,
@@ -170,6 +179,7 @@ def serve(
         api_keys=_read_keys(api_key_file) if api_key_file else (),
         drain_seconds=drain_seconds,
         metrics_prefix=metrics_prefix,
+        stream_interval=stream_interval,
         log_prompts=log_prompts,
         uses_generation_config=generation_config is GenerationConfig.auto,
         allowed_origins=_origins(allowed_origins or []),

@@ -32,8 +32,11 @@ class TokenStream:
         """Whether it ended by a fault of what ran it: asked for again, it may succeed."""
         self.watch: Callable[[], None] | None = None
         """Called when tokens have come, whether a task reads them or not."""
+        self.interval = 1
+        """Unread tokens that wake its reader; its first and its last ones wake it at once."""
         self._cancel = cancel
         self._most_unread = most_unread
+        self._is_begun = False  # whether tokens were taken
         self._unread: list[Token] = []
         self._most_at_once = 0  # of the unread
         self._news = news or asyncio.Event()
@@ -42,7 +45,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> list[Token]:
-        while not self._unread:
+        while not self.has_news:
             if self.has_ended:
                 raise StopAsyncIteration
             self._news.clear()
@@ -51,12 +54,14 @@ class TokenStream:
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens have come that were not taken."""
-        return bool(self._unread)
+        """Whether tokens have come that were not taken: as many as a reader is woken for."""
+        least = self.interval if self._is_begun and not self.has_ended else 1
+        return len(self._unread) >= least
 
     def take(self) -> list[Token]:
         """All tokens since the last time, without waiting."""
         tokens, self._unread, self._most_at_once = self._unread, [], 0
+        self._is_begun = True
         return tokens
 
     def cancel(self) -> None:
@@ -74,7 +79,8 @@ class TokenStream:
         self._unread += tokens
         self._most_at_once = max(self._most_at_once, len(tokens))
         self.has_ended = bool(tokens[-1].finish_reason)
-        self._news.set()
+        if self.has_news:
+            self._news.set()
         late, most = len(self._unread) - self._most_at_once, self._most_unread
         if most is not None and late > most and not self.has_ended:
             self.cancel()

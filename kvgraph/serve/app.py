@@ -196,8 +196,9 @@ class Endpoints:
         self, request: Request, job: Job, answer: Answer, events: Events, tries: int = 2
     ) -> Response:
         served = self._service.require_ready()
-        generation = Generation(served.runner, served.admission, served.metrics)
         options = self._service.options
+        interval = options.stream_interval if job.streams else 1
+        generation = Generation(served.runner, served.admission, served.metrics, interval)
         if is_request_id(given := request.headers.get(REQUEST_ID, "")):
             job.name = given
         started = time.perf_counter()

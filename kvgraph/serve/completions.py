@@ -28,6 +28,7 @@ from kvgraph.serve.jobs import Echo, Job, require_output_room, usage_so_far
 from kvgraph.serve.protocol import CompletionRequest
 from kvgraph.serve.sampling import sampling_of
 from kvgraph.serve.service import Served, Service
+from kvgraph.serve.shapes import Shape
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -52,6 +53,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
     wanted = DEFAULT_MAX_TOKENS if given.max_tokens is None else max(1, given.max_tokens)
     fits = None if given.max_tokens is None else wanted
     prompts = await _tokenized(served, given.prompts, fits, drops_output)
+    schema = given.schema()
     params = sampling_of(
         given,
         served.facts.vocab_size,
@@ -59,6 +61,7 @@ async def completion_job(service: Service, given: CompletionRequest) -> Job:
         max_tokens=wanted,
         logprobs=given.logprobs,
         prompt_logprobs=given.logprobs if given.echo else None,
+        shape=None if schema is None else Shape(given.format_field, schema),
     )
     echo = None
     if given.echo:

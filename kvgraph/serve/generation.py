@@ -73,13 +73,17 @@ class Choice:
 class Generation:
     """Choices that run; `async for` gives those that have news: tokens since the last time.
 
-    Leave it with `close`: what has not ended is cancelled.
+    `interval`: fewest tokens of a choice that are news, but for its first and its last. Leave it
+    with `close`: what has not ended is cancelled.
     """
 
-    def __init__(self, runner: Runner, admission: Admission, metrics: Metrics) -> None:
+    def __init__(
+        self, runner: Runner, admission: Admission, metrics: Metrics, interval: int = 1
+    ) -> None:
         self._runner = runner
         self._admission = admission
         self._metrics = metrics
+        self._interval = interval
         self._news = asyncio.Event()
         self.choices: list[Choice] = []
 
@@ -130,6 +134,7 @@ class Generation:
             )
             choice = Choice(index + number, prompt, stream)
             stream.watch = partial(self._came, choice)
+            stream.interval = self._interval
             self.choices.append(choice)
             if stream.has_news:
                 self._came(choice)

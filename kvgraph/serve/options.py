@@ -28,6 +28,8 @@ class ServeOptions:
     max_body_bytes: int = 4 << 20
     max_choices: int = 128
     """Of one request: its prompts times `n`."""
+    stream_interval: int = 1
+    """Fewest new tokens of a stream's frame, but for its first one and its last."""
     max_unread_tokens: int = 4096
     """A stream whose reader is more tokens behind is cancelled, as of `AsyncEngine.submit`."""
     send_seconds: float = 60.0

@@ -117,7 +117,18 @@ PLAIN: tuple[tuple[str, object], ...] = (
 """Fields of vLLM's, and the value that changes nothing."""
 
 
-class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
+class Formatted(Sampled, forbid_unknown_fields=True, kw_only=True):
+    format_field: ClassVar[str] = "response_format"
+    """Name of that field where the request has another one."""
+    response_format: JsonObject | None = None  # of a completion vLLM's
+
+    def schema(self) -> JsonObject | None:
+        """What a `response_format` asks for; ServeError for one that is not read."""
+        given = self.response_format
+        return None if given is None else schema_of_format(self.format_field, given)
+
+
+class CompletionRequest(Formatted, forbid_unknown_fields=True, kw_only=True):
     adds_special_tokens: ClassVar[bool] = True
     prompt: Prompt
     max_tokens: Count | None = None
@@ -152,15 +163,12 @@ class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
             raise ServeError(400, "prompt: expected a prompt, got an empty one", param="prompt")
 
 
-class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
-    format_field: ClassVar[str] = "response_format"
-    """Name of that field where the request has another one."""
+class ChatRequest(Formatted, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[JsonObject], Meta(min_length=1, max_length=4096)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: JsonObject | None = None
     tools: list[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -171,11 +179,6 @@ class ChatRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     # OpenAI's, without effect here
     parallel_tool_calls: Ignored = None
     verbosity: Ignored = None
-
-    def schema(self) -> JsonObject | None:
-        """What a `response_format` asks for; ServeError for one that is not read."""
-        given = self.response_format
-        return None if given is None else schema_of_format(self.format_field, given)
 
     def template_variables(self) -> JsonObject | None:
         """`chat_template_kwargs`, with `reasoning_effort` where they do not have it."""

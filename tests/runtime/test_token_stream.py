@@ -28,6 +28,27 @@ def test_a_reader_that_waits_ends_with_a_cancellation() -> None:
     assert asyncio.run(main()) == []
 
 
+def test_a_reader_is_woken_for_an_interval_of_tokens() -> None:
+    async def main() -> list[list[int]]:
+        stream = stream_of()
+        stream.interval = 3
+        found: list[list[int]] = []
+
+        async def read() -> None:
+            async for tokens in stream:
+                found.append([token.token_id for token in tokens])
+
+        reading = asyncio.create_task(read())
+        for token in range(9):
+            stream.give([Token("a", token, "x", "length" if token == 8 else None)])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await asyncio.wait_for(reading, 60)
+        return found
+
+    assert asyncio.run(main()) == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
+
+
 def test_what_a_slow_reader_left_is_dropped() -> None:
     async def main() -> list[Token]:
         stream = stream_of(most_unread=2)

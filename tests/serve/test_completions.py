@@ -326,3 +326,22 @@ def test_offsets_of_tokens_that_wait_for_a_stop_string(server: Server, stream: b
         ]
 
     assert offsets(stop="the m!") == offsets()
+
+
+def test_a_frame_holds_an_interval_of_tokens(
+    artifact: Path, engine: Engine, tmp_path: Path
+) -> None:
+    """Or more, where the reader is slower; the last one may have fewer."""
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "ignore_eos": True}
+    (done,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    with serving(tmp_path / "log", artifact, "--stream-interval", 5) as server:
+        pieces = server.events("/v1/completions", {**body, "ignore_eos": True, "stream": True})
+        messages = server.events("/v1/chat/completions", {**chat, "stream": True})
+    choices = [piece["choices"][0] for piece in pieces]
+    sizes = [len(choice["logprobs"]["tokens"]) for choice in choices]
+    assert sum(sizes) == 12
+    assert all(size >= 5 for size in sizes[1:-1])
+    assert len(sizes) <= 4
+    assert "".join(choice["text"] for choice in choices) == done.text
+    assert len(messages) <= 1 + 4  # the role has a frame of its own

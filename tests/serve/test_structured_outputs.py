@@ -55,6 +55,15 @@ def test_each_form_guides(server: Server, path: str) -> None:
     assert (one["message"]["content"] if "message" in one else one["text"]).startswith("{")
 
 
+def test_a_format_guides(server: Server, path: str) -> None:
+    """Of a chat it is OpenAI's field, of a completion vLLM's."""
+    schema = {"enum": [{"a": 1}]}
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert set(texts(server, path, {"response_format": asked})) == {'{"a":1}'}
+    body = {**ROUTES[path], "max_tokens": 4, "response_format": {"type": "xml"}}
+    assert refusal(server.post(path, body), 400).startswith("response_format: expected type text")
+
+
 def test_one_thing_said_twice(server: Server, path: str) -> None:
     """Clients of vLLM send its old name and its new one."""
     for name, asked in (("regex", "ab"), ("choice", ["ab"]), ("grammar", 'start: "ab"')):
