@@ -39,8 +39,8 @@ def sampling_of(
 ) -> SamplingParams:
     """ServeError where a value is out of its range, or two fields say what the text must be.
 
-    `defaults`: fields of SamplingParams that the model has of its own. `shape`: what its tools or its
-    `response_format` say.
+    `defaults`: fields of SamplingParams that the model has of its own. `shape`: what its tools
+    or its `response_format` say.
     """
     given: JsonObject = {
         "temperature": 1.0,  # OpenAI's default

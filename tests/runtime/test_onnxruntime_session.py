@@ -126,6 +126,18 @@ def test_values_that_stop_fitting_are_refused_each_time(session: Any) -> None:
         session.run(inputs, kv)
 
 
+def test_a_chunk_may_ask_for_no_logits(session: Any) -> None:
+    """Its keys and values are in the cache as if it had."""
+    asking, quiet = (Rows(session, [5], 7) for _ in range(2))
+    asking.step()
+    inputs, kv = quiet.inputs()
+    chunk = ModelInputs(inputs.tokens, inputs.input_row_offsets, np.zeros(0, np.int32))
+    assert session.run(chunk, kv).shape == (0, session.signature.outputs[0].shape[1])
+    pools = [step[1].flatten()[0].handle for step in ((inputs, kv), asking.inputs())]
+    assert pools[0].any()
+    np.testing.assert_array_equal(*pools)
+
+
 def test_values_that_are_no_arrays_are_named(session: Any) -> None:
     inputs, kv = Rows(session, [5], 7).inputs()
     for value in ([3, 4], None, "text"):

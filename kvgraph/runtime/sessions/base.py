@@ -113,7 +113,8 @@ class Session(ABC):
 
         `kv` holds one device's record. `capture` says that steps of these very sizes will come
         again: a session that can record one does, and replays it. The logits are valid until the
-        next call but one. BindingError names the first value that does not fit.
+        next call but one; without logits_indices there are none. BindingError names the first
+        value that does not fit.
         """
         call = ("run", get_ident())
         try:
@@ -127,7 +128,10 @@ class Session(ABC):
             else:
                 _require_within("tokens", arrays[0], self._vocab)
                 _require_within("logits_indices", arrays[2], len(inputs.tokens))
-                logits = self.run_arrays(arrays, capture=capture)
+                num_logits = len(arrays[2])
+                if not num_logits:  # a prompt's chunk: the graph computes those of one token
+                    arrays[2] = np.zeros(1, np.int32)
+                logits = self.run_arrays(arrays, capture=capture)[:num_logits]
             self._has_ended = True
             return logits
         finally:
