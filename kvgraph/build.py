@@ -55,8 +55,8 @@ def compile(
     tokenizer: str | Path | None = None,
     eos_token_ids: int | Iterable[int] | None = None,
     bos_token_id: int | None = None,
-    max_batch: int | None = None,
-    max_tokens: int | None = None,
+    max_batch_size: int | None = None,
+    max_batch_tokens: int | None = None,
     tp: int = 1,
     check: bool = True,
     dump_passes: str | Path | None = None,
@@ -66,24 +66,46 @@ def compile(
     """Compile a model folder (Hugging Face), a GGUF file or an nn.Module into the artifact folder
     `out`.
 
-    `dtype` is the activation and weight type (default: the checkpoint's), `weights` what linear
-    layers and experts keep: on a CPU, under float32 activations, "fp32", "bf16", "int8", "int4" or,
-    of a checkpoint in fewer bits, "stored" (default under backend onnx: "stored" for such a one,
-    "bf16" for a bfloat16 one; else as `dtype`); on CUDA with
-    backend torch "int8", "int4" or "stored" (default: "stored" for such a one, else as `dtype`),
-    `cache_dtype` the pool's (default: `dtype`), `page_size` in tokens (default: 128),
-    `cache` "paged" (the default), "continuous" or "padded". Where `params` is given it says these
-    three, and another value is refused. `max_seq_len` is the tokens of the longest context
-    (default: the checkpoint's; it settles rotary frequencies that depend on the length). An
-    nn.Module needs `params`, `vocab_size` and `max_seq_len`, and may bring a `tokenizer` (a
-    tokenizer.json, or a folder with one and a generation_config.json), `eos_token_ids` and
-    `bos_token_id`; a model folder has its own. `max_batch` and `max_tokens` bound a step's rows and
-    new tokens in the profiles of backend tensorrt (default: 256 and 8192); other backends have no
-    bounds. `tp` cuts the model into as many ranks, each of which runs over its part of weights and
-    pool. The cache is described by a NullKVCacheManager on a virtual device: no KV memory is
-    allocated, and any pool size can be bound later. `check` runs two short rows through what was
-    made and through the model itself. `dump_passes` is a folder for the graph after each pass, as
-    text. `out` appears whole or not at all.
+    The cache is described by a NullKVCacheManager on a virtual device: no KV memory is allocated,
+    and any pool size can be bound later. `out` appears whole or not at all.
+
+    Target:
+
+    - `target`: `cpu`, or `cuda:sm_90` and the like; `backend`: what the artifact is for (default:
+      the target's first one).
+    - `tp`: number of ranks that the model is cut into; each runs its part of weights and pool.
+
+    Numbers:
+
+    - `dtype`: type of activations and weights (default: the checkpoint's).
+    - `weights`: how linear layers and experts are stored. On a CPU with float32 activations:
+      `fp32`, `bf16`, `int8`, `int4`, or `stored` for a quantized checkpoint. On CUDA with backend
+      torch: `int8`, `int4` or `stored`. Default: `stored` for a quantized checkpoint on CUDA, and
+      on a CPU under backend onnx; `bf16` for a bfloat16 checkpoint on a CPU under backend onnx;
+      otherwise `dtype`.
+    - `cache_dtype`: type of the pool (default: `dtype`).
+
+    Cache:
+
+    - `cache`: `paged` (default), `continuous` or `padded`; `page_size`: tokens (default: 128).
+    - `params`: describes the whole cache; `cache_dtype`, `cache` and `page_size` must then agree.
+    - `max_seq_len`: tokens of the longest request (default: the checkpoint's). It settles rotary
+      frequencies that depend on the length.
+    - `max_batch_size`, `max_batch_tokens`: rows and new tokens of a step in the profiles of
+      backend tensorrt (default: 256 and 8192). Other backends have no bounds.
+
+    An nn.Module, which has no folder:
+
+    - `params`, `vocab_size` and `max_seq_len` are required.
+    - `tokenizer`: a tokenizer.json, or a folder with one and a generation_config.json.
+    - `eos_token_ids`, `bos_token_id`: special tokens of its text.
+
+    The run itself:
+
+    - `check`: run two short rows through the artifact and through the model, and compare.
+    - `dump_passes`: folder for the graph after each pass, as text.
+    - `force`: replace an artifact at `out`.
+    - `progress`: called with each stage.
 
     Raises ModelError, UnsupportedError, ParamsError, ArtifactError or CheckError (all
     KVGraphErrors).
@@ -93,8 +115,8 @@ def compile(
     tp = whole("tp", tp, UnsupportedError)
     vocab_size = _optional_whole("vocab_size", vocab_size)
     max_seq_len = _optional_whole("max_seq_len", max_seq_len)
-    max_batch = _optional_whole("max_batch", max_batch)
-    max_tokens = _optional_whole("max_tokens", max_tokens)
+    max_batch_size = _optional_whole("max_batch_size", max_batch_size)
+    max_batch_tokens = _optional_whole("max_batch_tokens", max_batch_tokens)
     request = options.resolve(
         target,
         backend,
@@ -102,11 +124,11 @@ def compile(
         cache_dtype=cache_dtype,
         page_size=page_size,
         params=params,
-        max_batch=max_batch,
-        max_tokens=max_tokens,
+        max_batch_size=max_batch_size,
+        max_batch_tokens=max_batch_tokens,
         tp=tp,
     )
-    pipeline.require_plan(model, tp)
+    pipeline.require_rankable(model, tp)
     settle_leftovers(out)
     require_free(out, force=force)
     dump = None if dump_passes is None else PassDump(Path(dump_passes), out)
@@ -142,7 +164,7 @@ def compile(
         notes += [*loaded.notes, *pipeline.notes_of_ranks(loaded.layers, tp)]
         pipeline.require_kernels(plan, request)
 
-        from kvgraph.compiler.check.run import Made
+        from kvgraph.compiler.check.run import Compiled
         from kvgraph.compiler.check.run import check as require_equal
         from kvgraph.compiler.trace import trace
 
@@ -150,14 +172,20 @@ def compile(
         functional = request.backend.functional
         with staging(out, force=force) as folder:
             progress(f"lowering to {request.backend.name}{request.reason}")
-            traced = trace(loaded, signature, plan, functional=functional, dump=dump)
-            traced.archs = request.target.archs
+            traced = trace(
+                loaded,
+                signature,
+                plan,
+                functional=functional,
+                archs=request.target.archs,
+                dump=dump,
+            )
             manifest = write(traced, folder, progress)
             note = "check: left out (--no-check)"
             if check:
                 progress("checking")
-                made = Made(traced, folder, manifest, request.backend, write)
-                note = require_equal(made, run_artifact)
+                compiled = Compiled(traced, folder, manifest, request.backend, write)
+                note = require_equal(compiled, run_artifact)
             manifest = replace(manifest, notes=[*manifest.notes, note])
             write_manifest(folder, manifest)
     return manifest
@@ -176,8 +204,8 @@ def _write(
     Of several ranks: rank 0's files, and in `rank1/` and so on what differs from them.
     """
     if request.ranks == 1:
-        lower = pipeline.lowering(request, weights, progress)
-        own, lowered = traced, pipeline.lower(lower, traced, folder)
+        lower = pipeline.bind_lower(request, weights, progress)
+        own, lowered = traced, pipeline.run_lower(lower, traced, folder)
         collectives: list[Collective] = []
     else:
         own, lowered, collectives = _write_ranks(request, weights, traced, folder, progress)
@@ -204,10 +232,10 @@ def _write_ranks(
     """The files of every rank; the trace and what was lowered of rank 0, and its collectives."""
     from kvgraph.compiler.collectives import collectives_of
 
-    lower = pipeline.lowering(request, weights, progress)
-    made: list[tuple[Traced, Lowered, list[Collective]]] = []
+    lower = pipeline.bind_lower(request, weights, progress)
     kernels_once = replace(request, target=replace(request.target, archs=()))
-    lower_others = pipeline.lowering(kernels_once, weights, progress)
+    lower_others = pipeline.bind_lower(kernels_once, weights, progress)
+    first: tuple[Traced, Lowered, list[Collective]] | None = None
     kind, functional = request.target.kind, request.backend.functional
     traces = pipeline.trace_ranks(traced, kind, request.ranks, functional=functional)
     for rank, own in enumerate(traces):
@@ -215,15 +243,19 @@ def _write_ranks(
         place = folder / f"rank{rank}" if rank else folder
         place.mkdir(exist_ok=True)
         collectives = collectives_of(own)
-        lowered = pipeline.lower(lower_others if rank else lower, own, place)
+        lowered = pipeline.run_lower(lower_others if rank else lower, own, place)
+        # The check runs over the whole model, and its tolerance depends on what was rounded.
         traced.weights.rounded = own.weights.rounded
-        own.program = traced.program  # its weights are written
-        made.append((own, lowered, collectives))
-        if rank:
+        # Frees this rank's program: `emit` reads model, plan and digest alone.
+        own.program = traced.program
+        if first is None:
+            first = own, lowered, collectives
+        else:
             kept = emit.drop_shared(place, folder)
             listed = [f"rank{rank}/{name}" for name in lowered.nondeterministic_files]
-            made[0][1].nondeterministic_files += [name for name in listed if name in kept]
-    return made[0]
+            first[1].nondeterministic_files += [name for name in listed if name in kept]
+    assert first is not None
+    return first
 
 
 @contextmanager

@@ -100,8 +100,8 @@ FLAGS = {
     "chat": "--max-new-tokens --num-pages --repetition-penalty --seed --session --system "
     "--temperature --threads --top-k --top-p --verify",
     "compile": "--backend --cache --cache-dtype --check --dtype --dump-passes --force "
-    "--from-artifact --json --max-batch --max-seq-len --max-tokens --output --page-size --quality "
-    "--quality-text --target --tp --weights",
+    "--from-artifact --json --max-batch-size --max-batch-tokens --max-seq-len --output --page-size "
+    "--quality --quality-text --target --tp --weights",
     "generate": "--collective-timeout --disk --disk-bytes --host-memory --ignore-eos --json "
     "--max-new-tokens --num-pages --prefix --remote --repetition-penalty --seed --session --stop "
     "--temperature --threads --top-k --top-p --verify",

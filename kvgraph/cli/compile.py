@@ -61,10 +61,10 @@ def compile(
         int | None,
         typer.Option(help="Tokens of the longest context [default: the checkpoint's]."),
     ] = None,
-    max_batch: Annotated[
+    max_batch_size: Annotated[
         int | None, typer.Option(help="Rows of a step, for tensorrt's profiles [default: 256].")
     ] = None,
-    max_tokens: Annotated[
+    max_batch_tokens: Annotated[
         int | None, typer.Option(help="New tokens of a step, for the same [default: 8192].")
     ] = None,
     tp: Annotated[
@@ -115,8 +115,8 @@ def compile(
                 page_size=None if page_size == 128 else page_size,
                 cache=None if cache is KVCacheStrategy.PAGED else cache,
                 max_seq_len=max_seq_len,
-                max_batch=max_batch,
-                max_tokens=max_tokens,
+                max_batch_size=max_batch_size,
+                max_batch_tokens=max_batch_tokens,
                 tp=None if tp == 1 else tp,
                 dump_passes=dump_passes,
                 quality_text=quality_text,
@@ -142,8 +142,8 @@ def compile(
                 page_size=page_size,
                 cache=cache.value,
                 max_seq_len=max_seq_len,
-                max_batch=max_batch,
-                max_tokens=max_tokens,
+                max_batch_size=max_batch_size,
+                max_batch_tokens=max_batch_tokens,
                 tp=tp,
                 check=check,
                 dump_passes=dump_passes,

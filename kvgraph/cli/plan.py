@@ -12,6 +12,7 @@ from kvgraph.cli.console import print_json, stderr, stdout
 from kvgraph.cli.options import CacheDtypeOption, DtypeOption, Json, PageSize, WeightsOption
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.sizes import parse_bytes, size_text
+from kvgraph.kv.memory import DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS
 from kvgraph.plural import plural
 
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ def plan(
     max_seq_len: Annotated[
         int | None, typer.Option(help="Longest request in tokens [default: the model's].")
     ] = None,
-    max_batch_size: Annotated[int, typer.Option(help="Most requests at once.")] = 256,
-    max_batch_tokens: Annotated[int, typer.Option(help="New tokens of a step at most.")] = 2048,
+    max_batch_size: Annotated[
+        int, typer.Option(help="Most requests at once.")
+    ] = DEFAULT_BATCH_SIZE,
+    max_batch_tokens: Annotated[
+        int, typer.Option(help="New tokens of a step at most.")
+    ] = DEFAULT_BATCH_TOKENS,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     cache_dtype: CacheDtypeOption = None,

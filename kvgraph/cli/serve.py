@@ -36,6 +36,7 @@ from kvgraph.errors import (
     RequestError,
     UnsupportedError,
 )
+from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
 
 if TYPE_CHECKING:
     from kvgraph.runtime.artifact import Artifact
@@ -107,7 +108,9 @@ def serve(
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts into the log.")
     ] = False,
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 64,
+    max_batch_size: Annotated[
+        int, typer.Option(min=1, help="Rows of a step.")
+    ] = DEFAULT_BATCH_SIZE,
     max_batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="New tokens of a step [default: the session's].")
     ] = None,

@@ -52,8 +52,8 @@ def resolve(
     cache_dtype: str | None,
     page_size: int | None,
     params: KVCacheParams | MultiKVCacheParams | None = None,
-    max_batch: int | None = None,
-    max_tokens: int | None = None,
+    max_batch_size: int | None = None,
+    max_batch_tokens: int | None = None,
     tp: int = 1,
 ) -> Request:
     """The request, its defaults filled in; UnsupportedError or ParamsError for what no graph for
@@ -68,7 +68,7 @@ def resolve(
     _require_cache(cache, cache_dtype)
     _require_page_size(page_size)
     require_ranks(tp, chosen, parsed, cache)
-    bounds = _step_bounds(chosen, parsed, max_batch, max_tokens)
+    bounds = _step_bounds(chosen, parsed, max_batch_size, max_batch_tokens)
     reason = _reason(parsed) if backend is None else ""
     return Request(parsed, chosen, bounds, tp, cache, cache_dtype, page_size, reason)
 
@@ -142,23 +142,23 @@ def _require_page_size(page_size: int) -> None:
 
 
 def _step_bounds(
-    backend: Backend, target: Target, max_batch: int | None, max_tokens: int | None
+    backend: Backend, target: Target, max_batch_size: int | None, max_batch_tokens: int | None
 ) -> tuple[int, int]:
     """Rows and new tokens of a step at most, the defaults filled in.
 
     UnsupportedError for one that is out of range, or given to a backend that bounds no step.
     """
-    for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens)):
+    for name, value in (("max_batch_size", max_batch_size), ("max_batch_tokens", max_batch_tokens)):
         if value is not None and "bounds" not in backend.targets[target.kind].options:
             raise UnsupportedError(
                 f"{name}: expected none for backend {backend.name}, whose graph takes steps of any "
                 f"size, got {value}"
             )
-    if max_batch is not None:
-        _require_range("max_batch", max_batch, 1, MAX_EXTENTS[BATCH_SIZE])
-    tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-    _require_range("max_tokens", tokens, max_batch or 1, MAX_EXTENTS[TOTAL_SEQ_LEN])
-    return min(DEFAULT_MAX_BATCH, tokens) if max_batch is None else max_batch, tokens
+    if max_batch_size is not None:
+        _require_range("max_batch_size", max_batch_size, 1, MAX_EXTENTS[BATCH_SIZE])
+    tokens = DEFAULT_MAX_TOKENS if max_batch_tokens is None else max_batch_tokens
+    _require_range("max_batch_tokens", tokens, max_batch_size or 1, MAX_EXTENTS[TOTAL_SEQ_LEN])
+    return min(DEFAULT_MAX_BATCH, tokens) if max_batch_size is None else max_batch_size, tokens
 
 
 def _require_range(name: str, value: int, least: int, most: int) -> None:

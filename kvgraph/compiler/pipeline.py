@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 
-def require_plan(model: str | Path | nn.Module, ranks: int) -> None:
+def require_rankable(model: str | Path | nn.Module, ranks: int) -> None:
     """UnsupportedError for several ranks of a module of the caller's own."""
     if ranks > 1 and not isinstance(model, str | Path):
         raise UnsupportedError(
@@ -212,15 +212,21 @@ def trace_ranks(traced: Traced, kind: str, ranks: int, *, functional: bool) -> I
     for rank in range(ranks):
         own = cut(traced.model, ranks, rank)
         dump = traced.dump if rank == 0 else None
-        made = trace(own, describe(own, plan), plan, functional=functional, dump=dump)
-        made.archs = traced.archs
-        yield made
+        yield trace(
+            own,
+            describe(own, plan),
+            plan,
+            functional=functional,
+            archs=traced.archs,
+            dump=dump,
+        )
 
 
-def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
-    """What `lowering` gave, over a trace, with what its program says after the passes.
+def run_lower(lower: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowered:
+    """Write the files of `traced` into `folder` by `lower`, a function of `bind_lower`.
 
-    UnsupportedError for an operator that ONNX lacks.
+    Notes and mixtures of what was lowered are added to the backend's own. UnsupportedError for
+    an operator that ONNX lacks.
     """
     import torch.onnx
 
@@ -228,7 +234,7 @@ def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowe
     from kvgraph.compiler.mixtures import mixtures_of
 
     try:
-        lowered = backend(traced, folder)
+        lowered = lower(traced, folder)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -243,8 +249,8 @@ def lower(backend: Callable[..., Lowered], traced: Traced, folder: Path) -> Lowe
     return lowered
 
 
-def lowering(request: Request, weights: str | None, progress: Progress) -> Callable[..., Any]:
-    """The backend's `lower` with the options that it takes."""
+def bind_lower(request: Request, weights: str | None, progress: Progress) -> Callable[..., Any]:
+    """The backend's function `lower`, with the options bound that it takes."""
     support = request.support
     known = {
         "archs": request.target.archs,

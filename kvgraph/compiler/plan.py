@@ -27,6 +27,7 @@ from kvgraph.compiler.shards import require_known_names
 from kvgraph.contract.dims import ceildiv
 from kvgraph.contract.dtypes import WEIGHT_BITS
 from kvgraph.errors import MissingDependencyError, ParamsError, UnsupportedError
+from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 
 ROWS = (1, 64)
 """Of steps whose reads a plan tells."""
@@ -81,7 +82,7 @@ def plan_deployment(
     memory: int,
     max_seq_len: int | None,
     max_batch_size: int,
-    max_batch_tokens: int = 2048,
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS,
     dtype: str | None,
     weights: str | None = None,
     cache_dtype: str | None,

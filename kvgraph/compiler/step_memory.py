@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvgraph.contract.dims import BATCH_SIZE, NUM_LOGITS, TOTAL_SEQ_LEN
+from kvgraph.kv.memory import DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
     from kvgraph.compiler.passes import PassReport
     from kvgraph.contract.signature import GraphSignature
 
-STEP = {TOTAL_SEQ_LEN: 2048, BATCH_SIZE: 64, NUM_LOGITS: 64}
-"""Of an engine without settings."""
+STEP = {
+    TOTAL_SEQ_LEN: DEFAULT_BATCH_TOKENS,
+    BATCH_SIZE: DEFAULT_BATCH_SIZE,
+    NUM_LOGITS: DEFAULT_BATCH_SIZE,
+}
+"""Largest sizes of a step of an engine with default settings."""
 
 PASSES = ("pack_experts", "fuse_experts")
 """That make one op of a mixture."""

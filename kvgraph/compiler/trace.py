@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._subclasses import FakeTensor
@@ -32,13 +31,14 @@ def trace(
     plan: CachePlan,
     *,
     functional: bool,
+    archs: Sequence[str] = (),
     dump: Callable[[str, Traced], None] | None = None,
 ) -> Traced:
     """Export, prove that tokens meet in the cache ops alone, and fuse these.
 
     Afterwards each layer has one update_and_attend, with the rotary embedding in it where it fits,
     and nothing but the caches is written in place.
-    `functional`: the buffers are outputs too, behind the logits. `dump`: as `Traced.dump`.
+    `functional`: the buffers are outputs too, behind the logits. `archs`, `dump`: as of `Traced`.
     UnsupportedError as the export and the passes raise it; ModelError for a weight in memory that
     is not finite (one that is streamed is checked on its way).
     """
@@ -51,7 +51,8 @@ def trace(
     def exported(dump: Callable[[str, Traced], None] | None) -> Traced:
         program = export(model, signature, return_buffers=functional)
         digest = program_digest(program, signature)
-        traced = Traced(model, signature, plan, without_writes(program), digest, dump=dump)
+        lean = without_writes(program)
+        traced = Traced(model, signature, plan, lean, digest, archs=archs, dump=dump)
         traced.changed("export")
         return traced
 
@@ -65,9 +66,11 @@ def trace(
 
     with stack_traces(False):
         traced = exported(dump)
-        with contextlib.suppress(UnsupportedError):
+        try:
             return proved(traced)
-    with stack_traces(True):  # to say which line of the model is refused
+        except UnsupportedError:
+            pass  # traced again, with stack traces, to name the line of the model
+    with stack_traces(True):
         return proved(exported(None))
 
 

@@ -157,7 +157,7 @@ class QualityInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`dtype` of the activations; `weights`: fp32, bf16, int8 or int4, or that dtype on a GPU."""
+    """`dtype`: of activations. `weights`: fp32, bf16, int8, int4, stored; on a GPU `dtype` too."""
 
     schema_version: int
     kvgraph_version: str

@@ -9,6 +9,9 @@ from kvgraph.contract.params import KVCacheParamInterface, KVCacheParams
 from kvgraph.contract.sizes import whole
 from kvgraph.errors import ParamsError
 
+DEFAULT_BATCH_SIZE, DEFAULT_BATCH_TOKENS = 64, 2048
+"""Rows and new tokens of an engine's step where nothing says otherwise."""
+
 DEVICE_CACHE_SHARE = 0.9
 """Of what weights and the largest step leave of a GPU. The rest is for captured graphs, copies
 between tiers, and what libraries take later."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from kvgraph.contract.sizes import parse_bytes
 from kvgraph.errors import RequestError
 from kvgraph.kv.build import MOST
+from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
 from kvgraph.runtime.arguments import flag, instance, integer, optional_integer, sequence
 from kvgraph.runtime.prefix_file import Prefix
 
@@ -134,7 +135,7 @@ class BatchConfig:
     that decode, as earlier steps tell it, and more the more requests wait. None: no such limit.
     """
 
-    max_batch_size: int = 64
+    max_batch_size: int = DEFAULT_BATCH_SIZE
     max_batch_tokens: int | None = None
     max_prefill_tokens: int | Literal["auto"] | None = None
 

@@ -74,22 +74,25 @@ TENSORRT = {"backend": "tensorrt", "target": "cuda:sm_86"}
             r"cache_dtype: expected one of \['float32', .*\] for a paged cache, got 'int4'",
         ),
         (
-            {"max_batch": 8},
-            "max_batch: expected none for backend onnx, whose graph takes .*, got 8",
+            {"max_batch_size": 8},
+            "max_batch_size: expected none for backend onnx, whose graph takes .*, got 8",
         ),
         (
-            {"max_tokens": 8, "backend": "torch"},
-            "max_tokens: expected none for backend torch, .* 8",
+            {"max_batch_tokens": 8, "backend": "torch"},
+            "max_batch_tokens: expected none for backend torch, .* 8",
         ),
         ({"vocab_size": 99}, "vocab_size: expected None for a model folder, .*, got 99"),
         (
             {"params": kvgraph.KVCacheParams("float32", 2, 32, num_layers=3)},
             "params: num_layers: expected 4 from 'llama', got 3",
         ),
-        (TENSORRT | {"max_batch": 0}, "max_batch: expected 1 to 4096, got 0"),
-        (TENSORRT | {"max_batch": 4097}, "max_batch: expected 1 to 4096, got 4097"),
-        (TENSORRT | {"max_tokens": 0}, "max_tokens: expected 1 to 1048576, got 0"),
-        (TENSORRT | {"max_batch": 8, "max_tokens": 7}, "max_tokens: expected 8 to 1048576, got 7"),
+        (TENSORRT | {"max_batch_size": 0}, "max_batch_size: expected 1 to 4096, got 0"),
+        (TENSORRT | {"max_batch_size": 4097}, "max_batch_size: expected 1 to 4096, got 4097"),
+        (TENSORRT | {"max_batch_tokens": 0}, "max_batch_tokens: expected 1 to 1048576, got 0"),
+        (
+            TENSORRT | {"max_batch_size": 8, "max_batch_tokens": 7},
+            "max_batch_tokens: expected 8 to 1048576, got 7",
+        ),
     ],
 )
 def test_compile_function(
@@ -145,7 +148,7 @@ def test_a_compile_that_fails_in_the_middle_leaves_nothing(
         raise error
 
     with (
-        mock.patch.object(pipeline, "lowering", return_value=lower),
+        mock.patch.object(pipeline, "bind_lower", return_value=lower),
         pytest.raises(type(error)),
     ):
         kvgraph.compile(model_folder("tiny-llama"), tmp_path / "out")

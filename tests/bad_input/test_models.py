@@ -319,7 +319,7 @@ def test_operator_that_the_exporter_lacks(tmp_path: Path, model_folder: ModelFol
         except torch.onnx.OnnxExporterError as error:
             raise torch.onnx.OnnxExporterError("Failed.\nNext steps:\n- debug it") from error
 
-    with mock.patch.object(pipeline, "lowering", return_value=lower):
+    with mock.patch.object(pipeline, "bind_lower", return_value=lower):
         outcome = run("compile", model_folder("llama"), "-o", tmp_path / "out")
     assert outcome.code == 2
     last = outcome.err.splitlines()[-1]

@@ -24,6 +24,7 @@ from kvgraph.compiler.frontends.folder import read_config
 from kvgraph.compiler.frontends.lengths import ORIGINAL
 from kvgraph.contract.plain import to_plain
 from kvgraph.contract.safetensors import read_layout
+from kvgraph.kv.memory import DEFAULT_BATCH_SIZE
 from tests.support.models import OVERRIDES, make_model
 from tests.support.plans import LLAMA_8B, plan
 
@@ -221,7 +222,14 @@ def test_plans_without_torch_are_those_with_it(model_folder: Callable[[str], Pat
         target, weights = (options[1], None) if options[0] == "--target" else ("cpu", "int4")
         with mock.patch.object(stored, "describe", side_effect=stored.InDoubtError):
             expected = [
-                plan(folder, target=target, weights=weights, memory=1 << 30, max_seq_len=None)
+                plan(
+                    folder,
+                    target=target,
+                    weights=weights,
+                    memory=1 << 30,
+                    max_seq_len=None,
+                    max_batch_size=DEFAULT_BATCH_SIZE,
+                )
                 for folder in folders
             ]
         found = [json.loads(text) for text in re.findall(r"^{.*?^}", done.stdout, re.M | re.S)]

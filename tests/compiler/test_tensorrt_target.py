@@ -102,7 +102,12 @@ def test_profiles_cover_decode_and_prefill(artifact: Path) -> None:
 
 
 def test_a_step_has_the_bounds_that_compile_is_given(compiled: Compiled, tmp_path: Path) -> None:
-    options = {"target": "cuda:sm_86", "dtype": "bfloat16", "max_batch": 6, "max_tokens": 64}
+    options = {
+        "target": "cuda:sm_86",
+        "dtype": "bfloat16",
+        "max_batch_size": 6,
+        "max_batch_tokens": 64,
+    }
     folder = compiled("tiny-llama", "tensorrt", **options)
     for engine in (verify(folder).manifest.engine, rebuild(folder, tmp_path / "again").engine):
         assert engine is not None

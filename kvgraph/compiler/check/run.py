@@ -57,7 +57,7 @@ MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Made:
+class Compiled:
     """A compile as far as it is: the artifact lies in `folder`, and nothing at its place yet.
 
     `write` makes the artifact of another trace in another folder, as this one was made.
@@ -91,18 +91,18 @@ class Made:
         return [self.manifest.dtype, self.manifest.weights, *rounded, *pools]
 
 
-def check(made: Made, run: RunArtifact) -> str:
+def check(compiled: Compiled, run: RunArtifact) -> str:
     """A sentence for the manifest's notes: what was checked, or why nothing was.
 
     CheckError where logits differ by more than their precision explains; it names the layer.
     """
-    model = made.traced.model
+    model = compiled.traced.model
     is_decoder = isinstance(model.module, Decoder)
-    if made.kind == "cpu":
+    if compiled.kind == "cpu":
         if is_decoder and parameter_bytes(model) > MOST_BYTES:
-            return _check_reduced(made, run)
-        return _check_whole(made, run)
-    return _check_reduced(made, run) if is_decoder else _check_module(made)
+            return _check_reduced(compiled, run)
+        return _check_whole(compiled, run)
+    return _check_reduced(compiled, run) if is_decoder else _check_module(compiled)
 
 
 def rows_of(model: Model) -> list[Row]:
@@ -119,34 +119,37 @@ def _chunk(rows: Sequence[Row]) -> int:
     return max(1, len(rows[0]) // 2)
 
 
-def _check_whole(made: Made, run: RunArtifact) -> str:
+def _check_whole(compiled: Compiled, run: RunArtifact) -> str:
     """The artifact itself, in the session that will run it."""
-    traced, rows = made.traced, rows_of(made.traced.model)
+    traced, rows = compiled.traced, rows_of(compiled.traced.model)
     padded = traced.plan.strategy is KVCacheStrategy.PADDED
     if not _has_long_windows(traced):
-        found = run(made.folder, rows, _chunk(rows))
-        _require_near(made, traced, found, rows)
+        found = run(compiled.folder, rows, _chunk(rows))
+        _require_near(compiled, traced, found, rows)
         if not isinstance(traced.model.module, Decoder) and not padded:
-            _require_alone(made, run, rows, found)
-    elif made.support.cut_windows and not padded:
-        with_windows_cut = imported(made.support.cut_windows)
-        with cut_windows(traced.model.module), tempfile.TemporaryDirectory(dir=made.folder) as name:
-            shorter = with_windows_cut(made.folder, Path(name), WINDOW)
-            _require_near(made, traced, run(shorter, rows, _chunk(rows)), rows)
+            _require_alone(compiled, run, rows, found)
+    elif compiled.support.cut_windows and not padded:
+        with_windows_cut = imported(compiled.support.cut_windows)
+        with (
+            cut_windows(traced.model.module),
+            tempfile.TemporaryDirectory(dir=compiled.folder) as name,
+        ):
+            shorter = with_windows_cut(compiled.folder, Path(name), WINDOW)
+            _require_near(compiled, traced, run(shorter, rows, _chunk(rows)), rows)
     else:  # windows are compiled into the artifact: a program with shorter ones shows what they do
-        _require_near(made, traced, run(made.folder, rows, _chunk(rows)), rows)
+        _require_near(compiled, traced, run(compiled.folder, rows, _chunk(rows)), rows)
         with cut_windows(traced.model.module):
             given = (traced.model, traced.signature, traced.plan)
-            again = padded or made.backend.functional
+            again = padded or compiled.backend.functional
             program = trace(*given, functional=False).program if again else traced.program
             step = ProgramRun(program, window=WINDOW, weights=traced.weights)
             found = logits_of(step, traced.signature, traced.plan.params, rows, chunk=_chunk(rows))
-            _require_near(made, traced, found, rows)
+            _require_near(compiled, traced, found, rows)
     return _note("all layers")
 
 
 def _require_alone(
-    made: Made, run: RunArtifact, rows: Sequence[Row], found: Sequence[Logits]
+    compiled: Compiled, run: RunArtifact, rows: Sequence[Row], found: Sequence[Logits]
 ) -> None:
     """CheckError unless rows of a module of one's own, whose logits are `found`, have the same in a
     larger batch.
@@ -154,23 +157,24 @@ def _require_alone(
     The proof that tokens stay apart is about tokens; a module may also compute with the batch's
     numbers: its size, lengths or offsets. A number that no small batch has is not seen.
     """
-    ahead = np.tile(rows[0], 4)[: made.traced.model.max_seq_len]  # most of it in the first step
+    ahead = np.tile(rows[0], 4)[: compiled.traced.model.max_seq_len]  # most of it in the first step
     others = [ahead, *(np.roll(rows[0], shift) for shift in range(1, OTHERS))]
     chunks = [max(1, 3 * len(ahead) // 4), *[_chunk(rows)] * (OTHERS - 1 + len(rows))]
-    crowd = run(made.folder, [*others, *rows], chunks)[OTHERS:]
-    apart = difference(crowd, found, tolerance(made.kinds))
+    crowd = run(compiled.folder, [*others, *rows], chunks)[OTHERS:]
+    apart = difference(crowd, found, tolerance(compiled.kinds))
     if not apart.fits:
         raise CheckError(
-            f"check of {made.traced.model.architecture!r}: expected rows to have the logits in a "
-            f"batch of {OTHERS + len(rows)} that they have in one of {len(rows)}, got others (they "
-            f"differ by {apart.error:.2g} of their spread): it computes with the size, lengths or "
-            "offsets of the batch; nothing was written, --no-check writes it all the same"
+            f"check of {compiled.traced.model.architecture!r}: expected rows to have the logits in "
+            f"a batch of {OTHERS + len(rows)} that they have in one of {len(rows)}, got others "
+            f"(they differ by {apart.error:.2g} of their spread): it computes with the size, "
+            "lengths or offsets of the batch; nothing was written, --no-check writes it all the "
+            "same"
         )
 
 
-def _check_reduced(made: Made, run: RunArtifact) -> str:
+def _check_reduced(compiled: Compiled, run: RunArtifact) -> str:
     """One layer of each kind, lowered by the same passes."""
-    model = made.traced.model
+    model = compiled.traced.model
     assert isinstance(model.module, Decoder)
     with cut_windows(model.module):
         small = reduced(model)
@@ -179,53 +183,53 @@ def _check_reduced(made: Made, run: RunArtifact) -> str:
         subject, chosen = small
         layers = probe(model.module, model.architecture, len(chosen))
         subject, rows = replace(subject, layers=layers), rows_of(subject)
-        on_cpu = made.kind == "cpu"
-        functional = on_cpu and made.backend.functional
-        traced = _trace(subject, made.traced.plan, functional=functional)
+        on_cpu = compiled.kind == "cpu"
+        functional = on_cpu and compiled.backend.functional
+        traced = _trace(subject, compiled.traced.plan, functional=functional)
         if on_cpu:
-            with tempfile.TemporaryDirectory(dir=made.folder) as name:
-                made.write(traced, Path(name))
+            with tempfile.TemporaryDirectory(dir=compiled.folder) as name:
+                compiled.write(traced, Path(name))
                 found = run(Path(name), rows, _chunk(rows))
         else:
-            found = _run_program(made, traced, rows)
-        _require_near(made, traced, found, rows, chosen)
+            found = _run_program(compiled, traced, rows)
+        _require_near(compiled, traced, found, rows, chosen)
     numbers = ", ".join(map(str, chosen))
     return _note(f"one layer of each kind ({plural('layer', len(chosen))} {numbers})")
 
 
-def _check_module(made: Made) -> str:
+def _check_module(compiled: Compiled) -> str:
     """A user's own module for CUDA: its whole program."""
-    given = made.traced
+    given = compiled.traced
     traced = trace(given.model, given.signature, given.plan, functional=False)
-    step = _program_run(made, traced)
+    step = _program_run(compiled, traced)
 
     def run(folder: Path, rows: Sequence[Row], chunk: Chunk) -> list[Logits]:
         return logits_of(step, traced.signature, traced.plan.params, rows, chunk=chunk)
 
     rows = rows_of(traced.model)
-    found = run(made.folder, rows, _chunk(rows))
-    _require_near(made, traced, found, rows)
-    _require_alone(made, run, rows, found)
+    found = run(compiled.folder, rows, _chunk(rows))
+    _require_near(compiled, traced, found, rows)
+    _require_alone(compiled, run, rows, found)
     return _note("all layers")
 
 
-def _run_program(made: Made, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
-    if made.ranks > 1:
-        rewrite = partial(_rewrite, made)
-        return rank_logits(traced, made.ranks, made.kind, rewrite, rows, _chunk(rows))
-    program = _program_run(made, traced)
+def _run_program(compiled: Compiled, traced: Traced, rows: Sequence[Row]) -> list[Logits]:
+    if compiled.ranks > 1:
+        rewrite = partial(_rewrite, compiled)
+        return rank_logits(traced, compiled.ranks, compiled.kind, rewrite, rows, _chunk(rows))
+    program = _program_run(compiled, traced)
     return logits_of(program, traced.signature, traced.plan.params, rows, chunk=_chunk(rows))
 
 
-def _program_run(made: Made, traced: Traced) -> ProgramRun:
-    if made.support.rewrite:
-        _rewrite(made, traced)
+def _program_run(compiled: Compiled, traced: Traced) -> ProgramRun:
+    if compiled.support.rewrite:
+        _rewrite(compiled, traced)
     return ProgramRun(traced.program, weights=traced.weights)
 
 
-def _rewrite(made: Made, own: Traced) -> None:
-    own.bits, own.archs = WEIGHT_BITS.get(made.manifest.weights), made.traced.archs
-    imported(made.support.rewrite)(own)
+def _rewrite(compiled: Compiled, own: Traced) -> None:
+    own.bits, own.archs = WEIGHT_BITS.get(compiled.manifest.weights), compiled.traced.archs
+    imported(compiled.support.rewrite)(own)
 
 
 def _trace(model: Model, plan: CachePlan, *, functional: bool) -> Traced:
@@ -257,7 +261,7 @@ def _has_long_windows(traced: Traced) -> bool:
 
 
 def _require_near(
-    made: Made,
+    compiled: Compiled,
     traced: Traced,
     found: list[Logits],
     rows: Sequence[Row],
@@ -266,7 +270,7 @@ def _require_near(
     """CheckError unless `found` is what the model itself says, by the precision of its parts."""
     with with_values(traced.model):
         expected = reference_logits(traced, rows)
-        apart = difference(found, expected, tolerance(made.kinds))
+        apart = difference(found, expected, tolerance(compiled.kinds))
         if apart.fits:
             return
         where = wrong_layer(traced, rows[0], apart.tolerance, chosen)

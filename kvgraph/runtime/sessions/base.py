@@ -17,6 +17,7 @@ from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
 from kvgraph.contract.signature import Typed
 from kvgraph.errors import BindingError
+from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 from kvgraph.kv.pool.leaf import too_little
 from kvgraph.runtime.folder import ArtifactFolder
 from kvgraph.runtime.turns import Turns
@@ -40,7 +41,7 @@ class Session(ABC):
     captures = False
     """Whether `run(..., capture=True)` is faster: the engine then pads decode steps to buckets."""
 
-    step_tokens = 2048
+    step_tokens = DEFAULT_BATCH_TOKENS
     """New tokens that an engine puts into a step at most, unless it is told otherwise."""
 
     limits: Mapping[str, int] = {}

@@ -74,20 +74,20 @@ def require_module(name: str) -> str:
 
 
 def profiles_of(
-    signature: GraphSignature, max_seq_len: int, max_batch: int, max_tokens: int
+    signature: GraphSignature, max_seq_len: int, max_batch_size: int, max_batch_tokens: int
 ) -> list[ProfileInfo]:
     """One for decode steps (a token a row), one for anything: prefill, chunks, mixed rows.
 
-    `max_batch` rows of a step, and `max_tokens` new tokens of all of them, at most.
+    `max_batch_size` rows of a step, and `max_batch_tokens` new tokens of all of them, at most.
     """
     names = {dim for symbol in signature.inputs for dim in symbol.symbolic_dims}
-    tokens = min(max_tokens, max_batch * max_seq_len)
+    tokens = min(max_batch_tokens, max_batch_size * max_seq_len)
     width = ceildiv(max_seq_len, _page_size(signature))
-    ranges = {BATCH_SIZE: max_batch, NUM_LOGITS: max_batch, NUM_STEPS: MAX_STEPS}
+    ranges = {BATCH_SIZE: max_batch_size, NUM_LOGITS: max_batch_size, NUM_STEPS: MAX_STEPS}
     ranges |= {n: MAX_PAGE_SLOTS for n in names if n.endswith(NUM_PAGE_SLOTS)}
     ranges |= {n: width for n in names if n.endswith(MAX_NUM_PAGES)}
     return [
-        _profile("decode", ranges | {TOTAL_SEQ_LEN: max_batch}),
+        _profile("decode", ranges | {TOTAL_SEQ_LEN: max_batch_size}),
         _profile("prefill", ranges | {TOTAL_SEQ_LEN: tokens}),
     ]
 
