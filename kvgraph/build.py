@@ -171,7 +171,7 @@ def compile(
         write = partial(_write, request, weights, notes)
         functional = request.backend.functional
         with staging(out, force=force) as folder:
-            progress(f"lowering to {request.backend.name}{request.reason}")
+            progress(f"lowering to {request.backend.name}{request.why_default}")
             traced = trace(
                 loaded,
                 signature,

@@ -35,7 +35,7 @@ class Request:
     cache_dtype: str | None
     """None: as `params` says, or as activations are."""
     page_size: int
-    reason: str
+    why_default: str
     """Why the target's default backend is its default, as the end of a sentence; empty for a
     backend that was asked for."""
 
@@ -69,8 +69,8 @@ def resolve(
     _require_page_size(page_size)
     require_ranks(tp, chosen, parsed, cache)
     bounds = _step_bounds(chosen, parsed, max_batch_size, max_batch_tokens)
-    reason = _reason(parsed) if backend is None else ""
-    return Request(parsed, chosen, bounds, tp, cache, cache_dtype, page_size, reason)
+    why_default = _why_default(parsed) if backend is None else ""
+    return Request(parsed, chosen, bounds, tp, cache, cache_dtype, page_size, why_default)
 
 
 def _target_and_backend(target: str, backend: str | None) -> tuple[Target, Backend]:
@@ -166,11 +166,11 @@ def _require_range(name: str, value: int, least: int, most: int) -> None:
         raise UnsupportedError(f"{name}: expected {least} to {most}, got {value}")
 
 
-def _reason(target: Target) -> str:
+def _why_default(target: Target) -> str:
     kind = target.kind
     if target.archs == (PORTABLE,):
         return f", the only one for {target}"
-    return f", the default for {kind}: {default_backend(kind).targets[kind].reason}"
+    return f", the default for {kind}: {default_backend(kind).targets[kind].default_because}"
 
 
 def check_weights(weights: str | None, target: Target, backend: Backend, dtype: str | None) -> None:

@@ -40,8 +40,8 @@ class Support:
     `lower(traced, folder, **options)` writes the backend's files and returns a `Lowered`. `options`
     names the keywords that it takes: `archs` of the target, `bounds` of a step (rows, new tokens),
     `progress`, `weight_bits` of packed weights (16, 8, 4, AS_STORED or None). `sessions`: the
-    default first. `tools`: distributions whose versions decide the files' bytes. `reason`: why it
-    is the default of the target; empty for all others.
+    default first. `tools`: distributions whose versions decide the files' bytes. `default_because`:
+    why it is the target's default backend; empty for all others.
 
     `float32`: activations are float32 even where the checkpoint has another dtype. `weightless`:
     the checkpoint's weights stay on disk until they are written. `ranks`: it compiles for several
@@ -54,13 +54,18 @@ class Support:
     sessions: tuple[Runner, ...]
     tools: tuple[str, ...]
     options: tuple[str, ...] = ()
-    reason: str = ""
+    default_because: str = ""
     float32: bool = False
     weightless: bool = False
     ranks: bool = False
     require: str = ""
     rewrite: str = ""
     cut_windows: str = ""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether a compile for such a target has this backend where none is asked for."""
+        return bool(self.default_because)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,7 @@ OURS = (
                     REFERENCE,
                 ),
                 tools=ONNX_TOOLS,
-                reason="it starts soonest, and runs without torch",
+                default_because="it starts soonest, and runs without torch",
                 float32=True,
                 weightless=True,
                 cut_windows="kvgraph.compiler.check.windows:with_windows_cut",
@@ -150,7 +155,7 @@ OURS = (
                     Runner(name="torch", entry="kvgraph.runtime.sessions.torch:cuda_session"),
                 ),
                 tools=(*TORCH_TOOLS, "triton"),
-                reason="one program for all architectures, replayed as CUDA graphs",
+                default_because="one program for all architectures, replayed as CUDA graphs",
                 weightless=True,
                 require="kvgraph.compiler.targets.cuda:require_kernels",
                 rewrite="kvgraph.compiler.targets.cuda:rewrite",
@@ -214,7 +219,7 @@ SESSIONS = tuple(
 
 def default_backend(kind: str) -> Backend:
     """The backend of a kind of target where none is asked for."""
-    return next(each for each in OURS if kind in each.targets and each.targets[kind].reason)
+    return next(each for each in OURS if kind in each.targets and each.targets[kind].is_default)
 
 
 def find_backend(name: str, kind: str | None = None) -> Backend:
@@ -226,7 +231,7 @@ def find_backend(name: str, kind: str | None = None) -> Backend:
     if found is not None and (kind is None or kind in found.targets):
         return found
     ours = [each for each in OURS if kind is None or kind in each.targets]
-    ours.sort(key=lambda each: kind is None or not each.targets[kind].reason)
+    ours.sort(key=lambda each: kind is None or not each.targets[kind].is_default)
     others = {point.name for point in _entry_points()} - {name}
     known = [*(each.name for each in ours), *sorted(others)]
     where = f" for target {kind}" if kind else ""

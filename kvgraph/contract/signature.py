@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from onnx import ValueInfoProto
 
 
+OWN_INPUTS = ("tokens", "input_row_offsets", "logits_indices")
+"""A graph's own inputs, in binding order; the cache's record follows them."""
+
+LOGITS_INDICES = OWN_INPUTS.index("logits_indices")
+
+
 class Typed(Protocol):
     """A framework's array, or a Buffer; a dtype's text is its name."""
 

@@ -339,7 +339,7 @@ class AsyncEngine(Uncopied):
             except Empty:
                 if is_busy:
                     return True
-                self.engine.session.check()
+                self.engine.session.require_ranks()
                 continue
             handle()
         return False

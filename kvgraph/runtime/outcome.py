@@ -141,18 +141,10 @@ def _with_text(row: Request, token: int, behind: int = 0, *, is_last: bool = Fal
         try:
             if stream.decoder is None:
                 stream.start(row.context)
-            assert stream.decoder is not None
             if stream.stops is not None:
                 held = stream.stops.held
             if is_text:
-                try:
-                    piece = stream.decoder.step(stream.tokenizer, token)
-                except Exception as error:
-                    piece = stream.recover(token, error)
-                if piece is None:
-                    text = stream.begun(token)
-                else:
-                    text = stream.own(piece) if stream.unfinished else piece
+                text = stream.step(token)
             if stream.stops is not None:
                 characters = len(text)
                 count = row.context.current_length + behind + 1 - row.prompt_length

@@ -77,7 +77,6 @@ class TextStream:
             stream.start(context)
         piece = stream.step(token)
 
-    A decode step has `step` in its own file, so that it visits no other.
     Text comes only once its bytes are complete. Some decoders strip the space before the first word
     of a text, which a continuation keeps, so this one sees the prompt's last tokens first.
     `unfinished`: the tokens since the decoder's last piece, while they end within a character;
@@ -265,22 +264,24 @@ def completion_of(
     generated = [token.token_id for token in tokens if not token.error]
     logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
     return Completion(
-        request_id,
-        generated,
-        "".join([token.text for token in tokens]),
-        last.finish_reason,
-        last.error,
-        stats.prompt_tokens,
-        stats.cached_tokens,
-        stats.queue_seconds,
-        stats.first_token_seconds,
-        stats.total_seconds,
-        _rate(stats.prompt_tokens - stats.cached_tokens, stats.prefill_seconds),
-        _rate(len(generated) - 1, stats.decode_seconds),
-        logprobs or None,
-        prompt_logprobs,
-        last.stop_reason,
-        index,
+        request_id=request_id,
+        token_ids=generated,
+        text="".join([token.text for token in tokens]),
+        finish_reason=last.finish_reason,
+        error=last.error,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
+        queue_seconds=stats.queue_seconds,
+        first_token_seconds=stats.first_token_seconds,
+        total_seconds=stats.total_seconds,
+        prefill_tokens_per_second=_rate(
+            stats.prompt_tokens - stats.cached_tokens, stats.prefill_seconds
+        ),
+        decode_tokens_per_second=_rate(len(generated) - 1, stats.decode_seconds),
+        logprobs=logprobs or None,
+        prompt_logprobs=prompt_logprobs,
+        stop_reason=last.stop_reason,
+        index=index,
     )
 
 

@@ -46,7 +46,7 @@ def test_what_a_backend_names_is_there(backend: Any, kind: str) -> None:
 def test_every_target_has_one_default() -> None:
     assert [default_backend(kind).name for kind in ("cpu", "cuda")] == ["onnx", "torch"]
     for kind in ("cpu", "cuda"):
-        found = [each for each in OURS if kind in each.targets and each.targets[kind].reason]
+        found = [each for each in OURS if kind in each.targets and each.targets[kind].is_default]
         assert len(found) == 1
     assert sorted(SESSIONS) == ["onnxruntime", "reference", "tensorrt", "torch"]
 
@@ -54,7 +54,7 @@ def test_every_target_has_one_default() -> None:
 def test_a_portable_target_has_one_backend() -> None:
     assert [each.name for each in OURS if each.portable] == ["tensorrt"]
     request = resolve("cuda:portable", None, cache_dtype=None, page_size=None)
-    assert (request.backend.name, request.reason) == (
+    assert (request.backend.name, request.why_default) == (
         "tensorrt",
         ", the only one for cuda:portable",
     )

@@ -247,7 +247,7 @@ def test_an_engine_ends_the_ranks_that_it_started(two: Path) -> None:
     session.close()
     assert ended_by(session)
     with pytest.raises(RankError, match="rank 0: expected an open session, got one that was clos"):
-        session.check()
+        session.require_ranks()
 
 
 def ended_by(session: kvgraph.Session) -> bool:

@@ -113,7 +113,7 @@ def test_the_callers_context_is_current_after_every_call(opened: Opened) -> None
     session.free_memory()
     with pytest.raises(kvgraph.KVGraphError):
         manager_of(session, 1_000_000)
-    session._has_ended = False
+    session._last_run_completed = False
     session.synchronize()
     session.run(ONE_TOKEN, manager.runtime_inputs([[context]]), capture=True)
     assert driver.contexts == [CALLER]

@@ -24,6 +24,7 @@ VISITED = {
     "runtime/scheduler.py",
     "runtime/sessions/base.py",
     "runtime/sessions/onnxruntime.py",
+    "runtime/text.py",
 }
 """Files of the package that a decode step on ONNX Runtime's CPU session visits."""
 

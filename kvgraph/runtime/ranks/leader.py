@@ -138,7 +138,7 @@ class LeaderSession(Session):
             raise RankError(self._lost)
         self._group.require_whole()
 
-    def check(self) -> None:
+    def require_ranks(self) -> None:
         self._require_whole()
         try:
             for wire in self._wires:

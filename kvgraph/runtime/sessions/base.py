@@ -15,7 +15,7 @@ from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer, KVCacheInputs, ModelInputs
 from kvgraph.contract.params import KVCacheParamInterface
-from kvgraph.contract.signature import Typed
+from kvgraph.contract.signature import LOGITS_INDICES, OWN_INPUTS, Typed
 from kvgraph.errors import BindingError
 from kvgraph.kv.memory import DEFAULT_BATCH_TOKENS
 from kvgraph.kv.pool.leaf import too_little
@@ -55,7 +55,7 @@ class Session(ABC):
         self._vocab = artifact.manifest.model.vocab_size
         self._checked: list[tuple[object, ...]] = []
         self._turns = Turns("Session")
-        self._has_ended = True  # the last run: False where it raised
+        self._last_run_completed = True  # False after a run that raised
 
     @property
     def identity(self) -> bytes:
@@ -75,7 +75,7 @@ class Session(ABC):
         except (MemoryError, ValueError) as error:
             raise too_little(symbol, shape) from error
 
-    def check(self) -> None:  # noqa: B027  # most have nobody to ask
+    def require_ranks(self) -> None:  # noqa: B027  # most sessions have one rank
         """RankError where no step can run any more, since a rank has ended. Between two steps."""
 
     def close(self) -> None:  # noqa: B027
@@ -99,8 +99,9 @@ class Session(ABC):
 
     def require_symbols(self, record: Iterable[TensorType]) -> None:
         """BindingError unless a manager's record is the artifact's, position by position."""
-        expected = self.signature.inputs[3:]
-        for position, (mine, theirs) in enumerate(zip_longest(expected, record), start=3):
+        own = len(OWN_INPUTS)
+        expected = self.signature.inputs[own:]
+        for position, (mine, theirs) in enumerate(zip_longest(expected, record), start=own):
             if mine != theirs:
                 raise BindingError(
                     f"input {position}: expected {mine or 'no such input'} from the artifact, "
@@ -123,17 +124,17 @@ class Session(ABC):
                 raise self._turns.overlap(call, running)
             arrays = self._arrays(inputs, kv)
             self.synchronize()
-            self._has_ended = False
+            self._last_run_completed = False
             if not len(inputs.tokens):  # an empty batch is legal, and no graph need know it
                 logits = self._no_logits(inputs)
             else:
                 _require_within("tokens", arrays[0], self._vocab)
-                _require_within("logits_indices", arrays[2], len(inputs.tokens))
-                num_logits = len(arrays[2])
+                _require_within("logits_indices", arrays[LOGITS_INDICES], len(inputs.tokens))
+                num_logits = len(arrays[LOGITS_INDICES])
                 if not num_logits:  # a prompt's chunk: the graph computes those of one token
-                    arrays[2] = np.zeros(1, np.int32)
+                    arrays[LOGITS_INDICES] = np.zeros(1, np.int32)
                 logits = self.run_arrays(arrays, capture=capture)[:num_logits]
-            self._has_ended = True
+            self._last_run_completed = True
             return logits
         finally:
             if self._turns.running is call:
@@ -170,10 +171,10 @@ class Session(ABC):
                 f"({', '.join(s.name for s in self.signature.inputs)}), got {len(values)}"
             )
         arrays = [getattr(value, "handle", value) for value in values]
-        self._check(values, arrays)
+        self._require_fitting(values, arrays)
         return list(map(_dense, self.signature.inputs, arrays))
 
-    def _check(self, values: list[Any], arrays: Sequence[Any]) -> None:
+    def _require_fitting(self, values: list[Any], arrays: Sequence[Any]) -> None:
         """BindingError unless dtypes and shapes fit, those of values and of the memory that they
         hold; where both are the last step's, they are not compared again."""
         try:
@@ -211,9 +212,9 @@ class Session(ABC):
 
         Else what its copies and kernels still read or write would be used again.
         """
-        if not self._has_ended:
+        if not self._last_run_completed:
             self._synchronize()
-            self._has_ended = True
+            self._last_run_completed = True
 
     def _synchronize(self) -> None:
         """Wait for the device, where there is one."""

@@ -20,6 +20,7 @@ import torch
 
 from kvgraph.contract.dims import TensorType
 from kvgraph.contract.inputs import Buffer
+from kvgraph.contract.signature import LOGITS_INDICES
 from kvgraph.errors import CapacityError, KernelError
 from kvgraph.kernels import launch, variants
 from kvgraph.kv.pool.batch import Upload
@@ -34,9 +35,6 @@ from kvgraph.runtime.sessions.program import load_program
 
 LEAST_CAPACITY = 1 << 13
 """Elements of an index tensor's first memory: a decode step's tokens never outgrow it."""
-
-LOGITS_INDICES = 2
-"""Where they are in a signature's inputs: one row of logits each."""
 
 MAX_CAPTURED = 256
 """Graphs kept; the least recently run one goes first."""

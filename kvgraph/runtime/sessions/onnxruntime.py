@@ -48,7 +48,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.files import require_utf8
-from kvgraph.contract.signature import output_name
+from kvgraph.contract.signature import LOGITS_INDICES, output_name
 from kvgraph.errors import (
     ArtifactError,
     DeviceError,
@@ -113,7 +113,7 @@ class OnnxRuntimeSession(Session):
     def _run(self, arrays: Sequence[Array]) -> npt.NDArray[np.float32]:
         for bound, array in zip(self._inputs, arrays, strict=True):
             bound.take(array)
-        logits = self._logits.next(len(arrays[2]))
+        logits = self._logits.next(len(arrays[LOGITS_INDICES]))
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and its own classes

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from kvgraph.contract.dims import Array, TensorType
 from kvgraph.contract.dtypes import DTYPES
 from kvgraph.contract.inputs import Buffer
-from kvgraph.contract.signature import output_name
+from kvgraph.contract.signature import LOGITS_INDICES, output_name
 from kvgraph.errors import (
     ArtifactError,
     BindingError,
@@ -100,7 +100,7 @@ class OnnxRuntimeCudaSession(Session):
 
     def _run(self, arrays: Sequence[Any]) -> npt.NDArray[np.float32]:
         with self._device.current():
-            rows, given = len(arrays[2]), self._given(arrays)
+            rows, given = len(arrays[LOGITS_INDICES]), self._given(arrays)
             pools = {s.name: self._pool(s, a) for s, a in given if s.kind == "buffer"}
             logits = self._logits.at_least(rows)
             for symbol, array in given:
