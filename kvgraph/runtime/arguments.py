@@ -143,8 +143,8 @@ def token_ids(prompt: Iterable[object]) -> list[int]:
 def sequence(name: str, one: str, values: Iterable[T]) -> list[T]:
     """What was given as several values, of which `one` alone is no sequence."""
     if isinstance(values, str | PurePath):
-        raise RequestError(f"{name}: expected a sequence, got one {one}; use [{one}]")
-    return _listed(values, f"{name}: expected a sequence")
+        raise RequestError(f"{name}: expected a list, got one {one}; use [{one}]")
+    return _listed(values, f"{name}: expected a list")
 
 
 def one_for_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:

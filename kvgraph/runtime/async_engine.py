@@ -82,7 +82,9 @@ class AsyncEngine(Uncopied):
     async def start(self) -> None:
         """Hand the engine to its thread. RequestError if that has happened."""
         if self._thread is not None or self.engine._is_shared:
-            raise RequestError("AsyncEngine.start: expected one start of an engine, got a second")
+            raise RequestError(
+                "AsyncEngine.start: expected an engine that has not started, got a started one"
+            )
         if self._is_closed:
             raise RequestError(
                 "AsyncEngine.start: expected an engine that is open, got a closed one"

@@ -206,9 +206,7 @@ class ChatTemplates:
         try:
             text = self._rendered(source, variables, taken)
         except ValueError as error:
-            raise RequestError(
-                f"messages: expected a chat that its template takes, got from the template: {error}"
-            ) from error
+            raise RequestError(f"messages: the chat template refused them: {error}") from error
         return up_to_mark(text, chat) if continues else text
 
     def _rendered(self, source: str, variables: Mapping[str, object], chat: list[Message]) -> str:

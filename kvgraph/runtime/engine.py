@@ -164,7 +164,9 @@ class Engine(Chats, Uncopied):
         self._settle()
         instance("request_id", request_id, str, "text")
         if not self._is_open(request_id):
-            raise RequestError(f"cancel of {request_id!r}: expected a submitted request, got none")
+            raise RequestError(
+                f"cancel of {request_id!r}: expected an open request, got none of this id"
+            )
         self._end(request_id)
 
     def stream(

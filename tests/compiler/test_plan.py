@@ -221,17 +221,8 @@ def test_plans_without_torch_are_those_with_it(model_folder: Callable[[str], Pat
         assert done.returncode == 0, done.stderr
         target, weights = (options[1], None) if options[0] == "--target" else ("cpu", "int4")
         with mock.patch.object(stored, "describe", side_effect=stored.InDoubtError):
-            expected = [
-                plan(
-                    folder,
-                    target=target,
-                    weights=weights,
-                    memory=1 << 30,
-                    max_seq_len=None,
-                    max_batch_size=DEFAULT_BATCH_SIZE,
-                )
-                for folder in folders
-            ]
+            sizes = {"memory": 1 << 30, "max_seq_len": None, "max_batch_size": DEFAULT_BATCH_SIZE}
+            expected = [plan(each, target=target, weights=weights, **sizes) for each in folders]
         found = [json.loads(text) for text in re.findall(r"^{.*?^}", done.stdout, re.M | re.S)]
         assert found == [to_plain(each) for each in expected]
 

@@ -91,7 +91,7 @@ def test_a_worker_whose_leader_does_not_come(two: Path) -> None:
     with started("worker", two, "--collective-timeout", 0.5, only=(1,)) as (worker,):
         code, _, said = ended(worker)
     assert code == 2
-    assert "kvgraph: rank 0: expected it at the start, got nothing from it in 0.5 s" in said
+    assert "kvgraph: rank 0: expected it to join within 0.5 s, got no answer" in said
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -150,9 +150,9 @@ def test_submit(artifact: Artifact, arguments: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
-        ("The", None, "prompts: expected a sequence, got one text; use [text]"),
-        (5, None, "prompts: expected a sequence, got int 5"),
-        (None, None, "prompts: expected a sequence, got NoneType None"),
+        ("The", None, "prompts: expected a list, got one text; use [text]"),
+        (5, None, "prompts: expected a list, got int 5"),
+        (None, None, "prompts: expected a list, got NoneType None"),
         ([[5], 6], None, "prompts[1]: prompt: expected text or token ids, got int 6"),
         ([[5], [7.5]], None, "prompts[1]: prompt: expected text or token ids, got float 7.5 at "
          "position 0"),
@@ -203,7 +203,7 @@ def test_a_bad_prompt_in_a_batch_is_named_by_its_index(engine: Engine) -> None:
         ("host_memory", "", "expected a size such as 80GiB or 512MB, got ''"),
         ("host_memory", "9" * 400, f"expected a size such as 80GiB or 512MB, got {'9' * 400!r}"),
         ("max_batch_size", 1 << 30, "expected at most 1048576, got 1073741824"),
-        ("prefixes", "a.kvp", "expected a sequence, got one file; use [file]"),
+        ("prefixes", "a.kvp", "expected a list, got one file; use [file]"),
     ],
 )
 def test_options(artifact: Artifact, option: str, value: Any, message: str) -> None:

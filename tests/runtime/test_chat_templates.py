@@ -67,7 +67,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(
     ):
         given: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt}
         if (style, chat) in REFUSED:
-            with pytest.raises(RequestError, match="messages: expected a chat that its templ"):
+            with pytest.raises(RequestError, match="messages: the chat template refused them"):
                 ours.render(messages, **given, chat_template_kwargs=options)
             with pytest.raises((TemplateError, TypeError)):
                 theirs.apply_chat_template(messages, tokenize=False, **given, **options)
@@ -269,8 +269,8 @@ def test_reasoning_is_there_under_the_names_that_templates_read(
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", r"messages: expected a sequence, got one message; use \[message\]"),
-        ({"role": "user"}, "messages: expected a sequence, got dict"),
+        ("hello", r"messages: expected a list, got one message; use \[message\]"),
+        ({"role": "user"}, "messages: expected a list, got dict"),
         ([], "messages: expected one or more, got none"),
         (["hello"], r"messages\[0\]: expected names and values, got str 'hello'"),
         ([USER, {"content": "x"}], r"messages\[1\]\.role: expected text, got NoneType None"),
@@ -299,7 +299,7 @@ def test_messages_that_are_none(messages: Any, message: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": "x"}, r"tools: expected a sequence, got one tool; use \[tool\]"),
+        ({"tools": "x"}, r"tools: expected a list, got one tool; use \[tool\]"),
         ({"tools": [print]}, r"tools\[0\]: expected names and values, got builtin"),
         ({"add_generation_prompt": 1}, "add_generation_prompt: expected True or False, got int 1"),
         ({"chat_template": 1}, "chat_template: expected text or None, got int 1"),
@@ -326,9 +326,7 @@ def test_a_template_may_refuse(tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError) as caught:
             ours.render(messages)
-        assert str(caught.value) == (
-            f"messages: expected a chat that its template takes, got from the template: {why}"
-        )
+        assert str(caught.value) == (f"messages: the chat template refused them: {why}")
 
 
 @pytest.mark.parametrize(

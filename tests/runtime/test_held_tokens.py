@@ -28,7 +28,7 @@ def test_cancel_drops_what_another_call_generated(engine: Engine, count: int) ->
         engine.cancel("mine")
         assert not engine.busy
         assert engine.step() == []
-        with pytest.raises(RequestError, match="cancel of 'mine': expected a submitted request"):
+        with pytest.raises(RequestError, match="cancel of 'mine': expected an open request"):
             engine.cancel("mine")
     engine.submit(PROMPTS[0], greedy(count), request_id="mine")
     tokens = []

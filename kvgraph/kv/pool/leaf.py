@@ -161,7 +161,7 @@ def too_little(symbol: TensorType, shape: tuple[int, ...]) -> CapacityError:
     nbytes = prod(shape) * DTYPES[symbol.dtype].numpy.itemsize
     return CapacityError(
         f"{symbol.name}: expected {size_text(nbytes)} of host memory for {list(shape)}, "
-        "got a refusal by the system; take fewer or shorter rows, or fewer pages"
+        "which the system refused; use fewer pages, or fewer or shorter rows"
     )
 
 

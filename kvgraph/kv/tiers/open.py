@@ -85,5 +85,5 @@ def _host_store(
         nbytes = sum(size * count for of in (pages, staging) for size, count in of.items())
         raise CapacityError(
             f"host_memory: expected {size_text(nbytes)} for {sum(pages.values())} pages and what "
-            "passes through, got a refusal by the system; take less"
+            "passes through, which the system refused; use less"
         ) from error

@@ -67,7 +67,7 @@ def wait_for_port(own: Launched, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise RankError(
-                    f"rank 0: expected it at the start, got nothing from it in {timeout:g} s: no "
+                    f"rank 0: expected it to join within {timeout:g} s, got no answer: no "
                     f"store at {own.address}:{own.port} ({error})"
                 ) from error
             time.sleep(RETRY_SECONDS)

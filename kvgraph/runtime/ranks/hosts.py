@@ -207,7 +207,8 @@ def _wait_for_all(own: Launched, store: Store, timeout: float) -> None:
     while missing := [rank for rank in missing if not store.check([f"rank {rank}"])]:
         if time.monotonic() > end:
             raise RankError(
-                f"ranks: expected {own.size} at the start, got none of {missing} in {timeout:g} s"
+                f"ranks: expected {own.size} to join within {timeout:g} s, ranks {missing} are "
+                "missing"
             )
         time.sleep(RETRY_SECONDS)
 

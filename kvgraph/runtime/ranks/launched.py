@@ -61,7 +61,9 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
         return Launched(rank, size, run)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in given:
-            raise RankError(f"{name}: expected it from torchrun for ranks on several machines")
+            raise RankError(
+                f"{name}: expected torchrun to set it for ranks on several machines, got none"
+            )
     port = _integer(given, "MASTER_PORT")
     if not 1 <= port < 1 << 16:
         raise RankError(f"MASTER_PORT: expected 1 to 65535 from torchrun, got {port}")

@@ -64,8 +64,8 @@ def _welcome(own: Launched, facts: Facts, timeout: float, wires: list[Wire]) -> 
             except TimeoutError as error:
                 missing = [rank for rank in range(own.size) if rank not in pids]
                 raise RankError(
-                    f"ranks: expected {own.size} at the start, got none of {missing} in "
-                    f"{timeout:g} s"
+                    f"ranks: expected {own.size} to join within {timeout:g} s, ranks {missing} are "
+                    "missing"
                 ) from error
             pid, uid = _credentials(connection)
             left = max(deadline - time.monotonic(), 0.001)
@@ -167,7 +167,7 @@ def _connected(own: Launched, timeout: float) -> socket.socket:
             connection.close()
             if time.monotonic() > deadline:
                 raise RankError(
-                    f"rank 0: expected it at the start, got nothing from it in {timeout:g} s"
+                    f"rank 0: expected it to join within {timeout:g} s, got no answer"
                 ) from error
             time.sleep(RETRY_SECONDS)
     if _credentials(connection)[1] != os.getuid():

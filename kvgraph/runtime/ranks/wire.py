@@ -53,7 +53,9 @@ class Wire:
                 data = data[sent:]
             self._socket.sendall(data)
         except TimeoutError as error:
-            raise RankError(f"rank {self.peer}: expected it to take a message, got none") from error
+            raise RankError(
+                f"rank {self.peer}: expected it to read a message in time, it did not"
+            ) from error
         except OSError as error:
             raise self._gone() from error
 
